@@ -1,0 +1,1 @@
+"""Who holds which prefix: block hashing, the block table, KV event intake."""

@@ -1,0 +1,1 @@
+"""The operator's side: health, metrics, status page, JSON API."""

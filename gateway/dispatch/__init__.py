@@ -1,0 +1,1 @@
+"""One request's life: admit, choose, forward, retry, settle."""

@@ -1,0 +1,1 @@
+"""The load-test CLI: workloads, open-loop arrivals, reports, virtual-time simulation."""

@@ -1,0 +1,1 @@
+"""Pure functions from (request, candidates) to a choice: no I/O, no clock."""

@@ -1,0 +1,1 @@
+"""Serving engines: launched, adopted, watched, drained."""

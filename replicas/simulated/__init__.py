@@ -1,0 +1,1 @@
+"""A step-level model of vLLM's scheduler behind vLLM's own endpoints."""

@@ -1,1 +1,33 @@
-"""Pure functions from (request, candidates) to a choice: no I/O, no clock."""
+"""Pure functions from (request, candidates) to a choice: no I/O, no clock.
+
+One policy a file; the vocabulary they share is `Load`, `Demand`, `Candidate`, `Choice`. `Ledger`
+keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
+"""
+from .consistent_hash import ConsistentHash
+from .costs import CostGroup, Costs
+from .least_load import LeastLoad
+from .least_time import LeastTime
+from .ledger import Ledger, Reservation
+from .overlap_cost import OverlapCost
+from .power_of_two import PowerOfTwo
+from .prefix_affinity import PrefixAffinity
+from .random import Random
+from .round_robin import RoundRobin
+from .vocabulary import Candidate, Choice, Demand, Load, Policy
+
+_POLICIES = {p.name: p for p in (RoundRobin, Random, LeastLoad, PowerOfTwo, ConsistentHash,
+                                 PrefixAffinity, OverlapCost, LeastTime)}
+NAMES = tuple(_POLICIES)
+DEFAULT = LeastTime.name
+
+
+def make(name: str, seed: int = 0) -> Policy:
+    """The policy called `name`; `seed` fixes its random tie-breaks. ValueError for an unknown name."""
+    try:
+        return _POLICIES[name](seed)
+    except KeyError:
+        raise ValueError(f"unknown policy {name!r}; there are {', '.join(NAMES)}") from None
+
+
+__all__ = ["Candidate", "Choice", "CostGroup", "Costs", "DEFAULT", "Demand", "Ledger", "Load",
+           "NAMES", "Policy", "Reservation", "make"]

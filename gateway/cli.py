@@ -1,0 +1,172 @@
+"""`hitherto serve | config | replica | explain | doctor`: flags in, exit code out.
+
+Flags are made from the schema in `gateway.config`, so that a setting has one name, one help text
+and one check whether it comes from a file, the environment or the command line. Verbs import
+what they need when they run: `hitherto config` answers in a fraction of a second.
+
+Exit codes: 0 done, 1 it ran and found or met trouble, 2 flags or configuration are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from gateway import __version__
+from gateway.config import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, show_bytes, suggest
+
+USAGE_ERROR = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints name the flag that was probably meant."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. `{self.prog} --help` lists what there is")
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of the schema; absent flags stay absent, so lower sources show through."""
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS,
+                        help="YAML file with settings (default: ./hitherto.yaml if there is one)")  # fmt: skip
+    for name, field in Settings.model_fields.items():
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(name, field)}
+        if field.annotation is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif name == "replica_url":
+            options |= {"nargs": "+", "action": "extend", "metavar": "URL"}
+        else:
+            options["metavar"] = _metavar(name, field.annotation)
+        parser.add_argument(flag(name), *ALIASES.get(name, ()), **options)
+
+
+def _help(name: str, field: Any) -> str:
+    text = field.description.replace("%", "%%")
+    if field.default in (None, ()):
+        return text
+    if field.annotation is bool:
+        return f"{text} (default: {'on' if field.default else 'off'})"
+    return f"{text} (default: {show_bytes(field.default) if name in SIZES else field.default})"
+
+
+def _metavar(name: str, annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return "{" + ",".join(typing.get_args(annotation)) + "}"
+    if isinstance(annotation, types.UnionType):
+        annotation = typing.get_args(annotation)[0]
+    if name in SIZES:
+        return "BYTES"
+    return "SECONDS" if name.endswith("_s") else {int: "N", str: "NAME"}.get(annotation, "FILE")
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="hitherto", description="A gateway that sends each LLM request to the replica that already holds its prefix.")
+    parser.add_argument("--version", action="version", version=f"hitherto {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
+
+    serve = verbs.add_parser("serve", help="run the gateway", description="Run the gateway, in front of engines that run already (--replica-url) or that it starts itself (--launch).")
+    config = verbs.add_parser("config", help="print the effective settings and where each came from",
+                              description="Print the effective settings and where each came from. The output is itself a valid configuration file.")  # fmt: skip
+    config.add_argument("--json", action="store_true", help="as JSON")
+    explain = verbs.add_parser("explain", help="say what would happen to a request",
+                               description="Say what would happen to a request: tokens, blocks, overlap and cost per replica, the choice and why. Nothing is sent to an engine for an answer.")  # fmt: skip
+    explain.add_argument("body", metavar="BODY.json", help="the request's body; - reads standard input")
+    explain.add_argument("--path", default="/v1/chat/completions", help="the endpoint it would be posted to")
+    explain.add_argument("--admin", metavar="URL", help="admin side of a running gateway (default: http://ADMIN_HOST:ADMIN_PORT)")
+    explain.add_argument("--json", action="store_true", help="as JSON")
+    doctor = verbs.add_parser("doctor", help="check everything that can be wrong",
+                              description="Check everything that can be wrong, one line each, with what to do about it. Exit code 1 if something is.")  # fmt: skip
+    for verb in (serve, config, explain, doctor):
+        add_settings(verb)
+    verbs.add_parser("replica", help="run one simulated engine", add_help=False)
+    return parser
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        verb = next(action for action in parser._actions if action.dest == "verb").choices[args.verb]
+        known = [option for option in verb._option_string_actions if option.startswith("--")]
+        word = unknown[0].partition("=")[0]
+        raise ConfigError(f"unknown argument {word!r}. {suggest(word, known)}")
+    return args
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    given = {name: value for name, value in vars(args).items() if name in Settings.model_fields}
+    return load(given, file=getattr(args, "config", None))
+
+
+def serve(args: argparse.Namespace) -> int:
+    settings = load_config(args).settings
+    if not settings.replica_url and not settings.launch:
+        raise ConfigError("there is no replica to send requests to. Give --replica-url http://HOST:PORT for engines "
+                          "that run already, or --launch 2 to start simulated ones")  # fmt: skip
+    from gateway import app
+
+    return app.serve(settings)
+
+
+def show_config(args: argparse.Namespace) -> int:
+    config = load_config(args)
+    if args.json:
+        plain = config.plain()
+        print(json.dumps({name: {"value": plain[name], "source": source} for name, source in config.sources.items()}, indent=2))
+    else:
+        print(config.to_yaml())
+    return 0
+
+
+def replica(argv: Sequence[str]) -> int:
+    from replicas.simulated import cli
+
+    parser = Parser(prog="hitherto replica", description="Run one simulated engine behind vLLM's endpoints, metrics and KV events.")
+    cli.add_arguments(parser)
+    return cli.run(parser.parse_args(argv))
+
+
+def explain(args: argparse.Namespace) -> int:
+    from gateway import explain as room
+
+    return room.run(args, load_config(args))
+
+
+def doctor(args: argparse.Namespace) -> int:
+    from gateway import doctor as room
+
+    try:
+        config = load_config(args)
+    except ConfigError as error:
+        return room.report_bad_config(str(error))
+    return room.run(config)
+
+
+VERBS = {"serve": serve, "config": show_config, "explain": explain, "doctor": doctor}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `hitherto` command; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if argv[:1] == ["replica"]:
+            return replica(argv[1:])
+        args = _parse(argv)
+        return VERBS[args.verb](args)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"hitherto: {line}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `hitherto config | head`
+        sys.stderr.close()
+        return 1

@@ -1,0 +1,314 @@
+"""One typed schema for everything an operator may set.
+
+A value comes from the first of these that names it: flag, environment (`HITHERTO_*`), YAML file,
+default. Where it came from is kept beside it, because "which of my four settings won?" is the
+question every operator asks. All of it is judged before anything starts; whatever is wrong is
+said in one message: what, where, and what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+ENV_PREFIX = "HITHERTO_"
+DEFAULT_FILE = "hitherto.yaml"
+SIZES = ("cache_budget", "max_body_bytes")  # fields that are bytes and read best with a unit
+ALIASES = {"replica_url": ("--worker-urls", "--backend-url")}
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+class ConfigError(Exception):
+    """A setting is wrong. The text says what, where and what would be right; exit code 2."""
+
+
+class ReplicaAddress(NamedTuple):
+    """Where a replica answers, and where its KV events are if the operator says so.
+
+    `events` and `replay` are ZMQ endpoints as the gateway must dial them; None means: ask the
+    engine (`/kv_event_sources`), and do without events if it does not say.
+    """
+
+    url: str
+    events: str | None = None
+    replay: str | None = None
+    topic: str = ""
+
+
+def parse_replica_url(text: str) -> ReplicaAddress:
+    """`http://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t]` taken apart.
+
+    A trailing `/v1` is dropped: OpenAI clients carry it in their base URL and people paste that.
+    Raises ValueError with the remedy in its text.
+    """
+    base, _, fragment = text.strip().partition("#")
+    if "://" not in base:
+        raise ValueError(f"{text!r} has no scheme; write http://{base}")
+    try:
+        parts = urlsplit(base)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a URL ({error}); write http://HOST:PORT") from None
+    if parts.scheme != "http":
+        raise ValueError(f"{text!r}: replicas are spoken to over plain http; write http://HOST:PORT")
+    if not parts.hostname or parts.username or parts.query:
+        raise ValueError(f"{text!r} is not the address of an engine; write http://HOST:PORT")
+    path = parts.path.rstrip("/")
+    if path not in ("", "/v1"):
+        raise ValueError(f"{text!r} has the path {path!r}, but engines serve at the root; write http://{parts.netloc}")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return ReplicaAddress(f"http://{host}:{port or 80}", **_event_options(text, fragment))
+
+
+def _event_options(text: str, fragment: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for item in filter(None, fragment.split(",")):
+        key, equals, value = item.partition("=")
+        if key not in ("events", "replay", "topic") or not equals:
+            raise ValueError(f"{text!r}: after # may stand events=, replay= and topic=, separated by commas, not {item!r}")
+        if key != "topic" and not re.fullmatch(r"(tcp|ipc)://[^*]+", value):
+            raise ValueError(f"{text!r}: {key}={value} is not an endpoint to dial; write {key}=tcp://HOST:PORT")
+        options[key] = value
+    return options
+
+
+def parse_bytes(value: Any) -> Any:
+    """`64MiB`, `1.5 GB`, `65536` -> bytes (int). Anything else is left to pydantic to refuse."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    if not found or found[2].lower() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write a number of bytes, or one with KiB, MiB or GiB, like 512MiB")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def show_bytes(count: int) -> str:
+    """The shortest exact way to write a size: 67108864 -> '64MiB'."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count and count % unit == 0:
+            return f"{count // unit}{name}"
+    return str(count)
+
+
+def _split_urls(value: Any) -> Any:
+    """One string (environment, YAML) may hold several URLs, separated by spaces or commas."""
+    return re.split(r",?\s+|,(?=https?://)", value.strip()) if isinstance(value, str) else value
+
+
+def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    seen: dict[str, str] = {}
+    for text in urls:
+        url = parse_replica_url(text).url
+        if url in seen:
+            raise ValueError(f"{url} is given twice; each replica is named once")
+        seen[url] = text
+    return urls
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Urls = Annotated[tuple[str, ...], BeforeValidator(_split_urls), AfterValidator(_check_urls)]
+PolicyName = Literal[
+    "least_time", "overlap_cost", "prefix_affinity", "consistent_hash",
+    "least_load", "power_of_two", "round_robin", "random",
+]  # fmt: skip
+
+
+class Settings(BaseModel):
+    """What the gateway runs with. Times in seconds, sizes in bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = Field("0.0.0.0", description="address clients connect to")
+    port: Port = Field(8080, description="port clients connect to (0: any free one)")
+    admin_host: str = Field("127.0.0.1", description="address of the admin side; it has no password, keep it private")
+    admin_port: Port = Field(8081, description="port of the admin side: health, metrics, replicas, status page")
+
+    model: str | None = Field(None, description="model name or folder, for its tokenizer and chat template (default: what the replicas serve)")
+    served_model_name: str | None = Field(None, description="name clients use for the model (default: what the replicas say)")
+    chat_template: Path | None = Field(None, description="chat template file, if the engines were started with one")
+    block_size: int | None = Field(None, ge=1, le=4096, description="tokens per KV cache block (default: learned from the replicas)")
+
+    replica_url: Urls = Field((), description="engines that run already: http://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT]")
+    launch: int = Field(0, ge=0, le=256, description="number of engines to start and look after")
+    profile: str = Field("sim", description="how to start them: a profile's name or file")
+
+    policy: PolicyName = Field("least_time", description="how a replica is chosen")
+    cache_budget: Bytes = Field(512 * 2**20, description="memory for the map of who holds which block, like 512MiB")
+    retries: int = Field(2, ge=0, le=10, description="further replicas to try before the first byte of an answer")
+
+    max_body_bytes: Bytes = Field(64 * 2**20, description="largest request body, like 64MiB; larger ones get 413")
+    header_timeout_s: Seconds = Field(10.0, description="time a client has to send its request's head")
+    request_timeout_s: Seconds = Field(600.0, description="time an engine has to send the first byte of its answer")
+    idle_timeout_s: Seconds = Field(120.0, description="silence after which a client's connection is closed, or a stream given up")
+    drain_timeout_s: Seconds = Field(30.0, description="time running requests get to finish when the gateway stops")
+
+    response_headers: bool = Field(True, description="tell clients x-hitherto-replica and x-hitherto-cached-tokens")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
+    access_log: bool = Field(False, description="log one line per request")
+
+    @property
+    def replicas(self) -> list[ReplicaAddress]:
+        return [parse_replica_url(text) for text in self.replica_url]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The effective settings, and for each field the source that won, in words."""
+
+    settings: Settings
+    sources: dict[str, str]
+
+    def to_yaml(self) -> str:
+        """A file that `--config` reads back to the same settings, each line with its source."""
+        lines = [f"{name}: {_yaml_value(value)}" for name, value in self.plain().items()]
+        width = min(max(map(len, lines)), 48)
+        return "\n".join(f"{line:<{width}}  # {self.sources[name]}" for line, name in zip(lines, self.sources, strict=True))
+
+    def plain(self) -> dict[str, Any]:
+        """Values as a person would write them: sizes with units, paths as text."""
+        values = self.settings.model_dump(mode="json")
+        for name in SIZES:
+            values[name] = show_bytes(values[name])
+        return values
+
+
+def _yaml_value(value: Any) -> str:
+    """One value on one line (PyYAML ends a bare scalar's document with '...')."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True).removesuffix("...\n").rstrip()
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: str | Path | None = None,
+) -> Config:
+    """Merge default < file < environment < flags, check, and say where each value came from.
+
+    `flags`: field name -> value, only those given. `file`: the one to read; else HITHERTO_CONFIG;
+    else ./hitherto.yaml if there is one. Raises ConfigError.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(Settings.model_fields, "default")
+    named = file or environ.get(ENV_PREFIX + "CONFIG")
+    if named or Path(DEFAULT_FILE).exists():
+        for name, (value, line) in read_file(Path(named or DEFAULT_FILE)).items():
+            values[name], sources[name] = value, f"file {named or DEFAULT_FILE}:{line}"
+    for name, value in _from_environment(environ).items():
+        values[name], sources[name] = value, f"environment {ENV_PREFIX}{name.upper()}"
+    for name, value in (flags or {}).items():
+        values[name], sources[name] = value, f"flag {flag(name)}"
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item, sources) for item in error.errors())) from None
+    _check_together(settings, sources)
+    return Config(settings, sources)
+
+
+def read_file(path: Path) -> dict[str, tuple[Any, int]]:
+    """Field name -> (value, line) of a YAML file; unknown and repeated names are refused."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{path}: cannot read the configuration: {reason}. Name a readable YAML file with --config") from None
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return {}
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path}:{root.start_mark.line + 1}: expected lines like 'port: 8080', found a {root.id}")
+        return _fields_of(path, root, loader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: not YAML: {error.problem}. Check quotes and indentation there") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml.SafeLoader) -> dict[str, tuple[Any, int]]:
+    found: dict[str, tuple[Any, int]] = {}
+    for key_node, value_node in root.value:
+        line = key_node.start_mark.line + 1
+        name = str(loader.construct_object(key_node)).replace("-", "_")
+        if name not in Settings.model_fields:
+            raise ConfigError(f"{path}:{line}: unknown setting {name!r}. {suggest(name, Settings.model_fields)}")
+        if name in found:
+            raise ConfigError(f"{path}:{line}: {name!r} is set twice, first on line {found[name][1]}. Keep one of them")
+        found[name] = (loader.construct_object(value_node, deep=True), line)
+    return found
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that name a setting; a near miss is an error, other names are not ours.
+
+    Kubernetes puts HITHERTO_PORT=tcp://10.0.0.1:8080 and its kin into every pod beside a Service
+    called hitherto: such links are no settings.
+    """
+    found: dict[str, str] = {}
+    for variable, value in environ.items():
+        if not variable.startswith(ENV_PREFIX) or re.match(r"(tcp|udp)://", value):
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name in Settings.model_fields:
+            found[name] = value
+        elif near := difflib.get_close_matches(name, Settings.model_fields, 1, 0.8):
+            raise ConfigError(f"environment {variable}: unknown setting. Did you mean {ENV_PREFIX}{near[0].upper()}?")
+    return found
+
+
+def suggest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """'Did you mean X?', or the list of what there is."""
+    near = difflib.get_close_matches(name, list(known), 1, 0.6)
+    return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(known)
+
+
+def _explain(item: Any, sources: Mapping[str, str]) -> str:
+    """One pydantic error as: place: what is wrong; what would be right."""
+    name = str(item["loc"][0])
+    place = f"{sources.get(name, 'flag ' + flag(name))}: {name}"
+    if item["type"] == "value_error":
+        return f"{place}: {item['ctx']['error']}"
+    if item["type"] == "extra_forbidden":
+        return f"{place}: unknown setting. {suggest(name, Settings.model_fields)}"
+    if item["type"] == "literal_error":
+        choices = item["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
+        near = difflib.get_close_matches(str(item["input"]), choices.split(", "), 1)
+        return f"{place}: {item['input']!r} is none of {choices}" + (f". Did you mean {near[0]!r}?" if near else "")
+    what = item["msg"][0].lower() + item["msg"][1:]
+    return f"{place}: {item['input']!r} is not valid: {what}. {flag(name)} is the {Settings.model_fields[name].description}"
+
+
+def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
+    """What no field can judge alone."""
+    if settings.port == settings.admin_port != 0:
+        winner = "admin_port" if sources["admin_port"] != "default" else "port"
+        raise ConfigError(
+            f"{sources[winner]}: {winner}: clients and the admin side cannot share port {settings.port}. "
+            f"Give --admin-port another one, like {settings.port + 1}"
+        )
+    if settings.chat_template and not settings.chat_template.is_file():
+        raise ConfigError(
+            f"{sources['chat_template']}: chat_template: there is no file {settings.chat_template}. "
+            "Name the Jinja file the engines were started with, or leave it out to use the model's own"
+        )

@@ -1,0 +1,103 @@
+"""The command line: verbs, flags made from the schema, exit codes, and what errors look like."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from gateway import __version__, cli
+from gateway.config import Settings, flag
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys, *argv: str) -> str:
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("hitherto: ") and err.endswith("\n")
+    return err.removeprefix("hitherto: ").rstrip("\n")
+
+
+def test_config_shows_value_and_source(capsys):
+    assert cli.main(["config", "--port", "9000", "--no-response-headers"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^port: 9000 +# flag --port$", out, re.M)
+    assert re.search(r"^response_headers: false +# flag --response-headers$", out, re.M)
+
+
+def test_config_as_json(capsys, monkeypatch):
+    monkeypatch.setenv("HITHERTO_LAUNCH", "3")
+    assert cli.main(["config", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["launch"] == {"value": 3, "source": "environment HITHERTO_LAUNCH"}
+    assert set(shown) == set(Settings.model_fields)
+
+
+def test_every_field_is_a_flag_of_serve(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for name, field in Settings.model_fields.items():
+        assert flag(name) in text
+        assert field.description.split()[0] in text
+
+
+def test_replica_url_takes_many_may_be_repeated_and_has_aliases(capsys):
+    argv = ["config", "--json", "--replica-url", "http://a:1", "http://b:1", "--worker-urls", "http://c:1", "--backend-url", "http://d:1"]
+    assert cli.main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["replica_url"]["value"] == ["http://a:1", "http://b:1", "http://c:1", "http://d:1"]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out == f"hitherto {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["serve"], "there is no replica to send requests to. Give --replica-url http://HOST:PORT"),
+        (["serve", "--polcy", "x"], "unknown argument '--polcy'. Did you mean '--policy'?"),
+        (["serve", "--polcy=x"], "unknown argument '--polcy'. Did you mean '--policy'?"),
+        (["serve", "--port"], "argument --port: expected one argument"),
+        (["serve", "--port", "http"], "flag --port: port: 'http' is not valid"),
+        (["serve", "--replica-url", "localhost:8000"], "flag --replica-url: replica_url: 'localhost:8000' has no scheme"),
+        (["serve", "--config", "gone.yaml"], "gone.yaml: cannot read the configuration"),
+        (["srve"], "invalid choice: 'srve'"),
+        ([], "required: VERB"),
+        (["explain"], "required: BODY.json"),
+    ],
+)
+def test_bad_use_is_one_line_with_a_remedy_and_exit_code_2(capsys, argv, expected):
+    error = refused(capsys, *argv)
+    assert expected in error and "\n" not in error
+
+
+def test_serve_hands_the_settings_to_the_gateway(monkeypatch):
+    given = []
+    monkeypatch.setitem(sys.modules, "gateway.app", type(sys)("gateway.app"))
+    import gateway
+
+    monkeypatch.setattr(gateway, "app", sys.modules["gateway.app"], raising=False)
+    sys.modules["gateway.app"].serve = lambda settings: given.append(settings) or 7
+    assert cli.main(["serve", "--launch", "2", "--policy", "random"]) == 7
+    assert given == [Settings(launch=2, policy="random")]
+
+
+def test_module_runs_and_stays_light():
+    """`hitherto config` must not pay for numpy, aiohttp or a tokenizer."""
+    code = (
+        "import sys; from gateway.cli import main; assert main(['config']) == 0; "
+        "heavy = {'numpy', 'aiohttp', 'tokenizers', 'jinja2', 'zmq', 'redis'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-m", "gateway", "config", "--port", "x"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("hitherto: flag --port")

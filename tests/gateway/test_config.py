@@ -1,0 +1,169 @@
+"""Settings: where they come from, who wins, and what is said when one is wrong."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config import Config, ConfigError, Settings, load, parse_bytes, parse_replica_url, show_bytes
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def wrong(**options) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(**{"environ": {}, **options})
+    return str(caught.value)
+
+
+def test_defaults_need_no_source():
+    config = load(environ={})
+    assert config.settings == Settings()
+    assert set(config.sources.values()) == {"default"}
+
+
+def test_flag_beats_environment_beats_file_beats_default(empty_folder):
+    file = empty_folder / "my.yaml"
+    file.write_text("# mine\nport: 1\nadmin-port: 2\nretries: 3\n")
+    environ = {"HITHERTO_PORT": "11", "HITHERTO_ADMIN_PORT": "12"}
+    config = load(flags={"port": "21"}, environ=environ, file=file)
+    assert (config.settings.port, config.settings.admin_port, config.settings.retries) == (21, 12, 3)
+    assert config.sources["port"] == "flag --port"
+    assert config.sources["admin_port"] == "environment HITHERTO_ADMIN_PORT"
+    assert config.sources["retries"] == f"file {file}:4"
+    assert config.sources["policy"] == "default"
+
+
+def test_file_in_the_folder_is_found_and_the_environment_may_name_another(empty_folder):
+    (empty_folder / "hitherto.yaml").write_text("port: 1234\n")
+    (empty_folder / "other.yaml").write_text("port: 4321\n")
+    assert load(environ={}).sources["port"] == "file hitherto.yaml:1"
+    assert load(environ={"HITHERTO_CONFIG": "other.yaml"}).settings.port == 4321
+
+
+def test_printed_configuration_reads_back_to_the_same_settings(empty_folder):
+    urls = ["http://a:1#events=tcp://a:5557,replay=tcp://a:5558", "http://[::1]:80"]
+    config = load(flags={"replica_url": urls, "cache_budget": "1.5GiB", "policy": "random", "model": "a: b # c"}, environ={})
+    (empty_folder / "again.yaml").write_text(config.to_yaml())
+    again = load(environ={}, file="again.yaml")
+    assert again.settings == config.settings
+    assert set(again.sources.values()) == {f"file again.yaml:{n}" for n in range(1, len(Settings.model_fields) + 1)}
+
+
+def test_every_line_of_the_printed_configuration_names_its_source():
+    config = load(flags={"port": "9"}, environ={"HITHERTO_LAUNCH": "4"})
+    lines = dict(line.split(": ", 1) for line in config.to_yaml().splitlines())
+    assert set(lines) == set(Settings.model_fields)
+    assert lines["port"].endswith("# flag --port") and lines["port"].startswith("9 ")
+    assert lines["launch"].endswith("# environment HITHERTO_LAUNCH")
+
+
+def test_unknown_name_in_the_file_has_file_line_and_suggestion(empty_folder):
+    (empty_folder / "hitherto.yaml").write_text("port: 1\npolcy: random\n")
+    assert wrong() == "hitherto.yaml:2: unknown setting 'polcy'. Did you mean 'policy'?"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("port: 1\nport: 2\n", "hitherto.yaml:2: 'port' is set twice, first on line 1"),
+        ("- port\n", "hitherto.yaml:1: expected lines like 'port: 8080'"),
+        ("port: [1\n", "hitherto.yaml:2: not YAML"),
+        ("a: !!python/object:os.system x\n", "hitherto.yaml:1: unknown setting 'a'"),
+        ("port: !!python/name:os.system x\n", "hitherto.yaml:1: not YAML"),
+        ("port: seven\n", "file hitherto.yaml:1: port: 'seven' is not valid"),
+        ("port: 70000\n", "less than or equal to 65535"),
+        ("header_timeout_s: 0\n", "greater than 0"),
+        ("header_timeout_s: .inf\n", "finite"),
+        ("cache_budget: 3 parsecs\n", "write a number of bytes, or one with KiB, MiB or GiB"),
+    ],
+)
+def test_bad_files(empty_folder, text, expected):
+    (empty_folder / "hitherto.yaml").write_text(text)
+    assert expected in wrong()
+
+
+def test_file_that_is_not_there_or_not_text(empty_folder):
+    assert "missing.yaml: cannot read the configuration: No such file" in wrong(file="missing.yaml")
+    (empty_folder / "bad.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "it is not UTF-8 text" in wrong(file="bad.yaml")
+
+
+def test_empty_file_is_fine(empty_folder):
+    (empty_folder / "hitherto.yaml").write_text("# nothing yet\n")
+    assert load(environ={}).settings == Settings()
+
+
+def test_misspelt_environment_variable_is_an_error_and_foreign_ones_are_not():
+    assert wrong(environ={"HITHERTO_POLCY": "random"}) == "environment HITHERTO_POLCY: unknown setting. Did you mean HITHERTO_POLICY?"
+    kubernetes = {
+        "HITHERTO_PORT": "tcp://10.0.0.1:8080", "HITHERTO_PORT_8080_TCP": "tcp://10.0.0.1:8080",
+        "HITHERTO_PORT_8080_TCP_PORT": "8080", "HITHERTO_SERVICE_HOST": "10.0.0.1", "HITHERTO_DATA": "/d",
+    }  # fmt: skip
+    assert load(environ=kubernetes).settings == Settings()
+
+
+def test_bad_environment_value_names_the_variable():
+    assert wrong(environ={"HITHERTO_POLICY": "leasttime"}).startswith("environment HITHERTO_POLICY: policy: 'leasttime' is none of")
+    assert "Did you mean 'least_time'?" in wrong(environ={"HITHERTO_POLICY": "leasttime"})
+
+
+def test_several_errors_are_all_told():
+    text = wrong(flags={"port": "x", "policy": "y"})
+    assert [line.split(":")[0] for line in text.splitlines()] == ["flag --port", "flag --policy"]
+
+
+def test_ports_must_differ():
+    assert "cannot share port 8080. Give --admin-port another one, like 8081" in wrong(flags={"admin_port": "8080"})
+    assert load(flags={"port": "0", "admin_port": "0"}, environ={}).settings.port == 0
+
+
+def test_chat_template_must_exist(empty_folder):
+    assert "there is no file nowhere.jinja" in wrong(flags={"chat_template": "nowhere.jinja"})
+    (empty_folder / "t.jinja").write_text("x")
+    assert load(flags={"chat_template": "t.jinja"}, environ={}).settings.chat_template.name == "t.jinja"
+
+
+def test_urls_in_one_string():
+    environ = {"HITHERTO_REPLICA_URL": "http://a:1#events=tcp://a:2,replay=tcp://a:3, http://b:1/v1/  http://c"}
+    assert [tuple(address)[:3] for address in load(environ=environ).settings.replicas] == [
+        ("http://a:1", "tcp://a:2", "tcp://a:3"), ("http://b:1", None, None), ("http://c:80", None, None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("localhost:8000", "write http://localhost:8000"),
+        ("https://a:1", "over plain http"),
+        ("http://a:port", "write http://HOST:PORT"),
+        ("http://a:99999", "write http://HOST:PORT"),
+        ("http://", "write http://HOST:PORT"),
+        ("http://user:pw@a:1", "not the address of an engine"),
+        ("http://a:1/v1/chat/completions", "engines serve at the root; write http://a:1"),
+        ("http://a:1#event=tcp://b:2", "events=, replay= and topic="),
+        ("http://a:1#events=5557", "write events=tcp://HOST:PORT"),
+        ("http://a:1#events=tcp://*:5557", "is not an endpoint to dial"),
+    ],
+)
+def test_bad_replica_urls_say_what_to_write(url, remedy):
+    with pytest.raises(ValueError) as caught:
+        parse_replica_url(url)
+    assert url in str(caught.value) and remedy in str(caught.value)
+    assert remedy in wrong(flags={"replica_url": [url]})
+
+
+def test_a_replica_given_twice_is_refused():
+    assert "http://a:80 is given twice" in wrong(flags={"replica_url": ["http://a", "http://A:80/v1"]})
+
+
+@given(st.integers(1, 2**45))
+def test_shown_sizes_read_back_exactly(count):
+    assert parse_bytes(show_bytes(count)) == count
+
+
+def test_config_is_a_value():
+    assert load(environ={}) == Config(Settings(), dict.fromkeys(Settings.model_fields, "default"))

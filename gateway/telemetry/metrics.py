@@ -1,0 +1,212 @@
+"""What the gateway counts, and how Prometheus reads it.
+
+A request touches about ten series. Through prometheus_client a labelled increment and an
+observation take 3.4 us together on this project's machine (a lock, a label tuple and a child each);
+the plain attributes here take 0.4 us, and one collector turns them into samples when somebody
+scrapes. The event loop is single-threaded and is the only writer, so nothing is locked; a scrape
+runs on the same loop.
+
+Names are `hitherto_*` in base units. Labels are few and bounded: endpoints, outcomes, replicas; a
+removed replica's series go with it (`forget`). Nothing a client sends ever becomes a label.
+
+Counters and histograms are written as things happen. What other rooms already know (load, states,
+the map's size) is read from them at scrape time: `metrics.read_from(callable)`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollector, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+# Seconds. TTFT and whole requests: from a cached prompt on a fast GPU to a queue that lasts minutes.
+LATENCY_BUCKETS = (.005, .01, .02, .04, .06, .08, .1, .15, .2, .3, .4, .6, .8, 1, 1.5, 2, 3, 5, 8, 15, 30, 60, 120, 300)  # fmt: skip
+# The gateway's own stages take microseconds; above 10 ms something is wrong.
+STAGE_BUCKETS = (5e-6, 1e-5, 2e-5, 3e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, .25)  # fmt: skip
+
+# Read at scrape: name -> (kind, help, labels). The reader returns {name: number} for those without labels,
+# {name: {value: number}} for one label and {name: {(value, value): number}} for two.
+READ = {
+    "inflight_requests": ("gauge", "Requests sent to a replica and not finished", ("replica",)),
+    "reservations": ("gauge", "Reservations in the load ledger; zero when the gateway is idle", ()),
+    "reserved_prefill_tokens": ("gauge", "Uncached prompt tokens on their way to a first byte", ("replica",)),
+    "reserved_context_tokens": ("gauge", "Context tokens of streams past their first byte", ("replica",)),
+    "replica_state": ("gauge", "1 for the state the replica is in", ("replica", "state")),
+    "replica_waiting_requests": ("gauge", "Requests the engine itself reports as waiting", ("replica",)),
+    "replica_running_requests": ("gauge", "Requests the engine itself reports as running", ("replica",)),
+    "replica_kv_usage_ratio": ("gauge", "Share of the KV cache in use, as the engine reports it", ("replica",)),
+    "replica_restarts": ("counter", "Restarts of a replica the gateway looks after", ("replica",)),
+    "map_blocks": ("gauge", "Distinct blocks in the map of who holds what", ()),
+    "map_bytes": ("gauge", "Memory the map takes", ()),
+    "map_budget_bytes": ("gauge", "Memory the map may take", ()),
+    "map_evicted_blocks": ("counter", "Blocks dropped from the map to stay within its budget", ()),
+    "map_replica_blocks": ("gauge", "Blocks the map says a replica holds", ("replica",)),
+    "events_state": ("gauge", "1 for the state of the replica's KV event stream: connecting, live, gap, unobserved", ("replica", "state")),
+    "event_batches": ("counter", "KV event batches taken in", ("replica",)),
+    "event_blocks_stored": ("counter", "Blocks that KV events reported as stored", ("replica",)),
+    "event_blocks_removed": ("counter", "Blocks that KV events reported as removed", ("replica",)),
+    "event_gaps": ("counter", "Holes in the sequence of KV event batches", ("replica",)),
+    "event_batches_replayed": ("counter", "KV event batches fetched again after a gap or on connecting", ("replica",)),
+    "client_connections": ("gauge", "Open connections from clients", ()),
+    "upstream_connections": ("gauge", "Open connections to a replica, idle ones included", ("replica",)),
+    "uptime_seconds": ("gauge", "Time since the gateway started", ()),
+    "build_info": ("gauge", "Always 1", ("version", "policy")),
+}  # fmt: skip
+
+Reading = Mapping[str, float | Mapping[str | tuple[str, ...], float]]
+
+
+class Counter:
+    """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`."""
+
+    __slots__ = ("name", "help", "labels", "values")
+
+    def __init__(self, name: str, help: str, *labels: str) -> None:
+        self.name, self.help, self.labels = name, help, labels
+        self.values: dict[tuple[str, ...], float] = {}
+
+    def inc(self, *labels: str, by: float = 1) -> None:
+        values = self.values
+        values[labels] = values.get(labels, 0) + by
+
+    def total(self, **where: str) -> float:
+        """The sum over all series, or over those with these labels."""
+        places = [(self.labels.index(label), value) for label, value in where.items()]
+        return sum(number for key, number in self.values.items() if all(key[place] == value for place, value in places))
+
+    def forget(self, label: str, value: str) -> None:
+        if label in self.labels:
+            place = self.labels.index(label)
+            self.values = {key: number for key, number in self.values.items() if key[place] != value}
+
+    def collect(self) -> Metric:
+        family = CounterMetricFamily("hitherto_" + self.name, self.help, labels=self.labels)
+        for key, number in self.values.items():
+            family.add_metric(key, number)
+        return family
+
+
+class Histogram:
+    """A distribution per value of its one label: `observe("r1", 0.25)`. Buckets are upper bounds, inclusive."""
+
+    __slots__ = ("name", "help", "label", "bounds", "series")
+
+    def __init__(self, name: str, help: str, label: str, bounds: tuple[float, ...]) -> None:
+        self.name, self.help, self.label, self.bounds = name, help, label, bounds
+        self.series: dict[str, list[float]] = {}  # count per bucket, count above the last, sum
+
+    def observe(self, value: str, number: float) -> None:
+        counts = self.series.get(value)
+        if counts is None:
+            counts = self.series[value] = [0] * (len(self.bounds) + 2)
+        counts[bisect_left(self.bounds, number)] += 1
+        counts[-1] += number
+
+    def count(self, value: str) -> int:
+        return int(sum(self.series.get(value, (0,))[:-1]))
+
+    def mean(self, value: str) -> float | None:
+        """None when nothing was observed."""
+        count = self.count(value)
+        return self.series[value][-1] / count if count else None
+
+    def quantile(self, share: float, value: str | None = None) -> float | None:
+        """Estimate within one bucket, linearly, as Prometheus' histogram_quantile does; None without data."""
+        chosen = list(self.series.values()) if value is None else [self.series[value]] if value in self.series else []
+        counts = [sum(column) for column in zip(*(series[:-1] for series in chosen), strict=True)]
+        rank, below, lower = share * sum(counts), 0.0, 0.0
+        for bound, count in zip(self.bounds, counts, strict=False):
+            if count and below + count >= rank:
+                return lower + (bound - lower) * (rank - below) / count
+            below, lower = below + count, bound
+        return self.bounds[-1] if counts and sum(counts) else None
+
+    def forget(self, label: str, value: str) -> None:
+        if label == self.label:
+            self.series.pop(value, None)
+
+    def collect(self) -> Metric:
+        family = HistogramMetricFamily("hitherto_" + self.name, self.help, labels=(self.label,))
+        for value, counts in self.series.items():
+            running, buckets = 0.0, []
+            for bound, count in zip((*map(repr, map(float, self.bounds)), "+Inf"), counts, strict=False):
+                running += count
+                buckets.append((bound, running))
+            family.add_metric((value,), buckets, counts[-1])
+        return family
+
+
+class Metrics:
+    """Every series of the gateway; the attributes are the catalogue."""
+
+    def __init__(self) -> None:
+        # requests, as clients see them
+        self.requests = Counter("requests", "Requests answered", "path", "status")  # status: 2xx, 4xx, 5xx, aborted
+        self.request_seconds = Histogram("request_seconds", "From the request's head to the answer's last byte", "path", LATENCY_BUCKETS)
+        self.ttft = Histogram("ttft_seconds", "From the request's head to the answer's first byte", "replica", LATENCY_BUCKETS)
+        self.client_aborts = Counter("client_aborts", "Clients that left before their answer was complete", "path")
+        self.stage_seconds = Histogram("stage_seconds", "Time in the gateway's own stages", "stage", STAGE_BUCKETS)
+        # prompts
+        self.prompts = Counter("prompts", "Prompts by how their tokens were found", "mode")  # exact, engine, text, load
+        self.prompt_failures = Counter("prompt_failures", "Prompts routed by load because a template or tokenizer failed", "reason")
+        # the cache: predicted when choosing, reported by the engine in its answer
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens sent to a replica", "replica")
+        self.predicted_cached_tokens = Counter("predicted_cached_tokens", "Prompt tokens the map said the replica holds", "replica")
+        self.reported_prompt_tokens = Counter("reported_prompt_tokens", "Prompt tokens of the answers that reported cached tokens", "replica")
+        self.reported_cached_tokens = Counter("reported_cached_tokens", "Prompt tokens the engine reported as cached", "replica")
+        self.prefill_saved_tokens = Counter("prefill_saved_tokens", "Prompt tokens not computed again: as reported, else as predicted", "replica")
+        self.prediction_error_tokens = Counter("prediction_error_tokens", "Distance of prediction and report", "replica", "direction")  # over, under
+        self.predictions = Counter("predictions", "Predictions that a report confirmed or corrected", "replica", "outcome")  # equal, over, under
+        self.heals = Counter("heals", "Times a replica's part of the map was repaired because it had drifted", "replica")
+        # choosing and sending
+        self.choices = Counter("choices", "Choices by the policy's reason", "reason")
+        self.retries = Counter("retries", "Requests sent to another replica before their first byte", "reason")
+        self.upstream_errors = Counter("upstream_errors", "Failures of replicas", "replica", "kind")
+        self.rejections = Counter("rejections", "Requests refused without asking a replica", "reason")
+
+        self._readers: list[Callable[[], Reading]] = []
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+
+    def all(self) -> Iterator[Counter | Histogram]:
+        return (value for value in vars(self).values() if isinstance(value, Counter | Histogram))
+
+    def read_from(self, reader: Callable[[], Reading]) -> None:
+        """Ask `reader` at each scrape; the names it returns must be in READ."""
+        self._readers.append(reader)
+
+    def forget(self, replica: str) -> None:
+        """Drop the series of a replica that was removed, so that labels stay bounded."""
+        for metric in self.all():
+            metric.forget("replica", replica)
+
+    def collect(self) -> Iterator[Metric]:
+        """prometheus_client's collector protocol."""
+        for metric in self.all():
+            yield metric.collect()
+        for reader in self._readers:
+            for name, numbers in reader().items():
+                yield _family(name, numbers)
+
+    def describe(self) -> list[Metric]:
+        """Nothing is collected while registering."""
+        return []
+
+    def exposition(self) -> tuple[bytes, str]:
+        """The page for GET /metrics, and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+def _family(name: str, numbers: float | Mapping[str | tuple[str, ...], float]) -> Metric:
+    kind, help, labels = READ[name]
+    family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)("hitherto_" + name, help, labels=labels)
+    if not labels:
+        family.add_metric((), numbers)
+        return family
+    for key, number in numbers.items():
+        family.add_metric((key,) if isinstance(key, str) else key, number)
+    return family

@@ -1,0 +1,123 @@
+"""Counters and histograms: what they hold and what a scrape shows."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client import Histogram as PromHistogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.telemetry.metrics import LATENCY_BUCKETS, READ, Histogram, Metrics
+
+
+def scrape(metrics: Metrics) -> dict[tuple, float]:
+    page = metrics.exposition()[0].decode()
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def test_a_counter_shows_up_with_its_labels():
+    metrics = Metrics()
+    metrics.requests.inc("chat", "2xx")
+    metrics.requests.inc("chat", "2xx", by=2)
+    metrics.requests.inc("other", "5xx")
+    assert scrape(metrics)["hitherto_requests_total", ("path", "chat"), ("status", "2xx")] == 3
+    assert metrics.requests.total() == 4 and metrics.requests.total(path="chat") == 3
+
+
+def test_a_histogram_has_cumulative_buckets_and_a_sum():
+    metrics = Metrics()
+    for seconds in (0.005, 0.0051, 1000):
+        metrics.ttft.observe("r1", seconds)
+    page = scrape(metrics)
+    assert page["hitherto_ttft_seconds_bucket", ("le", "0.005"), ("replica", "r1")] == 1
+    assert page["hitherto_ttft_seconds_bucket", ("le", "0.01"), ("replica", "r1")] == 2
+    assert page["hitherto_ttft_seconds_bucket", ("le", "300.0"), ("replica", "r1")] == 2
+    assert page["hitherto_ttft_seconds_bucket", ("le", "+Inf"), ("replica", "r1")] == 3
+    assert page["hitherto_ttft_seconds_count", ("replica", "r1")] == 3
+    assert page["hitherto_ttft_seconds_sum", ("replica", "r1")] == pytest.approx(1000.0101)
+    assert metrics.ttft.mean("r1") == pytest.approx(1000.0101 / 3) and metrics.ttft.mean("r2") is None
+
+
+@given(st.lists(st.floats(0, 500), min_size=1, max_size=60))
+def test_histogram_agrees_with_prometheus_client(numbers):
+    registry = CollectorRegistry()
+    reference = PromHistogram("x", "x", registry=registry, buckets=LATENCY_BUCKETS)
+    ours = Histogram("x", "x", "replica", LATENCY_BUCKETS)
+    for number in numbers:
+        reference.observe(number)
+        ours.observe("r", number)
+    expected = {s.labels["le"]: s.value for f in registry.collect() for s in f.samples if s.name == "x_bucket"}
+    assert {s.labels["le"]: s.value for s in ours.collect().samples if s.name.endswith("_bucket")} == expected
+
+
+@given(st.lists(st.floats(0, 299), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99]))
+def test_quantile_is_within_the_bucket_of_the_true_one(numbers, share):
+    histogram = Histogram("x", "x", "replica", LATENCY_BUCKETS)
+    for place, number in enumerate(numbers):
+        histogram.observe("ab"[place % 2], number)
+    rank = max(1, -(-share * len(numbers) // 1))
+    true = sorted(numbers)[int(rank) - 1]
+    bounds = (0, *LATENCY_BUCKETS)
+    upper = next(bound for bound in bounds[1:] if true <= bound)
+    assert bounds[bounds.index(upper) - 1] <= histogram.quantile(share) <= upper
+
+
+def test_quantile_without_data_is_none_and_beyond_the_last_bucket_is_its_bound():
+    histogram = Histogram("x", "x", "replica", (1.0, 2.0))
+    assert histogram.quantile(0.5) is None and histogram.quantile(0.5, "a") is None
+    histogram.observe("a", 9)
+    assert histogram.quantile(0.5) == 2.0 and histogram.quantile(0.5, "a") == 2.0
+
+
+def test_a_removed_replica_leaves_no_series():
+    metrics = Metrics()
+    for replica in ("r1", "r2"):
+        metrics.prompt_tokens.inc(replica, by=10)
+        metrics.upstream_errors.inc(replica, "connect")
+        metrics.ttft.observe(replica, 0.1)
+    metrics.requests.inc("chat", "2xx")
+    metrics.forget("r1")
+    page = scrape(metrics)
+    assert not [key for key in page if ("replica", "r1") in key]
+    assert page["hitherto_prompt_tokens_total", ("replica", "r2")] == 10
+    assert page["hitherto_requests_total", ("path", "chat"), ("status", "2xx")] == 1
+
+
+def test_what_others_know_is_read_at_scrape():
+    metrics, inflight = Metrics(), {"r1": 0}
+    metrics.read_from(lambda: {"inflight_requests": inflight, "map_blocks": 7, "map_evicted_blocks": 3,
+                               "replica_state": {("r1", "ready"): 1}})  # fmt: skip
+    inflight["r1"] = 5
+    page = scrape(metrics)
+    assert page["hitherto_inflight_requests", ("replica", "r1")] == 5
+    assert page["hitherto_map_blocks",] == 7 and page["hitherto_map_evicted_blocks_total",] == 3
+    assert page["hitherto_replica_state", ("replica", "r1"), ("state", "ready")] == 1
+
+
+def test_a_reader_may_only_return_declared_names():
+    metrics = Metrics()
+    metrics.read_from(lambda: {"map_blokcs": 1})
+    with pytest.raises(KeyError, match="map_blokcs"):
+        metrics.exposition()
+
+
+def test_the_process_is_on_the_page_too_and_every_name_is_ours_or_pythons():
+    names = {name for name, *_ in scrape(Metrics())}
+    assert "process_cpu_seconds_total" in names
+    assert all(name.startswith(("process_", "python_gc_")) for name in names)
+
+
+def test_names_are_unique_and_in_base_units():
+    names = [metric.name for metric in Metrics().all()] + list(READ)
+    assert len(names) == len(set(names))
+    assert not [name for name in names if name.endswith(("_total", "_ms", "_percent", "_mib"))]
+
+
+def test_label_values_are_escaped():
+    metrics = Metrics()
+    metrics.choices.inc('a "b"\n\\c')
+    assert scrape(metrics)["hitherto_choices_total", ("reason", 'a "b"\n\\c')] == 1

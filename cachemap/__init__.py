@@ -1,1 +1,6 @@
 """Who holds which prefix: block hashing, the block table, KV event intake."""
+
+from cachemap.hashing import chain_seed, hash_blocks
+from cachemap.map import CacheMap, Match
+
+__all__ = ["CacheMap", "Match", "chain_seed", "hash_blocks"]

@@ -1,0 +1,44 @@
+"""Block hashing: the names under which blocks of tokens are known to the map.
+
+A block's name is a 64-bit xxh3 of its token ids, seeded with the name of the block before
+it, so one number stands for the whole prefix up to and including the block. The first
+block is seeded with what must never be shared: the model, the block size, the LoRA
+adapter and the tenant's cache salt.
+"""
+
+from functools import lru_cache
+
+from xxhash import xxh3_64_intdigest
+
+TOKEN_BYTES = 4  # token ids are unsigned 32-bit, little-endian
+
+
+@lru_cache(maxsize=4096)
+def chain_seed(
+    model: str, block_size: int, adapter: str | None = None, cache_salt: str | None = None
+) -> int:
+    """The u64 a chain starts from: two prompts share blocks only if all four are equal.
+
+    Each field is written with its length, so that no two combinations spell the same
+    bytes; None and "" mean the same, as they do to the engine.
+    """
+    fields = (model, str(block_size), adapter or "", cache_salt or "")
+    encoded = (field.encode("utf-8", "surrogatepass") for field in fields)
+    return xxh3_64_intdigest(b"".join(b"%d:%b" % (len(field), field) for field in encoded))
+
+
+def hash_blocks(tokens: bytes | memoryview, block_size: int, seed: int) -> list[int]:
+    """One u64 per full block of `tokens` (uint32 little-endian ids), in order.
+
+    h[i] = xxh3_64(bytes of block i, seed = h[i-1]), h[-1] being `seed`. A prefix already
+    hashed is continued by passing its last hash as `seed`. Tokens after the last full
+    block are left out: the engine caches full blocks only. About 170 ns a 16-token block.
+    """
+    width = block_size * TOKEN_BYTES
+    hashes = []
+    append = hashes.append
+    for start in range(0, len(tokens) - width + 1, width):
+        # 0 marks an empty place in the table; the hash hits it once in 2**64
+        seed = xxh3_64_intdigest(tokens[start : start + width], seed) or 1
+        append(seed)
+    return hashes

@@ -1,0 +1,170 @@
+"""A fleet on a virtual clock: one policy, one cache map, one ledger and N simulated engines.
+
+The policy, the map, the ledger and the learned costs are the ones the gateway uses; the engines
+are the ones behind `hitherto replica`. Time is a heap of events, so a minute of fleet takes as
+long as its engine steps cost to compute, and the same seed gives the same result.
+
+Per request: match -> choose -> reserve -> engine, then first token -> ledger and TTFT learned,
+end -> release and the conversation's next turn after its think time. An engine's block events
+reach the map `event_delay` seconds after the step that made them.
+"""
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Callable, Sequence
+
+from cachemap import CacheMap
+from policies import Candidate, CostGroup, Demand, Ledger, make
+from replicas.simulated.engine import Engine, EngineRequest, Removed, Stored
+from replicas.simulated.profile import Profile
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request: chained block hashes of its prompt, and of prompt and reply together."""
+    hashes: list[int]
+    tokens: int
+    output: int
+    all_hashes: list[int]
+    think: float = 0.0     # seconds between the reply before and this request
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Turns sent one after the other; the first at `arrival` seconds."""
+    arrival: float
+    turns: Sequence[Turn]
+    session: str | None = None
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of one request; times in seconds of the virtual clock."""
+    replica: int
+    sent: float
+    tokens: int
+    predicted: int                 # cached tokens the map promised
+    uncached_expected: float       # TTFT the costs predicted for the chosen replica
+    cached: int = 0                # cached tokens the engine found
+    first: float = 0.0
+    end: float = 0.0
+    output: int = 0
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in an engine."""
+    record: Record
+    reservation: object
+    conversation: Conversation
+    turn: int
+
+
+@dataclass
+class Result:
+    records: list[Record] = field(default_factory=list)
+    seconds: float = 0.0           # virtual time until the last request ended
+
+
+class Fleet:
+    """One simulated run. `profiles`: one per replica; `event_delay`: seconds from step to map."""
+
+    def __init__(self, profiles: Sequence[Profile], policy: str, seed: int = 0, event_delay: float = 0.005,
+                 block_size: int = 16, map_bytes: int = 1 << 28) -> None:
+        self.engines = [Engine(profile) for profile in profiles]
+        self.policy = make(policy, seed)
+        self.block_size = block_size
+        self.map = CacheMap(map_bytes)
+        self.ledger, self.group = Ledger(), CostGroup()
+        names = [f"r{index}" for index in range(len(profiles))]
+        self.slots = [self.map.attach(name, profile.num_blocks, True) for name, profile in zip(names, profiles)]
+        self.candidates = [Candidate(name, 0, self.ledger.add(name), self.group.add(name)) for name in names]
+        self.event_delay = event_delay
+        self.now = 0.0
+        self._stepping = [False] * len(profiles)
+        self._live: dict[int, _Live] = {}
+        self._heap: list[tuple[float, int, Callable, tuple]] = []
+        self._order = count()
+        self._ids = count(1)
+        self.result = Result()
+
+    def at(self, when: float, action: Callable, *args) -> None:
+        heapq.heappush(self._heap, (when, next(self._order), action, args))
+
+    def run(self, conversations: Sequence[Conversation], until: float = float("inf")) -> Result:
+        """Play all conversations to their end, or up to `until` seconds."""
+        for conversation in conversations:
+            self.at(conversation.arrival, self._arrive, conversation, 0)
+        while self._heap and self._heap[0][0] <= until:
+            self.now, _, action, args = heapq.heappop(self._heap)
+            action(*args)
+        self.result.seconds = self.now
+        return self.result
+
+    def _arrive(self, conversation: Conversation, number: int) -> None:
+        turn = conversation.turns[number]
+        held = self.map.match(turn.hashes, self.now).held
+        most = (turn.tokens - 1) // self.block_size      # the last prompt token is never a hit
+        for candidate, slot in zip(self.candidates, self.slots):
+            candidate.overlap = min(held[slot], most) * self.block_size
+        root = turn.hashes[0] if turn.hashes else 0
+        demand = Demand(turn.tokens, self.block_size, root, conversation.session, turn.output)
+        index = self.policy.choose(demand, self.candidates).index
+        chosen = self.candidates[index]
+        expected = chosen.costs.ttft_seconds(chosen.load, turn.tokens - chosen.overlap, chosen.overlap)
+        reservation = self.ledger.reserve(chosen.replica, turn.tokens - chosen.overlap, turn.tokens)
+        self.map.expect(self.slots[index], turn.hashes, self.now)
+        record = Record(index, self.now, turn.tokens, chosen.overlap, expected, output=turn.output)
+        self.result.records.append(record)
+        number_id = next(self._ids)
+        self._live[number_id] = _Live(record, reservation, conversation, number)
+        self.engines[index].add(EngineRequest(number_id, turn.hashes, turn.tokens, turn.output,
+                                              turn.all_hashes.__getitem__))
+        if not self._stepping[index]:
+            self._step(index)
+
+    def _step(self, index: int) -> None:
+        step = self.engines[index].step()
+        self._stepping[index] = step is not None
+        if step is not None:
+            self.at(self.now + step.seconds, self._stepped, index, step)
+
+    def _stepped(self, index: int, step) -> None:
+        for output in step.outputs:
+            live = self._live[output.id]
+            if output.first:
+                self._first(live, output)
+            if output.finished:
+                self._end(output.id, live)
+        if step.events:
+            self.at(self.now + self.event_delay, self._events, index, step.events)
+        self._step(index)
+
+    def _first(self, live: _Live, output) -> None:
+        record, reservation = live.record, live.reservation
+        record.first, record.cached = self.now, output.cached_tokens
+        self.ledger.first_byte(reservation)
+        self.candidates[record.replica].costs.observe_ttft(
+            self.now - record.sent, record.tokens - record.cached, record.cached, reservation.before)
+
+    def _end(self, request: int, live: _Live) -> None:
+        record, load = live.record, live.reservation.load
+        record.end = self.now
+        if record.output > 1:
+            self.candidates[record.replica].costs.observe_itl(
+                (record.end - record.first) / (record.output - 1), load.decoding, load.context_tokens)
+        self.ledger.release(live.reservation)
+        del self._live[request]
+        conversation, following = live.conversation, live.turn + 1
+        if following < len(conversation.turns):
+            self.at(self.now + conversation.turns[following].think, self._arrive, conversation, following)
+
+    def _events(self, index: int, events: list) -> None:
+        slot = self.slots[index]
+        for event in events:
+            if type(event) is Stored:
+                self.map.store(slot, event.keys, event.keys, "gpu")
+            elif type(event) is Removed:
+                self.map.remove(slot, event.keys, "gpu")

@@ -1,0 +1,115 @@
+"""Text to talk about that needs no download: the documentation inside Python's standard library.
+
+Docstrings are read from the source files with `ast`; nothing is imported, so no module's side
+effects run and the same Python always gives the same text. A user's own file works as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+# Modules whose docstrings read as documentation, longest first within each line of work.
+MODULES = (
+    "argparse", "difflib", "tarfile", "email/message", "decimal", "random", "subprocess", "statistics",
+    "logging/__init__", "typing", "threading", "unittest/case", "fractions", "pathlib", "datetime", "ipaddress",
+    "tempfile", "zipfile", "configparser", "collections/__init__", "textwrap", "shutil", "doctest", "inspect",
+    "optparse", "urllib/request", "http/client", "asyncio/streams", "asyncio/tasks", "functools", "json/__init__",
+    "heapq", "dataclasses", "calendar", "csv", "queue", "smtplib", "socket", "string", "traceback",
+)
+
+
+class BadSource(ValueError):
+    """A text source that can't be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    title: str
+    text: str
+    topics: tuple[str, ...]  # names or passages to ask about
+
+
+def stdlib_documents(count: int, length: int) -> list[Document]:
+    """The first `count` modules with about `length` characters of documentation each.
+
+    Raises BadSource where this Python carries too few docstrings (it was started with sources removed).
+    """
+    documents = []
+    for module in MODULES:
+        if len(documents) == count:
+            break
+        document = _module_document(module, length)
+        if document is not None:
+            documents.append(document)
+    if not documents:
+        raise BadSource("this Python carries no documentation in its standard library; give a text file instead")
+    return documents
+
+
+@functools.cache
+def _module_document(module: str, length: int) -> Document | None:
+    path = Path(sysconfig.get_path("stdlib"), f"{module}.py")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError):
+        return None
+    title = module.removesuffix("/__init__").replace("/", ".")
+    parts, topics, size = [f"# {title}\n\n{ast.get_docstring(tree) or ''}"], [], 0
+    for name, signature, text in _entries(tree, title):
+        parts.append(f"## {signature}\n\n{text}")
+        topics.append(name)
+        size += len(parts[-1])
+        if size > length:
+            break
+    if len(topics) < 4:
+        return None
+    return Document(title, "\n\n".join(parts)[:length], tuple(topics))
+
+
+def _entries(tree: ast.Module, title: str):
+    """Yield (name, signature, docstring) of each documented class, method and function."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            if text := ast.get_docstring(node):
+                yield f"{title}.{node.name}", f"class {title}.{node.name}", text
+            for inner in node.body:
+                yield from _function(inner, f"{title}.{node.name}")
+        else:
+            yield from _function(node, title)
+
+
+def _function(node: ast.stmt, prefix: str):
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (text := ast.get_docstring(node)):
+        yield f"{prefix}.{node.name}", f"{prefix}.{node.name}({ast.unparse(node.args)})", text
+
+
+def file_documents(path: Path, length: int) -> list[Document]:
+    """Cut a text file at paragraphs into documents of about `length` characters. Raises BadSource."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadSource(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise BadSource(f"{path}: {error.strerror}") from None
+    paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
+    documents, part, size = [], [], 0
+    for paragraph in paragraphs:
+        part.append(paragraph)
+        size += len(paragraph) + 2
+        if size >= length:
+            documents.append(part)
+            part, size = [], 0
+    if part:
+        documents.append(part)
+    if not documents:
+        raise BadSource(f"{path}: the file holds no text")
+    return [_passages(f"{path.name}, part {number}", part, length) for number, part in enumerate(documents, 1)]
+
+
+def _passages(title: str, paragraphs: list[str], length: int) -> Document:
+    topics = tuple(f"the passage that begins “{' '.join(paragraph.split()[:8])}”" for paragraph in paragraphs)
+    return Document(title, "\n\n".join(paragraphs)[:2 * length], topics)

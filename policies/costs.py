@@ -2,85 +2,102 @@
 
 Two models, linear in their features, every coefficient positive:
 
-    TTFT  = base + token x uncached + pair x uncached x (cached + uncached / 2)
-            + queued x uncached tokens ahead + crowd x decode step there
-    step  = decode_base + decode_seq x streams + decode_ctx x their context tokens
+    TTFT = base + token x uncached + pair x uncached x (cached + uncached / 2)
+           + queued x uncached tokens ahead + busy (if a prefill is ahead) + crowd x decode step there
+    step = decode_base + decode_seq x streams + decode_ctx x their context tokens
 
-Each is fitted by recursive least squares on a logarithmic scale: the state is the logarithm of
-the coefficients, one observation is log(seconds). That keeps coefficients positive, makes an
-engine half as fast the same step as one twice as fast, and weighs errors relatively, as queueing
-noise is. The prior covariance has a large part common to all coefficients, so the first
-observations set the replica's speed and later ones its shape.
+An engine works in steps. A prompt waits for the rest of the step under way, then shares its own
+steps with the prompts ahead (first come first served, one token budget) and with one token of each
+decoding stream: hence `busy`, `queued` and `crowd`; each step's fixed cost is in `base`.
+
+Both are fitted by recursive least squares on a logarithmic scale: the state is the logarithm of
+the coefficients, one observation is log(seconds), its gradient each term's share of the
+prediction (an extended Kalman filter without dynamics). So coefficients stay positive, an engine
+half as fast is as far away as one twice as fast, and errors count relatively, as queueing noise
+does. The prior covariance has a large part common to all coefficients: the first observations set
+a replica's speed, later ones its shape.
 """
 from __future__ import annotations
 
 from math import exp, log
-
-import numpy as np
+from statistics import median
 
 # An 8B model on one data-centre GPU (Dynamo 1.6.1's mocker defaults: 15 us a token, 4.2e-10 s a
-# token squared, 16 ms a prefill step, 6 ms a decode step). Wrong by tenfold for others; the first
-# dozen requests mend that, and routing depends on ratios in the meantime.
-TTFT_PRIOR = (0.016, 15e-6, 8.4e-10, 12e-6, 1.0)
+# token squared, 16 ms a prefill step, 6 ms a decode step). Tenfold wrong for others; a dozen requests
+# mend that, and until then what matters is that the ratios are an engine's.
+TTFT_PRIOR = (0.016, 15e-6, 8.4e-10, 12e-6, 0.008, 1.0)
 STEP_PRIOR = (0.006, 50e-6, 0.1e-6)
-_BOUND = log(100.0)     # a coefficient stays within a hundredfold of its prior
-_WALK = 3e-4            # variance a coefficient may drift by per observation
-_NOISE = 0.05           # variance of log(observed / predicted) that is not the model's fault
-_ENOUGH = 20            # observations before a replica's figures speak for its group
+_COMMON, _OWN = 1.0, 0.5   # prior variance of the log coefficients: shared, and each one's own
+_WALK = 1e-3               # share of the way back to the prior's covariance, per observation
+_NOISE = 0.05              # variance of log(observed / predicted) that is not the model's fault
+_BOUND = 100.0              # a coefficient stays within a hundredfold of its prior
+_ENOUGH = 20               # observations before a replica's figures speak for its group
 
 
 class Fit:
-    """One positive linear model, seconds = sum(coefficient x feature), fitted on the log scale."""
-    __slots__ = ("prior", "theta", "count", "error", "_prior_error", "_cov", "_limit", "_spread", "coefficients")
+    """One positive linear model, seconds = sum(coefficient x feature), fitted on the log scale.
+
+    `error` is the running |predicted - observed| in seconds. While that of the prior is smaller, the
+    prior's coefficients are the ones given out: noise can make it learn nothing, never worse.
+    """
+    __slots__ = ("coefficients", "count", "error", "_prior", "_learned", "_cov", "_spread", "_prior_error")
 
     def __init__(self, prior: tuple[float, ...]) -> None:
-        self.prior = np.log(np.array(prior))
-        self.theta = self.prior.copy()
-        self._limit = 1.0 + 0.5 * np.eye(len(prior))
-        self._cov = self._limit.copy()
-        self._spread = 0.3          # running size of the log error, what an outlier is measured by
+        self.coefficients = self._prior = prior
+        self._learned = list(prior)
+        size = range(len(prior))
+        self._cov = [[_COMMON + (_OWN if i == j else 0.0) for j in size] for i in size]
+        self._spread = 0.3      # running size of the log error: what an outlier is measured by
         self.count = 0
-        self.error = self._prior_error = 0.0    # running |predicted - observed|, seconds
-        self.coefficients: tuple[float, ...] = tuple(prior)
+        self.error = self._prior_error = 0.0
 
     def observe(self, features: tuple[float, ...], seconds: float) -> None:
-        """Learn from one answer that took `seconds` > 0; features as in the prior's order, >= 0."""
-        x = np.array(features)
-        parts = np.exp(self.theta) * x
-        predicted = float(parts.sum())
-        self._judge(predicted, float(np.exp(self.prior) @ x), seconds)
+        """Learn from one answer that took `seconds` > 0; features >= 0, in the prior's order."""
+        parts = [c * f for c, f in zip(self._learned, features)]
+        predicted = sum(parts)
+        self._judge(predicted, sum([c * f for c, f in zip(self._prior, features)]), seconds)
         gap = log(seconds / predicted)
+        # An outlier moves nothing far (a client's stall, a lost packet); errors that persist
+        # widen the spread by at most half each time and are then believed.
         self._spread += 0.1 * (min(abs(gap), 5 * self._spread) - self._spread)
         limit = max(3 * self._spread, 0.1)
-        gap = max(-limit, min(limit, gap))
-        shares = parts / predicted
-        gain = self._cov @ shares
-        gain_over = gain / (_NOISE + float(shares @ gain))
-        self.theta = np.clip(self.theta + gain_over * gap, self.prior - _BOUND, self.prior + _BOUND)
-        self._cov = self._cov - np.outer(gain_over, gain) + _WALK * self._limit
-        over = np.sqrt(np.minimum(1.0, np.diag(self._limit) / np.diag(self._cov)))
-        self._cov *= np.outer(over, over)
-        self.count += 1
-        better = self.error <= self._prior_error
-        self.coefficients = tuple(np.exp(self.theta if better else self.prior).tolist())
+        self._correct([part / predicted for part in parts], max(-limit, min(limit, gap)))
+        self.coefficients = tuple(self._learned) if self.error <= self._prior_error else self._prior
+
+    def _correct(self, shares: list[float], gap: float) -> None:
+        cov = self._cov
+        reach = [sum([c * s for c, s in zip(row, shares)]) for row in cov]
+        weight = 1.0 / (_NOISE + sum([r * s for r, s in zip(reach, shares)]))
+        for index, row in enumerate(cov):
+            gain = reach[index] * weight
+            prior, moved = self._prior[index], self._learned[index] * exp(gain * gap)
+            self._learned[index] = min(max(moved, prior / _BOUND), prior * _BOUND)
+            # Drift is a small step back to the prior's covariance: bounded by it, and always positive.
+            cov[index] = [c + _WALK * (_COMMON - c) - gain * r for c, r in zip(row, reach)]
+            cov[index][index] += _WALK * _OWN
 
     def _judge(self, predicted: float, by_prior: float, seconds: float) -> None:
-        rate = max(0.05, 1 / (self.count + 1))
+        self.count += 1
+        rate = max(0.05, 1 / self.count)
         self.error += rate * (abs(predicted - seconds) - self.error)
         self._prior_error += rate * (abs(by_prior - seconds) - self._prior_error)
 
 
 class Costs:
-    """One replica's coefficients; `error` is the running |predicted - observed| TTFT in seconds."""
-    __slots__ = ("ttft", "step", "error", "base", "token", "pair", "queued", "crowd", "decode_base",
-                 "decode_seq", "decode_ctx")
+    """One replica's coefficients, and the seconds they predict.
+
+    `load` is anything with the fields of `Load`; tokens are counts. `error` is the running
+    |predicted - observed| TTFT in seconds.
+    """
+    __slots__ = ("ttft", "step", "error", "base", "token", "pair", "queued", "busy", "crowd",
+                 "decode_base", "decode_seq", "decode_ctx")
 
     def __init__(self, ttft_prior: tuple[float, ...] = TTFT_PRIOR, step_prior: tuple[float, ...] = STEP_PRIOR) -> None:
         self.ttft, self.step = Fit(ttft_prior), Fit(step_prior)
         self._publish()
 
     def _publish(self) -> None:
-        self.base, self.token, self.pair, self.queued, self.crowd = self.ttft.coefficients
+        self.base, self.token, self.pair, self.queued, self.busy, self.crowd = self.ttft.coefficients
         self.decode_base, self.decode_seq, self.decode_ctx = self.step.coefficients
         self.error = self.ttft.error
 
@@ -89,8 +106,8 @@ class Costs:
         return uncached * (self.token + self.pair * (context + 0.5 * uncached))
 
     def queue_seconds(self, load) -> float:
-        """Draining the uncached tokens reserved ahead."""
-        return self.queued * load.prefill_tokens
+        """Draining the prefills ahead: their uncached tokens and the rest of the step under way."""
+        return self.queued * load.prefill_tokens + self.busy if load.prefilling else 0.0
 
     def step_seconds(self, load) -> float:
         """One decode step of the streams there now."""
@@ -99,7 +116,7 @@ class Costs:
         return self.decode_base + self.decode_seq * load.decoding + self.decode_ctx * load.context_tokens
 
     def ttft_seconds(self, load, uncached: int, context: int) -> float:
-        """Time to the first token, met with `load`."""
+        """Time to the first token for a request that meets `load`."""
         return (self.base + self.prefill_seconds(uncached, context) + self.queue_seconds(load)
                 + self.crowd * self.step_seconds(load))
 
@@ -112,11 +129,11 @@ class Costs:
         if seconds <= 0:
             return
         self.ttft.observe((1.0, uncached, uncached * (cached + 0.5 * uncached), before.prefill_tokens,
-                           self.step_seconds(before)), seconds)
+                           1.0 if before.prefilling else 0.0, self.step_seconds(before)), seconds)
         self._publish()
 
     def observe_itl(self, seconds_per_token: float, decoding: int, context_tokens: int) -> None:
-        """A stream's mean time a token, with so many streams (itself included) and their context."""
+        """A stream's mean time a token, among so many streams (itself included) with so much context."""
         if seconds_per_token <= 0:
             return
         self.step.observe((1.0, decoding, context_tokens), seconds_per_token)
@@ -141,5 +158,5 @@ class CostGroup:
 
     def _prior(self, which: str, fallback: tuple[float, ...]) -> tuple[float, ...]:
         fits = [getattr(costs, which) for costs in self._members.values()]
-        known = [np.log(fit.coefficients) for fit in fits if fit.count >= _ENOUGH]
-        return tuple(np.exp(np.median(known, axis=0)).tolist()) if known else fallback
+        known = [fit.coefficients for fit in fits if fit.count >= _ENOUGH]
+        return tuple(median(column) for column in zip(*known)) if known else fallback

@@ -32,7 +32,7 @@ class LeastTime:
             load, costs, cached = candidate.load, candidate.costs, candidate.overlap
             uncached = tokens - cached
             own = uncached * (costs.token + costs.pair * (cached + 0.5 * uncached))
-            queue = costs.queued * load.prefill_tokens
+            queue = costs.queued * load.prefill_tokens + costs.busy if load.prefilling else 0.0
             crowd = 0.0
             if load.decoding:
                 crowd = costs.crowd * (costs.decode_base + costs.decode_seq * load.decoding

@@ -1,0 +1,107 @@
+"""What a simulated engine is like: the size of its cache, its scheduler's limits, and how long steps take."""
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+PROFILES = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one engine step, as a fit. Coefficients are milliseconds.
+
+    A step with prefill in it costs
+        prefill + prefill_token * t + prefill_token_squared * t^2 + attention * sum(t_i * (c_i + t_i / 2))
+    for t new prompt tokens in all, t_i of request i on top of c_i tokens in its cache. A step with
+    decoding in it costs, on top of that,
+        max(decode_least, decode + decode_sequence * n + decode_context_token * k
+                          + decode_usage * u + decode_usage_squared * u^2)
+    for n sequences with k tokens of context in all, u being the share of KV blocks in use.
+    """
+    prefill: float = 0.0
+    prefill_token: float = 0.0
+    prefill_token_squared: float = 0.0
+    attention: float = 0.0
+    decode: float = 0.0
+    decode_least: float = 0.0
+    decode_sequence: float = 0.0
+    decode_context_token: float = 0.0
+    decode_usage: float = 0.0
+    decode_usage_squared: float = 0.0
+
+    def seconds(self, tokens: int, pairs: float, sequences: int, context: int, usage: float) -> float:
+        """Duration of a step: `tokens` prompt tokens, `pairs` = sum of t_i * (c_i + t_i / 2)."""
+        ms = 0.0
+        if tokens:
+            ms = self.prefill + tokens * (self.prefill_token + self.prefill_token_squared * tokens) \
+                + self.attention * pairs
+        if sequences:
+            ms += max(self.decode_least, self.decode + self.decode_sequence * sequences
+                      + self.decode_context_token * context
+                      + usage * (self.decode_usage + self.decode_usage_squared * usage))
+        return ms * 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One kind of engine; the names and meanings are those of vLLM's flags. `speedup` divides every duration."""
+    name: str
+    step: StepTime
+    num_blocks: int = 16_384
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8_192
+    max_model_len: int = 131_072
+    speedup: float = 1.0
+
+    def __post_init__(self):
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(f"profile {self.name}: {name} must be a whole number above 0, "
+                                 f"not {getattr(self, name)!r}")
+        if not self.speedup > 0:
+            raise ValueError(f"profile {self.name}: speedup must be above 0, not {self.speedup!r}")
+        if self.num_blocks < 2:
+            raise ValueError(f"profile {self.name}: num_blocks must be at least 2, one is the null block")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(f"profile {self.name}: max_num_batched_tokens ({self.max_num_batched_tokens}) must not "
+                             f"be below max_num_seqs ({self.max_num_seqs}), as in vLLM")
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt plus output, in tokens: max_model_len, or what the cache can hold if that is less."""
+        return min(self.max_model_len, (self.num_blocks - 1) * self.block_size)
+
+
+def load_profile(name_or_path: str | Path, **changes) -> Profile:
+    """A bundled profile by name or one from a YAML file; `changes` replace fields (None: keep).
+
+    ValueError says what is wrong with the file and where."""
+    import yaml
+
+    path = PROFILES / f"{name_or_path}.yaml"
+    if not path.is_file():
+        path = Path(name_or_path)
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
+        raise ValueError(f"no profile {str(name_or_path)!r}: give the path of a YAML file or one of {known}")
+    try:
+        given = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {error}") from None
+    if not isinstance(given, dict) or not isinstance(given.get("step"), dict):
+        raise ValueError(f"{path}: a profile is a mapping with a mapping `step` in it")
+    _refuse_unknown(path, given, Profile)
+    _refuse_unknown(path, given["step"], StepTime)
+    try:
+        step = StepTime(**{name: float(value) for name, value in given["step"].items()})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: step: {error}") from None
+    profile = Profile(**{"name": path.stem, **given, "step": step})
+    return replace(profile, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _refuse_unknown(path: Path, given: dict, kind: type) -> None:
+    known = {field.name for field in fields(kind)}
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{path}: unknown field {name!r}; known are {', '.join(sorted(known))}")

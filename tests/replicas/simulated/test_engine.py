@@ -1,0 +1,217 @@
+"""The engine model, case by case against what vLLM v1 does."""
+import pytest
+
+from replicas.simulated.engine import Cleared, Engine, EngineRequest, Output, Removed, Stored
+from replicas.simulated.profile import Profile, StepTime
+
+
+def make(**changes) -> Engine:
+    every_token = changes.pop("every_token", True)
+    limits = {"num_blocks": 101, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 400}
+    return Engine(Profile("test", StepTime(prefill=1, decode=1), **{**limits, **changes}), every_token)
+
+
+def request(id: str, tokens: int, out: int = 1, text: str = "a", size: int = 4, **more) -> EngineRequest:
+    """Keys are (text, block index): equal texts share their prefix, output included."""
+    return EngineRequest(id, [(text, i) for i in range(tokens // size)], tokens, out,
+                         **{"output_blocks": lambda i: (text, i), **more})
+
+
+def finish(engine: Engine) -> list:
+    steps = []
+    while (step := engine.step()) is not None:
+        steps.append(step)
+        assert len(steps) < 10_000
+    return steps
+
+
+def test_a_prompt_is_one_step_then_one_token_a_step():
+    engine = make()
+    engine.add(request("r", 10, 3))
+    steps = finish(engine)
+    assert [step.outputs for step in steps] == [
+        [Output("r", 1, True, None, 0)], [Output("r", 1, False, None, 0)], [Output("r", 1, False, "length", 0)]]
+    assert [(step.prefill_tokens, step.decode_tokens) for step in steps] == [(10, 0), (0, 1), (0, 1)]
+    assert engine.step() is None and engine.kv_usage == 0
+
+
+def test_only_full_blocks_are_stored_also_while_decoding_and_never_the_last_token():
+    engine = make()
+    engine.add(request("r", 10, 7))  # 16 of 17 tokens computed: blocks 0, 1, then 2 and 3 while decoding
+    steps = finish(engine)
+    stored = [(n, event.start, event.keys, event.parent) for n, step in enumerate(steps) for event in step.stored]
+    assert stored == [(0, 0, [("a", 0), ("a", 1)], None), (2, 2, [("a", 2)], ("a", 1)), (6, 3, [("a", 3)], ("a", 2))]
+
+
+@pytest.mark.parametrize("tokens, cached", [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
+def test_the_last_token_is_never_a_hit(tokens, cached):
+    engine = make()
+    engine.add(request("warm", 40))
+    finish(engine)
+    engine.add(request("r", tokens))
+    assert finish(engine)[0].outputs[0].cached_tokens == cached
+    assert engine.counters.prefix_hits == cached and engine.counters.prefix_queries == 40 + tokens
+
+
+def test_output_becomes_the_next_turns_prefix():
+    engine = make()
+    engine.add(request("turn1", 10, 7))
+    finish(engine)
+    engine.add(request("turn2", 30))
+    assert finish(engine)[0].outputs[0].cached_tokens == 16
+
+
+def test_output_without_keys_is_never_a_hit():
+    engine = make()
+    engine.add(request("turn1", 10, 7, output_blocks=None))
+    finish(engine)
+    engine.add(request("turn2", 30))
+    assert finish(engine)[0].outputs[0].cached_tokens == 8
+
+
+def test_blocks_are_hits_within_the_step_that_computes_them():
+    engine = make()
+    engine.add(request("r1", 20))
+    engine.add(request("r2", 20))
+    (step,) = finish(engine)
+    assert [output.cached_tokens for output in step.outputs] == [0, 16]
+    assert step.prefill_tokens == 24
+
+
+def test_chunked_prefill_takes_what_the_decodes_leave_of_the_budget():
+    engine = make(max_num_batched_tokens=16)
+    engine.add(request("d", 4, 9, text="d"))
+    engine.step()
+    engine.add(request("long", 40, text="l"))
+    engine.add(request("next", 4, text="n"))
+    steps = [engine.step() for _ in range(3)]
+    assert [step.prefill_tokens for step in steps] == [15, 15, 14]  # the last: 10 of long and all of next
+    assert [output.id for output in steps[2].outputs] == ["d", "long", "next"]
+    # Blocks are stored chunk by chunk as they fill.
+    assert [(event.start, len(event.keys)) for step in steps for event in step.stored if event.request.id == "long"] \
+        == [(0, 3), (3, 4), (7, 3)]
+
+
+def test_first_come_first_served_up_to_max_num_seqs():
+    engine = make(max_num_seqs=2)
+    for name in "abc":
+        engine.add(request(name, 4, 2, text=name))
+    first, second, third = engine.step(), engine.step(), engine.step()
+    assert [output.id for output in first.outputs] == ["a", "b"]
+    assert [output.id for output in second.outputs] == ["a", "b"]
+    assert [output.id for output in third.outputs] == ["c"]
+
+
+def test_a_prompt_waits_until_all_of_it_fits():
+    engine = make(num_blocks=11, max_num_batched_tokens=8, max_model_len=40)
+    engine.add(request("a", 16, 4, text="a"))
+    engine.add(request("b", 30, 1, text="b"))  # 8 blocks; 6 are free beside a, though its first chunk would fit
+    engine.step(), engine.step()
+    assert (engine.running, engine.waiting) == (1, 1)
+    assert {output.id for step in finish(engine) for output in step.outputs} == {"a", "b"}
+
+
+def test_the_tail_is_evicted_before_the_head_and_the_oldest_request_first():
+    engine = make(num_blocks=11, max_model_len=40)
+    for name in "ab":
+        engine.add(request(name, 17, 1, text=name))  # five blocks each, four of them full
+        finish(engine)
+    engine.add(request("c", 13, 1, text="c"))
+    (step,) = finish(engine)  # the two part-filled blocks go first, then a's tail
+    assert step.removed == [("a", 3), ("a", 2)]
+    assert [type(event) for event in step.events] == [Removed, Stored]
+
+
+def test_a_hit_refreshes_a_block():
+    engine = make(num_blocks=11, max_model_len=40)
+    for name in "aba":
+        engine.add(request(name, 17, 1, text=name))
+        finish(engine)
+    engine.add(request("c", 13, 1, text="c"))
+    (step,) = finish(engine)
+    assert {key[0] for key in step.removed} == {"b"}
+
+
+def test_a_last_block_computed_again_is_a_second_copy():
+    engine = make(num_blocks=11, max_model_len=40)
+    for name in ("r1", "r2"):
+        engine.add(request(name, 8))
+    steps = finish(engine)
+    assert [event.keys for step in steps for event in step.stored] == [[("a", 0), ("a", 1)], [("a", 1)]]
+    engine.add(request("other", 36, text="o"))
+    (step,) = finish(engine)
+    assert step.removed.count(("a", 1)) == 2  # each copy is reported, as vLLM does
+
+
+def test_the_last_admitted_gives_way_when_blocks_run_out_and_loses_nothing():
+    engine = make(num_blocks=7, max_model_len=24)
+    engine.add(request("a", 11, 12, text="a"))
+    engine.add(request("b", 11, 12, text="b"))
+    steps = finish(engine)
+    assert sum(step.preempted for step in steps) == engine.counters.preemptions == 1
+    tokens = {name: sum(output.tokens for step in steps for output in step.outputs if output.id == name)
+              for name in "ab"}
+    assert tokens == {"a": 12, "b": 12}
+    ends = [output.id for step in steps for output in step.outputs if output.finished]
+    assert ends == ["a", "b"]
+    assert engine.counters.prefix_queries == 22  # a preempted request's second look is not counted again
+
+
+def test_tokens_are_the_same_whether_reported_one_by_one_or_at_the_end():
+    def totals(every_token):
+        engine = make(num_blocks=12, max_model_len=40, every_token=every_token)
+        for i in range(6):
+            engine.add(request(str(i), 7 + i, 15, text=str(i)))
+        steps = finish(engine)
+        tokens = {}
+        for output in (output for step in steps for output in step.outputs):
+            tokens[output.id] = tokens.get(output.id, 0) + output.tokens
+        return tokens, len(steps), engine.counters
+
+    assert totals(True) == totals(False)
+    assert totals(True)[0] == {str(i): 15 for i in range(6)} and totals(True)[2].preemptions > 0
+
+
+@pytest.mark.parametrize("stop, out, expected", [(None, 5, (5, "length")), (3, 5, (3, "stop")), (5, 5, (5, "stop")),
+                                                  (9, 5, (5, "length")), (None, 500, (30, "length"))])
+def test_how_a_request_ends(stop, out, expected):
+    engine = make(max_model_len=40)
+    engine.add(request("r", 10, out, stop_tokens=stop))
+    outputs = [output for step in finish(engine) for output in step.outputs]
+    assert (sum(output.tokens for output in outputs), outputs[-1].finished) == expected
+
+
+def test_abort_frees_waiting_partial_and_decoding_requests():
+    engine = make(max_num_seqs=3, max_num_batched_tokens=16)
+    engine.add(request("decoding", 4, 9, text="d"))
+    engine.step()
+    engine.add(request("partial", 40, text="p"))
+    engine.add(request("waiting", 40, text="w"))
+    engine.step()
+    assert engine.kv_usage > 0
+    assert [engine.abort(name) for name in ("waiting", "partial", "decoding", "unknown")] == [True, True, True, False]
+    assert engine.kv_usage == 0 and engine.running == engine.waiting == 0 and engine.step() is None
+
+
+def test_what_can_never_run_is_refused():
+    engine = make(num_blocks=11, max_model_len=400)
+    with pytest.raises(ValueError, match="40"):
+        engine.add(request("big", 40))
+    with pytest.raises(ValueError, match="keys"):
+        engine.add(EngineRequest("r", [], 10, 1))
+    engine.add(request("r", 39))
+    with pytest.raises(ValueError, match="in use"):
+        engine.add(request("r", 3))
+    assert len(finish(engine)) == 1
+
+
+def test_reset_waits_for_idle_and_is_told_with_the_next_step():
+    engine = make()
+    engine.add(request("r", 10, 2))
+    engine.step()
+    assert engine.reset_prefix_cache() is False
+    finish(engine)
+    assert engine.reset_prefix_cache() is True and engine.step() is None
+    engine.add(request("again", 10))
+    (step,) = finish(engine)
+    assert type(step.events[0]) is Cleared and step.outputs[0].cached_tokens == 0

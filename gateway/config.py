@@ -14,8 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -30,56 +29,6 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 class ConfigError(Exception):
     """A setting is wrong. The text says what, where and what would be right; exit code 2."""
-
-
-class ReplicaAddress(NamedTuple):
-    """Where a replica answers, and where its KV events are if the operator says so.
-
-    `events` and `replay` are ZMQ endpoints as the gateway must dial them; None means: ask the
-    engine (`/kv_event_sources`), and do without events if it does not say.
-    """
-
-    url: str
-    events: str | None = None
-    replay: str | None = None
-    topic: str = ""
-
-
-def parse_replica_url(text: str) -> ReplicaAddress:
-    """`http://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t]` taken apart.
-
-    A trailing `/v1` is dropped: OpenAI clients carry it in their base URL and people paste that.
-    Raises ValueError with the remedy in its text.
-    """
-    base, _, fragment = text.strip().partition("#")
-    if "://" not in base:
-        raise ValueError(f"{text!r} has no scheme; write http://{base}")
-    try:
-        parts = urlsplit(base)
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not a URL ({error}); write http://HOST:PORT") from None
-    if parts.scheme != "http":
-        raise ValueError(f"{text!r}: replicas are spoken to over plain http; write http://HOST:PORT")
-    if not parts.hostname or parts.username or parts.query:
-        raise ValueError(f"{text!r} is not the address of an engine; write http://HOST:PORT")
-    path = parts.path.rstrip("/")
-    if path not in ("", "/v1"):
-        raise ValueError(f"{text!r} has the path {path!r}, but engines serve at the root; write http://{parts.netloc}")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return ReplicaAddress(f"http://{host}:{port or 80}", **_event_options(text, fragment))
-
-
-def _event_options(text: str, fragment: str) -> dict[str, str]:
-    options: dict[str, str] = {}
-    for item in filter(None, fragment.split(",")):
-        key, equals, value = item.partition("=")
-        if key not in ("events", "replay", "topic") or not equals:
-            raise ValueError(f"{text!r}: after # may stand events=, replay= and topic=, separated by commas, not {item!r}")
-        if key != "topic" and not re.fullmatch(r"(tcp|ipc)://[^*]+", value):
-            raise ValueError(f"{text!r}: {key}={value} is not an endpoint to dial; write {key}=tcp://HOST:PORT")
-        options[key] = value
-    return options
 
 
 def parse_bytes(value: Any) -> Any:
@@ -106,12 +55,14 @@ def _split_urls(value: Any) -> Any:
 
 
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    seen: dict[str, str] = {}
-    for text in urls:
-        url = parse_replica_url(text).url
-        if url in seen:
-            raise ValueError(f"{url} is given twice; each replica is named once")
-        seen[url] = text
+    if not urls:
+        return urls
+    from replicas.replica import parse_url  # brings in aiohttp: 0.2 s that `hitherto config` need not pay
+
+    names = [parse_url(text).id for text in urls]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is given twice; name each replica once")
     return urls
 
 
@@ -157,10 +108,6 @@ class Settings(BaseModel):
     response_headers: bool = Field(True, description="tell clients x-hitherto-replica and x-hitherto-cached-tokens")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
     access_log: bool = Field(False, description="log one line per request")
-
-    @property
-    def replicas(self) -> list[ReplicaAddress]:
-        return [parse_replica_url(text) for text in self.replica_url]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,114 @@
+"""One line per thing that happened, to standard error, without ever waiting for it.
+
+    2026-11-20T09:12:03.412Z warning replicas replica failed replica=127.0.0.1:9001 reason="exit code 1"
+
+A line is made where it is logged (5 us) and written by a thread of its own: a pipe nobody reads
+or a slow disk must not stop the event loop, because then probes fail and the process is killed.
+When the reader is too slow, lines are dropped and the number dropped is said afterwards.
+Fields are `key=value`; values with spaces, quotes or control characters are JSON strings, so a
+line is one line whatever a client sends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import re
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+PENDING_LINES = 10_000  # about 2 MB of lines that wait for a slow reader
+_PLAIN = re.compile(r"[^\s\"'=\\]+")
+_access = logging.getLogger("hitherto.access")
+
+
+def value(of: Any) -> str:
+    """A field's value as it stands in a line."""
+    if isinstance(of, float):
+        return f"{of:.6g}"
+    text = str(of)
+    return text if text.isprintable() and _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=True)
+
+
+class LineFormatter(logging.Formatter):
+    """time, severity, logger, message, fields. A traceback becomes one field."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        message = record.getMessage()
+        if not message.isprintable():
+            message = json.dumps(message)
+        line = f"{stamp}.{int(record.msecs):03d}Z {record.levelname.lower()} {record.name} {message}"
+        fields = getattr(record, "fields", {})
+        if record.exc_info:
+            fields = {**fields, "traceback": self.formatException(record.exc_info)}
+        return line + "".join(f" {key}={value(item)}" for key, item in fields.items() if item is not None)
+
+
+class Outbox(logging.Handler):
+    """Hands lines to a thread that writes them; drops what exceeds PENDING_LINES."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.dropped = 0
+        self._stream = stream
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._lines.qsize() >= PENDING_LINES:
+            self.dropped += 1
+            return
+        try:
+            self._lines.put(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Write what is pending, but do not wait for ever for a reader that is stuck."""
+        self._lines.put(None)
+        self._thread.join(timeout=2)
+        super().close()
+
+    def _write(self) -> None:
+        told = 0
+        while (line := self._lines.get()) is not None:
+            try:
+                self._stream.write(line + "\n")
+                if self.dropped > told and self._lines.qsize() < PENDING_LINES // 2:
+                    lost, told = self.dropped - told, self.dropped
+                    self._stream.write(f"{lost} log lines dropped here: whoever reads standard error is too slow\n")
+                if self._lines.empty():
+                    self._stream.flush()
+            except (OSError, ValueError):  # standard error is gone; the gateway goes on without
+                continue
+
+
+def setup(level: str = "info", stream: TextIO | None = None) -> Outbox:
+    """Send every logger of this process through one Outbox; call its close() at the end."""
+    outbox = Outbox(stream or sys.stderr)
+    outbox.setFormatter(LineFormatter())
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        root.removeHandler(handler)
+    root.addHandler(outbox)
+    root.setLevel(level.upper())
+    # These talk about every connection and request at info.
+    for noisy in ("aiohttp.access", "asyncio", "httpx", "httpcore", "huggingface_hub", "filelock", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return outbox
+
+
+def event(logger: logging.Logger, level: int, message: str, **fields: Any) -> None:
+    """Log `message` with fields: `event(log, logging.INFO, "replica ready", replica=id)`."""
+    if logger.isEnabledFor(level):
+        logger.log(level, message, extra={"fields": fields}, stacklevel=2)
+
+
+def access(method: str, path: str, status: int, seconds: float, **fields: Any) -> None:
+    """One request's line; fields with None are left out. The caller asks first whether it is wanted."""
+    event(_access, logging.INFO, f"{method} {path} {status}", seconds=seconds, **fields)

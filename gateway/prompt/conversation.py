@@ -1,0 +1,172 @@
+"""Request messages to the conversation a chat template sees.
+
+vLLM does not hand messages to the template as they came: parts become text (or stay parts,
+when the template loops over them), tool-call arguments become objects, unknown keys vanish,
+tools get their schema's defaults. All of it shows in the tokens, so all of it is done here,
+rule by rule as in vLLM 0.32 (`renderers/chat_utils.py`) and transformers 5.23.
+"""
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .prompt import PromptError
+
+# Claude Code's attribution line changes on every request; vLLM drops it from system text.
+_BILLING_HEADER = "x-anthropic-billing-header"
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+
+
+class Multimodal(Exception):
+    """A message holds media: the engine inserts tokens we can't know from the text."""
+
+
+def bad(message: str, param: str | None = None) -> PromptError:
+    return PromptError(400, message, param=param)
+
+
+def conversation(messages: Any, as_parts: bool) -> list[dict[str, Any]]:
+    """Messages of a chat request -> what the template gets as `messages`.
+
+    `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text
+    comes to it as `[{"type": "text", "text": ...}]`. Raises PromptError (not a conversation) or
+    Multimodal.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise bad("'messages' must be a non-empty list", "messages")
+    return [_message(message, as_parts, i) for i, message in enumerate(messages)]
+
+
+def _message(message: Any, as_parts: bool, index: int) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise bad(f"{where} must be an object", where)
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise bad(f"{where} must have a string 'role'", f"{where}.role")
+    content = message.get("content")
+    if isinstance(content, str):
+        parts: list[Any] = [content]
+    elif content is None:
+        parts = []
+    elif isinstance(content, list):
+        parts = content
+    else:
+        raise bad(f"{where}.content must be a string or a list of parts", f"{where}.content")
+    if role == "system":
+        parts = _drop_billing_header(parts)
+    parts = [p for p in (_part(part, as_parts, where) for part in parts) if p is not None]
+    result: dict[str, Any] = {"role": role, "content": parts if as_parts else "\n".join(parts)}
+    if role == "assistant":
+        _assistant_fields(message, result, where)
+    elif role == "tool":
+        if "tool_call_id" in message:
+            result["tool_call_id"] = message["tool_call_id"]
+        if as_parts and all(p["type"] == "text" for p in parts):
+            result["content"] = "\n".join(p["text"] for p in parts)
+    for key in ("name", "task"):
+        if isinstance(message.get(key), str):
+            result[key] = message[key]
+    if role == "developer" and message.get("tools") is not None:
+        result["tools"] = message["tools"]
+    # transformers drops keys whose value is None and copies reasoning under its other names
+    result = {key: value for key, value in result.items() if value is not None}
+    if "reasoning" in result:
+        result = {"thinking": result["reasoning"], **result}
+    return result
+
+
+def _part(part: Any, as_parts: bool, where: str) -> Any:
+    """One content part -> text (or a text part), None for one that is dropped."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part} if as_parts else part
+    if not isinstance(part, dict):
+        raise bad(f"{where}.content holds something that is neither text nor an object", f"{where}.content")
+    kind = part.get("type")
+    if kind == "tool_reference":
+        name = part.get("name") or part.get("tool_reference")
+        return {"type": "tool_reference", "name": name} if as_parts else name
+    if kind not in _TEXT_PARTS:
+        raise Multimodal(str(kind))
+    text = part.get(kind if kind in ("refusal", "thinking") else "text")
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise bad(f"{where}: the text of a content part must be a string", f"{where}.content")
+    return {"type": "text", "text": text} if as_parts else text
+
+
+def _drop_billing_header(parts: list[Any]) -> list[Any]:
+    kept = []
+    for part in parts:
+        text = part if isinstance(part, str) else None
+        if isinstance(part, dict) and part.get("type") == "text":
+            text = part.get("text")
+        if isinstance(text, str) and text.startswith(_BILLING_HEADER):
+            rest = text.partition("\n")[2]
+            if rest:
+                kept.append(rest if isinstance(part, str) else {**part, "text": rest})
+        else:
+            kept.append(part)
+    return kept
+
+
+def _assistant_fields(message: dict[str, Any], result: dict[str, Any], where: str) -> None:
+    calls = message.get("tool_calls")
+    if calls is not None:
+        if not isinstance(calls, list):
+            raise bad(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
+        if calls:
+            result["tool_calls"] = [_tool_call(call, where) for call in calls]
+    reasoning = message.get("reasoning")
+    if reasoning is None:
+        reasoning = message.get("reasoning_content")
+    if reasoning is not None:
+        result["reasoning"] = reasoning
+        result["reasoning_content"] = reasoning
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """A tool call with its arguments as an object (`{}` when they are missing or no JSON object)."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise bad(f"{where}.tool_calls: every entry must be of type 'function' with a 'function' object",
+                  f"{where}.tool_calls")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {}
+    if not isinstance(arguments, dict):
+        arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def tool_schemas(tools: Any) -> list[dict[str, Any]] | None:
+    """`tools` of a chat request -> what the template sees: known keys only, in the schema's order."""
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not tools:
+        raise bad("'tools' must be a non-empty list", "tools")
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad(f"{where} must be {{'type': 'function', 'function': {{'name': ...}}}}", where)
+    seen = {"name": function["name"], "description": function.get("description"),
+            "parameters": function.get("parameters")}
+    loading = tool.get("defer_loading")
+    if function.get("strict") is not None:
+        seen["strict"] = function["strict"]
+    inner = function.get("defer_loading")
+    if inner is None:
+        inner = loading
+    if inner is not None:
+        seen["defer_loading"] = inner
+    result = {"type": "function", "function": seen}
+    if loading is not None:
+        result["defer_loading"] = loading
+    return result

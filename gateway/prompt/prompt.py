@@ -1,0 +1,57 @@
+"""What the pipeline hands on: the tokens, the block hashes, and the client's own faults.
+
+`Prompt` is all that routing, accounting and settling need to know of a request body;
+`PromptError` is an answer to the client. Nothing else leaves this room.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Mode = Literal["exact", "engine", "text", "load"]
+
+
+class PromptError(Exception):
+    """A fault of the client's own making, in the shape of an OpenAI error object.
+
+    `status` is the HTTP status; `message`, `type`, `param` and `code` are the fields of the
+    error object. A template or tokenizer that fails is never one of these.
+    """
+
+    def __init__(self, status: int, message: str, type: str = "invalid_request_error",
+                 param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One request, as far as routing is concerned.
+
+    `mode` says how sure we are: "exact" (the ids the engine will compute), "engine" (ids the
+    engine computed for us), "text" (no tokenizer: 4 UTF-8 bytes stand for one token), "load"
+    (route by load alone; `note` says why).
+
+    For a list of prompts `tokens` is the sum over all of them, while `token_ids` and `hashes`
+    are those of the longest: one replica gets the whole list, and the longest prompt is where
+    a held prefix saves the most.
+    """
+
+    path: str
+    model: str
+    adapter: str | None = None
+    stream: bool = False
+    tokens: int = 0                       # prompt tokens
+    token_ids: bytes = b""                # uint32 little endian, 4 * tokens bytes
+    hashes: list[int] = field(default_factory=list)   # one per full block
+    max_tokens: int | None = None
+    n: int = 1
+    session: str | None = None
+    mode: Mode = "exact"
+    rendered_chars: int = 0               # length of the rendered text, 0 where ids came in
+    include_usage: bool = False
+    note: str = ""

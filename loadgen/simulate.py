@@ -44,13 +44,20 @@ class Record:
     """What became of one request; times in seconds of the virtual clock."""
     replica: int
     sent: float
-    tokens: int
+    turn: Turn
     predicted: int                 # cached tokens the map promised
-    uncached_expected: float       # TTFT the costs predicted for the chosen replica
+    expected_ttft: float           # by the chosen replica's costs
     cached: int = 0                # cached tokens the engine found
     first: float = 0.0
     end: float = 0.0
-    output: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.turn.tokens
+
+    @property
+    def output(self) -> int:
+        return self.turn.output
 
 
 @dataclass(slots=True)
@@ -66,6 +73,26 @@ class _Live:
 class Result:
     records: list[Record] = field(default_factory=list)
     seconds: float = 0.0           # virtual time until the last request ended
+
+
+def ideal_hit_rate(records: Sequence[Record], block_size: int = 16) -> float:
+    """Share of prompt tokens one infinite cache would have had, seeing these requests as sent.
+
+    A request's blocks count from the moment it is sent, its reply's from the moment it ends.
+    """
+    sent = [(r.sent, 0, n) for n, r in enumerate(records)] + [(r.end, 1, n) for n, r in enumerate(records)]
+    seen: set[int] = set()
+    hit = total = 0
+    for _, ended, number in sorted(sent):
+        turn = records[number].turn
+        if ended:
+            seen.update(turn.all_hashes)
+            continue
+        held = next((n for n, h in enumerate(turn.hashes) if h not in seen), len(turn.hashes))
+        hit += min(held, (turn.tokens - 1) // block_size) * block_size
+        total += turn.tokens
+        seen.update(turn.hashes)
+    return hit / total if total else 0.0
 
 
 class Fleet:
@@ -116,7 +143,7 @@ class Fleet:
         expected = chosen.costs.ttft_seconds(chosen.load, turn.tokens - chosen.overlap, chosen.overlap)
         reservation = self.ledger.reserve(chosen.replica, turn.tokens - chosen.overlap, turn.tokens)
         self.map.expect(self.slots[index], turn.hashes, self.now)
-        record = Record(index, self.now, turn.tokens, chosen.overlap, expected, output=turn.output)
+        record = Record(index, self.now, turn, chosen.overlap, expected)
         self.result.records.append(record)
         number_id = next(self._ids)
         self._live[number_id] = _Live(record, reservation, conversation, number)

@@ -1,0 +1,24 @@
+# Two commands: `make demo` and `make test`. Each sets up what it needs, once.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+
+.PHONY: setup demo test clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: apt-get install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { rm -rf .venv; echo "python3 -m venv failed; on Debian: apt-get install python3-venv"; exit 1; }
+	@echo "Setting up .venv (once, about half a minute) ..."
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]' --constraint constraints.txt
+	@touch $@
+
+demo: setup
+	@$(BIN)/loadgen demo $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest $(ARGS)
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .hypothesis

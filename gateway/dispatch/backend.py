@@ -1,0 +1,42 @@
+"""One replica as the dispatcher sees it: what it is, its load, its costs, its part of the map, its connections."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cachemap import EventIntake
+from policies import Candidate, Costs, Load
+from replicas import Replica
+
+from ..wire.upstream import Pool
+from .drift import Drift
+
+
+class Backend:
+    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "learn_at", "intake", "intake_task", "host_line", "note")
+
+    def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
+        self.replica = replica
+        self.id = replica.id
+        self.slot = slot
+        self.load = load
+        self.costs = costs
+        # One Candidate for all requests: choosing is synchronous, so only its overlap changes from one to the next.
+        self.candidate = Candidate(replica=replica.id, overlap=0, load=load, costs=costs)
+        self.pool = Pool(replica.host, replica.port)
+        self.drift = Drift()
+        self.learn_at = 0.0
+        self.intake: EventIntake | None = None
+        self.intake_task: asyncio.Task[None] | None = None
+        self.host_line = b"host: %b:%d\r\n" % (replica.host.encode(), replica.port)
+        self.note = ""
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it can answer for that model. A replica that has told no names yet is taken at its word."""
+        return model is None or not self.replica.models or model in self.replica.models
+
+    def stop(self) -> None:
+        self.pool.close()
+        if self.intake_task is not None:
+            self.intake_task.cancel()
+            self.intake_task = None

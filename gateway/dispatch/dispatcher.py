@@ -1,0 +1,358 @@
+"""Where requests, prompts, the map, the policy and the replicas meet.
+
+The dispatcher answers what is the gateway's own (`/v1/models`, `/health`), turns the rest into a `Life`,
+and does for each life what needs to be known about all of them: choose and reserve, release, learn, check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING
+
+import orjson
+
+from cachemap import CacheMap
+from policies import Candidate, CostGroup, Demand, Ledger, Policy
+from replicas import State as ReplicaState
+
+from ..prompt import Prompt, PromptError
+from ..prompt.pipeline import Pipeline
+from ..wire.downstream import Downstream
+from ..wire.http import HOP_BY_HOP, Headers, Request, end_to_end
+from .backend import Backend
+from .errors import JSON, error_body
+from .life import Failure, Life
+from .usage import Usage
+
+if TYPE_CHECKING:
+    from ..telemetry.metrics import Metrics
+
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+# What is read for its prompt, and the label it has in metrics; anything else goes through by load alone.
+PROMPT_PATHS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+# A collected body is sent with its length; Host is the replica's.
+NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
+# One observation costs 15 to 20 us; a coefficient does not move within this time.
+LEARN_SECONDS = 0.05
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        *,
+        pipeline: Pipeline,
+        cachemap: CacheMap,
+        policy: Policy,
+        metrics: Metrics,
+        ledger: Ledger,
+        costs: CostGroup,
+        retries: int,
+        request_timeout: float,
+        idle_timeout: float,
+        response_headers: bool,
+        on_traffic: Callable[[str, str | None], None],
+        on_end: Callable[[Life, str, Usage | None], None] | None = None,
+    ):
+        self.pipeline = pipeline
+        self.map = cachemap
+        self.policy = policy
+        self.metrics = metrics
+        self.ledger = ledger
+        self.costs = costs
+        self.retries = retries
+        self.request_timeout = request_timeout
+        self.idle_timeout = idle_timeout
+        self.response_headers = response_headers
+        self.on_traffic = on_traffic  # (replica id, None or the kind of failure): what health learns from traffic
+        self.on_end = on_end
+        self.backends: dict[str, Backend] = {}
+        self.lives: set[Life] = set()
+        self.draining = False
+        self.models: dict[str, str | None] = {}  # every served name, with the base model of an adapter
+        self.adapters: frozenset[str] = frozenset()
+        self._serving: dict[str | None, list[Backend]] = {}
+        self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
+        self._local = {"/v1/models": self._models, "/health": self._health}
+
+    # --- replicas come and go
+
+    def add(self, backend: Backend) -> None:
+        self.backends[backend.id] = backend
+        self.changed()
+
+    def remove(self, replica: str) -> Backend | None:
+        backend = self.backends.pop(replica, None)
+        if backend is not None:
+            self.ledger.remove(replica)
+            self.costs.remove(replica)
+            self.map.detach(backend.slot)
+            self.changed()
+        return backend
+
+    def changed(self) -> None:
+        """Some replica's state or models changed: who may serve what is found anew."""
+        self._serving.clear()
+        self.models = {name: parent for b in self.serving(None) for name, parent in b.replica.models.items()}
+        self.adapters = frozenset(name for name, parent in self.models.items() if parent)
+
+    def serving(self, model: str | None) -> list[Backend]:
+        """Replicas that may get a request for `model`: the ready ones; degraded ones only if none is ready."""
+        found = self._serving.get(model)
+        if found is None:
+            for state in (ReplicaState.READY, ReplicaState.DEGRADED):
+                found = [b for b in self.backends.values() if b.replica.state is state and b.serves(model)]
+                if found:
+                    break
+            if len(self._serving) < 1000:  # a client may ask for any name
+                self._serving[model] = found
+        return found
+
+    # --- the wire's calls
+
+    def handle(self, client: Downstream, request: Request) -> None:
+        path = request.path
+        local = self._local.get(path)
+        if local is not None and request.method in ("GET", "HEAD"):
+            local(client, request)
+            return
+        given = request.header(b"x-request-id")
+        life = Life(self, client, request, given.encode("latin-1") if given else next(self._ids).encode(), PROMPT_PATHS.get(path, "other"))
+        client.exchange = life
+        self.lives.add(life)
+        if self.draining:
+            life.refused(Failure(503, "the gateway is shutting down; ask another one", code="shutting_down"))
+        elif request.method not in METHODS or (path in PROMPT_PATHS and request.method not in ("POST", "OPTIONS")) or local is not None:
+            life.refused(Failure(405, f"{request.method} is not supported for {path}"))
+        elif path not in PROMPT_PATHS or request.method != "POST":
+            life.prepared(None)
+        elif len(request.body) <= self.pipeline.offload_bytes:
+            self._prepared(life, lambda: self._prepare(request), "prepare")
+        else:
+            thread = asyncio.get_running_loop().run_in_executor(None, self._prepare, request)
+            thread.add_done_callback(lambda done: self._prepared(life, done.result, "prepare_offloaded"))
+
+    def refuse(self, status: int, message: str) -> tuple[Headers, bytes]:
+        self.metrics.rejections.inc(str(status))
+        return JSON, error_body("", status, message)
+
+    def sweep(self, now: float) -> None:
+        for life in list(self.lives):
+            life.check(now)
+        for backend in self.backends.values():
+            backend.pool.sweep(now)
+
+    # --- a request becomes a prompt
+
+    def _prepare(self, request: Request) -> tuple[Prompt, float]:
+        """The prompt and the seconds it took. Runs in a thread for long bodies: touches nothing that changes."""
+        begun = perf_counter()
+        session = request.header(b"x-session-id")
+        prompt = self.pipeline.prepare(request.path, request.body, {"x-session-id": session} if session else None, self.adapters)
+        return prompt, perf_counter() - begun
+
+    def _prepared(self, life: Life, make: Callable[[], tuple[Prompt, float]], stage: str) -> None:
+        try:
+            prompt, seconds = make()
+        except PromptError as error:
+            life.refused(Failure(error.status, error.message, type=error.type, param=error.param, code=error.code))
+            return
+        self.metrics.stage_seconds.observe(stage, seconds)
+        if prompt.mode == "load":
+            self.metrics.prompt_failures.inc(prompt.path)
+        life.prepared(prompt)
+
+    # --- a prompt gets a replica
+
+    def weigh(self, prompt: Prompt | None, tried: tuple[Backend, ...] = ()) -> tuple[Demand, list[Backend], list[Candidate]]:
+        """What is asked for, and who could do it with what already held. Raises Failure when nobody can."""
+        model = prompt.model or None if prompt is not None else None
+        backends = self.serving(model)
+        if not backends:
+            raise self._nobody(model)
+        if tried:
+            backends = [b for b in backends if b not in tried]
+            if not backends:
+                raise Failure(503, "no replica is left to try")
+        if prompt is None:
+            demand = Demand(tokens=0)
+            for backend in backends:
+                backend.candidate.overlap = 0
+        else:
+            size = self.pipeline.block_size
+            hashes = prompt.hashes
+            demand = Demand(prompt.tokens, size, hashes[0] if hashes else 0, prompt.session, prompt.max_tokens)
+            held = self.map.match(hashes, monotonic()).held if hashes else None
+            most = (prompt.tokens - 1) // size  # the last prompt token is always computed
+            for backend in backends:
+                backend.candidate.overlap = min(held[backend.slot], most) * size if held else 0
+        return demand, backends, [b.candidate for b in backends]
+
+    def reserve(self, life: Life) -> None:
+        """Choose, and count the load at once: decision and reservation are one step."""
+        begun = perf_counter()
+        prompt = life.prompt
+        demand, backends, candidates = self.weigh(prompt, life.tried)
+        backend = backends[self.policy.choose(demand, candidates).index]
+        life.backend = backend
+        life.overlap = backend.candidate.overlap
+        life.reservation = self.ledger.reserve(backend.id, demand.tokens - life.overlap, demand.tokens)
+        if prompt is not None and prompt.hashes:
+            self.map.expect(backend.slot, prompt.hashes, monotonic())
+        self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
+
+    def _nobody(self, model: str | None) -> Failure:
+        known = self.models
+        if model is not None and known and model not in known:
+            return Failure(404, f"the model {model!r} does not exist; served here: {', '.join(sorted(known))}", param="model", code="model_not_found")
+        states = ", ".join(f"{b.id} is {b.replica.state}: {b.replica.reason}" for b in self.backends.values())
+        return Failure(503, f"no replica is ready ({states or 'none is known'})")
+
+    def release(self, life: Life) -> None:
+        if life.reservation is not None:
+            self.ledger.release(life.reservation)
+
+    def may_retry(self, life: Life) -> bool:
+        """Whether a failing answer may be thrown away: an attempt and another replica are left."""
+        tried = (*life.tried, life.backend)
+        return len(tried) <= self.retries and any(b not in tried for b in self.serving(life.prompt.model or None if life.prompt else None))
+
+    def has_attempts(self, life: Life) -> bool:
+        return len(life.tried) <= self.retries
+
+    # --- bytes of ours
+
+    def request_head(self, life: Life) -> bytes:
+        request = life.request
+        version = b"1.0" if request.http10 else b"1.1"
+        head = b"%b %b HTTP/%b\r\n%b%b" % (
+            request.method.encode(), request.target, version, life.backend.host_line, end_to_end(request.headers, NOT_FORWARDED),
+        )  # fmt: skip
+        if request.header(b"x-request-id") is None:
+            head += b"x-request-id: %b\r\n" % life.id
+        if request.body or request.method in ("POST", "PUT", "PATCH"):
+            head += b"content-length: %d\r\n" % len(request.body)
+        return head + b"\r\n"
+
+    def response_lines(self, life: Life) -> bytes:
+        lines = b"" if life.held.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % life.id
+        if self.response_headers:
+            lines += b"x-hitherto-replica: %b\r\n" % life.backend.id.encode()
+            if life.prompt is not None:
+                lines += b"x-hitherto-cached-tokens: %d\r\n" % life.overlap
+        if self.draining or life.held.until_close or not life.request.keep_alive:
+            lines += b"connection: close\r\n"
+        return lines
+
+    # --- what is learned from an answer
+
+    def failed(self, backend: Backend | None, kind: str) -> None:
+        if backend is not None:
+            self.metrics.upstream_errors.inc(backend.id, kind)
+            self.on_traffic(backend.id, kind)
+
+    def first_byte(self, life: Life) -> None:
+        backend = life.backend
+        self.ledger.first_byte(life.reservation)
+        self.on_traffic(backend.id, None)
+        self.metrics.ttft.observe(backend.id, life.first_at - life.request.begun)
+        if life.streams and life.status == 200 and life.prompt is not None and life.first_at >= backend.learn_at:
+            backend.learn_at = life.first_at + LEARN_SECONDS
+            taken = life.reservation
+            backend.costs.observe_ttft(life.first_at - life.sent_at, taken.uncached, life.overlap, taken.before)
+
+    def assume_prefilled(self, life: Life, now: float) -> None:
+        """An answer that does not stream shows no first token: take its prefill for done when it should be."""
+        taken = life.reservation
+        if taken.stage == "prefill":
+            expected = life.backend.costs.ttft_seconds(taken.before, taken.uncached, life.overlap)
+            if now - life.sent_at > expected:
+                self.ledger.first_byte(taken)
+
+    def settle(self, life: Life, usage: Usage) -> None:
+        """A complete answer: compare what was predicted with what was delivered."""
+        now = monotonic()
+        backend, prompt = life.backend, life.prompt
+        if prompt is not None and life.status == 200:
+            self._compare(life, backend, prompt, usage)
+            if backend.intake is not None:
+                backend.intake.request_finished(len(prompt.hashes))
+            tokens = usage.completion or life.pieces
+            if life.streams and tokens > 8 and now >= backend.learn_at:
+                load = backend.load
+                backend.costs.observe_itl((now - life.first_at) / (tokens - 1), load.decoding, load.context_tokens)
+        self.ended(life, "complete", usage)
+
+    def _compare(self, life: Life, backend: Backend, prompt: Prompt, usage: Usage) -> None:
+        metrics, name = self.metrics, backend.id
+        metrics.prompt_tokens.inc(name, by=prompt.tokens)
+        metrics.predicted_cached_tokens.inc(name, by=life.overlap)
+        saved = life.overlap
+        if usage.cached is None:
+            backend.drift.unreported(life.overlap, prompt.tokens)
+        else:
+            saved = usage.cached
+            backend.replica.cached_tokens = True
+            metrics.reported_prompt_tokens.inc(name, by=usage.prompt or prompt.tokens)
+            metrics.reported_cached_tokens.inc(name, by=saved)
+            error = life.overlap - saved
+            outcome = "equal" if error == 0 else "over" if error > 0 else "under"
+            metrics.predictions.inc(name, outcome)
+            if error:
+                metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
+            if prompt.hashes:
+                size = self.pipeline.block_size
+                self.map.learn(backend.slot, prompt.hashes, life.overlap // size, saved // size)
+                if backend.drift.reported(life.overlap, saved, prompt.tokens):
+                    self.heal(backend, f"predicted and reported cached tokens differ by more than {int(100 * 0.1)} %")
+        metrics.prefill_saved_tokens.inc(name, by=saved)
+
+    def heal(self, backend: Backend, why: str) -> None:
+        """Forget what is believed about a replica and learn it again from its events, or from scratch."""
+        self.metrics.heals.inc(backend.id)
+        backend.note = f"map rebuilt: {why}"
+        backend.drift.reset()
+        if backend.intake is not None:
+            backend.intake.resync()
+        else:
+            self.map.clear(backend.slot)
+
+    def ended(self, life: Life, outcome: str, usage: Usage | None = None) -> None:
+        metrics = self.metrics
+        if outcome == "aborted":
+            metrics.client_aborts.inc(life.label)
+            metrics.requests.inc(life.label, "aborted")
+        else:
+            metrics.requests.inc(life.label, "cut" if outcome == "cut" else f"{life.status // 100}xx")
+        if life.prompt is not None:
+            metrics.prompts.inc(life.prompt.mode)
+        metrics.request_seconds.observe(life.label, monotonic() - life.request.begun)
+        if self.on_end is not None:
+            self.on_end(life, outcome, usage)
+
+    # --- answers of the gateway's own
+
+    def _models(self, client: Downstream, request: Request) -> None:
+        names = self.models
+        length = self.pipeline.max_model_len
+        data = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "hitherto", "root": parent or name, "parent": parent, "max_model_len": length}
+            for name, parent in sorted(names.items())
+        ]
+        client.reply(200, orjson.dumps({"object": "list", "data": data}), JSON)
+
+    def _health(self, client: Downstream, request: Request) -> None:
+        ready = bool(self.serving(None)) and not self.draining
+        client.reply(200 if ready else 503, b"" if ready else error_body("", 503, "no replica is ready"), [] if ready else JSON)
+

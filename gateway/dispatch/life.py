@@ -1,0 +1,268 @@
+"""One request's life, from the client's last byte in to its last byte out.
+
+`Life` is driven by calls from both sides of the wire and by the sweep's deadlines. Each call becomes an
+event; the table in `states` says what follows; the methods at the end do it. Nothing here waits, and no
+task is made for a request unless its prompt is long or a connection has to be opened.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from ..wire.downstream import Downstream
+from ..wire.http import Request
+from ..wire.upstream import Head, Upstream, UpstreamError
+from .errors import JSON, error_body, error_event
+from .states import TRANSITIONS, Action, Event, State
+from .usage import read_usage
+
+if TYPE_CHECKING:
+    from policies import Reservation
+
+    from ..prompt.pipeline import Prompt
+    from .backend import Backend
+    from .dispatcher import Dispatcher
+
+# 501 means the engine can't do it at all, and neither can its siblings.
+RETRYABLE = frozenset((500, 502, 503, 504))
+
+
+class Failure(Exception):
+    """Why a request is answered with an error of ours: an HTTP status and the words for the client."""
+
+    def __init__(self, status: int, message: str, **fields: str | None):
+        super().__init__(message)
+        self.status, self.message, self.fields = status, message, fields
+
+
+class Life:
+    __slots__ = (
+        # given
+        "dispatcher", "client", "request", "id", "label",
+        # found out
+        "state", "prompt", "backend", "upstream", "reservation", "overlap", "held", "status", "streams",
+        # retries
+        "tried", "last_error", "reconnected",
+        # the answer as it passes
+        "previous", "last", "pieces", "seen_pieces", "seen_at",
+        # times, monotonic seconds
+        "sent_at", "first_at",
+    )  # fmt: skip
+
+    def __init__(self, dispatcher: Dispatcher, client: Downstream, request: Request, request_id: bytes, label: str):
+        self.dispatcher = dispatcher
+        self.client = client
+        self.request = request
+        self.id = request_id
+        self.label = label
+        self.state = State.PREPARING
+        self.prompt: Prompt | None = None
+        self.backend: Backend | None = None
+        self.upstream: Upstream | None = None
+        self.reservation: Reservation | None = None
+        self.overlap = 0
+        self.held: Head | None = None
+        self.status = 0
+        self.streams = False
+        self.tried: tuple[Backend, ...] = ()
+        self.last_error = ""
+        self.reconnected = False
+        self.previous = self.last = b""
+        self.pieces = self.seen_pieces = 0
+        self.seen_at = request.begun
+        self.sent_at = self.first_at = 0.0
+
+    def advance(self, event: Event, detail: object = None) -> None:
+        self.state, action = TRANSITIONS[self.state, event]
+        DO[action](self, detail)
+
+    # --- what the client's side calls
+
+    def client_gone(self) -> None:
+        if self.state is not State.ENDED:
+            self.advance(Event.GONE)
+
+    def pause(self) -> None:
+        if self.upstream is not None:
+            self.upstream.pause()
+
+    def resume(self) -> None:
+        if self.upstream is not None:
+            self.upstream.resume()
+
+    # --- what the dispatcher calls
+
+    def prepared(self, prompt: Prompt | None) -> None:
+        if self.state is State.PREPARING:
+            self.prompt = prompt
+            self.streams = prompt is not None and prompt.stream
+            self.advance(Event.PREPARED)
+
+    def refused(self, failure: Failure) -> None:
+        if self.state is State.PREPARING:
+            self.advance(Event.REFUSED, failure)
+
+    def check(self, now: float) -> None:
+        """The sweep: is a deadline over?"""
+        if self.state is State.STREAMING:
+            if self.pieces != self.seen_pieces:
+                self.seen_pieces, self.seen_at = self.pieces, now
+            elif now - self.seen_at > self.dispatcher.idle_timeout:
+                self.advance(Event.TIMED_OUT, UpstreamError("stalled", f"no byte for {self.dispatcher.idle_timeout:g} s"))
+        elif self.state is not State.PREPARING:
+            if now - self.request.begun > self.dispatcher.request_timeout:
+                where = f"replica {self.backend.id} sent" if self.backend else "no replica sent"
+                self.dispatcher.failed(self.backend, "timeout")
+                self.advance(Event.TIMED_OUT, Failure(504, f"{where} no byte of an answer within {self.dispatcher.request_timeout:g} s"))
+            elif self.state is State.AWAITING and not self.streams:
+                self.dispatcher.assume_prefilled(self, now)
+
+    # --- what the replica's side calls
+
+    def connected(self, upstream: Upstream) -> None:
+        if self.state is State.CONNECTING:
+            self.advance(Event.CONNECTED, upstream)
+        else:
+            upstream.pool.release(upstream)
+
+    def head(self, status: int, head: Head, body: bytes) -> None:
+        """Held back until the first byte of the body: engines send the head before the prefill, and while the
+        client has nothing, the request can still go elsewhere."""
+        self.status = status
+        self.held = head
+        self.streams = (head.get(b"content-type") or b"").startswith(b"text/event-stream")
+        if status in RETRYABLE and self.dispatcher.may_retry(self):
+            self.dispatcher.failed(self.backend, f"status {status}")
+            self.advance(Event.UNWELL, UpstreamError(f"status {status}", f"answered {status}"))
+        elif body:
+            self.advance(Event.ANSWERED, body)
+
+    def data(self, data: bytes) -> None:
+        if self.state is State.STREAMING:
+            self.previous, self.last = self.last, data
+            self.pieces += 1
+            self.client.transport.write(data)
+        else:
+            self.advance(Event.ANSWERED, data)
+
+    def end(self) -> None:
+        self.upstream = None
+        if self.state is State.AWAITING:
+            self.advance(Event.ANSWERED, b"")
+        self.advance(Event.FINISHED)
+
+    def lost(self, error: UpstreamError) -> None:
+        if self.state is State.ENDED:
+            return
+        self.advance(Event.LOST, error)
+
+    # --- what the table asks for
+
+    def _choose(self, _: object) -> None:
+        try:
+            self.dispatcher.reserve(self)
+        except Failure as failure:
+            if self.tried:
+                failure = Failure(502, f"no replica is left after {len(self.tried)} attempt(s); the last: {self.last_error}")
+            self.advance(Event.EXHAUSTED, failure)
+            return
+        pool = self.backend.pool
+        upstream = None if self.request.http10 else pool.acquire()
+        if upstream is not None:
+            self.advance(Event.CONNECTED, upstream)
+        else:
+            pool.connect(self)
+
+    def _send(self, upstream: Upstream) -> None:
+        self.upstream = upstream
+        self.sent_at = monotonic()
+        head = self.dispatcher.request_head(self)
+        upstream.send(self, head, self.request.body, self.request.method == "HEAD")
+
+    def _retry(self, error: UpstreamError) -> None:
+        upstream, self.upstream = self.upstream, None
+        self.held = None
+        if upstream is not None:
+            upstream.drop()
+        dispatcher = self.dispatcher
+        if upstream is not None and upstream.used and not self.reconnected and error.kind == "closed":
+            # A kept connection may die of old age under the request; that says nothing about the replica.
+            self.reconnected = True
+            dispatcher.metrics.retries.inc("reconnect")
+            self.backend.pool.connect(self)
+            return
+        if not error.kind.startswith("status"):
+            dispatcher.failed(self.backend, error.kind)
+        dispatcher.release(self)
+        self.tried += (self.backend,)
+        self.last_error = f"replica {self.backend.id}: {error}"
+        if not dispatcher.has_attempts(self):
+            self.advance(Event.EXHAUSTED, Failure(502, f"no replica answered after {len(self.tried)} attempt(s); the last: {self.last_error}"))
+            return
+        dispatcher.metrics.retries.inc(error.kind)
+        self.reconnected = False
+        self._choose(None)
+
+    def _relay(self, data: bytes) -> None:
+        self.first_at = self.seen_at = monotonic()
+        self.last, self.pieces = data, 1
+        self.dispatcher.first_byte(self)
+        self.client.transport.write(self.held.block(self.dispatcher.response_lines(self)) + data)
+
+    def _settle(self, _: object) -> None:
+        usage = read_usage(self.previous + self.last)
+        self.dispatcher.settle(self, usage)
+        self._leave()
+        self.client.finish(not self.held.until_close)
+
+    def _cut(self, error: UpstreamError) -> None:
+        self.dispatcher.failed(self.backend, error.kind)
+        self._leave()
+        self.dispatcher.ended(self, "cut")
+        message = f"the answer broke off: replica {self.backend.id} {error}"
+        # Only where the chunk before is whole can another one follow; else the cut itself must tell.
+        if self.streams and self.last.endswith(b"\n\n\r\n") and self.held.get(b"transfer-encoding") == b"chunked":
+            event = error_event(self.request.path, 502, message)
+            self.client.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+            self.client.finish(keep_alive=False)
+        elif self.streams and self.held.until_close and self.last.endswith(b"\n\n"):
+            self.client.write(error_event(self.request.path, 502, message))
+            self.client.finish(keep_alive=False)
+        else:
+            self.client.abort()
+
+    def _report(self, failure: Failure) -> None:
+        self._leave()
+        self.status = failure.status
+        self.dispatcher.ended(self, "refused")
+        headers = JSON + [(b"x-request-id", self.id)]
+        if failure.status == 503:
+            headers.append((b"retry-after", b"1"))
+        elif failure.status == 405:
+            headers.append((b"allow", b"POST"))
+        self.client.reply(failure.status, error_body(self.request.path, failure.status, failure.message, **failure.fields), headers)
+
+    def _abandon(self, _: object) -> None:
+        self._leave()
+        self.dispatcher.ended(self, "aborted")
+
+    def _leave(self) -> None:
+        """Whatever the end was: nothing stays reserved, connected or listed."""
+        upstream, self.upstream = self.upstream, None
+        if upstream is not None:
+            upstream.drop()
+        self.dispatcher.release(self)
+        self.dispatcher.lives.discard(self)
+
+
+DO = {
+    Action.CHOOSE: Life._choose,
+    Action.SEND: Life._send,
+    Action.RETRY: Life._retry,
+    Action.RELAY: Life._relay,
+    Action.SETTLE: Life._settle,
+    Action.CUT: Life._cut,
+    Action.REPORT: Life._report,
+    Action.ABANDON: Life._abandon,
+}

@@ -1,0 +1,291 @@
+"""The client's side of the wire: requests are parsed and collected here, responses leave as bytes.
+
+One `Downstream` is one client connection. Requests are handed over whole, one at a time and in order
+(HTTP/1.1 pipelining): the next one waits until the exchange in progress calls `finish`. Whatever the
+client does wrong is answered here, in its place in that order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+import httptools
+
+from .http import Headers, Request, response
+
+if TYPE_CHECKING:
+    from .server import Server
+
+
+class Exchange(Protocol):
+    """What answers a request: told when its client leaves or can't keep up."""
+
+    def client_gone(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class Refusal:
+    """An answer the wire itself gives to a request that can't be read on."""
+
+    __slots__ = ("status", "message")
+
+    def __init__(self, status: int, message: str):
+        self.status, self.message = status, message
+
+
+class Downstream(asyncio.Protocol):
+    __slots__ = (
+        # for the connection's life
+        "server", "transport", "parser", "closing", "close_at", "active_at", "reading_paused", "writing_paused",
+        # the request being read
+        "reading", "read_begun", "head_bytes", "head_done", "target", "headers", "body", "body_bytes", "refused", "expects",
+        # the request being answered, and those behind it
+        "exchange", "current", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, server: Server):
+        self.server = server
+        self.transport: asyncio.Transport = None  # type: ignore[assignment]
+        self.parser = httptools.HttpRequestParser(self)
+        self.closing = False
+        self.close_at = 0.0
+        self.active_at = monotonic()
+        self.reading_paused = False
+        self.writing_paused = False
+        self.refused = False
+        self.exchange: Exchange | None = None
+        self.current: Request | None = None
+        self.waiting: deque[Request | Refusal] = deque()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.reading = False
+        self.read_begun = 0.0
+        self.head_bytes = 0
+        self.head_done = False
+        self.expects = False
+        self.target = b""
+        self.headers: Headers = []
+        self.body: list[bytes] = []
+        self.body_bytes = 0
+
+    # --- the transport's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        self.server.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.server.connections.discard(self)
+        self.closing = True
+        self.waiting.clear()
+        exchange, self.exchange, self.current = self.exchange, None, None
+        if exchange is not None:
+            exchange.client_gone()
+
+    def pause_writing(self) -> None:
+        self.writing_paused = True
+        if self.exchange is not None:
+            self.exchange.pause()
+
+    def resume_writing(self) -> None:
+        self.writing_paused = False
+        if self.exchange is not None:
+            self.exchange.resume()
+        else:
+            self._next()
+
+    def data_received(self, data: bytes) -> None:
+        if self.closing or self.refused:
+            return
+        self.active_at = monotonic()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # Some clients offer h2c on every request. It was handed over as the plain request it also is;
+            # the parser can't go on after it.
+            self.refused = True
+        except httptools.HttpParserError as error:
+            self._refuse(400, f"malformed HTTP request: {error}")
+        if self.reading and not self.head_done:
+            self.head_bytes += len(data)
+            if self.head_bytes > self.server.limits.head_bytes:
+                self._refuse_head()
+        if len(self.waiting) > 1 and not self.reading_paused and not self.closing:
+            self.reading_paused = True
+            self.transport.pause_reading()
+
+    # --- the parser's calls
+
+    def on_message_begin(self) -> None:
+        self._clear()
+        self.reading = True
+        self.read_begun = self.active_at
+
+    def on_url(self, url: bytes) -> None:
+        self.target += url
+        if len(self.target) > self.server.limits.head_bytes:
+            self._refuse_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.head_done:
+            return  # a trailer; none is defined for these requests
+        self.headers.append((name.lower(), value))
+        self.head_bytes += len(name) + len(value)
+        if self.head_bytes > self.server.limits.head_bytes:
+            self._refuse_head()
+        elif len(self.headers) > self.server.limits.header_count:
+            self._refuse(431, f"more than {self.server.limits.header_count} headers")
+
+    def on_headers_complete(self) -> None:
+        self.head_done = True
+        hosts = 0
+        for name, value in self.headers:
+            if name == b"host":
+                hosts += 1
+            elif name == b"content-length":
+                if int(value) > self.server.limits.body_bytes:
+                    self._refuse_body()
+            elif name == b"expect":
+                if value.lower() == b"100-continue":
+                    self.expects = True
+                else:
+                    self._refuse(417, f"unknown expectation {value.decode('latin-1')!r}; only 100-continue is known")
+        if hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):
+            self._refuse(400, "a request needs exactly one Host header")
+        if self.expects and not self.refused and self.current is None and not self.waiting:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        if self.refused:
+            return
+        self.body.append(body)
+        self.body_bytes += len(body)
+        if self.body_bytes > self.server.limits.body_bytes:
+            self.body.clear()
+            self._refuse_body()
+
+    def on_message_complete(self) -> None:
+        if self.refused:
+            return
+        body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
+        request = Request(
+            self.parser.get_method().decode("ascii"),
+            self.target,
+            self.headers,
+            body,
+            self.parser.get_http_version() == "1.0",
+            self.parser.should_keep_alive() and not self.parser.should_upgrade(),
+            self.read_begun,
+        )
+        self._clear()
+        if self.current is None and not self.waiting and not self.writing_paused:
+            self._begin(request)
+        else:
+            self.waiting.append(request)
+
+    # --- what a request's exchange does
+
+    @property
+    def gone(self) -> bool:
+        return self.closing
+
+    def reply(self, status: int, body: bytes, headers: Headers) -> None:
+        """Answer the current request with a whole response of our own."""
+        request = self.current
+        assert request is not None
+        close = not request.keep_alive or self.server.draining
+        self.transport.write(response(status, body, headers, head_only=request.method == "HEAD", close=close))
+        self.finish()
+
+    def write(self, data: bytes) -> None:
+        self.transport.write(data)
+
+    def finish(self, keep_alive: bool = True) -> None:
+        """The current request is answered: go on with the next, or close."""
+        request, self.current, self.exchange = self.current, None, None
+        self.active_at = monotonic()
+        if not keep_alive or request is None or not request.keep_alive or self.server.draining:
+            self._close()
+        elif self.waiting:
+            # Through the loop, so that a long pipeline of local answers can't nest calls without end.
+            asyncio.get_running_loop().call_soon(self._next)
+        elif self.expects:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def abort(self) -> None:
+        """Cut the connection so that the client can't take the response for complete."""
+        self.exchange = self.current = None
+        self.closing = True
+        self.transport.abort()
+
+    # --- inside
+
+    def _begin(self, request: Request) -> None:
+        self.current = request
+        self.server.handler.handle(self, request)
+
+    def _next(self) -> None:
+        if self.closing or self.current is not None or self.writing_paused or not self.waiting:
+            return
+        item = self.waiting.popleft()
+        if self.reading_paused and len(self.waiting) <= 1:
+            self.reading_paused = False
+            self.transport.resume_reading()
+        if isinstance(item, Refusal):
+            self._answer_refusal(item)
+        else:
+            self._begin(item)
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"request head larger than {self.server.limits.head_bytes} bytes")
+
+    def _refuse_body(self) -> None:
+        self._refuse(413, f"request body larger than {self.server.limits.body_bytes} bytes (max_body_bytes)")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Give up on what the client sends; say so once what it asked before is answered."""
+        if self.refused or self.closing:
+            return
+        self.refused = True
+        self.reading = False
+        refusal = Refusal(status, message)
+        if self.current is None and not self.waiting:
+            self._answer_refusal(refusal)
+        else:
+            self.waiting.append(refusal)
+
+    def _answer_refusal(self, refusal: Refusal) -> None:
+        headers, body = self.server.handler.refuse(refusal.status, refusal.message)
+        self.transport.write(response(refusal.status, body, headers, close=True))
+        # Closing at once with unread data in the socket would reset it, and the client would lose the
+        # answer: half-close, and read on into nothing until the client closes or `linger_seconds` end.
+        self.closing = True
+        self.close_at = monotonic() + self.server.limits.linger_seconds
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def _close(self) -> None:
+        self.closing = True
+        self.transport.close()
+
+    def close_if_idle(self) -> None:
+        if self.current is None and not self.waiting and not self.reading and not self.closing:
+            self._close()
+
+    def check(self, now: float) -> None:
+        """Called by the server's sweep, a few times a second."""
+        limits = self.server.limits
+        if self.closing:
+            if self.close_at and now > self.close_at:
+                self.transport.abort()
+        elif self.reading and not self.head_done and now - self.read_begun > limits.head_seconds:
+            self._refuse(408, f"request head not complete after {limits.head_seconds:g} s")
+        elif self.reading and self.head_done and now - self.active_at > limits.body_gap_seconds:
+            self._refuse(408, f"no byte of the request body for {limits.body_gap_seconds:g} s")
+        elif self.current is None and not self.reading and now - self.active_at > limits.keep_alive_seconds:
+            self._close()

@@ -1,0 +1,87 @@
+"""The listening side: accepts clients, sweeps for the slow and the idle, drains on the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from time import monotonic
+from typing import Protocol
+
+from .downstream import Downstream
+from .http import Headers, Limits, Request
+
+SWEEP_SECONDS = 0.25
+
+
+class Handler(Protocol):
+    """What lies behind the wire."""
+
+    def handle(self, client: Downstream, request: Request) -> None:
+        """Answer `request`: at once with `client.reply`, or later as `client.exchange`."""
+
+    def refuse(self, status: int, message: str) -> tuple[Headers, bytes]:
+        """The body (and its headers) of an answer that the wire itself gives."""
+
+    def sweep(self, now: float) -> None:
+        """A few times a second: whatever has a deadline."""
+
+
+class Server:
+    def __init__(self, handler: Handler, limits: Limits = Limits()):
+        self.handler = handler
+        self.limits = limits
+        self.connections: set[Downstream] = set()
+        self.draining = False
+        self._listener: asyncio.Server | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port (0 asks for a free one). OSError if it is taken."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(lambda: Downstream(self), host, port, backlog=4096)
+        self._sweep()
+        return self._listener.sockets[0].getsockname()[1]
+
+    def _sweep(self) -> None:
+        now = monotonic()
+        for connection in list(self.connections):
+            connection.check(now)
+        self.handler.sweep(now)
+        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+
+    @property
+    def busy(self) -> int:
+        """Connections with a request in progress."""
+        return sum(c.current is not None for c in self.connections)
+
+    async def drain(self, seconds: float) -> int:
+        """Refuse new work (the handler answers 503), let exchanges end; returns how many were cut at the deadline."""
+        self.draining = True
+        deadline = monotonic() + seconds
+        while monotonic() < deadline:
+            for connection in list(self.connections):
+                connection.close_if_idle()
+            if not self.busy:
+                break
+            await asyncio.sleep(0.02)
+        cut = self.busy
+        await self.close()
+        return cut
+
+    async def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self.connections):
+            connection.transport.abort()
+        while self.connections:
+            await asyncio.sleep(0)
+        if self._listener is not None:
+            await self._listener.wait_closed()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as s:
+        s.bind((host, 0))
+        return s.getsockname()[1]

@@ -1,0 +1,287 @@
+"""The replica's side of the wire: pooled connections whose response bytes pass through untouched.
+
+A parser watches the response only for where its head ends, where the message ends, and whether the
+connection may be kept. The bytes themselves, chunk framing included, go to the sink as they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from time import monotonic
+from typing import Protocol
+
+import httptools
+
+from .http import HOP_BY_HOP, Headers, end_to_end
+
+# vLLM (uvicorn) closes a connection that is idle for 5 s; one that we reuse later may die under the request.
+IDLE_SECONDS = 4.0
+CONNECT_SECONDS = 5.0
+HEAD_BYTES = 64 * 1024
+
+
+class UpstreamError(Exception):
+    """The replica broke the exchange: no connection, closed early, or not HTTP. `kind` is for metrics."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+class Sink(Protocol):
+    """Where a response goes. Calls come in the order head, data*, end; or lost, once, at any point."""
+
+    def connected(self, upstream: Upstream) -> None: ...
+    def head(self, status: int, head: Head, body: bytes) -> None: ...
+    def data(self, data: bytes) -> None: ...
+    def end(self) -> None: ...
+    def lost(self, error: UpstreamError) -> None: ...
+
+
+class Head:
+    """A response head as received. `block(extra)` is what the client gets."""
+
+    __slots__ = ("raw", "headers", "until_close", "clean")
+
+    def __init__(self, raw: bytes, headers: Headers, until_close: bool, clean: bool):
+        self.raw = raw
+        self.headers = headers
+        self.until_close = until_close
+        self.clean = clean
+
+    def get(self, name: bytes) -> bytes | None:
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+    def block(self, extra: bytes) -> bytes:
+        """Status line and headers with `extra` lines added and hop-by-hop ones gone, closing blank line included."""
+        if self.clean:
+            return b"%b%b\r\n" % (self.raw[:-2], extra)
+        status_line = self.raw[: self.raw.index(b"\r\n") + 2]
+        return b"%b%b%b\r\n" % (status_line, end_to_end(self.headers), extra)
+
+
+class Upstream(asyncio.Protocol):
+    __slots__ = (
+        # for the connection's life
+        "pool", "transport", "parser", "closed", "idle_since", "used", "paused",
+        # the response being read
+        "sink", "head_only", "status", "headers", "buffer", "head_done", "forwarding", "complete", "surplus", "clean",
+    )  # fmt: skip
+
+    def __init__(self, pool: Pool):
+        self.pool = pool
+        self.transport: asyncio.Transport = None  # type: ignore[assignment]
+        self.parser = httptools.HttpResponseParser(self)
+        self.closed = False
+        self.idle_since = 0.0
+        self.used = False
+        self.paused = False
+        self.sink: Sink | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.head_only = False
+        self.status = 0
+        self.headers: Headers = []
+        self.buffer = b""
+        self.head_done = False
+        self.forwarding = False
+        self.complete = False
+        self.surplus = False
+        self.clean = True
+
+    def send(self, sink: Sink, head: bytes, body: bytes, head_only: bool) -> None:
+        """Send a request; its response comes to `sink`. `head_only`: the response to HEAD has no body."""
+        self.sink = sink
+        self.head_only = head_only
+        # Joining copies the body once; above this, two writes cost less than the copy.
+        if len(body) < 65536:
+            self.transport.write(head + body)
+        else:
+            self.transport.writelines((head, body))
+
+    def pause(self) -> None:
+        """The client can't keep up: let the replica's bytes wait in the kernel, and so in the replica."""
+        if not self.paused and not self.closed:
+            self.paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.paused and not self.closed:
+            self.paused = False
+            self.transport.resume_reading()
+
+    def drop(self) -> None:
+        """Stop caring for the response. Closing is what makes the engine abort the request."""
+        self.sink = None
+        self.closed = True
+        self.transport.abort()
+
+    # --- the transport's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self.pool.forget(self)
+        sink, self.sink = self.sink, None
+        if sink is None:
+            return
+        if self.forwarding and exc is None and self._until_close():
+            sink.end()
+        else:
+            sink.lost(UpstreamError("closed", f"connection closed by the replica ({exc or 'end of file'})"))
+
+    def data_received(self, data: bytes) -> None:
+        sink = self.sink
+        if sink is None:  # nothing was asked
+            self.closed = True
+            self.transport.abort()
+            return
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            return self._broken(f"not valid HTTP: {error}")
+        if self.surplus:
+            return self._broken("bytes after the end of the response")
+        if self.forwarding:
+            sink.data(data)
+        else:
+            self.buffer = self.buffer + data if self.buffer else data
+            if not self.head_done:
+                if len(self.buffer) > HEAD_BYTES:
+                    self._broken(f"response head larger than {HEAD_BYTES} bytes")
+                return
+            self._forward_head(sink)
+        if self.complete and self.sink is sink:
+            self._finish(sink)
+
+    def _forward_head(self, sink: Sink) -> None:
+        buffer, self.buffer = self.buffer, b""
+        end = buffer.index(b"\r\n\r\n") + 4
+        while buffer[9:10] == b"1":  # interim responses (100, 102, 103) are between the replica and us
+            buffer = buffer[end:]
+            end = buffer.index(b"\r\n\r\n") + 4
+        self.forwarding = True
+        body = b"" if self.head_only else buffer[end:]
+        sink.head(self.status, Head(buffer[:end], self.headers, self._until_close(), self.clean), body)
+
+    def _until_close(self) -> bool:
+        if self.head_only or self.status in (204, 304):
+            return False
+        return not any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+
+    def _finish(self, sink: Sink) -> None:
+        self.sink = None
+        reusable = self.parser.should_keep_alive() and not self.closed and not self.transport.is_closing()
+        if self.head_only:
+            self.parser = httptools.HttpResponseParser(self)  # it still waits for the body it was promised
+        self._clear()
+        self.used = True
+        self.resume()
+        if reusable:
+            self.pool.release(self)
+        else:
+            self.closed = True
+            self.transport.close()
+        sink.end()
+
+    def _broken(self, message: str) -> None:
+        sink = self.sink
+        self.drop()
+        if sink is not None:
+            sink.lost(UpstreamError("protocol", message))
+
+    # --- the parser's calls
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self.surplus = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.head_done:
+            return
+        name = name.lower()
+        if name in HOP_BY_HOP:
+            self.clean = False
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.status = self.parser.get_status_code()
+        if self.status < 200:
+            self.headers, self.clean = [], True
+            return
+        self.head_done = True
+        self.complete = self.head_only
+
+    def on_message_complete(self) -> None:
+        if self.head_done:
+            self.complete = True
+
+
+class Pool:
+    """Connections to one replica. Last used, first taken: the rest grow idle and are closed."""
+
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None):
+        self.host = host
+        self.port = port
+        self.tls = tls
+        self.idle: list[Upstream] = []
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    def acquire(self) -> Upstream | None:
+        """An idle connection that the replica won't close under us, or None."""
+        now = monotonic()
+        while self.idle:
+            upstream = self.idle.pop()
+            if not upstream.closed and not upstream.transport.is_closing() and now - upstream.idle_since < IDLE_SECONDS:
+                return upstream
+            upstream.closed = True
+            upstream.transport.close()
+        return None
+
+    def connect(self, sink: Sink) -> None:
+        """Open a connection; `sink.connected` or `sink.lost` tells of it."""
+        task = asyncio.get_running_loop().create_task(self._connect(sink))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, sink: Sink) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                _, upstream = await loop.create_connection(lambda: Upstream(self), self.host, self.port, ssl=self.tls)
+        except TimeoutError:
+            sink.lost(UpstreamError("connect", f"no connection to {self.host}:{self.port} within {CONNECT_SECONDS:g} s"))
+        except OSError as error:
+            sink.lost(UpstreamError("connect", f"no connection to {self.host}:{self.port}: {error}"))
+        else:
+            sink.connected(upstream)
+
+    def release(self, upstream: Upstream) -> None:
+        upstream.idle_since = monotonic()
+        self.idle.append(upstream)
+
+    def forget(self, upstream: Upstream) -> None:
+        if upstream in self.idle:
+            self.idle.remove(upstream)
+
+    def sweep(self, now: float) -> None:
+        """Close what has been idle for too long; the oldest lie first."""
+        while self.idle and now - self.idle[0].idle_since >= IDLE_SECONDS:
+            upstream = self.idle.pop(0)
+            upstream.closed = True
+            upstream.transport.close()
+
+    def close(self) -> None:
+        for task in self._connecting:
+            task.cancel()
+        while self.idle:
+            upstream = self.idle.pop()
+            upstream.closed = True
+            upstream.transport.close()

@@ -120,7 +120,6 @@ class Run:
             if number + 1 < len(conversation.turns):
                 messages.append(self.asking.answer(turn, record))
                 due = record.last + conversation.turns[number + 1].think
-            record.pieces = [record.text]
 
 
 def _last_words(turn: Turn) -> str:

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import orjson
+from rich.console import Console
 
 from loadgen import workloads
 from loadgen.arrivals import conversation_starts
@@ -51,25 +52,25 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dataset-path", type=Path, metavar="FILE",
                        help="OpenAI messages as JSONL (.gz too), or a text to talk about "
                             "(default: the standard library's documentation)")
-    group.add_argument("--num-prompts", type=_count, metavar="N",
+    group.add_argument("--num-prompts", type=whole, metavar="N",
                        help="requests in all; every turn is one (default 200, or the whole file)")
     group.add_argument("--request-rate", type=_rate, default=4.0, metavar="R",
                        help="requests per second, Poisson; inf sends all at once (default %(default)g)")
-    group.add_argument("--max-concurrency", type=_count, metavar="N",
+    group.add_argument("--max-concurrency", type=whole, metavar="N",
                        help="never more requests in flight; the wait shows up as lateness")
     group.add_argument("--seed", type=int, default=0, help="same seed, same load (default %(default)s)")
-    group.add_argument("--turns", type=_count, default=5, metavar="N", help="multi-turn: mean turns (default %(default)s)")
+    group.add_argument("--turns", type=whole, default=5, metavar="N", help="multi-turn: mean turns (default %(default)s)")
     group.add_argument("--think-time", type=_seconds, default=1.0, metavar="S",
                        help="mean seconds between a reply and the next turn (default %(default)g)")
     group.add_argument("--replies", choices=("file", "engine"),
                        help="whose replies stay in the conversation (default: the file's where it has them)")
-    group.add_argument("--num-prefixes", "--prefix-repetition-num-prefixes", type=_count, default=12, metavar="N",
+    group.add_argument("--num-prefixes", "--prefix-repetition-num-prefixes", type=whole, default=12, metavar="N",
                        help="different documents or system prompts (default %(default)s)")
-    group.add_argument("--prefix-len", "--prefix-repetition-prefix-len", type=_count, default=2000, metavar="TOKENS",
+    group.add_argument("--prefix-len", "--prefix-repetition-prefix-len", type=whole, default=2000, metavar="TOKENS",
                        help="length of each, about (default %(default)s)")
-    group.add_argument("--suffix-len", "--prefix-repetition-suffix-len", type=_count, default=128, metavar="TOKENS",
+    group.add_argument("--suffix-len", "--prefix-repetition-suffix-len", type=whole, default=128, metavar="TOKENS",
                        help="shared-prefix: length of each question, about (default %(default)s)")
-    group.add_argument("--output-len", "--prefix-repetition-output-len", type=_count, metavar="TOKENS",
+    group.add_argument("--output-len", "--prefix-repetition-output-len", type=whole, metavar="TOKENS",
                        help="longest reply (default 64, or as in the file)")
 
 
@@ -77,6 +78,26 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("report")
     group.add_argument("--slo", "--goodput", nargs="+", metavar="LIMIT", help="e.g. ttft:500ms,tpot:50ms: count what meets it")
     group.add_argument("--json", "--result-filename", type=Path, metavar="FILE", help="write all figures (- for stdout)")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Find out before a run, not after it, what is wrong. Raises BadOption, BadSLO."""
+    slo(args), headers(args), dataset(args)
+    if args.json and str(args.json) != "-":
+        folder = args.json.resolve().parent
+        if args.json.is_dir() or not folder.is_dir() or not os.access(args.json if args.json.exists() else folder, os.W_OK):
+            raise BadOption(f"--json {args.json}: can't be written; name a file in a folder that exists")
+
+
+def write_json(path: Path | None, report: object, console: Console) -> None:
+    if path is None:
+        return
+    data = orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n"
+    if str(path) == "-":
+        os.write(1, data)
+        return
+    path.write_bytes(data)
+    console.print(f"[dim]figures written to {path}[/]")
 
 
 def slo(args: argparse.Namespace) -> dict[str, float] | None:
@@ -172,7 +193,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
+def whole(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return int(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -32,7 +32,10 @@ def count(value: int | float | None) -> str:
 
 def run_report(report: Report) -> RenderableType:
     """The whole of `loadgen run`'s answer."""
-    return Group(*filter(None, (_head(report), _latencies(report), _facts(report), _errors(report), _caution(report))))
+    parts: list[RenderableType] = [_head(report), _latencies(report), _facts(report)]
+    for trouble in filter(None, (errors(report), caution(report))):
+        parts += ["", trouble]
+    return Group(*parts)
 
 
 def _head(report: Report) -> Text:
@@ -88,10 +91,10 @@ def _share(tokens: int | None, rate: float | None, missing: str) -> str:
     return missing if tokens is None else f"{count(tokens)} ({percent(rate)})"
 
 
-def _errors(report: Report) -> Text | None:
+def errors(report: Report) -> Text | None:
     if not report["errors"]:
         return None
-    text = Text("\n")
+    text = Text()
     for kind, number in sorted(report["errors"].items(), key=lambda item: -item[1]):
         text.append(f"{number} × {kind}", "bold red")
         text.append(f"  {report['error_examples'][kind]}\n", "dim")
@@ -99,12 +102,63 @@ def _errors(report: Report) -> Text | None:
     return text
 
 
-def _caution(report: Report) -> Text | None:
+def caution(report: Report) -> Text | None:
     if not report["generator"]["was_the_limit"]:
         return None
-    return Text("\nThe generator itself was late or busy: these figures describe it as much as the server. "
+    return Text("The generator itself was late or busy: these figures describe it as much as the server. "
                 "Lower --request-rate or use a machine with free cores.", "yellow")
 
 
 def print_report(console: Console, report: Report) -> None:
     console.print(run_report(report))
+
+
+def comparison_table(reports: Mapping[str, Report]) -> Table:
+    """One column per target, the best of each row bold where the row has a better and a worse."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for name in reports:
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, read, form, better in _ROWS:
+        values = [read(report) for report in reports.values()]
+        if all(value is None for value in values):
+            continue
+        best = better(value for value in values if value is not None) if better else None
+        table.add_row(label, *(Text(form(value), "bold green" if value == best and len(set(values)) > 1 else "")
+                               for value in values))
+    if any(report["replicas"] for report in reports.values()):
+        table.add_row("requests per replica", *(shares(report) for report in reports.values()))
+    return table
+
+
+def shares(report: Report) -> str:
+    """Requests of each replica, in the order of their names."""
+    return "  ".join(str(figures["requests"]) for figures in report["replicas"].values()) or "–"
+
+
+def _of(*path: str) -> Callable[[Report], float | None]:
+    def read(report: Report) -> float | None:
+        value = report
+        for key in path:
+            value = value.get(key) if value else None
+        return value
+    return read
+
+
+_ROWS = (
+    ("cache hit rate, engines' replies", _of("cache", "hit_rate"), percent, max),
+    ("cache hit rate, engines' counters", _of("engines", "hit_rate"), percent, max),
+    ("cache hit rate, gateway's prediction", _of("cache", "predicted_hit_rate"), percent, None),
+    ("prompt tokens", _of("cache", "prompt_tokens"), count, None),
+    ("prefill tokens computed", _of("cache", "prefill_tokens"), count, min),
+    ("TTFT mean", _of("ttft_ms", "mean"), milliseconds, min),
+    ("TTFT p50", _of("ttft_ms", "p50"), milliseconds, min),
+    ("TTFT p99", _of("ttft_ms", "p99"), milliseconds, min),
+    ("TPOT p50", _of("tpot_ms", "p50"), milliseconds, min),
+    ("TPOT p99", _of("tpot_ms", "p99"), milliseconds, min),
+    ("E2E p50", _of("e2el_ms", "p50"), milliseconds, min),
+    ("within the SLO", _of("goodput", "share"), percent, max),
+    ("requests answered", _of("completed"), count, None),
+    ("requests failed", _of("failed"), count, min),
+    ("sent late, p99", _of("generator", "lateness_ms", "p99"), milliseconds, None),
+)

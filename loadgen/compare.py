@@ -1,0 +1,107 @@
+"""`loadgen compare`: the same seed against several URLs, or against a fresh gateway per policy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+
+from rich.console import Console
+
+import policies
+from loadgen import engines, options, show, words
+from loadgen.client import Client
+from loadgen.drive import Run
+from loadgen.progress import watched
+from loadgen.report import setting, summarise
+from loadgen.serving import model_of, stop_on_interrupt
+from loadgen.stack import Stack
+
+Report = Mapping[str, object]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to compare")
+    either = group.add_mutually_exclusive_group(required=True)
+    either.add_argument("--target", nargs="+", metavar="NAME=URL",
+                        help="servers or gateways, each with engines of its own, else the second finds the first's cache warm")
+    either.add_argument("--policies", type=_names, metavar="A,B", help="start `hitherto serve` once per policy, engines fresh each time")
+    group.add_argument("--launch", type=options.whole, default=4, metavar="N", help="with --policies: engines (default %(default)s)")
+    group.add_argument("--profile", default="sim", metavar="NAME", help="with --policies: launch profile, name or file (default %(default)s)")
+    options.add_asking(group)
+    options.add_workload(parser)
+    options.add_report(parser)
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or len(set(names)) != len(names):
+        raise argparse.ArgumentTypeError(f"{text!r}: name each policy once, joined by commas")
+    for name in names:
+        if name not in policies.NAMES:
+            raise argparse.ArgumentTypeError(f"there is no policy {name!r}; there are {', '.join(policies.NAMES)}")
+    return names
+
+
+def targets(args: argparse.Namespace) -> dict[str, str]:
+    """NAME=URL -> URL by name. Raises BadOption."""
+    found: dict[str, str] = {}
+    for item in args.target:
+        name, equals, url = item.partition("=")
+        if not equals or not name or not url:
+            raise options.BadOption(f"--target {item!r}: expected NAME=URL")
+        if name in found:
+            raise options.BadOption(f"--target {name!r} is given twice")
+        Client(url)  # raises BadURL before anything is sent
+        found[name] = url
+    return found
+
+
+async def compare_verb(args: argparse.Namespace, console: Console) -> int:
+    options.check(args)
+    reports: dict[str, Report] = {}
+    if args.target:
+        for name, url in targets(args).items():
+            reports[name] = await measure(args, console, name, url, None)
+    else:
+        for policy in args.policies:
+            console.print(f"[dim]{policy}: starting {args.launch} engines and a gateway …[/]")
+            async with Stack(policy, args.launch, args.profile) as stack:
+                reports[policy] = await measure(args, console, policy, stack.base_url, stack.admin)
+    console.print(show.comparison_table(reports))
+    say_ratios(console, reports)
+    say_troubles(console, reports)
+    console.print("\n[dim]Single runs differ by some percent; --seed N gives other conversations, --json FILE all figures.[/]")
+    options.write_json(args.json, {"targets": reports, "workload": options.describe(args),
+                                   "setting": setting(["loadgen", *sys.argv[1:]], args.seed)}, console)
+    return 0 if all(report["completed"] for report in reports.values()) else 1
+
+
+async def measure(args: argparse.Namespace, console: Console, name: str, url: str, admin: Client | None) -> Report:
+    """One target's report, with the engines' own counters where an admin side lists engines."""
+    conversations, starts = options.workload(args)
+    client = Client(url, options.headers(args), args.timeout)
+    asking = options.asking(args, await model_of(client, args.model))
+    before = await engines.cache_counts(admin) if admin else {}
+    load = Run(conversations, starts, client, asking, args.max_concurrency)
+    stop_on_interrupt(load)
+    await watched(load, console, name)
+    counted = engines.between(before, await engines.cache_counts(admin)) if admin else None
+    client.close()
+    return {"target": url, "model": asking.model, **summarise(load, options.slo(args)), "engines": counted}
+
+
+def say_troubles(console: Console, reports: Mapping[str, Report]) -> None:
+    for name, report in reports.items():
+        for trouble in filter(None, (show.errors(report), show.caution(report))):
+            console.print(f"\n[bold]{name}[/]")
+            console.print(trouble)
+
+
+def say_ratios(console: Console, reports: Mapping[str, Report]) -> None:
+    """Every later target in words against the first."""
+    (base_name, base), *others = reports.items()
+    for name, report in others:
+        console.print()
+        for sentence in words.comparison(name, report, base_name, base):
+            console.print(f"  {sentence}", soft_wrap=True)

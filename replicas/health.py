@@ -1,0 +1,102 @@
+"""Whether a replica can be trusted with requests: traffic's word first, probes' second.
+
+Pure: `now` is passed in, monotonic seconds. Only faults of the engine count: a 4xx is the client's,
+and a 503 that means "full, try another" is load; the caller reports neither.
+
+Rules, in this order:
+  1. Two connection refusals in a row (from probes or traffic) mean nobody is there: LOST.
+  2. Nothing but failed probes for `lost_after` seconds and no request answered: LOST (hung).
+  3. `fall` requests in a row failed: TROUBLE, held for 2 s, then 4, 8 ... 30 as long as every try
+     after the hold fails again. One answered request ends it at once.
+  4. `fall` probes in a row failed and no request was answered meanwhile: TROUBLE, until `rise`
+     probes in a row succeed. A busy engine may answer probes late; while it answers requests, it is fine.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+FAULTS = ("connect", "closed", "timeout", "5xx", "refused")
+FIRST_HOLD, LONGEST_HOLD = 2.0, 30.0
+
+
+class Verdict(Enum):
+    GOOD = "good"
+    TROUBLE = "trouble"
+    LOST = "lost"
+
+
+class Opinion(NamedTuple):
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    fall: int = 3
+    rise: int = 2
+    lost_after: float = 15.0
+
+
+class Health:
+    """The state of the rules above for one incarnation of one replica; make a new one for the next."""
+
+    def __init__(self, limits: Limits = Limits()):
+        self.limits = limits
+        self._refusals = 0
+        self._traffic_failures = 0
+        self._probe_failures = 0
+        self._probe_successes = 0
+        self._silent_since: float | None = None
+        self._hold = 0.0
+        self._held_until: float | None = None
+        self._trouble = False
+        self._last_error = ""
+
+    def succeeded(self, now: float) -> None:
+        """A request was answered: first byte seen, whatever the status below 500."""
+        self._refusals = self._traffic_failures = self._probe_failures = 0
+        self._hold, self._held_until, self._silent_since = 0.0, None, None
+        self._trouble = False
+
+    def failed(self, now: float, kind: str) -> None:
+        """A request failed by the engine's fault; kind is one of FAULTS. Raises ValueError else."""
+        if kind not in FAULTS:
+            raise ValueError(f"{kind!r} is not a fault of the engine; one of {', '.join(FAULTS)}")
+        self._traffic_failures += 1
+        self._refusals = self._refusals + 1 if kind == "connect" else 0
+        self._last_error = f"requests fail ({kind})"
+        again = self._hold and self._held_until is None  # the try after a hold
+        if self._traffic_failures >= self.limits.fall or again:
+            if self._held_until is None:
+                self._hold = min(self._hold * 2 or FIRST_HOLD, LONGEST_HOLD)
+                self._held_until = now + self._hold
+            self._trouble = True
+
+    def probed(self, now: float, fault: str = "", error: str = "") -> None:
+        """A probe ended; `fault` is "" when it was answered well."""
+        if fault:
+            self._probe_failures += 1
+            self._probe_successes = 0
+            self._refusals = self._refusals + 1 if fault == "connect" else 0
+            self._silent_since = now if self._silent_since is None else self._silent_since
+            self._last_error = error
+            if self._probe_failures >= self.limits.fall:
+                self._trouble = True
+            return
+        self._probe_successes += 1
+        self._refusals = self._probe_failures = 0
+        self._silent_since = None
+        held = self._held_until is not None and now < self._held_until
+        if self._trouble and not held and self._probe_successes >= self.limits.rise:
+            self._trouble, self._held_until, self._traffic_failures = False, None, 0
+
+    def opinion(self, now: float) -> Opinion:
+        if self._refusals >= 2:
+            return Opinion(Verdict.LOST, self._last_error)
+        silent = now - self._silent_since if self._silent_since is not None else 0.0
+        if silent >= self.limits.lost_after:
+            return Opinion(Verdict.LOST, f"no answer for {silent:.0f} s: {self._last_error}")
+        if self._trouble:
+            return Opinion(Verdict.TROUBLE, self._last_error)
+        return Opinion(Verdict.GOOD, "")

@@ -1,0 +1,75 @@
+"""Free TCP ports for engines, and who sits on one that is not free."""
+
+import os
+import random
+import socket
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError:
+            return False
+    return True
+
+
+def pick(count: int, host: str, taken: set[int], seed: int | None = None) -> list[int]:
+    """`count` free ports, none of them in `taken`. Raises OSError when there are not enough.
+
+    Below the kernel's ephemeral range: a port from within it may be given to one of our own outgoing
+    connections while its engine restarts. From a random start: two gateways on one machine rarely meet.
+    """
+    top = _ephemeral_start()
+    start = random.Random(seed).randrange(15_000, top - 1)
+    found: list[int] = []
+    for step in range(top - 15_000):
+        port = 15_000 + (start - 15_000 + step) % (top - 15_000)
+        if port not in taken and is_free(host, port):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"no {count} free ports between 15000 and {top} on {host}")
+
+
+def _ephemeral_start() -> int:
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+            return min(max(int(file.read().split()[0]), 20_000), 60_000)
+    except OSError:
+        return 32_768
+
+
+def holder(port: int) -> str:
+    """Who listens on a port, as far as /proc lets us see: "pid 12 (python server.py)", or ""."""
+    inodes = _listening_inodes(port)
+    if not inodes:
+        return ""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                if os.readlink(f"/proc/{pid}/fd/{fd}") in inodes:
+                    with open(f"/proc/{pid}/cmdline", "rb") as file:
+                        words = file.read().replace(b"\0", b" ").decode(errors="replace")
+                    return f"pid {pid} ({words.strip()[:120]})"
+        except OSError:
+            continue  # gone meanwhile, or another user's
+    return "a process of another user"
+
+
+def _listening_inodes(port: int) -> set[str]:
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table) as file:
+                rows = [line.split() for line in file][1:]
+        except OSError:
+            continue
+        for row in rows:
+            if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port:
+                found.add(f"socket:[{row[9]}]")
+    return found

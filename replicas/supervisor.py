@@ -1,0 +1,165 @@
+"""One engine process of our own: started below a keeper, restarted with backoff, stopped for good.
+
+The supervisor knows processes, not HTTP: whether the engine works is for `watch` to find out, which then
+may ask for a restart. What happens is told through two callbacks, `on_start(pid)` and `on_exit(reason)`.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
+from replicas.exits import Tail, explain, oom_kills
+from replicas.profile import Command
+
+log = logging.getLogger("replicas")
+
+KEEPER = Path(__file__).with_name("keeper.py")
+ORPHAN_GRACE = 5.0  # seconds an engine has after its gateway died; nobody waits for its answers
+
+
+class Backoff:
+    """Seconds to wait before the next start: 0.5, 1, 2 ... 30, and back to 0.5 once a run was stable."""
+
+    FIRST, LONGEST, STABLE = 0.5, 30.0, 60.0
+
+    def __init__(self) -> None:
+        self._next = self.FIRST
+
+    def after(self, ran: float) -> float:
+        """The wait after a run of `ran` seconds, without jitter."""
+        if ran >= self.STABLE:
+            self._next = self.FIRST
+        wait, self._next = self._next, min(self._next * 2, self.LONGEST)
+        return wait
+
+
+class Supervisor:
+    def __init__(
+        self,
+        command: Command,
+        *,
+        on_start: Callable[[int], None],
+        on_exit: Callable[[str], None],
+        obstacle: Callable[[], str] = lambda: "",
+    ):
+        """`obstacle` is asked before each start and says what stands in the way, or ""."""
+        self.command = command
+        self.tail = Tail()
+        self.pid: int | None = None
+        self._on_start, self._on_exit, self._obstacle = on_start, on_exit, obstacle
+        self._stopping = asyncio.Event()
+        self._control: asyncio.StreamWriter | None = None
+        self._why = ""  # why we ended it ourselves
+        self._task: asyncio.Task | None = None
+
+    def start(self) -> None:
+        self._stopping.clear()
+        self._task = asyncio.create_task(self._run(), name=f"supervise {self.command.argv[:3]}")
+
+    async def stop(self, grace: float) -> None:
+        """SIGTERM, `grace` seconds, SIGKILL; returns when the process and its children are gone."""
+        self._stopping.set()
+        self._ask_to_stop(grace)
+        if self._task:
+            await asyncio.wait([self._task], timeout=grace + 8)  # the keeper's sweep takes at most 5 s
+            if not self._task.done():
+                self._kill_group()
+                self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def restart(self, why: str) -> None:
+        """End the process at once (it is hung or useless) and start it again after the backoff."""
+        if self.pid is not None and not self._why:
+            self._why = why
+            self._ask_to_stop(0.0)
+
+    def _ask_to_stop(self, grace: float) -> None:
+        if self._control and not self._control.is_closing():
+            self._control.write(f"stop {grace:g}\n".encode())
+
+    def _kill_group(self) -> None:
+        if self.pid is not None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    async def _run(self) -> None:
+        backoff = Backoff()
+        while not self._stopping.is_set():
+            began, self._why = monotonic(), ""
+            reason = self._obstacle() or await self._one_life()
+            if self._stopping.is_set():
+                return
+            wait = backoff.after(monotonic() - began) * random.uniform(0.9, 1.1)
+            self._on_exit(f"{reason}; next start in {wait:.1f} s")
+            try:
+                await asyncio.wait_for(self._stopping.wait(), wait)
+            except TimeoutError:
+                continue
+
+    async def _one_life(self) -> str:
+        """Run the engine once, to its end; why it ended."""
+        self.tail = Tail()
+        ours, theirs = socket.socketpair()
+        try:
+            keeper = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", str(KEEPER), str(theirs.fileno()), f"{ORPHAN_GRACE:g}",
+                *self.command.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **self.command.env},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in the gateway's terminal is the gateway's to handle
+            )
+        except OSError as error:
+            ours.close()
+            return f"cannot start {sys.executable}: {error.strerror}"
+        finally:
+            theirs.close()
+        reader, self._control = await asyncio.open_connection(sock=ours)
+        logs = asyncio.create_task(self._read_log(keeper.stdout))
+        began, kills = monotonic(), oom_kills()
+        try:
+            said, code = await self._listen(reader)
+            await asyncio.wait([logs], timeout=2)  # the last lines are the ones that matter
+        finally:
+            self._control.close()  # were we cancelled: end of file, and the keeper stops the engine
+            self._control = None
+            if self.pid is not None and not reader.at_eof():
+                self._kill_group()
+            self.pid = None
+            logs.cancel()
+        await keeper.wait()
+        self.tail.close()
+        if self._why or said:
+            return self._why or said
+        return explain(code, monotonic() - began, self.tail.lines, oom_kills() > kills)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> tuple[str, int]:
+        """Follow the keeper's lines; ("", exit code) or (what went wrong, 0)."""
+        if self._stopping.is_set():
+            self._ask_to_stop(0.0)
+        while line := await reader.readline():
+            word, _, rest = line.decode(errors="replace").strip().partition(" ")
+            if word == "pid":
+                self.pid = int(rest)
+                self._on_start(self.pid)
+            elif word == "exit":
+                return "", int(rest)
+            elif word == "error":
+                return f"cannot start {self.command.argv[0]}: {rest}; is it installed and on PATH?", 0
+        self._kill_group()
+        return "its keeper process was killed, and the engine with it", 0
+
+    async def _read_log(self, stream: asyncio.StreamReader) -> None:
+        while data := await stream.read(65536):
+            self.tail.feed(data)

@@ -13,7 +13,7 @@ from typing import NoReturn
 import uvloop
 from rich.console import Console
 
-from loadgen import compare, options, show
+from loadgen import compare, demo, options, show
 from loadgen.client import BadURL, Client
 from loadgen.drive import Run
 from loadgen.progress import watched
@@ -57,6 +57,9 @@ def build_parser() -> argparse.ArgumentParser:
     several = verbs.add_parser("compare", help="the same load against several endpoints or policies")
     compare.add_arguments(several)
     several.set_defaults(act=compare.compare_verb)
+    show_it = verbs.add_parser("demo", help="two policies on simulated engines, live, in about two minutes")
+    demo.add_arguments(show_it)
+    show_it.set_defaults(act=demo.demo_verb)
     return parser
 
 

@@ -83,10 +83,16 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """Find out before a run, not after it, what is wrong. Raises BadOption, BadSLO."""
     slo(args), headers(args), dataset(args)
-    if args.json and str(args.json) != "-":
-        folder = args.json.resolve().parent
-        if args.json.is_dir() or not folder.is_dir() or not os.access(args.json if args.json.exists() else folder, os.W_OK):
-            raise BadOption(f"--json {args.json}: can't be written; name a file in a folder that exists")
+    check_writable(args.json)
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises BadOption when `--json` names a place that can't be written."""
+    if path is None or str(path) == "-":
+        return
+    folder = path.resolve().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise BadOption(f"--json {path}: can't be written; name a file in a folder that exists")
 
 
 def write_json(path: Path | None, report: object, console: Console) -> None:

@@ -17,7 +17,7 @@ _RECENT = 50
 
 async def watched(run: Run, console: Console, label: str) -> list[Record]:
     """Run to the end while showing how far it is."""
-    view = _bar if console.is_terminal else _lines
+    view = _bar if console.is_terminal else watch_lines
     viewer = asyncio.create_task(view(run, console, label))
     try:
         return await run.go()
@@ -45,7 +45,7 @@ async def _bar(run: Run, console: Console, label: str) -> None:
             await asyncio.sleep(_BAR_SECONDS)
 
 
-async def _lines(run: Run, console: Console, label: str) -> None:
+async def watch_lines(run: Run, console: Console, label: str) -> None:
     began = perf_counter()
     while True:
         await asyncio.sleep(_LINE_SECONDS)

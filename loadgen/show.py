@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -113,13 +113,13 @@ def print_report(console: Console, report: Report) -> None:
     console.print(run_report(report))
 
 
-def comparison_table(reports: Mapping[str, Report]) -> Table:
+def comparison_table(reports: Mapping[str, Report], rows: Sequence[Row] | None = None) -> Table:
     """One column per target, the best of each row bold where the row has a better and a worse."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("")
     for name in reports:
         table.add_column(name, justify="right", no_wrap=True)
-    for label, read, form, better in _ROWS:
+    for label, read, form, better in rows or ROWS:
         values = [read(report) for report in reports.values()]
         if all(value is None for value in values):
             continue
@@ -145,7 +145,8 @@ def _of(*path: str) -> Callable[[Report], float | None]:
     return read
 
 
-_ROWS = (
+Row = tuple[str, Callable[[Report], float | None], Callable[[float], str], Callable | None]
+ROWS: tuple[Row, ...] = (
     ("cache hit rate, engines' replies", _of("cache", "hit_rate"), percent, max),
     ("cache hit rate, engines' counters", _of("engines", "hit_rate"), percent, max),
     ("cache hit rate, gateway's prediction", _of("cache", "predicted_hit_rate"), percent, None),
@@ -161,4 +162,11 @@ _ROWS = (
     ("requests answered", _of("completed"), count, None),
     ("requests failed", _of("failed"), count, min),
     ("sent late, p99", _of("generator", "lateness_ms", "p99"), milliseconds, None),
+)
+DEMO_ROWS = (
+    ("cache hit rate, as the gateway predicted", _of("cache", "predicted_hit_rate"), percent, None),
+    ("cache hit rate, as the engines report", _of("cache", "hit_rate"), percent, max),
+    ("prefill tokens computed", _of("cache", "prefill_tokens"), count, min),
+    ("TTFT p50", _of("ttft_ms", "p50"), milliseconds, min),
+    ("TTFT p99", _of("ttft_ms", "p99"), milliseconds, min),
 )

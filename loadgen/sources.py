@@ -12,13 +12,14 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-# Modules whose docstrings read as documentation, longest first within each line of work.
+# Modules with 10,000 characters of docstrings or more come first, then shorter ones people know.
 MODULES = (
-    "argparse", "difflib", "tarfile", "email/message", "decimal", "random", "subprocess", "statistics",
-    "logging/__init__", "typing", "threading", "unittest/case", "fractions", "pathlib", "datetime", "ipaddress",
-    "tempfile", "zipfile", "configparser", "collections/__init__", "textwrap", "shutil", "doctest", "inspect",
-    "optparse", "urllib/request", "http/client", "asyncio/streams", "asyncio/tasks", "functools", "json/__init__",
-    "heapq", "dataclasses", "calendar", "csv", "queue", "smtplib", "socket", "string", "traceback",
+    "typing", "logging/__init__", "difflib", "inspect", "ipaddress", "unittest/mock", "xml/etree/ElementTree",
+    "statistics", "tarfile", "threading", "http/cookiejar", "unittest/case", "email/message", "mailbox",
+    "configparser", "smtplib", "codecs", "_pydecimal", "pdb", "urllib/request", "http/server", "shutil", "imaplib",
+    "collections/__init__", "doctest", "ssl", "datetime", "subprocess", "urllib/parse", "socketserver", "traceback",
+    "zipfile", "enum", "pathlib", "http/client", "argparse", "json/__init__", "ftplib", "socket", "asyncio/tasks",
+    "random", "uuid", "fractions", "functools", "contextlib", "textwrap", "tempfile", "calendar", "queue", "heapq",
 )
 
 
@@ -57,7 +58,7 @@ def _module_document(module: str, length: int) -> Document | None:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError):
         return None
-    title = module.removesuffix("/__init__").replace("/", ".")
+    title = module.removesuffix("/__init__").removeprefix("_py").replace("/", ".")
     parts, topics, size = [f"# {title}\n\n{ast.get_docstring(tree) or ''}"], [], 0
     for name, signature, text in _entries(tree, title):
         parts.append(f"## {signature}\n\n{text}")

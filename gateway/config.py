@@ -19,6 +19,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from replicas.replica import parse_url
+
 ENV_PREFIX = "HITHERTO_"
 DEFAULT_FILE = "hitherto.yaml"
 SIZES = ("cache_budget", "max_body_bytes")  # fields that are bytes and read best with a unit
@@ -55,10 +57,6 @@ def _split_urls(value: Any) -> Any:
 
 
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    if not urls:
-        return urls
-    from replicas.replica import parse_url  # brings in aiohttp: 0.2 s that `hitherto config` need not pay
-
     names = [parse_url(text).id for text in urls]
     for name in names:
         if names.count(name) > 1:

@@ -1,0 +1,216 @@
+"""The operator's HTTP side, on a port of its own.
+
+    GET  /livez                 200 as long as the process turns its event loop; depends on nothing else
+    GET  /readyz                200 when a request could be served; else 503 and why not
+    GET  /metrics               for Prometheus
+    GET  /                      status page;  GET /status the same as JSON
+    GET  /replicas              list
+    POST /replicas              {"url": "http://HOST:PORT"} adds one
+    POST /replicas/ID/drain     no new requests; the ones it has are finished
+    DELETE /replicas/ID         drains and forgets it
+    POST /explain?path=/v1/...  what would happen to this request; nothing is sent
+
+There is no password: bind it to a private address. Requests a browser makes for some other site's
+page are refused, so that nobody's web page can drain the operator's replicas.
+Errors have the shape of OpenAI's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from typing import Any, Protocol
+
+import orjson
+from aiohttp import web
+
+from gateway.config import ConfigError
+from gateway.telemetry.metrics import Metrics
+
+log = logging.getLogger("hitherto.admin")
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+                               "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+}  # fmt: skip
+
+
+class Fleet(Protocol):
+    """The part of `replicas.Fleet` that operators reach."""
+
+    replicas: dict[str, Any]
+
+    def add(self, url: str) -> Any: ...
+    async def drain(self, id: str) -> None: ...
+    async def remove(self, id: str) -> None: ...
+
+
+class Gateway(Protocol):
+    """What the admin side needs of the gateway."""
+
+    fleet: Fleet
+    metrics: Metrics
+
+    def status(self) -> dict[str, Any]:
+        """As `telemetry.view.View.status`."""
+
+    async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
+        """As `gateway.explain.describe`; raises PromptError for the client's own faults."""
+
+
+class Refusal(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+def answer(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS) + b"\n", status=status, content_type="application/json")
+
+
+def error(status: int, message: str, code: str | None, type: str = "invalid_request_error", param: str | None = None) -> web.Response:
+    return answer({"error": {"message": message, "type": type, "param": param, "code": code}}, status)
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    """Refuse other sites' pages; turn every failure into a JSON error."""
+    if request.method not in ("GET", "HEAD") and request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        return error(403, "requests from other sites' pages are refused; use curl or this server's own page", "cross_site")
+    try:
+        return await handler(request)
+    except Refusal as refusal:
+        return error(refusal.status, str(refusal), refusal.code)
+    except web.HTTPMethodNotAllowed as refused:
+        return error(405, f"{request.path} takes {', '.join(sorted(refused.allowed_methods))}", "method_not_allowed")
+    except web.HTTPException as refused:
+        what = f"there is nothing at {request.path}; see / for what is here" if refused.status == 404 else refused.reason
+        return error(refused.status, what, None)
+    except Exception:
+        log.exception("the admin side failed on %s %s", request.method, request.path)
+        return error(500, "the admin side failed on this request; the gateway's log says why", None, "internal_error")
+
+
+class Admin:
+    """The handlers; `start` puts them on a port, `stop` takes them off."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.working: set[asyncio.Future[None]] = set()  # drains under way
+        self.page = resources.files("gateway.admin").joinpath("status.html").read_text(encoding="utf-8")
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[guard], client_max_size=64 * 2**20)
+        app.add_routes([
+            web.get("/", self.status_page),
+            web.get("/livez", self.livez),
+            web.get("/readyz", self.readyz),
+            web.get("/metrics", self.metrics),
+            web.get("/status", self.status),
+            web.get("/replicas", self.list),
+            web.post("/replicas", self.add),
+            web.post("/replicas/{id}/drain", self.drain),
+            web.delete("/replicas/{id}", self.remove),
+            web.post("/explain", self.explain),
+        ])  # fmt: skip
+        return app
+
+    async def status_page(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.page, content_type="text/html", headers=PAGE_HEADERS)
+
+    async def livez(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(self, request: web.Request) -> web.Response:
+        status = self.gateway.status()
+        return answer({"ready": status["ready"], "why_not": status["why_not"]}, 200 if status["ready"] else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        page, content_type = self.gateway.metrics.exposition()
+        return web.Response(body=page, headers={"Content-Type": content_type})
+
+    async def status(self, request: web.Request) -> web.Response:
+        return answer(self.gateway.status())
+
+    async def list(self, request: web.Request) -> web.Response:
+        return answer({"replicas": self.gateway.status()["replicas"]})
+
+    async def add(self, request: web.Request) -> web.Response:
+        try:
+            url = orjson.loads(await request.read())["url"]
+            if not isinstance(url, str):
+                raise TypeError
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise Refusal(400, 'the body must be {"url": "http://HOST:PORT"}', "invalid_body") from None
+        try:
+            replica = self.gateway.fleet.add(url)
+        except ValueError as wrong:
+            raise Refusal(400, str(wrong), "invalid_url") from None
+        log.info("replica %s added by an operator", replica.id)
+        return answer(self._shown(replica.id), 201)
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """Answers at once; the replica's state tells when it is done."""
+        id = self._known(request)
+        self._in_background(self.gateway.fleet.drain(id), f"draining {id}")
+        await asyncio.sleep(0)  # its first step is the change of state that the answer shows
+        return answer(self._shown(id), 202)
+
+    async def remove(self, request: web.Request) -> web.Response:
+        id = self._known(request)
+        await self.gateway.fleet.remove(id)
+        log.info("replica %s removed by an operator", id)
+        return answer({"id": id, "removed": True})
+
+    async def explain(self, request: web.Request) -> web.Response:
+        from gateway.prompt import PromptError
+
+        path = request.query.get("path", "/v1/chat/completions")
+        try:
+            return answer(await self.gateway.explain(path, await request.read(), dict(request.headers)))
+        except PromptError as wrong:
+            return error(wrong.status, wrong.message, wrong.code, wrong.type, wrong.param)
+
+    def _known(self, request: web.Request) -> str:
+        id = request.match_info["id"]
+        if id not in self.gateway.fleet.replicas:
+            known = ", ".join(self.gateway.fleet.replicas) or "none"
+            raise Refusal(404, f"there is no replica {id!r}; there are: {known}", "unknown_replica")
+        return id
+
+    def _shown(self, id: str) -> dict[str, Any]:
+        return next((shown for shown in self.gateway.status()["replicas"] if shown["id"] == id), {"id": id})
+
+    def _in_background(self, work: Awaitable[None], what: str) -> None:
+        task = asyncio.ensure_future(work)
+        self.working.add(task)
+
+        def done(task: asyncio.Future[None]) -> None:
+            self.working.discard(task)
+            if not task.cancelled() and task.exception():
+                log.error("%s failed", what, exc_info=task.exception())
+
+        task.add_done_callback(done)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port (which the system chose if `port` is 0). ConfigError if it is taken."""
+        self.runner = web.AppRunner(self.app(), access_log=None, shutdown_timeout=1.0)
+        await self.runner.setup()
+        try:
+            await web.TCPSite(self.runner, host, port, reuse_address=True).start()
+        except OSError as wrong:
+            await self.runner.cleanup()
+            raise ConfigError(f"admin side: cannot listen on {host}:{port}: {wrong.strerror or wrong}. "
+                              "Stop what holds the port, or give another with --admin-port (and --admin-host)") from None  # fmt: skip
+        return self.runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        for task in list(self.working):
+            task.cancel()
+        await self.runner.cleanup()

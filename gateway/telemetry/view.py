@@ -1,0 +1,164 @@
+"""The gateway's state put into words for people and Prometheus, from what each room knows.
+
+`View.status()` is what the status page, `GET /status` and `/readyz` show; `View.reading()` is what
+a scrape adds to the counters. Both only read. Tokens and blocks are counts, times are seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from gateway import __version__
+from gateway.config import Settings
+from gateway.telemetry.metrics import Metrics, Reading
+from policies import Ledger, Load
+from replicas.lifecycle import State
+from replicas.replica import Replica
+
+TAKES_TRAFFIC = (State.READY, State.DEGRADED)
+_EVENT_COUNTS = {
+    "event_batches": "batches",
+    "event_blocks_stored": "blocks_stored",
+    "event_blocks_removed": "blocks_removed",
+    "event_gaps": "gaps",
+    "event_batches_replayed": "replayed",
+}
+_SCRAPED = {"replica_waiting_requests": "waiting", "replica_running_requests": "running", "replica_kv_usage_ratio": "kv_usage"}
+
+
+class View:
+    """`slots`: replica id -> its slot in the map; `intakes`: replica id -> its EventIntake, for those
+    with events. Both, like `replicas`, are the gateway's own dicts and may change under way. Set
+    `draining` when the gateway stops taking new work."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        replicas: Mapping[str, Replica],
+        ledger: Ledger,
+        cachemap: Any,
+        slots: Mapping[str, int],
+        intakes: Mapping[str, Any],
+    ) -> None:
+        self.settings, self.metrics = settings, metrics
+        self.replicas, self.ledger, self.cachemap = replicas, ledger, cachemap
+        self.slots, self.intakes = slots, intakes
+        self.started = time.monotonic()
+        self.draining = False
+
+    def why_not_ready(self) -> str | None:
+        """None when requests can be served, else what is missing and what to do."""
+        if self.draining:
+            return "the gateway is stopping and finishes what it has"
+        if any(replica.state in TAKES_TRAFFIC for replica in self.replicas.values()):
+            return None
+        if not self.replicas:
+            return 'there is no replica; add one with POST /replicas {"url": "http://HOST:PORT"}'
+        return "no replica is ready: " + "; ".join(f"{one.id} is {one.state} ({one.reason})" for one in self.replicas.values())
+
+    def status(self) -> dict[str, Any]:
+        metrics, why_not, stats = self.metrics, self.why_not_ready(), self.cachemap.stats()
+        return {
+            "version": __version__,
+            "policy": self.settings.policy,
+            "models": sorted({name for replica in self.replicas.values() for name in replica.models}),
+            "uptime_seconds": round(time.monotonic() - self.started, 3),
+            "ready": why_not is None,
+            "why_not": why_not,
+            "totals": {
+                "requests": metrics.requests.total(),
+                "errors": metrics.requests.total(status="5xx"),
+                "retries": metrics.retries.total(),
+                "inflight": sum(self._load(id).requests for id in self.replicas),
+                "prompt_tokens": metrics.prompt_tokens.total(),
+                "predicted_cached_tokens": metrics.predicted_cached_tokens.total(),
+                "reported_prompt_tokens": metrics.reported_prompt_tokens.total(),
+                "reported_cached_tokens": metrics.reported_cached_tokens.total(),
+                "prefill_saved_tokens": metrics.prefill_saved_tokens.total(),
+                "prompts": {mode: count for (mode,), count in metrics.prompts.values.items()},
+            },
+            "ttft_seconds": {"p50": metrics.ttft.quantile(0.5), "p99": metrics.ttft.quantile(0.99)},
+            "map": {
+                "blocks": stats["blocks"],
+                "bytes": stats["bytes"],
+                "budget_bytes": self.settings.cache_budget,
+                "evicted": stats["evicted"],
+            },
+            "replicas": [self._replica(replica, stats["slots"]) for replica in list(self.replicas.values())],
+        }
+
+    def _replica(self, replica: Replica, blocks: Mapping[int, int]) -> dict[str, Any]:
+        metrics, load, intake = self.metrics, self._load(replica.id), self.intakes.get(replica.id)
+        scrape = replica.scrape
+        return {
+            "id": replica.id,
+            "url": replica.url,
+            "state": str(replica.state),
+            "reason": replica.reason,
+            "since_seconds": round(time.monotonic() - replica.since, 3),
+            "managed": replica.managed,
+            "pid": replica.pid,
+            "restarts": replica.restarts,
+            "version": replica.version,
+            "models": list(replica.models),
+            "block_size": replica.block_size,
+            "num_blocks": replica.num_blocks,
+            "max_model_len": replica.max_model_len,
+            "problems": list(replica.problems),
+            "inflight": load.requests,
+            "prefill_tokens": load.prefill_tokens,
+            "context_tokens": load.context_tokens,
+            "running": scrape.running if scrape else None,
+            "waiting": scrape.waiting if scrape else None,
+            "kv_usage": scrape.kv_usage if scrape else None,
+            "events": intake.state if intake else "off",
+            "map_blocks": blocks.get(self.slots.get(replica.id, -1), 0),
+            "requests": metrics.replica_requests.total(replica=replica.id),
+            "errors": metrics.upstream_errors.total(replica=replica.id),
+            "prompt_tokens": metrics.prompt_tokens.total(replica=replica.id),
+            "predicted_cached_tokens": metrics.predicted_cached_tokens.total(replica=replica.id),
+            "reported_prompt_tokens": metrics.reported_prompt_tokens.total(replica=replica.id),
+            "reported_cached_tokens": metrics.reported_cached_tokens.total(replica=replica.id),
+            "ttft_p50_seconds": metrics.ttft.quantile(0.5, replica.id),
+            "ttft_p99_seconds": metrics.ttft.quantile(0.99, replica.id),
+        }
+
+    def reading(self) -> Reading:
+        """For `Metrics.read_from`."""
+        ids, stats = list(self.replicas), self.cachemap.stats()
+        loads = {id: self._load(id) for id in ids}
+        reading: dict[str, Any] = {
+            "inflight_requests": {id: load.requests for id, load in loads.items()},
+            "reserved_prefill_tokens": {id: load.prefill_tokens for id, load in loads.items()},
+            "reserved_context_tokens": {id: load.context_tokens for id, load in loads.items()},
+            "reservations": self.ledger.total().requests,
+            "replica_state": {(id, str(state)): float(self.replicas[id].state is state) for id in ids for state in State},
+            "replica_restarts": {id: self.replicas[id].restarts for id in ids if self.replicas[id].managed},
+            "map_blocks": stats["blocks"],
+            "map_bytes": stats["bytes"],
+            "map_budget_bytes": self.settings.cache_budget,
+            "map_evicted_blocks": stats["evicted"],
+            "map_replica_blocks": {id: stats["slots"].get(self.slots.get(id, -1), 0) for id in ids},
+            "events_state": {(id, intake.state): 1.0 for id, intake in self.intakes.items()},
+            "uptime_seconds": time.monotonic() - self.started,
+            "build_info": {(__version__, self.settings.policy): 1},
+        }
+        for name, field in _SCRAPED.items():
+            reading[name] = self._scraped(field)
+        for name, attribute in _EVENT_COUNTS.items():
+            reading[name] = {id: getattr(intake, attribute) for id, intake in self.intakes.items()}
+        return reading
+
+    def _scraped(self, field: str) -> dict[str, float]:
+        """Engines that do not report a figure have no sample, rather than a made-up zero."""
+        found = {id: getattr(replica.scrape, field) for id, replica in self.replicas.items() if replica.scrape}
+        return {id: number for id, number in found.items() if number is not None}
+
+    def _load(self, id: str) -> Load:
+        try:
+            return self.ledger.load(id)
+        except KeyError:  # known to the fleet, never given a request
+            return Load()

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from replicas import profile
 from replicas.replica import parse_url
 
 ENV_PREFIX = "HITHERTO_"
@@ -252,6 +253,11 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
             f"{sources[winner]}: {winner}: clients and the admin side cannot share port {settings.port}. "
             f"Give --admin-port another one, like {settings.port + 1}"
         )
+    if settings.launch:
+        try:
+            profile.load(settings.profile)
+        except ValueError as error:
+            raise ConfigError(f"{sources['profile']}: profile: {error}") from None
     if settings.chat_template and not settings.chat_template.is_file():
         raise ConfigError(
             f"{sources['chat_template']}: chat_template: there is no file {settings.chat_template}. "

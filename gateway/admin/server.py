@@ -5,7 +5,7 @@
     GET  /metrics               for Prometheus
     GET  /                      status page;  GET /status the same as JSON
     GET  /replicas              list
-    POST /replicas              {"url": "http://HOST:PORT"} adds one
+    POST /replicas              {"url": "http://HOST:PORT"} adds one (201), or takes a stopped one back (200)
     POST /replicas/ID/drain     no new requests; the ones it has are finished
     DELETE /replicas/ID         drains and forgets it
     POST /explain?path=/v1/...  what would happen to this request; nothing is sent
@@ -45,8 +45,8 @@ class Fleet(Protocol):
     replicas: dict[str, Any]
 
     def add(self, url: str) -> Any: ...
-    async def drain(self, id: str) -> None: ...
-    async def remove(self, id: str) -> None: ...
+    def drain(self, id: str) -> asyncio.Task[None]: ...
+    def remove(self, id: str) -> asyncio.Task[None]: ...
 
 
 class Gateway(Protocol):
@@ -102,7 +102,6 @@ class Admin:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        self.working: set[asyncio.Future[None]] = set()  # drains under way
         self.page = resources.files("gateway.admin").joinpath("status.html").read_text(encoding="utf-8")
 
     def app(self) -> web.Application:
@@ -148,23 +147,24 @@ class Admin:
                 raise TypeError
         except (orjson.JSONDecodeError, KeyError, TypeError):
             raise Refusal(400, 'the body must be {"url": "http://HOST:PORT"}', "invalid_body") from None
+        known = set(self.gateway.fleet.replicas)
         try:
             replica = self.gateway.fleet.add(url)
         except ValueError as wrong:
             raise Refusal(400, str(wrong), "invalid_url") from None
         log.info("replica %s added by an operator", replica.id)
-        return answer(self._shown(replica.id), 201)
+        return answer(self._shown(replica.id), 200 if replica.id in known else 201)
 
     async def drain(self, request: web.Request) -> web.Response:
         """Answers at once; the replica's state tells when it is done."""
         id = self._known(request)
-        self._in_background(self.gateway.fleet.drain(id), f"draining {id}")
-        await asyncio.sleep(0)  # its first step is the change of state that the answer shows
+        self.gateway.fleet.drain(id)
         return answer(self._shown(id), 202)
 
     async def remove(self, request: web.Request) -> web.Response:
+        """Answers when it is done; a client that does not wait changes nothing."""
         id = self._known(request)
-        await self.gateway.fleet.remove(id)
+        await asyncio.shield(self.gateway.fleet.remove(id))
         log.info("replica %s removed by an operator", id)
         return answer({"id": id, "removed": True})
 
@@ -187,17 +187,6 @@ class Admin:
     def _shown(self, id: str) -> dict[str, Any]:
         return next((shown for shown in self.gateway.status()["replicas"] if shown["id"] == id), {"id": id})
 
-    def _in_background(self, work: Awaitable[None], what: str) -> None:
-        task = asyncio.ensure_future(work)
-        self.working.add(task)
-
-        def done(task: asyncio.Future[None]) -> None:
-            self.working.discard(task)
-            if not task.cancelled() and task.exception():
-                log.error("%s failed", what, exc_info=task.exception())
-
-        task.add_done_callback(done)
-
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port (which the system chose if `port` is 0). ConfigError if it is taken."""
         self.runner = web.AppRunner(self.app(), access_log=None, shutdown_timeout=1.0)
@@ -211,6 +200,4 @@ class Admin:
         return self.runner.addresses[0][1]
 
     async def stop(self) -> None:
-        for task in list(self.working):
-            task.cancel()
         await self.runner.cleanup()

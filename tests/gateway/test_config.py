@@ -1,5 +1,6 @@
 """Settings: where they come from, who wins, and what is said when one is wrong."""
 
+import policies
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +120,16 @@ def test_several_errors_are_all_told():
 def test_ports_must_differ():
     assert "cannot share port 8080. Give --admin-port another one, like 8081" in wrong(flags={"admin_port": "8080"})
     assert load(flags={"port": "0", "admin_port": "0"}, environ={}).settings.port == 0
+
+
+def test_profile_is_judged_before_anything_is_launched():
+    assert wrong(flags={"launch": "2", "profile": "smi"}).startswith("flag --profile: profile: ")
+    assert load(flags={"profile": "smi"}, environ={}).settings.launch == 0, "not used, not judged"
+
+
+def test_the_policies_offered_are_the_policies_there_are():
+    assert set(Settings.model_fields["policy"].annotation.__args__) == set(policies.NAMES)
+    assert Settings().policy == policies.DEFAULT
 
 
 def test_chat_template_must_exist(empty_folder):

@@ -1,0 +1,42 @@
+import math
+import random
+from itertools import islice
+
+import pytest
+from hypothesis import given, strategies as st
+
+from loadgen.arrivals import conversation_starts, poisson
+
+
+@given(st.floats(0.01, 1e6), st.integers(0, 2**32))
+def test_times_begin_at_zero_and_never_go_back(rate, seed):
+    times = list(islice(poisson(rate, random.Random(seed)), 50))
+    assert times[0] == 0
+    assert times == sorted(times)
+    assert times == list(islice(poisson(rate, random.Random(seed)), 50))
+
+
+def test_gaps_have_mean_and_deviation_of_an_exponential():
+    times = list(islice(poisson(8, random.Random(3)), 20_000))
+    gaps = [later - earlier for earlier, later in zip(times, times[1:])]
+    mean = sum(gaps) / len(gaps)
+    deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
+    assert mean == pytest.approx(1 / 8, rel=0.03)
+    assert deviation == pytest.approx(mean, rel=0.05)
+
+
+def test_an_infinite_rate_is_all_at_once():
+    assert list(islice(poisson(math.inf, random.Random(0)), 3)) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("rate", [0, -1, math.nan])
+def test_a_rate_that_is_none_is_refused(rate):
+    with pytest.raises(ValueError, match="above zero"):
+        next(poisson(rate, random.Random(0)))
+
+
+def test_the_rate_counts_requests_and_not_conversations():
+    starts = conversation_starts([4] * 5000, 8, random.Random(1))
+    assert len(starts) == 5000
+    assert 5000 * 4 / starts[-1] == pytest.approx(8, rel=0.04)
+    assert conversation_starts([], 8, random.Random(1)) == []

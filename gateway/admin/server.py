@@ -27,6 +27,9 @@ import orjson
 from aiohttp import web
 
 from gateway.config import ConfigError
+from gateway.dispatch.errors import error_object
+from gateway.dispatch.life import Failure
+from gateway.prompt import PromptError
 from gateway.telemetry.metrics import Metrics
 
 log = logging.getLogger("hitherto.admin")
@@ -59,7 +62,8 @@ class Gateway(Protocol):
         """As `telemetry.view.View.status`."""
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        """As `gateway.explain.describe`; raises PromptError for the client's own faults."""
+        """As `gateway.explain.describe`; raises PromptError for the client's own faults, Failure when
+        no replica could answer."""
 
 
 class Refusal(Exception):
@@ -169,13 +173,13 @@ class Admin:
         return answer({"id": id, "removed": True})
 
     async def explain(self, request: web.Request) -> web.Response:
-        from gateway.prompt import PromptError
-
         path = request.query.get("path", "/v1/chat/completions")
         try:
             return answer(await self.gateway.explain(path, await request.read(), dict(request.headers)))
         except PromptError as wrong:
             return error(wrong.status, wrong.message, wrong.code, wrong.type, wrong.param)
+        except Failure as nobody:
+            return answer(error_object("", nobody.status, nobody.message, **nobody.fields), nobody.status)
 
     def _known(self, request: web.Request) -> str:
         id = request.match_info["id"]

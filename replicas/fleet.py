@@ -10,7 +10,7 @@
 
 Callbacks run in the event loop, at once, in the order of the changes; the replica already is in
 its new state. A restart that nobody saw as a failure shows as READY -> WARMING -> READY with a
-new `incarnation`.
+new `incarnation`; READY -> READY means that it serves other models or publishes elsewhere than before.
 """
 
 import asyncio
@@ -61,7 +61,9 @@ class Fleet:
         """Open the session that all probes share. Does not wait for any replica."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)  # vLLM closes after 5 s
-            self._session = aiohttp.ClientSession(connector=connector)
+            self._session = aiohttp.ClientSession(
+                connector=connector, cookie_jar=aiohttp.DummyCookieJar()
+            )
 
     async def stop(self) -> None:
         """Stop every engine of our own (no drain: `drain` is for that) and all watching."""
@@ -71,6 +73,7 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for replica in self.replicas.values():
+            replica.pid = None
             self._tell(replica, Event.STOPPED, "the gateway stopped")
         if self._session:
             await self._session.close()
@@ -113,7 +116,7 @@ class Fleet:
         replica.reason = "its process is being started"
 
         def started(pid: int) -> None:
-            replica.restarts += replica.pid is not None or replica.state is State.FAILED
+            replica.restarts += replica.state is State.FAILED
             replica.pid = pid
             replica.since = monotonic()
             self._tell(replica, Event.LAUNCHED, f"process {pid} started")
@@ -121,11 +124,13 @@ class Fleet:
         def exited(reason: str) -> None:
             replica.pid = None
             self._tell(replica, Event.GONE, reason)
+            if last := supervisor.tail.lines[-10:]:
+                log.warning("replica %s: its last lines:\n  %s", replica.id, "\n  ".join(last))
 
         def obstacle() -> str:
-            if is_free(HOST, ports.http):
-                return ""
-            return f"port {ports.http} is taken by {holder(ports.http) or 'another process'}: stop that"
+            for port in filter(lambda port: not is_free(HOST, port), ports):
+                return f"port {port} is taken by {holder(port) or 'another process'}: stop that"
+            return ""
 
         supervisor = Supervisor(
             profile.command(HOST, ports, model), on_start=started, on_exit=exited, obstacle=obstacle
@@ -149,6 +154,7 @@ class Fleet:
             replica,
             self._session,
             self._tell,
+            lambda replica: self._call_back(replica, replica.state),
             busy=lambda: self._inflight(replica.id) > 0,
             interval=self._interval,
             limits=self._limits,
@@ -180,6 +186,8 @@ class Fleet:
         running = self._drains.get(id)
         if running is None or running.done():
             self._tell(replica, Event.DRAIN, "drained on request")
+            if supervisor := self._supervisors.get(id):
+                supervisor.no_restart()
             running = asyncio.create_task(self._drain(replica), name=f"drain {id}")
             self._drains[id] = running
         return running
@@ -228,10 +236,13 @@ class Fleet:
             logging.WARNING if bad else logging.INFO,
             "replica %s: %s -> %s: %s", replica.id, before, replica.state, reason,
         )
+        self._call_back(replica, before)
+        if event is Event.LAUNCHED:
+            self._watches[replica.id].nudge()
+
+    def _call_back(self, replica: Replica, before: State) -> None:
         for callback in self.on_change:
             try:
                 callback(replica, before, replica.state)
             except Exception:
                 log.exception("a callback on replica changes failed")
-        if event is Event.LAUNCHED:
-            self._watches[replica.id].nudge()

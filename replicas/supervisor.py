@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
@@ -55,13 +56,20 @@ class Supervisor:
         self.pid: int | None = None
         self._on_start, self._on_exit, self._obstacle = on_start, on_exit, obstacle
         self._stopping = asyncio.Event()
+        self._last_life = False
+        self._keeper: asyncio.subprocess.Process | None = None
         self._control: asyncio.StreamWriter | None = None
         self._why = ""  # why we ended it ourselves
         self._task: asyncio.Task | None = None
 
     def start(self) -> None:
         self._stopping.clear()
+        self._last_life = False
         self._task = asyncio.create_task(self._run(), name=f"supervise {self.command.argv[:3]}")
+
+    def no_restart(self) -> None:
+        """Let the process be; should it end by itself, leave it at that."""
+        self._last_life = True
 
     async def stop(self, grace: float) -> None:
         """SIGTERM, `grace` seconds, SIGKILL; returns when the process and its children are gone."""
@@ -69,8 +77,8 @@ class Supervisor:
         self._ask_to_stop(grace)
         if self._task:
             await asyncio.wait([self._task], timeout=grace + 8)  # the keeper's sweep takes at most 5 s
-            if not self._task.done():
-                self._kill_group()
+            if not self._task.done():  # the keeper hangs itself
+                self._kill()
                 self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
@@ -84,12 +92,13 @@ class Supervisor:
         if self._control and not self._control.is_closing():
             self._control.write(f"stop {grace:g}\n".encode())
 
-    def _kill_group(self) -> None:
+    def _kill(self) -> None:
+        """Without the keeper's help."""
+        with suppress(ProcessLookupError):
+            self._keeper.kill()
         if self.pid is not None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
     async def _run(self) -> None:
         backoff = Backoff()
@@ -99,6 +108,8 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             wait = backoff.after(monotonic() - began) * random.uniform(0.9, 1.1)
+            if self._last_life:
+                return self._on_exit(reason)
             self._on_exit(f"{reason}; next start in {wait:.1f} s")
             try:
                 await asyncio.wait_for(self._stopping.wait(), wait)
@@ -125,6 +136,7 @@ class Supervisor:
             return f"cannot start {sys.executable}: {error.strerror}"
         finally:
             theirs.close()
+        self._keeper = keeper
         reader, self._control = await asyncio.open_connection(sock=ours)
         logs = asyncio.create_task(self._read_log(keeper.stdout))
         began, kills = monotonic(), oom_kills()
@@ -133,10 +145,7 @@ class Supervisor:
             await asyncio.wait([logs], timeout=2)  # the last lines are the ones that matter
         finally:
             self._control.close()  # were we cancelled: end of file, and the keeper stops the engine
-            self._control = None
-            if self.pid is not None and not reader.at_eof():
-                self._kill_group()
-            self.pid = None
+            self._control = self.pid = None
             logs.cancel()
         await keeper.wait()
         self.tail.close()
@@ -157,7 +166,7 @@ class Supervisor:
                 return "", int(rest)
             elif word == "error":
                 return f"cannot start {self.command.argv[0]}: {rest}; is it installed and on PATH?", 0
-        self._kill_group()
+        self._kill()
         return "its keeper process was killed, and the engine with it", 0
 
     async def _read_log(self, stream: asyncio.StreamReader) -> None:

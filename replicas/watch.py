@@ -19,7 +19,9 @@ from replicas.metrics import Scrape, parse
 from replicas.replica import EventSource, Replica
 from replicas.supervisor import Supervisor
 
-IDLE_SCRAPE, FACTS, CLOSEST = 5.0, 10.0, 0.1  # seconds between scrapes, full probes, any two probes
+# Seconds: between scrapes, between full probes, between any two looks, while starting; to wait for an answer.
+IDLE_SCRAPE, FACTS, CLOSEST, STARTING_INTERVAL = 5.0, 10.0, 0.1, 0.2
+DEADLINE, SHORT_DEADLINE = 2.0, 1.0
 
 
 class Watch:
@@ -28,6 +30,7 @@ class Watch:
         replica: Replica,
         session: aiohttp.ClientSession,
         tell: Callable[[Replica, Event, str], None],
+        changed: Callable[[Replica], None],
         *,
         busy: Callable[[], bool],
         interval: float = 1.0,
@@ -37,16 +40,18 @@ class Watch:
         supervisor: Supervisor | None = None,
         start_timeout: float = 0.0,
     ):
-        """`given`: the event source as the operator or the profile knows it, instead of asking.
+        """`changed` is told when a READY replica serves something else than before.
+        `given`: the event source as the operator or the profile knows it, instead of asking.
         `model`: the served name that must be listed. The last two for replicas of our own."""
-        self.replica, self.session, self.tell = replica, session, tell
+        self.replica, self.session, self.tell, self.changed = replica, session, tell, changed
         self.busy, self.interval, self.limits = busy, interval, limits
         self.given, self.model = given, model
         self.supervisor, self.start_timeout = supervisor, start_timeout
         self.health = Health(limits)
         self._nudged = asyncio.Event()
         self._lives = 0  # how often it came back, for engines that do not tell when they began
-        self._was_refused = False
+        self._was_refused = self._tells_start = False
+        self._named_pid: int | None = None
         self._facts_at = self._scraped_at = float("-inf")
 
     async def run(self) -> None:
@@ -58,12 +63,16 @@ class Watch:
     async def _pause(self) -> None:
         if not self._nudged.is_set():
             try:
-                wait = self.interval * random.uniform(0.8, 1.2)
-                await asyncio.wait_for(self._nudged.wait(), wait)
+                await asyncio.wait_for(self._nudged.wait(), self._interval() * random.uniform(0.8, 1.2))
             except TimeoutError:
                 return
         self._nudged.clear()
         await asyncio.sleep(min(CLOSEST, self.interval))
+
+    def _interval(self) -> float:
+        """Our own engine on its way up is asked more often: it costs a refused connect."""
+        young = self.replica.managed and self.replica.state in (State.STARTING, State.WARMING)
+        return min(self.interval, STARTING_INTERVAL) if young else self.interval
 
     def nudge(self) -> None:
         """Look again now: something happened."""
@@ -93,7 +102,7 @@ class Watch:
         pid, now = replica.pid, monotonic()
         full = replica.state is not State.READY or now - self._facts_at >= FACTS
         if full:
-            facts = await probe(replica.url, self.session)
+            facts = await probe(replica.url, self.session, DEADLINE)
         else:
             facts = await self._brief(now)
         if replica.pid != pid:
@@ -107,11 +116,11 @@ class Watch:
             self._answered(now, facts, full)
 
     async def _brief(self, now: float) -> Facts:
-        answer = await health(self.session, self.replica.url, 2.0)
+        answer = await health(self.session, self.replica.url, SHORT_DEADLINE)
         facts = Facts(alive=not answer.fault, fault=answer.fault, error=answer.error, serving=True)
         due = 0.0 if self.busy() else IDLE_SCRAPE
         if facts.alive and now - self._scraped_at >= due:
-            page = await get(self.session, f"{self.replica.url}/metrics", 2.0)
+            page = await get(self.session, f"{self.replica.url}/metrics", DEADLINE)
             if page.status == 200:
                 facts.scrape = parse(page.body, monotonic())
             self._scraped_at = monotonic()
@@ -119,7 +128,6 @@ class Watch:
 
     def _missed(self, now: float, facts: Facts) -> None:
         replica = self.replica
-        self._was_refused |= facts.fault == "connect"
         if replica.state is State.STARTING and replica.managed:
             self._still_starting(now, facts.error)
         elif replica.state in (State.STARTING, State.FAILED) and not replica.managed:
@@ -127,8 +135,8 @@ class Watch:
         else:
             self.health.probed(now, facts.fault, facts.error)
             self._judge(now)
-            if facts.fault == "connect":
-                self.nudge()  # a second refusal settles it, no need to wait a second for that
+            self._was_refused |= facts.fault == "connect"
+            self._nudged.set()  # ask again at once: a second refusal settles it, and a timeout took its time
 
     def _still_starting(self, now: float, error: str) -> None:
         replica, waited = self.replica, now - self.replica.since
@@ -149,7 +157,8 @@ class Watch:
             self._learn(facts)
         if facts.scrape:
             replica.scrape = facts.scrape
-        self._follow_incarnation(facts.scrape)
+        if self._follow_incarnation(facts.scrape) and not full:
+            return self.nudge()  # what the old process served says nothing about this one
         wrong = facts.error if not facts.serving else self._wrong_model()
         if replica.state in (State.STARTING, State.FAILED):
             self.tell(replica, Event.ANSWERS, "answers /health")
@@ -173,6 +182,7 @@ class Watch:
 
     def _learn(self, facts: Facts) -> None:
         replica = self.replica
+        before = (replica.models, replica.events, replica.max_model_len, replica.block_size)
         replica.models = facts.models
         replica.max_model_len = facts.max_model_len
         replica.version = facts.version
@@ -183,25 +193,39 @@ class Watch:
         replica.events = self.given or facts.sources.get(0)
         missing = facts.problems if not self.given else {k: v for k, v in facts.problems.items() if k != "events"}
         replica.problems = tuple(missing.values())
+        if replica.state is State.READY and before != (
+            replica.models, replica.events, replica.max_model_len, replica.block_size
+        ):
+            self.changed(replica)
 
-    def _follow_incarnation(self, scrape: Scrape | None) -> None:
-        """Another process behind the port means another, empty cache."""
+    def _follow_incarnation(self, scrape: Scrape | None) -> bool:
+        """Another process behind the port means another, empty cache; whether it is one."""
         replica = self.replica
-        if scrape and scrape.started:
-            current = f"{scrape.started:.2f}"
-        elif replica.managed:
-            current = replica.incarnation if scrape is None and replica.incarnation else f"pid-{replica.pid}"
-        elif self._was_refused or not replica.incarnation:
-            self._lives += 1
-            current = f"seen-{self._lives}"
-        else:
-            current = replica.incarnation
+        before, replica.incarnation = replica.incarnation, self._name(scrape.started if scrape else None)
         self._was_refused = False
-        before, replica.incarnation = replica.incarnation, current
-        if before and before != current:
-            self.health = Health(self.limits)
-            self._facts_at = float("-inf")
-            self.tell(replica, Event.RESTARTED, "another process answers: it was restarted, its cache is empty")
+        if not before or before == replica.incarnation:
+            return False
+        self.health = Health(self.limits)
+        self.tell(replica, Event.RESTARTED, "another process answers: it was restarted, its cache is empty")
+        return True
+
+    def _name(self, started: float | None) -> str:
+        """The incarnation's name: when the process began, which every gateway reads alike; else its pid,
+        if it is ours; else a count of the times it came back after nobody had listened. One incarnation
+        keeps its name, also when a later scrape tells more or less."""
+        replica, known = self.replica, self.replica.incarnation
+        if replica.managed:
+            if replica.pid == self._named_pid:
+                return known
+            self._named_pid = replica.pid
+            return f"{started:.2f}" if started else f"pid-{replica.pid}"
+        if started and (self._tells_start or self._was_refused or not known):
+            self._tells_start = True
+            return f"{started:.2f}"
+        if known and (self._tells_start or not self._was_refused):
+            return known
+        self._lives += 1
+        return f"seen-{self._lives}"
 
     def _judge(self, now: float) -> None:
         replica = self.replica

@@ -1,0 +1,128 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicas.health import FAULTS, Health, Limits, Verdict
+
+GOOD, TROUBLE, LOST = Verdict.GOOD, Verdict.TROUBLE, Verdict.LOST
+
+
+def verdict(health: Health, now: float = 0.0) -> Verdict:
+    return health.opinion(now).verdict
+
+
+def test_unheard_is_good():
+    assert verdict(Health()) is GOOD
+
+
+@pytest.mark.parametrize("kind", ["closed", "timeout", "5xx"])
+def test_three_failed_requests_in_a_row_are_trouble(kind):
+    health = Health()
+    for now in (1.0, 2.0):
+        health.failed(now, kind)
+        assert verdict(health, now) is GOOD
+    health.failed(3.0, kind)
+    assert verdict(health, 3.0) is TROUBLE
+    assert kind in health.opinion(3.0).reason
+
+
+def test_an_answered_request_in_between_clears_the_count():
+    health = Health()
+    for _ in range(5):
+        health.failed(1.0, "5xx")
+        health.failed(1.0, "closed")
+        health.succeeded(1.0)
+    assert verdict(health, 1.0) is GOOD
+
+
+@pytest.mark.parametrize("kind", ["4xx", "busy", ""])
+def test_what_is_not_the_engines_fault_cannot_be_counted(kind):
+    with pytest.raises(ValueError, match="not a fault of the engine"):
+        Health().failed(0.0, kind)
+
+
+@pytest.mark.parametrize("seen", ["tt", "pp", "tp", "pt"])
+def test_two_refusals_mean_nobody_is_there(seen):
+    health = Health()
+    for who in seen:
+        assert verdict(health) is GOOD
+        health.failed(0.0, "connect") if who == "t" else health.probed(0.0, "connect", "nothing listens")
+    assert verdict(health) is LOST
+
+
+def test_a_good_probe_does_not_excuse_failing_requests_before_the_hold_ends():
+    health = Health()
+    for _ in range(3):
+        health.failed(10.0, "5xx")
+    for now in (10.5, 11.0, 11.9):
+        health.probed(now)
+        assert verdict(health, now) is TROUBLE
+    health.probed(12.1)
+    assert verdict(health, 12.1) is GOOD
+
+
+def test_each_failed_try_after_a_hold_doubles_it_up_to_half_a_minute():
+    health, now, holds = Health(), 0.0, []
+    for _ in range(3):
+        health.failed(now, "5xx")
+    for _ in range(7):
+        began = now
+        while verdict(health, now) is TROUBLE:
+            now += 0.5
+            health.probed(now)
+        holds.append(now - began)
+        health.failed(now, "5xx")  # one is enough now
+        assert verdict(health, now) is TROUBLE
+    assert holds == [2, 4, 8, 16, 30, 30, 30]
+    health.succeeded(now)
+    assert verdict(health, now) is GOOD
+    health.failed(now, "5xx")
+    assert verdict(health, now) is GOOD
+
+
+def test_failed_probes_alone_are_trouble_until_two_succeed():
+    health = Health()
+    for now in (1.0, 2.0, 3.0):
+        health.probed(now, "timeout", "/health did not answer within 1 s")
+    assert health.opinion(3.0) == (TROUBLE, "/health did not answer within 1 s")
+    health.probed(4.0)
+    assert verdict(health, 4.0) is TROUBLE
+    health.probed(5.0)
+    assert verdict(health, 5.0) is GOOD
+
+
+def test_a_busy_engine_may_answer_probes_late_while_it_answers_requests():
+    health = Health()
+    for now in range(60):
+        health.probed(now, "timeout", "late")
+        health.succeeded(now + 0.5)
+        assert verdict(health, now + 0.5) is GOOD
+
+
+def test_silence_for_long_is_lost_and_says_for_how_long():
+    health = Health(Limits(lost_after=15.0))
+    for now in range(15):
+        health.probed(float(now), "timeout", "no answer")
+        assert verdict(health, float(now)) is not LOST
+    assert health.opinion(15.0) == (LOST, "no answer for 15 s: no answer")
+
+
+WORD = st.one_of(st.just("ok"), st.just("probe ok"), st.sampled_from(FAULTS), st.sampled_from([f"probe {f}" for f in FAULTS]))
+
+
+@given(st.lists(st.tuples(WORD, st.floats(0, 5)), max_size=60))
+def test_an_answered_request_always_makes_it_good_and_enough_good_probes_too(history):
+    health, now = Health(), 0.0
+    for word, wait in history:
+        now += wait
+        if word == "ok":
+            health.succeeded(now)
+            assert verdict(health, now) is GOOD
+        elif word.startswith("probe "):
+            health.probed(now, word[6:].removesuffix("ok"), "error")
+        else:
+            health.failed(now, word)
+    for _ in range(2):
+        now += 31
+        health.probed(now)
+    assert verdict(health, now) is GOOD

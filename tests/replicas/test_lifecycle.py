@@ -1,0 +1,73 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicas.lifecycle import TABLE, Event, State, follows
+from replicas.replica import Replica
+
+EVENTS = st.lists(st.sampled_from(Event), max_size=40)
+
+
+def test_every_state_is_in_the_table_and_can_be_reached():
+    assert set(TABLE) == set(State)
+    reached, todo = {State.STARTING}, [State.STARTING]
+    while todo:
+        for after in TABLE[todo.pop()].values():
+            if after not in reached:
+                reached.add(after)
+                todo.append(after)
+    assert reached == set(State)
+
+
+def test_a_life():
+    state = State.STARTING
+    for event, expected in [
+        (Event.LAUNCHED, State.STARTING),
+        (Event.ANSWERS, State.WARMING),
+        (Event.SERVES, State.READY),
+        (Event.TROUBLE, State.DEGRADED),
+        (Event.SERVES, State.READY),
+        (Event.GONE, State.FAILED),
+        (Event.LAUNCHED, State.STARTING),
+        (Event.ANSWERS, State.WARMING),
+        (Event.SERVES, State.READY),
+        (Event.RESTARTED, State.WARMING),
+        (Event.SERVES, State.READY),
+        (Event.DRAIN, State.DRAINING),
+        (Event.STOPPED, State.STOPPED),
+    ]:
+        state = follows(state, event)
+        assert state is expected
+
+
+@given(EVENTS)
+def test_traffic_only_after_the_model_was_seen(events):
+    """READY comes only by SERVES, and never straight from STARTING or FAILED."""
+    state = State.STARTING
+    for event in events:
+        after = follows(state, event) or state
+        if after is State.READY and state is not State.READY:
+            assert event is Event.SERVES and state in (State.WARMING, State.DEGRADED)
+        state = after
+
+
+@given(EVENTS)
+def test_a_drained_replica_stays_away_until_it_is_wanted(events):
+    state = State.DRAINING
+    for event in events:
+        before, state = state, follows(state, event) or state
+        if before is State.DRAINING:
+            assert state in (State.DRAINING, State.STOPPED)
+        if before is State.STOPPED and state is not State.STOPPED:
+            assert (event, state) == (Event.LAUNCHED, State.STARTING)
+            return
+
+
+def test_apply_tells_the_state_before_and_keeps_the_reason():
+    replica = Replica("h:1", "http://h:1", "h", 1)
+    assert replica.apply(Event.ANSWERS, "hello", 5.0) is State.STARTING
+    assert (replica.state, replica.reason, replica.since) == (State.WARMING, "hello", 5.0)
+    assert replica.apply(Event.TROUBLE, "means nothing here", 6.0) is None
+    assert (replica.state, replica.reason, replica.since) == (State.WARMING, "hello", 5.0)
+    replica.apply(Event.GONE, "first reason", 7.0)
+    assert replica.apply(Event.GONE, "newer reason", 8.0) is None
+    assert (replica.state, replica.reason, replica.since) == (State.FAILED, "newer reason", 7.0)

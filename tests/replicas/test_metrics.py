@@ -1,0 +1,64 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicas.metrics import Scrape, parse
+
+# Two data-parallel ranks, names and labels as vLLM 0.32 writes them, and neighbours that begin alike.
+PAGE = b"""# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.
+# TYPE process_start_time_seconds gauge
+process_start_time_seconds 1.79516901798e+09
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 7.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 700.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+vllm:prefix_cache_queries_total{engine="0",model_name="a \\"b\\" {c} 9"} 1024.0
+vllm:prefix_cache_queries_created{engine="0",model_name="m"} 1.7e+09
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 992.0
+vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="2048",x="None"} 1.0
+"""
+
+
+def test_a_page_of_today():
+    assert parse(PAGE, 5.0) == Scrape(5.0, 5, 7, 0.5, 1024, 992, 1795169017.98, 16, 2048)
+
+
+def test_older_names():
+    page = b"vllm:gpu_cache_usage_perc{} 0.125\nvllm:gpu_prefix_cache_queries_total 10\nvllm:gpu_prefix_cache_hits_total 4"
+    scrape = parse(page, 0.0)
+    assert (scrape.kv_usage, scrape.prefix_queries, scrape.prefix_hits) == (0.125, 10, 4)
+
+
+def test_a_counters_creation_stands_in_for_the_process_start():
+    assert parse(b'vllm:prompt_tokens_created{engine="0"} 17.5\n', 0.0).started == 17.5
+
+
+def test_each_missing_series_is_none_and_leaves_the_others():
+    full = parse(PAGE, 0.0)._asdict()
+    series = {
+        "running": b"vllm:num_requests_running",
+        "waiting": b"vllm:num_requests_waiting",
+        "kv_usage": b"vllm:kv_cache_usage_perc",
+        "prefix_queries": b"vllm:prefix_cache_queries_total",
+        "prefix_hits": b"vllm:prefix_cache_hits_total",
+        "started": b"process_start_time_seconds",
+    }
+    for field, name in series.items():
+        rest = b"\n".join(line for line in PAGE.split(b"\n") if not line.startswith(name))
+        assert parse(rest, 0.0)._asdict() == {**full, field: None}
+
+
+def test_nonsense_values_are_missing_values():
+    page = b'vllm:num_requests_running NaN\nvllm:num_requests_waiting +Inf\nvllm:kv_cache_usage_perc NaN\nvllm:cache_config_info{block_size="None"} 1'
+    assert parse(page, 0.0) == Scrape(0.0, *[None] * 8)
+    assert parse(b"{}", 0.0) == Scrape(0.0, *[None] * 8)
+
+
+@given(st.lists(st.sampled_from([*PAGE.split(b"\n"), b"{", b"}", b"\n", b"vllm:num_requests_running", b"\xff"])))
+def test_never_raises(lines):
+    scrape = parse(b"\n".join(lines), 1.0)
+    assert scrape.kv_usage is None or 0 <= scrape.kv_usage <= 1

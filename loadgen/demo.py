@@ -29,13 +29,13 @@ from loadgen.client import Client
 from loadgen.drive import Asking, Run
 from loadgen.report import setting, summarise
 from loadgen.serving import model_of, stop_on_interrupt
-from loadgen.sources import Document
+from loadgen.sources import Document, read_text
 from loadgen.stack import Stack
 from loadgen.workloads import CHARS_PER_TOKEN, Conversation, multi_turn
 
 POLICIES = ("round_robin", "least_time")
 ENGINES = 4
-TEXTS, TEXT_TOKENS = 24, 4000
+TEXTS, TEXT_TOKENS, LEAST_TOKENS = 24, 4000, 500
 REQUESTS, RATE, TURNS, THINK, REPLY_TOKENS = 360, 10.0, 4, 1.5, 40
 PRESSURE = 1.5
 BLOCK = 16
@@ -62,7 +62,10 @@ class Plan:
 
 def plan(path: Path | None) -> Plan:
     """The texts, and caches sized to them. Raises BadSource."""
-    documents = options.texts(path, TEXTS, TEXT_TOKENS)
+    tokens = TEXT_TOKENS
+    if path is not None:  # a short file is cut into shorter texts, so that there are still several
+        tokens = min(TEXT_TOKENS, max(LEAST_TOKENS, len(read_text(path)) // CHARS_PER_TOKEN // TEXTS))
+    documents = options.texts(path, TEXTS, tokens)
     tokens = sum(len(document.text) for document in documents) // CHARS_PER_TOKEN
     least = 4 * TEXT_TOKENS  # what a few running conversations need in any case
     return Plan(documents, math.ceil(max(PRESSURE * tokens / ENGINES, least) / BLOCK))

@@ -90,27 +90,43 @@ def _function(node: ast.stmt, prefix: str):
 
 def file_documents(path: Path, length: int) -> list[Document]:
     """Cut a text file at paragraphs into documents of about `length` characters. Raises BadSource."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadSource(f"{path}: not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise BadSource(f"{path}: {error.strerror}") from None
-    paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
+    text = read_text(path)
+    paragraphs = [piece for part in text.split("\n\n") if part.strip() for piece in _pieces(part.strip(), length)]
     documents, part, size = [], [], 0
     for paragraph in paragraphs:
-        part.append(paragraph)
-        size += len(paragraph) + 2
-        if size >= length:
+        if part and size + len(paragraph) > length:
             documents.append(part)
             part, size = [], 0
+        part.append(paragraph)
+        size += len(paragraph) + 2
     if part:
         documents.append(part)
     if not documents:
         raise BadSource(f"{path}: the file holds no text")
-    return [_passages(f"{path.name}, part {number}", part, length) for number, part in enumerate(documents, 1)]
+    return [_passages(f"{path.name}, part {number}", part) for number, part in enumerate(documents, 1)]
 
 
-def _passages(title: str, paragraphs: list[str], length: int) -> Document:
+def read_text(path: Path) -> str:
+    """A UTF-8 file's text. Raises BadSource."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadSource(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise BadSource(f"{path}: {error.strerror}") from None
+
+
+def _pieces(paragraph: str, length: int):
+    """A paragraph longer than `length`, cut at white space where there is some."""
+    while len(paragraph) > length:
+        cut = max(paragraph.rfind(" ", 1, length), paragraph.rfind("\n", 1, length))
+        cut = cut if cut > 0 else length
+        yield paragraph[:cut]
+        paragraph = paragraph[cut:].strip()
+    if paragraph:
+        yield paragraph
+
+
+def _passages(title: str, paragraphs: list[str]) -> Document:
     topics = tuple(f"the passage that begins “{' '.join(paragraph.split()[:8])}”" for paragraph in paragraphs)
-    return Document(title, "\n\n".join(paragraphs)[:2 * length], topics)
+    return Document(title, "\n\n".join(paragraphs), topics)

@@ -1,0 +1,146 @@
+import gzip
+import json
+import random
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from loadgen.sources import BadSource, Document, file_documents, stdlib_documents
+from loadgen.workloads import BadWorkload, conversation_file, multi_turn, shared_prefix
+
+DOCUMENTS = [Document(f"d{number}", f"text {number} " * 300, ("d.a", "d.b", "d.c")) for number in range(5)]
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 80), st.integers(1, 9), st.integers(0, 1000))
+def test_multi_turn_makes_as_many_requests_as_asked_and_the_same_again(requests, turns, seed):
+    made = multi_turn(DOCUMENTS, requests, turns, 1.0, 40, random.Random(seed))
+    assert sum(len(conversation.turns) for conversation in made) == requests
+    assert made == multi_turn(DOCUMENTS, requests, turns, 1.0, 40, random.Random(seed))
+    for conversation in made:
+        assert [message["role"] for message in conversation.turns[0].messages] == ["system", "user"]
+        assert all([message["role"] for message in turn.messages] == ["user"] for turn in conversation.turns[1:])
+        assert len(conversation.turns) <= turns + turns // 2
+        assert all(20 <= turn.max_tokens <= 60 for turn in conversation.turns)
+        assert all(turn.think > 0 for turn in conversation.turns)
+    assert len({conversation.id for conversation in made}) == len(made)
+
+
+def test_another_seed_asks_something_else():
+    def made(seed):
+        return multi_turn(DOCUMENTS, 20, 4, 0.0, 40, random.Random(seed))
+    assert made(1) != made(2)
+    assert all(turn.think == 0 for conversation in made(1) for turn in conversation.turns)
+
+
+def test_multi_turn_takes_documents_evenly():
+    made = multi_turn(DOCUMENTS, 10_000, 1, 0.0, 4, random.Random(0))
+    counts = {}
+    for conversation in made:
+        system = conversation.turns[0].messages[0]["content"]
+        counts[system] = counts.get(system, 0) + 1
+    assert set(counts.values()) == {2000}
+
+
+def test_shared_prefix_shares_the_system_prompt_and_nothing_else():
+    made = shared_prefix(DOCUMENTS, 200, 3, 100, 16, random.Random(0))
+    systems = [conversation.turns[0].messages[0]["content"] for conversation in made]
+    users = [conversation.turns[0].messages[1]["content"] for conversation in made]
+    assert len(set(systems)) == 3
+    assert len(set(users)) == 200
+    assert all(300 < len(user) < 600 for user in users)  # about 100 tokens of 4 characters
+
+
+def test_more_prefixes_than_documents_still_differ():
+    made = shared_prefix(DOCUMENTS, 300, 12, 10, 16, random.Random(0))
+    assert len({conversation.turns[0].messages[0]["content"] for conversation in made}) == 12
+
+
+def write(path, *lines, compress=False):
+    data = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines).encode()
+    path.write_bytes(gzip.compress(data) if compress else data)
+    return path
+
+
+def u(text):
+    return {"role": "user", "content": text}
+
+
+def a(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+@pytest.mark.parametrize("compress, name", [(False, "x.jsonl"), (True, "x.jsonl.gz")])
+def test_a_file_becomes_turns(tmp_path, compress, name):
+    call = a(None, tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}])
+    lines = [{"id": "one", "messages": [{"role": "system", "content": "s"}, u("q1"), a("12345678"), u("q2"), call,
+                                        {"role": "tool", "tool_call_id": "1", "content": "r"}, a("end"), u("bye")], "tools": [{"f": 1}]},
+             "", [u("q"), a("x" * 400)]]
+    path = write(tmp_path / name, *lines, compress=compress)
+    made = {item.id: item for item in conversation_file(path, None, None, 0.0, random.Random(0))}
+    one, other = made["one"], made["line-3"]
+    assert [len(turn.messages) for turn in one.turns] == [2, 1, 1, 1]
+    assert [turn.reply for turn in one.turns] == [a("12345678"), call, a("end"), None]
+    assert one.turns[0].max_tokens == 2 and other.turns[0].max_tokens == 100
+    assert one.extra == {"tools": [{"f": 1}]} and other.extra == {}
+
+
+def test_a_file_is_cut_or_repeated_to_the_number_of_requests(tmp_path):
+    path = write(tmp_path / "x.jsonl", *([u("q"), a("r"), u("q"), a("r")] for _ in range(3)))
+    for requests in (1, 5, 6, 7, 20):
+        made = conversation_file(path, requests, 9, 1.0, random.Random(0))
+        assert sum(len(item.turns) for item in made) == requests
+        assert len({item.id for item in made}) == len(made)
+        assert all(turn.max_tokens == 9 for item in made for turn in item.turns)
+
+
+@pytest.mark.parametrize("line, why", [
+    ("{", "line 2: not JSON"), ("3", "line 2: expected"), ({"messages": 3}, "line 2: expected"),
+    ({"messages": [3]}, 'line 2: every message is an object with a "role"'), ({"messages": [{"content": "x"}]}, "line 2: every message"),
+])
+def test_a_bad_line_is_named(tmp_path, line, why):
+    path = write(tmp_path / "x.jsonl", [u("q")], line)
+    with pytest.raises(BadWorkload, match=why):
+        conversation_file(path, None, None, 0.0, random.Random(0))
+
+
+def test_files_that_are_no_use(tmp_path):
+    with pytest.raises(BadWorkload, match="No such file"):
+        conversation_file(tmp_path / "none.jsonl", None, None, 0.0, random.Random(0))
+    with pytest.raises(BadWorkload, match="no conversation"):
+        conversation_file(write(tmp_path / "x.jsonl", [{"role": "system", "content": "s"}]), None, None, 0.0, random.Random(0))
+    bad = tmp_path / "x.jsonl.gz"
+    bad.write_bytes(b"no gzip")
+    with pytest.raises(BadWorkload, match=r"x\.jsonl\.gz"):
+        conversation_file(bad, None, None, 0.0, random.Random(0))
+
+
+def test_the_standard_library_talks_about_itself():
+    documents = stdlib_documents(24, 8000)
+    assert len(documents) == 24 and len({document.title for document in documents}) == 24
+    assert documents == stdlib_documents(24, 8000)
+    assert all(4000 < len(document.text) <= 8000 for document in documents)
+    logging = next(document for document in documents if document.title == "logging")
+    assert "logging.Formatter" in logging.topics and "Formatter instances are used to convert" in logging.text
+
+
+@given(st.lists(st.text("ab \n", max_size=60), min_size=1, max_size=20), st.integers(1, 100))
+def test_a_text_file_is_cut_at_paragraphs_and_nothing_is_lost(tmp_path_factory, paragraphs, length):
+    path = tmp_path_factory.mktemp("text") / "f.txt"
+    text = "\n\n".join(paragraphs)
+    path.write_text(text, newline="")
+    if not text.strip():
+        with pytest.raises(BadSource, match="no text"):
+            file_documents(path, length)
+        return
+    documents = file_documents(path, length)
+    assert all(document.text and document.topics for document in documents)
+    assert "".join("".join(document.text for document in documents).split()) == "".join(text.split())
+
+
+def test_text_files_that_are_no_use(tmp_path):
+    with pytest.raises(BadSource, match="No such file"):
+        file_documents(tmp_path / "none.txt", 100)
+    (tmp_path / "binary").write_bytes(b"ok \xff\xfe")
+    with pytest.raises(BadSource, match="not UTF-8 text .byte 3"):
+        file_documents(tmp_path / "binary", 100)

@@ -42,6 +42,7 @@ class EngineRequest:
     max_tokens: int
     output_blocks: Callable[[int], Key] | None = None
     stop_tokens: int | None = None
+    owner: object = None  # the caller's own; the engine never looks at it
 
 
 class Output(NamedTuple):

@@ -1,0 +1,6 @@
+"""`python -m replicas.simulated`: see cli."""
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,130 @@
+"""Command line of one simulated engine: `hitherto replica` and `python -m replicas.simulated`."""
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags; names that vLLM has too mean what they mean there."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port, 0 for a free one (default: %(default)s)")
+    parser.add_argument("--model", metavar="DIR", help="folder with tokenizer.json and a chat template "
+                                                       "(default: the bundled demo model)")
+    parser.add_argument("--served-model-name", default="sim", metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--profile", default="gpu-8b", metavar="NAME|FILE",
+                        help="how fast and how large the engine is: gpu-8b, cpu-tiny or a YAML file "
+                             "(default: %(default)s)")
+    parser.add_argument("--speedup", type=float, metavar="X", help="run X times as fast as the profile says")
+    parser.add_argument("--num-blocks", type=int, metavar="N", help="KV blocks, instead of the profile's")
+    parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a block, instead of the profile's")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="context length, instead of the profile's")
+    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once")
+    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step")
+    parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="serve an adapter; may be repeated")
+    parser.add_argument("--events-port", type=int, default=0, metavar="PORT",
+                        help="ZMQ port for KV events (default: a free one, see /kv_event_sources)")
+    parser.add_argument("--replay-port", type=int, default=0, metavar="PORT", help="ZMQ port for their replay")
+    parser.add_argument("--events-topic", default="", metavar="TOPIC", help="topic of the events (default: empty)")
+    parser.add_argument("--event-encoding", choices=("map", "array"), default="map",
+                        help="map as vLLM from 0.24 on, array as before (default: %(default)s)")
+    parser.add_argument("--no-events", action="store_true", help="publish no KV events, which is vLLM's default")
+    parser.add_argument("--no-cached-tokens", action="store_true",
+                        help="leave cached_tokens out of usage, which is vLLM's default")
+    parser.add_argument("--seed", type=int, default=0, help="of the replies' text and of the block keys")
+
+
+def _profile(args: argparse.Namespace):
+    from .profile import load_profile
+    return load_profile(args.profile, speedup=args.speedup, num_blocks=args.num_blocks, block_size=args.block_size,
+                        max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
+                        max_num_batched_tokens=args.max_num_batched_tokens)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT. Exit code 2 for a flag that cannot be, 1 if the engine fails."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    try:
+        profile = _profile(args)
+        from .model import sim_model_dir
+        model_dir = Path(args.model) if args.model else sim_model_dir()
+        if not (model_dir / "tokenizer.json").is_file():
+            raise ValueError(f"--model {model_dir}: no tokenizer.json there")
+    except (ValueError, OSError) as error:
+        print(f"hitherto replica: {error}", file=sys.stderr)
+        return 2
+    import uvloop
+    return uvloop.run(_serve(args, profile, model_dir))
+
+
+def _load(model_dir: Path, seed: int) -> tuple:
+    from .replies import Replies
+    from .tokens import Tokens
+    tokens = Tokens(model_dir)
+    return tokens, Replies(tokens, seed)
+
+
+async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
+    loading = asyncio.get_running_loop().run_in_executor(None, _load, model_dir, args.seed)
+    from aiohttp import web
+
+    from .engine import Engine
+    from .metrics import Metrics
+    from .publisher import Publisher
+    from .runner import Runner
+    from .server import KEEP_ALIVE, Server
+    publisher = None
+    try:
+        if not args.no_events:
+            publisher = Publisher(args.host, args.events_port, args.replay_port, profile.block_size,
+                                  args.events_topic, args.event_encoding)
+        tokens, replies = await loading
+        engine = Engine(profile, every_token=True)
+        metrics = Metrics(engine, args.served_model_name)
+        runner = Runner(engine, metrics, publisher, args.seed)
+        server = Server(runner, tokens, replies, metrics, publisher, args.served_model_name,
+                        str(args.model or args.served_model_name), args.lora, not args.no_cached_tokens)
+        http = web.AppRunner(server.app(), handler_cancellation=True, keepalive_timeout=KEEP_ALIVE, access_log=None,
+                             shutdown_timeout=1.0)
+        await http.setup()
+        site = web.TCPSite(http, args.host, args.port, backlog=1024, reuse_address=True)
+        await site.start()
+    except OSError as error:
+        print(f"hitherto replica: {error}", file=sys.stderr)
+        return 1
+    port = site._server.sockets[0].getsockname()[1]
+    logging.info("simulated engine %s (%s, %d blocks of %d) on http://%s:%d, events %s", args.served_model_name,
+                 profile.name, profile.num_blocks, profile.block_size, args.host, port,
+                 f"on {publisher.port}, replay on {publisher.replay_port}" if publisher else "off")
+    return await _until_told(runner, publisher, http)
+
+
+async def _until_told(runner, publisher, http) -> int:
+    """Run until a signal (0) or until one of the engine's tasks fails (1): a dead engine must not look alive."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    tasks = [asyncio.ensure_future(runner.run()), asyncio.ensure_future(stop.wait())]
+    if publisher is not None:
+        tasks.append(asyncio.ensure_future(publisher.serve_replay()))
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    failed = [task for task in done if task.exception() is not None]
+    for task in failed:
+        logging.error("the engine failed", exc_info=task.exception())
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await http.cleanup()
+    if publisher is not None:
+        publisher.close()
+    return 1 if failed else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="hitherto replica", description="One simulated vLLM engine.")
+    add_arguments(parser)
+    return run(parser.parse_args(argv))

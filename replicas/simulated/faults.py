@@ -1,0 +1,76 @@
+"""Faults on order: POST /faults makes the engine fail in the ways real ones do, for tests of what stands before it."""
+import asyncio
+import os
+import time
+
+from .publisher import Publisher
+from .runner import Runner
+from .tokens import RequestError
+
+KINDS = {
+    "die": "true: the process exits at once, as if killed",
+    "hang": "seconds for which nothing is answered and no step is done",
+    "slow": "every step takes so many times as long, until set back to 1",
+    "error_503": "the next n requests are answered 503, as by an engine whose queue is full",
+    "error_500": "the next n requests are answered 500",
+    "refuse": "the next n requests are cut off without an answer",
+    "die_mid_stream": "the next n streams are cut off after their second token",
+    "drop_events": "the next n event batches are not sent; they can be replayed",
+    "reorder_events": "the next n event batches are each sent after the one that follows",
+    "mute_events": "true: no events at all any more, and no gap that would show it; false: again",
+}
+
+
+class Faults:
+    """What is still to go wrong. Counts go down by one with each fault done."""
+
+    def __init__(self, runner: Runner, publisher: Publisher | None):
+        self._runner, self._publisher = runner, publisher
+        self.counts = dict.fromkeys(("error_503", "error_500", "refuse", "die_mid_stream"), 0)
+
+    def order(self, body: dict) -> dict:
+        """Set the faults named in `body`, the others stay. RequestError, and nothing set, if one is not understood."""
+        for name, value in body.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name not in KINDS:
+                raise RequestError(f"unknown fault {name!r}; known are {', '.join(KINDS)}")
+            if isinstance(value, bool) != (name in ("die", "mute_events")) or number and value < 0 \
+                    or name == "slow" and not value:
+                raise RequestError(f"{name}: {KINDS[name]}; not {value!r}")
+            if name in ("drop_events", "reorder_events", "mute_events") and self._publisher is None:
+                raise RequestError(f"{name}: this engine publishes no events")
+        for name, value in body.items():
+            self._set(name, value)
+        return self.state()
+
+    def _set(self, name: str, value) -> None:
+        if name == "die" and value:
+            os._exit(137)
+        elif name == "hang":
+            self._runner.hang_until = time.monotonic() + value
+        elif name == "slow":
+            self._runner.slow = float(value)
+        elif name == "drop_events":
+            self._publisher.drop = int(value)
+        elif name == "reorder_events":
+            self._publisher.swap = int(value)
+        elif name == "mute_events":
+            self._publisher.mute = value
+        elif name in self.counts:
+            self.counts[name] = int(value)
+
+    def state(self) -> dict:
+        publisher = self._publisher
+        return {"hang": max(0.0, self._runner.hang_until - time.monotonic()), "slow": self._runner.slow, **self.counts,
+                "drop_events": publisher.drop if publisher else 0, "reorder_events": publisher.swap if publisher else 0,
+                "mute_events": publisher.mute if publisher else False}
+
+    def happens(self, name: str) -> bool:
+        """Is one of these due now? Counts it down."""
+        due = self.counts[name] > 0
+        self.counts[name] -= due
+        return due
+
+    async def hang(self) -> None:
+        while (left := self._runner.hang_until - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, 0.05))

@@ -1,0 +1,114 @@
+"""The engine's Prometheus text, under vLLM's names and with its buckets. Written by hand: a scrape costs little."""
+import os
+import time
+from bisect import bisect_left
+
+from .engine import Engine, Step
+
+_FIRST = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+_BETWEEN = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_WHOLE = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = tuple(n * 10 ** power for power in range(6) for n in (1, 2, 5))
+_STEP = tuple(2 ** power for power in range(15))
+
+
+class _Histogram:
+    def __init__(self, name: str, about: str, bounds: tuple):
+        self.name, self.about, self._bounds = name, about, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def lines(self, labels: str) -> list[str]:
+        lines, total = [f"# HELP {self.name} {self.about}", f"# TYPE {self.name} histogram"], 0
+        for bound, count in zip((*map(float, self._bounds), "+Inf"), self._counts):
+            total += count
+            lines.append(f'{self.name}_bucket{{{labels},le="{bound}"}} {float(total)}')
+        return [*lines, f"{self.name}_count{{{labels}}} {float(total)}", f"{self.name}_sum{{{labels}}} {self._sum}"]
+
+
+class Metrics:
+    """Counts what is not the engine's own to count: times seen by clients, and how requests ended."""
+
+    def __init__(self, engine: Engine, model: str):
+        self._engine = engine
+        self._labels = f'engine="0",model_name="{model}"'
+        self._started = time.time()
+        self._ended = dict.fromkeys(("stop", "length", "abort", "error", "repetition"), 0)
+        self._first = _Histogram("vllm:time_to_first_token_seconds", "Time to first token.", _FIRST)
+        self._between = _Histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _BETWEEN)
+        self._each = _Histogram("vllm:request_time_per_output_token_seconds", "Time per output token.", _BETWEEN)
+        self._whole = _Histogram("vllm:e2e_request_latency_seconds", "Time from arrival to the end.", _WHOLE)
+        self._decode = _Histogram("vllm:request_decode_time_seconds", "Time from first to last token.", _WHOLE)
+        self._prompt = _Histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._output = _Histogram("vllm:request_generation_tokens", "Output tokens of a request.", _TOKENS)
+        self._step = _Histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", _STEP)
+
+    def stepped(self, step: Step) -> None:
+        self._step.observe(step.prefill_tokens + step.decode_tokens)
+
+    def first_token(self, generation, now: float) -> None:
+        self._first.observe(now - generation.arrived)
+
+    def next_token(self, seconds: float) -> None:
+        self._between.observe(seconds)
+
+    def finished(self, generation, reason: str, now: float) -> None:
+        self._ended[reason] += 1
+        self._whole.observe(now - generation.arrived)
+        self._prompt.observe(len(generation.prompt))
+        self._output.observe(generation.sent if reason == "abort" else len(generation.ids))
+        if generation.begun:
+            self._decode.observe(now - generation.begun)
+            if len(generation.ids) > 1 and reason != "abort":
+                self._each.observe((now - generation.begun) / (len(generation.ids) - 1))
+
+    def text(self) -> str:
+        engine, counters, profile = self._engine, self._engine.counters, self._engine.profile
+        labels, lines = self._labels, []
+
+        def one(kind: str, name: str, about: str, value: float, more: str = "") -> None:
+            family = name
+            if not lines or f"# TYPE {family} {kind}" not in lines[-3:]:
+                lines.extend((f"# HELP {family} {about}", f"# TYPE {family} {kind}"))
+            lines.append(f"{name}{{{labels}{more}}} {float(value)}")
+
+        one("gauge", "vllm:num_requests_running", "Requests in the running batch.", engine.running)
+        one("gauge", "vllm:num_requests_waiting", "Requests waiting to be scheduled.", engine.waiting)
+        one("gauge", "vllm:num_requests_waiting_by_reason", "Requests waiting, by reason.", engine.waiting,
+            ',reason="capacity"')
+        one("gauge", "vllm:num_requests_waiting_by_reason", "Requests waiting, by reason.", 0, ',reason="deferred"')
+        one("gauge", "vllm:engine_sleep_state", "1 for the state the engine is in.", 1, ',sleep_state="awake"')
+        one("gauge", "vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", engine.kv_usage)
+        for name, about, value in (
+                ("prefix_cache_queries", "Tokens looked up in the prefix cache.", counters.prefix_queries),
+                ("prefix_cache_hits", "Tokens found in the prefix cache.", counters.prefix_hits),
+                ("external_prefix_cache_queries", "Tokens looked up in a connector.", 0),
+                ("external_prefix_cache_hits", "Tokens found in a connector.", 0),
+                ("num_preemptions", "Times a request gave up its blocks.", counters.preemptions),
+                ("prompt_tokens", "Prompt tokens admitted.", counters.prompt_tokens),
+                ("prompt_tokens_cached", "Prompt tokens not computed.", counters.prefix_hits),
+                ("generation_tokens", "Tokens generated.", counters.generated_tokens)):
+            one("counter", f"vllm:{name}_total", about, value)
+        for source, value in (("local_compute", counters.prompt_tokens - counters.prefix_hits),
+                              ("local_cache_hit", counters.prefix_hits), ("external_kv_transfer", 0)):
+            one("counter", "vllm:prompt_tokens_by_source_total", "Prompt tokens by where they came from.", value,
+                f',source="{source}"')
+        for reason, count in self._ended.items():
+            one("counter", "vllm:request_success_total", "Requests by how they ended.", count,
+                f',finished_reason="{reason}"')
+        config = (f',block_size="{profile.block_size}",cache_dtype="auto",enable_prefix_caching="True",'
+                  f'kv_cache_size_tokens="{profile.num_blocks * profile.block_size}",'
+                  f'num_gpu_blocks="{profile.num_blocks}",num_gpu_blocks_override="None",'
+                  f'prefix_caching_hash_algo="xxhash"')
+        one("gauge", "vllm:cache_config_info", "The cache's configuration.", 1, config)
+        for histogram in (self._first, self._between, self._each, self._whole, self._decode, self._prompt,
+                          self._output, self._step):
+            lines += histogram.lines(labels)
+        cpu = os.times()
+        lines += ["# TYPE process_start_time_seconds gauge", f"process_start_time_seconds {self._started}",
+                  "# TYPE process_cpu_seconds_total counter", f"process_cpu_seconds_total {cpu.user + cpu.system}"]
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,129 @@
+"""KV events over ZMQ as vLLM publishes them: a PUB socket, and a ROUTER that replays the last 10,000 batches.
+
+A batch is three frames: topic, sequence number (8 bytes, big endian, from 0), msgpack [time, events, rank].
+Events are tagged maps (vLLM 0.24 and later) or, with encoding "array", tagged arrays (before).
+"""
+import asyncio
+import logging
+import time
+from collections import deque
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from .engine import Cleared, Removed, Stored
+from .keys import extra_keys
+
+KEPT = 10_000
+END = (-1).to_bytes(8, "big", signed=True)
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """`host` is where to listen; port 0 takes a free one. `drop`, `swap` and `mute` are injected faults."""
+
+    def __init__(self, host: str, port: int, replay_port: int, block_size: int, topic: str = "", encoding: str = "map"):
+        self.topic, self.block_size, self.encoding = topic, block_size, encoding
+        self.sequence = 0
+        self.drop = self.swap = 0  # so many batches are lost; so many are sent after their successor
+        self.mute = False          # batches vanish without using a number: the engine just falls silent
+        self._held: list[bytes] | None = None
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._context = zmq.asyncio.Context()
+        self._pub = zmq.Socket(zmq.Context(self._context), zmq.PUB)  # plain: a send must not wait for the loop
+        self._router = self._context.socket(zmq.ROUTER)
+        for socket in (self._pub, self._router):
+            socket.set(zmq.LINGER, 0)
+            socket.set(zmq.SNDHWM, 100_000)
+        self.port = self._bind(self._pub, host, port)
+        self.replay_port = self._bind(self._router, host, replay_port)
+
+    @staticmethod
+    def _bind(socket: zmq.Socket, host: str, port: int) -> int:
+        where = f"[{host}]" if ":" in host else host
+        if ":" in host:
+            socket.set(zmq.IPV6, 1)
+        try:
+            socket.bind(f"tcp://{'*' if host in ('0.0.0.0', '::', '') else where}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise OSError(f"cannot listen for event subscribers on {host}:{port}: {error}") from None
+        return int(socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").rsplit(b":", 1)[1])
+
+    def source(self) -> dict:
+        """This publisher as vLLM's /kv_event_sources tells it."""
+        return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{self.port}",
+                "replay_endpoint": f"tcp://*:{self.replay_port}", "buffer_steps": KEPT, "hwm": 100_000,
+                "max_queue_size": 100_000, "topic": self.topic}
+
+    def publish(self, events: list[Stored | Removed | Cleared], tokens_of) -> None:
+        """One batch. `tokens_of(owner of the request)` gives (ids, adapter's name, adapter's number, cache salt)."""
+        if self.mute:
+            return
+        encode = self._as_map if self.encoding == "map" else self._as_array
+        batch: list = []
+        for event in events:
+            if type(event) is Stored:
+                batch.append(encode(event, *tokens_of(event.request.owner)))
+            elif type(event) is Removed:
+                batch += [encode(Removed([key])) for key in event.keys]  # vLLM: one event for each
+            else:
+                batch.append(encode(event))
+        payload = self._encode([time.time(), batch, 0])
+        self._kept.append((self.sequence, payload))
+        frames = [self.topic.encode(), self.sequence.to_bytes(8, "big"), payload]
+        self.sequence += 1
+        if self.drop:
+            self.drop -= 1
+        elif self.swap and self._held is None:
+            self.swap -= 1
+            self._held = frames
+        else:
+            self._pub.send_multipart(frames, copy=False)
+            if self._held is not None:
+                self._pub.send_multipart(self._held, copy=False)
+                self._held = None
+
+    def _as_map(self, event, ids=None, adapter=None, adapter_id=None, salt=None) -> dict:
+        if type(event) is Cleared:
+            return {"type": "AllBlocksCleared"}
+        if type(event) is Removed:
+            return {"type": "BlockRemoved", "block_hashes": event.keys, "medium": "GPU", "group_idx": 0}
+        return {"type": "BlockStored", "block_hashes": event.keys, "parent_block_hash": event.parent,
+                "token_ids": self._tokens(event, ids), "block_size": self.block_size, "lora_id": adapter_id,
+                "medium": "GPU", "lora_name": adapter,
+                "extra_keys": extra_keys(adapter, salt, event.start, len(event.keys)), "group_idx": 0,
+                "kv_cache_spec_kind": "full_attention"}
+
+    def _as_array(self, event, ids=None, adapter=None, adapter_id=None, salt=None) -> list:
+        if type(event) is Cleared:
+            return ["AllBlocksCleared"]
+        if type(event) is Removed:
+            return ["BlockRemoved", event.keys, "GPU"]
+        return ["BlockStored", event.keys, event.parent, self._tokens(event, ids), self.block_size, adapter_id, "GPU",
+                adapter, extra_keys(adapter, salt, event.start, len(event.keys))]
+
+    def _tokens(self, event: Stored, ids) -> list[int]:
+        return ids[event.start * self.block_size:(event.start + len(event.keys)) * self.block_size].tolist()
+
+    async def serve_replay(self) -> None:
+        """Answer replay requests [client, b"", start] until cancelled: a message per kept batch, then one with -1."""
+        while True:
+            frames = await self._router.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                log.warning("replay request not understood: %d frames", len(frames))
+                continue
+            client, start = frames[0], int.from_bytes(frames[2], "big")
+            topic = self.topic.encode()
+            for sent, (number, payload) in enumerate(list(self._kept)):
+                if number >= start:
+                    await self._router.send_multipart([client, b"", topic, number.to_bytes(8, "big"), payload])
+                if sent % 100 == 0:
+                    await asyncio.sleep(0)
+            await self._router.send_multipart([client, b"", b"", END, b""])
+
+    def close(self) -> None:
+        self._pub.close()
+        self._router.close()
+        self._context.term()

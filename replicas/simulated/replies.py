@@ -1,0 +1,105 @@
+"""What the simulated engine says: plain English paragraphs, token by token, the same for the same prompt.
+
+The text is made once from a seed and tokenized once; a reply is a walk along it. Where a prompt ends inside
+this text (a reply that is to be continued), the walk goes on from there, as a real model at temperature 0
+would: so a stream can be taken over by another replica and ends the same. The paragraph's end is the model's end
+of turn. Since the ids are those of real text, a reply sent back in the next turn tokenizes to the same ids.
+"""
+import random
+from array import array
+
+import xxhash
+
+from .tokens import Tokens
+
+PARAGRAPHS = 48
+CONTEXT = 4  # tokens that must agree for a reply to be continued
+
+_WHO = ("the reader", "a patient engineer", "the old harbour master", "every new colleague", "the night train",
+        "a careful gardener", "the second violin", "the weather station", "our neighbour", "the museum guide",
+        "a quiet librarian", "the first customer", "the bicycle mechanic", "a travelling actor", "the lighthouse",
+        "the chess club", "an honest ledger", "the river", "the village baker", "a small committee")
+_DOES = ("remembers", "measures", "prefers", "repairs", "describes", "collects", "counts", "explains", "expects",
+         "compares", "carries", "paints", "borrows", "arranges", "questions", "translates", "writes down", "studies")
+_WHAT = ("the long answer", "seven kinds of rope", "a map without names", "the shortest path", "warm bread",
+         "an unfinished letter", "the price of copper", "three clean drawings", "the colour of the evening",
+         "a box of brass screws", "yesterday's forecast", "the rules of the game", "a borrowed umbrella",
+         "the sound of rain", "two contradicting reports", "an empty notebook", "the tide tables", "a good question")
+_WHEN = ("before breakfast", "when the shop closes", "on the first warm day", "after a long silence",
+         "as soon as the kettle boils", "in the middle of winter", "whenever the clock stops", "near the old bridge",
+         "between two meetings", "without looking up", "at the end of the month", "for no particular reason",
+         "while the others wait", "once the paint is dry", "under the station roof", "against all advice")
+_WHY = ("because somebody has to", "so that nothing is lost", "since it costs so little", "and nobody minds",
+        "which surprises the visitors", "although the map disagrees", "until the next delivery", "just to be certain",
+        "and that is usually enough", "as the contract says", "so the work can go on", "which takes about an hour")
+
+
+def _paragraph(rng: random.Random, sentences: int) -> str:
+    made = []
+    for _ in range(sentences):
+        words = [rng.choice(_WHO), rng.choice(_DOES), rng.choice(_WHAT), rng.choice(_WHEN)]
+        if rng.random() < 0.6:
+            words[-1] += "," * (rng.random() < 0.5)
+            words.append(rng.choice(_WHY))
+        text = " ".join(words)
+        made.append(text[0].upper() + text[1:] + ".")
+    return " ".join(made)
+
+
+class Replies:
+    """All the text there is. `ids` and `pieces` (UTF-8 text of each token) run over all paragraphs in a ring."""
+
+    def __init__(self, tokens: Tokens, seed: int = 0):
+        rng = random.Random(seed)
+        self.ids = array("I")
+        self.pieces: list[str] = []
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._seed = seed
+        for number in range(PARAGRAPHS):
+            ids = tokens.encode(_paragraph(rng, 1 + number % 16), False)
+            self._starts.append(len(self.ids))
+            self.ids.extend(ids)
+            self.pieces.extend(_pieces(tokens, ids))
+            self._ends.append(len(self.ids))
+        self._end_of = [end for start, end in zip(self._starts, self._ends) for _ in range(start, end)]
+        self._where: dict[bytes, list[int]] = {}
+        for at in range(CONTEXT, len(self.ids)):
+            self._where.setdefault(self.ids[at - CONTEXT:at].tobytes(), []).append(at)
+
+    def begin(self, prompt: array) -> tuple[int, int]:
+        """Where in the ring the reply to `prompt` (ids, unsigned 32 bit) starts, and its natural length in tokens."""
+        at = self._resume(prompt)
+        if at is not None:
+            return at, self._end_of[at - 1] - at
+        paragraph = xxhash.xxh3_64_intdigest(prompt.tobytes(), self._seed) % PARAGRAPHS
+        return self._starts[paragraph], self._ends[paragraph] - self._starts[paragraph]
+
+    def _resume(self, prompt: array) -> int | None:
+        """The place the prompt's end agrees with longest; None if its last tokens are not from here."""
+        best, length = None, 0
+        for at in self._where.get(prompt[-CONTEXT:].tobytes(), ()):
+            same = CONTEXT
+            while same < min(at, len(prompt)) and self.ids[at - 1 - same] == prompt[-1 - same]:
+                same += 1
+            if same > length:
+                best, length = at, same
+        return best
+
+    def walk(self, start: int, count: int) -> tuple[list[int], list[str]]:
+        """`count` ids and their texts from `start` on."""
+        size, end = len(self.ids), start + count
+        if end <= size:
+            return self.ids[start:end].tolist(), self.pieces[start:end]
+        places = [at % size for at in range(start, end)]
+        return [self.ids[at] for at in places], [self.pieces[at] for at in places]
+
+
+def _pieces(tokens: Tokens, ids: list[int]) -> list[str]:
+    """Each token's text in its place: with up to three before it, since some tokenizers drop a leading space."""
+    pieces = []
+    for at in range(len(ids)):
+        before = ids[max(0, at - 3):at]
+        whole, known = tokens.decode(before + [ids[at]]), tokens.decode(before) if before else ""
+        pieces.append(whole[len(known):])
+    return pieces

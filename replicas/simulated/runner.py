@@ -1,0 +1,159 @@
+"""The engine on the wall clock: steps it, sleeps as long as the step took, publishes events, hands out tokens."""
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Callable
+
+from . import keys
+from .engine import Engine, EngineRequest, Output
+from .metrics import Metrics
+from .publisher import Publisher
+from .replies import Replies
+
+LAG = 1.0  # s; further behind than this (a machine that slept) the engine does not catch up
+log = logging.getLogger(__name__)
+
+
+class Generation:
+    """One sequence: what it was asked and everything it will say. `tell(generation, output)` is called with tokens."""
+    __slots__ = ("id", "prompt", "adapter", "salt", "ids", "pieces", "reason", "stop", "sent", "cached", "tell",
+                 "arrived", "begun", "last", "request", "_all")
+
+    def __init__(self, id: str, prompt: list[int], adapter: str | None = None, salt: str | None = None):
+        self.id, self.prompt = id, array("I", prompt)
+        self.adapter, self.salt = adapter, salt
+        self.ids: list[int] = []
+        self.pieces: list[str] = []
+        self.reason: str | None = None
+        self.stop: str | None = None  # the stop string that ends it
+        self.sent = 0
+        self.cached = 0
+        self.tell: Callable[["Generation", Output], None] = lambda generation, output: None
+        self.arrived = self.begun = self.last = 0.0
+        self.request: EngineRequest | None = None
+        self._all: array | None = None
+
+    def plan(self, replies: Replies, eos: int | None, max_tokens: int, room: int, ignore_eos: bool = False,
+             min_tokens: int = 0, stop: list[str] = ()) -> None:
+        """Decide all of its output: where the reply starts, and which of the limits ends it."""
+        start, natural = replies.begin(self.prompt)
+        limit = min(max_tokens, room)
+        ends = not ignore_eos and max(natural, min_tokens) < limit
+        count = max(natural, min_tokens) if ends else limit
+        self.ids, self.pieces = replies.walk(start, count)
+        self.reason = "stop" if ends else "length"
+        if ends and eos is not None:
+            self.ids.append(eos)
+            self.pieces.append("")
+        if stop:
+            self._stop_at(stop)
+
+    def _stop_at(self, stop: list[str]) -> None:
+        text = "".join(self.pieces)
+        found = [(at, -len(word), word) for word in stop if word and (at := text.find(word)) >= 0]
+        if not found:
+            return
+        at, _, word = min(found)
+        end, kept = at + len(word), 0
+        for count, piece in enumerate(self.pieces, 1):
+            kept += len(piece)
+            if kept >= end:  # the token that completes the stop string is generated, its text is not shown
+                break
+        self.ids, pieces, room = self.ids[:count], self.pieces[:count], at
+        for n, piece in enumerate(pieces):
+            pieces[n], room = piece[:room], max(0, room - len(piece))
+        self.pieces, self.reason, self.stop = pieces, "stop", word
+
+    def all_ids(self) -> array:
+        if self._all is None:
+            self._all = self.prompt + array("I", self.ids)
+        return self._all
+
+
+class Runner:
+    """Owns the engine. `slow` multiplies every step's duration; `hang_until` (monotonic) freezes it: faults."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, publisher: Publisher | None, seed: int):
+        self.engine, self.metrics, self.publisher = engine, metrics, publisher
+        self.slow, self.hang_until = 1.0, 0.0
+        self.started = int(time.time())
+        self._root = keys.root(seed)
+        self._adapters: dict[str, int] = {}
+        self._live: dict[str, Generation] = {}
+        self._wake = asyncio.Event()
+
+    def submit(self, generation: Generation) -> None:
+        """Queue it; ValueError if it could never run."""
+        size = self.engine.profile.block_size
+        blocks = keys.chain(generation.prompt, size, self._root, generation.adapter, generation.salt)
+
+        def output_key(index: int) -> int:
+            block = generation.all_ids()[index * size:(index + 1) * size]
+            parent = known[index - 1] if index else self._root
+            known.append(keys.chain(block, size, parent, generation.adapter,
+                                    generation.salt if not index else None)[0])
+            return known[index]
+
+        known = list(blocks)
+        generation.request = EngineRequest(generation.id, blocks, len(generation.prompt), len(generation.ids),
+                                           output_key, len(generation.ids) if generation.reason == "stop" else None,
+                                           owner=generation)
+        self.engine.add(generation.request)
+        generation.arrived = time.monotonic()
+        self._live[generation.id] = generation
+        self._wake.set()
+
+    def abort(self, generation: Generation) -> None:
+        """Its client left, or wants no more. Nothing happens if it has ended."""
+        if self._live.pop(generation.id, None) is not None:
+            self.engine.abort(generation.id)
+            self.metrics.finished(generation, "abort", time.monotonic())
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    def adapter_id(self, name: str | None) -> int | None:
+        return None if name is None else self._adapters.setdefault(name, len(self._adapters) + 1)
+
+    def _tokens_of(self, generation: Generation) -> tuple:
+        return generation.all_ids(), generation.adapter, self.adapter_id(generation.adapter), generation.salt
+
+    async def run(self) -> None:
+        """Until cancelled. A step's events go out at its end and before its tokens do, as vLLM has it."""
+        ends = 0.0
+        while True:
+            step = self.engine.step()
+            if step is None:
+                self._wake.clear()
+                await self._wake.wait()
+                ends = time.monotonic()
+                continue
+            now = time.monotonic()
+            ends = max(ends, now - LAG) + step.seconds * self.slow
+            await asyncio.sleep(max(0.0, ends - now))
+            while (left := self.hang_until - time.monotonic()) > 0:
+                await asyncio.sleep(min(left, 0.05))
+            if step.events and self.publisher is not None:
+                self.publisher.publish(step.events, self._tokens_of)
+            self._hand_out(step.outputs)
+            self.metrics.stepped(step)
+
+    def _hand_out(self, outputs: list[Output]) -> None:
+        now = time.monotonic()
+        for output in outputs:
+            generation = self._live.get(output.id)
+            if generation is None:
+                continue
+            if output.first:
+                generation.cached = output.cached_tokens
+                generation.begun = now
+                self.metrics.first_token(generation, now)
+            else:
+                self.metrics.next_token(now - generation.last)
+            generation.last = now
+            if output.finished:
+                del self._live[output.id]
+                self.metrics.finished(generation, output.finished, now)
+            generation.tell(generation, output)

@@ -1,0 +1,280 @@
+"""The simulated engine's HTTP side: vLLM's endpoints on aiohttp.
+
+As in vLLM, a stream's response head goes out as soon as the request is accepted, long before its first
+token; idle connections are closed after 5 seconds; a client that leaves aborts its request. Streamed tokens are
+written straight to the transport: a coroutine per token would cost more than everything else here.
+"""
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from functools import partial
+
+import orjson
+from aiohttp import HttpVersion11, web
+
+from . import dialects, requests
+from .engine import Output
+from .faults import Faults
+from .metrics import Metrics
+from .publisher import Publisher
+from .replies import Replies
+from .requests import Asked
+from .runner import Generation, Runner
+from .tokens import RequestError, Tokens
+
+VERSION = "0.33.0+simulated"
+KEEP_ALIVE = 5.0          # s, as uvicorn in vLLM
+INLINE_BYTES = 256 << 10  # a body up to here is rendered and tokenized on the event loop (about 3 ms of prose)
+EMBEDDING = 64            # numbers in an embedding
+log = logging.getLogger(__name__)
+
+
+def error_body(message: str, type: str, status: int, param: str | None = None) -> dict:
+    return {"error": {"message": message, "type": type, "param": param, "code": status}}
+
+
+def reply_json(data, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(data), status=status, content_type="application/json")
+
+
+class Server:
+    """One engine's endpoints. `adapters` are LoRA names served beside `model`."""
+
+    def __init__(self, runner: Runner, tokens: Tokens, replies: Replies, metrics: Metrics, publisher: Publisher | None,
+                 model: str, root: str, adapters: list[str] = (), show_cached: bool = True):
+        self.runner, self.tokens, self.replies, self.metrics = runner, tokens, replies, metrics
+        self.publisher, self.model, self.root, self.adapters = publisher, model, root, list(adapters)
+        self.show_cached = show_cached
+        self.faults = Faults(runner, publisher)
+        self.context_length = runner.engine.profile.context_length
+        self._load = 0
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=1 << 30)
+        for path, ask, dialect, prefix in (
+                ("/v1/chat/completions", requests.chat, dialects.Chat, "chatcmpl-"),
+                ("/v1/completions", requests.completion, dialects.Completion, "cmpl-"),
+                ("/v1/responses", requests.responses, dialects.Responses, "resp_"),
+                ("/v1/messages", requests.anthropic, dialects.Messages, "msg_")):
+            app.router.add_post(path, partial(self._generate, ask, dialect, prefix))
+        app.router.add_post("/v1/embeddings", self._embeddings)
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
+        for path in ("/health", "/ping"):
+            app.router.add_get(path, self._empty)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/load", self._server_load)
+        app.router.add_get("/kv_event_sources", self._sources)
+        app.router.add_post("/reset_prefix_cache", self._reset)
+        app.router.add_route("*", "/faults", self._faults)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler) -> web.StreamResponse:
+        if request.path != "/faults":
+            await self.faults.hang()
+        try:
+            return await handler(request)
+        except RequestError as error:
+            return reply_json(error_body(str(error), error.type, error.status, error.param), error.status)
+        except web.HTTPException as error:
+            return reply_json(error_body(error.reason, error.reason.replace(" ", ""), error.status), error.status)
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            return reply_json(error_body("Internal server error", "InternalServerError", 500), 500)
+
+    # ---- generation
+
+    async def _generate(self, ask: Callable, dialect: type, prefix: str, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        self._fail_on_order(request)
+        body = requests.parse(raw)
+        adapter = self._adapter(body.get("model"))
+        asked = await self._asked(ask, body, len(raw))
+        id = prefix + (request.headers.get("x-request-id") or uuid.uuid4().hex)
+        generations = self._generations(id, asked, adapter)
+        answer = dialect(id, adapter or self.model, body, self.show_cached)
+        self._load += 1
+        try:
+            if asked.stream:
+                return await self._stream(request, answer, generations)
+            await self._finish(generations)
+            return reply_json(answer.whole(generations))
+        finally:
+            self._load -= 1
+            for generation in generations:
+                self.runner.abort(generation)
+
+    def _fail_on_order(self, request: web.Request) -> None:
+        if self.faults.happens("refuse"):
+            request.transport.abort()
+            raise asyncio.CancelledError
+        if self.faults.happens("error_503"):
+            raise RequestError("The engine is currently busy and cannot accept new requests. Please try again later.",
+                               503, "Service Unavailable")
+        if self.faults.happens("error_500"):
+            raise RequestError("Internal server error", 500, "InternalServerError")
+
+    def _adapter(self, model) -> str | None:
+        """None for the base model, an adapter's name for an adapter."""
+        if model is None or model == self.model:
+            return None
+        if model in self.adapters:
+            return model
+        raise RequestError(f"The model `{model}` does not exist.", 404, "NotFoundError", "model")
+
+    async def _asked(self, ask: Callable, body: dict, size: int) -> Asked:
+        if size <= INLINE_BYTES:
+            return ask(body, self.tokens)
+        return await asyncio.get_running_loop().run_in_executor(None, ask, body, self.tokens)
+
+    def _generations(self, id: str, asked: Asked, adapter: str | None) -> list[Generation]:
+        made = []
+        for prompt in asked.prompts:
+            room = self.context_length - len(prompt)
+            if room < 1 or asked.max_tokens is not None and asked.max_tokens > room:
+                wanted = f" and asked for {asked.max_tokens} tokens of output" if asked.max_tokens is not None else ""
+                raise RequestError(
+                    f"This model's maximum context length is {self.context_length} tokens. However, your request has "
+                    f"{len(prompt)} input tokens{wanted}. Please reduce the length of the input messages.",
+                    param="input_tokens")
+            for _ in range(asked.n):
+                generation = Generation(f"{id}-{len(made)}-{uuid.uuid4().hex[:8]}", prompt, adapter, asked.salt)
+                generation.plan(self.replies, self.tokens.eos_id, asked.max_tokens or room, room, asked.ignore_eos,
+                                asked.min_tokens, asked.stop)
+                made.append(generation)
+        return made
+
+    async def _finish(self, generations: list[Generation]) -> None:
+        """Run them to their end without telling anyone."""
+        done, left = asyncio.get_running_loop().create_future(), len(generations)
+
+        def tell(generation: Generation, output: Output) -> None:
+            nonlocal left
+            generation.sent += output.tokens
+            left -= output.finished is not None
+            if not left and not done.done():
+                done.set_result(None)
+
+        for generation in generations:
+            generation.tell = tell
+            self.runner.submit(generation)
+        await done
+
+    async def _stream(self, request: web.Request, answer, generations: list[Generation]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        chunked = request.version >= HttpVersion11
+        if chunked:
+            response.enable_chunked_encoding()
+        await response.prepare(request)
+        transport, breaks = request.transport, self.faults.happens("die_mid_stream")
+        done, left = asyncio.get_running_loop().create_future(), len(generations)
+        index_of = {id(generation): index for index, generation in enumerate(generations)}
+
+        def write(data: bytes) -> None:
+            if data and not transport.is_closing():
+                transport.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
+
+        def tell(generation: Generation, output: Output) -> None:
+            nonlocal left
+            start, index = generation.sent, index_of[id(generation)]
+            generation.sent = end = start + output.tokens
+            if start == 0:
+                write(answer.begin(generation, index))
+            write(answer.tokens(generation, index, start, end))
+            if breaks and end > 1:
+                transport.abort()
+            left -= output.finished is not None
+            if not left:
+                write(answer.close(generations))
+                if not done.done():
+                    done.set_result(None)
+
+        for generation in generations:
+            generation.tell = tell
+            self.runner.submit(generation)
+        await done
+        await response.write_eof()
+        return response
+
+    # ---- the rest
+
+    async def _embeddings(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        self._fail_on_order(request)
+        body = requests.parse(raw)
+        adapter = self._adapter(body.get("model"))
+        asked = await self._asked(requests.embeddings, body, len(raw))
+        id = "embd-" + uuid.uuid4().hex
+        generations = self._generations(id, asked, adapter)
+        self._load += 1
+        try:
+            await self._finish(generations)
+        finally:
+            self._load -= 1
+            for generation in generations:
+                self.runner.abort(generation)
+        return reply_json(dialects.embeddings(id, adapter or self.model, generations, EMBEDDING,
+                                              body.get("encoding_format")))
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        body = requests.parse(await request.read())
+        self._adapter(body.get("model"))
+        asked = requests.anthropic({"max_tokens": 1, **body}, self.tokens)
+        return reply_json({"input_tokens": len(asked.prompts[0])})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = requests.parse(await request.read())
+        self._adapter(body.get("model"))
+        if "messages" in body:
+            ids = self.tokens.chat(body)
+        elif isinstance(body.get("prompt"), str):
+            ids = self.tokens.encode(body["prompt"], body.get("add_special_tokens") is not False)
+        else:
+            raise RequestError("`prompt` must be text, or give `messages`", param="prompt")
+        strings = self.tokens.token_strings(ids) if body.get("return_token_strs") else None
+        return reply_json({"count": len(ids), "max_model_len": self.context_length, "tokens": ids,
+                           "token_strs": strings})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = requests.parse(await request.read())
+        self._adapter(body.get("model"))
+        (ids,) = requests.texts([body.get("tokens")], self.tokens, False, "tokens")
+        return reply_json({"prompt": self.tokens.decode(ids)})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        def card(name: str, root: str, parent: str | None) -> dict:
+            return {"id": name, "object": "model", "created": self.runner.started, "owned_by": "hitherto", "root": root,
+                    "parent": parent, "max_model_len": self.context_length if parent is None else None,
+                    "permission": []}
+        cards = [card(self.model, self.root, None), *(card(name, name, self.model) for name in self.adapters)]
+        return reply_json({"object": "list", "data": cards})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics.text(), headers={"content-type": "text/plain; version=0.0.4"})
+
+    async def _empty(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return reply_json({"version": VERSION})
+
+    async def _server_load(self, request: web.Request) -> web.Response:
+        return reply_json({"server_load": self._load})
+
+    async def _sources(self, request: web.Request) -> web.Response:
+        return reply_json({"0": self.publisher.source()} if self.publisher else {})
+
+    async def _reset(self, request: web.Request) -> web.Response:
+        if not self.runner.engine.reset_prefix_cache():
+            return reply_json(error_body("requests are running: the prefix cache is not reset", "Conflict", 409), 409)
+        return web.Response()
+
+    async def _faults(self, request: web.Request) -> web.Response:
+        if request.method == "POST":
+            return reply_json(self.faults.order(requests.parse(await request.read())))
+        return reply_json(self.faults.state())

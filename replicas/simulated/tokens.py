@@ -1,0 +1,263 @@
+"""The simulated engine's own way from a request to token ids, as vLLM goes it.
+
+Written apart from the gateway's `prompt` room on purpose: each is the other's check. Nothing is memoised or
+compiled here; a chat is rendered by the model's Jinja template, and the text is tokenized whole.
+"""
+import copy
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.sandbox
+
+CUT = "CONTINUE-FINAL-MESSAGE-HERE "
+
+
+class RequestError(Exception):
+    """What the engine answers instead: an HTTP status and vLLM's error object."""
+
+    def __init__(self, message: str, status: int = 400, type: str = "BadRequestError", param: str | None = None):
+        super().__init__(message)
+        self.status, self.type, self.param = status, type, param
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`: marks the assistant's own tokens for training; renders its body."""
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _raise(message: str):
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    return environment
+
+
+def _takes_parts(template: str) -> bool:
+    """Does the template loop over a message's content (it wants parts), or print it (it wants text)?"""
+    tree = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        extensions=[_Generation, jinja2.ext.loopcontrols]).parse(template)
+
+    def is_content(node) -> bool:
+        if isinstance(node, jinja2.nodes.Filter):
+            return node.node is not None and is_content(node.node)
+        if isinstance(node, jinja2.nodes.Getattr):
+            return node.attr == "content"
+        return isinstance(node, jinja2.nodes.Getitem) and isinstance(node.arg, jinja2.nodes.Const) \
+            and node.arg.value == "content"
+
+    names = {assign.target.name for assign in tree.find_all(jinja2.nodes.Assign)
+             if isinstance(assign.target, jinja2.nodes.Name) and is_content(assign.node)}
+    return any(is_content(loop.iter) or isinstance(loop.iter, jinja2.nodes.Name) and loop.iter.name in names
+               for loop in tree.find_all(jinja2.nodes.For))
+
+
+def _text(value: Any) -> str | None:
+    """A special token in tokenizer_config.json is a string or an AddedToken written as a mapping."""
+    return value.get("content") if isinstance(value, dict) else value
+
+
+class Tokens:
+    """A model folder's tokenizer and chat template."""
+
+    def __init__(self, model_dir: Path):
+        model_dir = Path(model_dir)
+        config_file = model_dir / "tokenizer_config.json"
+        config = json.loads(config_file.read_text()) if config_file.is_file() else {}
+        self._special = {name: _text(config[name]) for name in config
+                         if name.endswith("_token") and isinstance(_text(config[name]), str)}
+        self._load_tokenizer(model_dir / "tokenizer.json")
+        self.eos_id = self.token_id(self._special.get("eos_token"))
+        self._templates, self._takes_parts = {}, {}
+        environment = _environment()
+        for name, source in self._sources(model_dir, config).items():
+            self._templates[name] = environment.from_string(source)
+            self._takes_parts[name] = _takes_parts(source)
+
+    def _load_tokenizer(self, path: Path) -> None:
+        try:
+            import fastokens
+            self._tokenizer = fastokens.Tokenizer.from_file(str(path))
+        except Exception:  # it does not do every kind of tokenizer.json: the reference does
+            import tokenizers
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+
+    @staticmethod
+    def _sources(model_dir: Path, config: dict) -> dict[str, str]:
+        file = model_dir / "chat_template.jinja"
+        if file.is_file():
+            return {"default": file.read_text()}
+        given = config.get("chat_template")
+        if isinstance(given, list):
+            return {entry["name"]: entry["template"] for entry in given}
+        return {"default": given} if given else {}
+
+    def token_id(self, token: str | None) -> int | None:
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_strings(self, ids: list[int]) -> list[str]:
+        return [self._tokenizer.id_to_token(id) or "" for id in ids]
+
+    def chat(self, body: dict) -> list[int]:
+        """Token ids of a body with `messages`. RequestError where vLLM refuses."""
+        return self.encode(self.render(body), bool(body.get("add_special_tokens", False)))
+
+    def render(self, body: dict) -> str:
+        """The prompt's text."""
+        tools = None if body.get("tool_choice") == "none" else _tools(body.get("tools"))
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template, takes_parts = self._templates.get(name), self._takes_parts.get(name, False)
+        if body.get("chat_template"):
+            template = _environment().from_string(body["chat_template"])
+            takes_parts = _takes_parts(body["chat_template"])
+        if template is None:
+            raise RequestError("this model has no chat template: give one in the request, or use /v1/completions")
+        messages = conversation(body.get("messages"), takes_parts)
+        go_on = bool(body.get("continue_final_message", False))
+        generation_prompt = bool(body.get("add_generation_prompt", True))
+        if go_on and generation_prompt:
+            raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        if go_on:
+            messages = _mark_end(messages)
+        variables = {**self._special, "messages": messages, "tools": tools, "documents": body.get("documents"),
+                     "add_generation_prompt": generation_prompt}
+        kwargs = body.get("chat_template_kwargs")
+        if body.get("reasoning_effort") is not None:
+            variables["reasoning_effort"] = body["reasoning_effort"]
+        if kwargs is not None:
+            if not isinstance(kwargs, dict):
+                raise RequestError("`chat_template_kwargs` must be an object", param="chat_template_kwargs")
+            variables.update(kwargs)
+        try:
+            text = template.render(variables)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestError(f"the chat template refuses these messages: {error}") from None
+        return _cut(text) if go_on else text
+
+
+def _mark_end(messages: list[dict]) -> list[dict]:
+    """A mark after the final message's text, to cut the rendered prompt there."""
+    last = dict(messages[-1])
+    if isinstance(last.get("content"), list):
+        last["content"] = parts = [dict(part) for part in last["content"]]
+        texts = [part for part in parts if part.get("type") == "text"]
+        if not texts:
+            raise RequestError("`continue_final_message` needs a final message with text")
+        texts[-1]["text"] += CUT
+    else:
+        last["content"] = (last.get("content") or "") + CUT
+    return [*messages[:-1], last]
+
+
+def _cut(text: str) -> str:
+    """Up to the mark. A template that strips the mark's trailing blank would have stripped the text's as well."""
+    at = text.rfind(CUT.rstrip())
+    if at < 0:
+        raise RequestError("`continue_final_message` is set but the final message does not appear in the chat after "
+                           "applying the chat template")
+    return text[:at] if text.startswith(CUT, at) else text[:at].rstrip()
+
+
+def _tools(tools: Any) -> list[dict] | None:
+    """Tools as vLLM hands them to a template: its own field order, absent fields as null."""
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+                                              and isinstance(tool["function"].get("name"), str) for tool in tools):
+        raise RequestError("`tools` must be a list of objects with a named `function`", param="tools")
+    return [{"type": "function",
+             **{name: tool[name] for name in tool if name not in ("type", "function")},
+             "function": {"name": None, "description": None, "parameters": None, **tool["function"]}}
+            for tool in tools]
+
+
+def conversation(messages: Any, takes_parts: bool) -> list[dict]:
+    """Messages as a template sees them: only the fields vLLM passes on, text or parts, arguments as objects."""
+    if not isinstance(messages, list):
+        raise RequestError("`messages` must be a list", param="messages")
+    if not messages:
+        raise RequestError("List should have at least 1 item after validation, not 0", param="messages")
+    return [_message(message, takes_parts) for message in messages]
+
+
+def _message(message: Any, takes_parts: bool) -> dict:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError("each message must be an object with a `role`", param="messages")
+    role, seen = message["role"], {"role": message["role"]}
+    seen["content"] = _content(message.get("content"), takes_parts)
+    if role == "assistant":
+        if message.get("tool_calls"):
+            seen["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+        reasoning = message.get("reasoning") or message.get("reasoning_content")
+        if reasoning is not None:
+            seen["reasoning"] = seen["reasoning_content"] = reasoning
+    elif role == "tool" and "tool_call_id" in message:
+        seen["tool_call_id"] = message["tool_call_id"]
+    elif role == "developer":
+        seen["tools"] = message.get("tools")
+    if isinstance(message.get("name"), str):
+        seen["name"] = message["name"]
+    return seen
+
+
+def _content(content: Any, takes_parts: bool) -> str | list[dict]:
+    if content is None:
+        parts = []
+    elif isinstance(content, str):
+        parts = [content]
+    elif isinstance(content, list):
+        parts = [_part(part) for part in content]
+    else:
+        raise RequestError("`content` must be text or a list of parts", param="messages")
+    return [{"type": "text", "text": text} for text in parts] if takes_parts else "\n".join(parts)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict):
+        for kind in ("text", "input_text", "output_text", "refusal", "thinking"):
+            if part.get("type", kind) == kind and isinstance(part.get("text", part.get(kind)), str):
+                return part.get("text", part.get(kind))
+        if part.get("type") in ("image_url", "input_image", "input_audio", "audio_url", "video_url", "image_pil"):
+            raise RequestError(f"this model takes text only, not {part['type']}", param="messages")
+    raise RequestError("a content part must have a `type` and that type's field", param="messages")
+
+
+def _call(call: Any) -> dict:
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        raise RequestError("each tool call must be an object with a `function`", param="messages")
+    call = copy.deepcopy(call)
+    arguments = call["function"].get("arguments")
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise RequestError("a tool call's `arguments` must be JSON", param="messages") from None
+    call["function"]["arguments"] = arguments or {}
+    return call

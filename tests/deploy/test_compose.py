@@ -1,0 +1,106 @@
+"""compose.yaml: valid by the compose specification, and true about this repository."""
+
+import json
+import re
+from importlib import resources
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from gateway import cli
+from gateway.config import Settings
+from replicas.replica import parse_url
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICES = COMPOSE["services"]
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+
+
+def schema() -> dict:
+    """The compose specification's own schema, as the package check-jsonschema carries it."""
+    return json.loads(resources.files("check_jsonschema").joinpath("builtin_schemas/vendor/compose-spec.json").read_text())
+
+
+def test_valid_by_the_compose_specification():
+    jsonschema.validate(COMPOSE, schema())
+
+
+def test_the_schema_would_notice():
+    broken = json.loads(json.dumps(COMPOSE))
+    broken["services"]["gateway"]["prots"] = ["8080:8080"]
+    with pytest.raises(jsonschema.ValidationError, match="prots"):
+        jsonschema.validate(broken, schema())
+
+
+def test_everything_the_issue_names_is_there():
+    assert {"gateway", "redis", "prometheus", "grafana"} < set(SERVICES)
+    assert len([name for name in SERVICES if name.startswith("replica-")]) >= 2
+
+
+def gateway_settings(monkeypatch, tmp_path) -> Settings:
+    monkeypatch.chdir(tmp_path)
+    for name, value in re.findall(r"^ENV (HITHERTO_\w+)=(\S+)$", DOCKERFILE, re.M):
+        monkeypatch.setenv(name, value)
+    return cli.load_config(cli._parse(SERVICES["gateway"]["command"])).settings
+
+
+def test_the_gateways_command_is_one_it_takes(monkeypatch, tmp_path):
+    settings = gateway_settings(monkeypatch, tmp_path)
+    replicas = {parse_url(url).host: parse_url(url).port for url in settings.replica_url}
+    assert set(replicas) == {name for name in SERVICES if name.startswith("replica-")}
+    assert settings.admin_host == "0.0.0.0", "else Prometheus and the published port cannot reach it"
+    published = {port.rpartition(":")[2] for port in SERVICES["gateway"]["ports"]}
+    assert published == {str(settings.port), str(settings.admin_port)}
+    for port in published:
+        assert port in DOCKERFILE
+    for name, port in replicas.items():
+        command = SERVICES[name]["command"]
+        assert command[command.index("--port") + 1] == str(port) and "0.0.0.0" in command
+
+
+def test_the_replicas_command_is_one_they_take():
+    from replicas.simulated import cli as simulated
+
+    for name, service in SERVICES.items():
+        if name.startswith("replica-"):
+            parser = cli.Parser(prog="hitherto replica")
+            simulated.add_arguments(parser)
+            assert service["command"][0] == "replica"
+            args = parser.parse_args(service["command"][1:])
+            assert (args.port, args.events_port, args.replay_port) == (8000, 5557, 5558)
+
+
+def test_stopping_waits_for_the_drain(monkeypatch, tmp_path):
+    grace = int(SERVICES["gateway"]["stop_grace_period"].removesuffix("s"))
+    assert grace > gateway_settings(monkeypatch, tmp_path).drain_timeout_s
+
+
+def test_nothing_is_published_beyond_this_machine():
+    for service in SERVICES.values():
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), port
+
+
+def test_what_is_mounted_and_built_exists():
+    for service in SERVICES.values():
+        for mount in service.get("volumes", []):
+            source = mount.split(":")[0]
+            assert (ROOT / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], mount
+    assert (ROOT / COMPOSE["x-hitherto"]["build"]["dockerfile"]).is_file()
+
+
+def test_images_are_pinned():
+    for name, service in SERVICES.items():
+        assert service["image"] == "hitherto" or re.search(r":v?\d+\.\d+", service["image"]), name
+
+
+def test_the_image_has_every_package():
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"bench", "tests"}
+    assert packages == set(re.findall(r"^COPY (\w+) \1$", DOCKERFILE, re.M))
+    ignored = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text()
+    for source in re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.M):
+        for name in source.split():
+            assert f"!{name}\n" in ignored, f"{name} is copied but not sent to the builder"

@@ -6,10 +6,11 @@ On a terminal it is redrawn in place; elsewhere a plain line comes every few sec
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -124,11 +125,23 @@ class View:
 
 def one_line(mark: str, text: str, style: str, width: int, end: bool = False) -> Text:
     """`text` on one line, its beginning or its end where it is too long."""
+    room = width - cell_len(mark)
     plain = "".join(letter if letter.isprintable() else " " for letter in (text[-width:] if end else text[:width + 1]))
-    room = width - len(mark)
-    if len(plain) > room:
-        plain = "…" + plain[-room + 1:] if end else plain[:room - 1] + "…"
+    if cell_len(plain) > room:
+        kept = _first_cells(reversed(plain) if end else plain, room - 1)
+        plain = "…" + kept[::-1] if end else kept + "…"
     return Text(mark + plain, style, no_wrap=True, overflow="ellipsis")
+
+
+def _first_cells(letters: Iterable[str], room: int) -> str:
+    """As many letters as fit into `room` terminal cells; some take two."""
+    kept = []
+    for letter in letters:
+        room -= cell_len(letter)
+        if room < 0:
+            break
+        kept.append(letter)
+    return "".join(kept)
 
 
 def result(policy: str, report: Mapping[str, object]) -> Text:

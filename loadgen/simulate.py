@@ -11,32 +11,28 @@ reach the map `event_delay` seconds after the step that made them.
 from __future__ import annotations
 
 import heapq
+import random
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Callable, Sequence
 
 from cachemap import CacheMap
-from policies import Candidate, CostGroup, Demand, Ledger, make
+from policies import Candidate, CostGroup, Demand, Ledger, Reservation, make
 from replicas.simulated.engine import Engine, EngineRequest, Removed, Stored
 from replicas.simulated.profile import Profile
 
 
 @dataclass(slots=True)
 class Turn:
-    """One request: chained block hashes of its prompt, and of prompt and reply together."""
+    """One request: chained hashes of its prompt's full blocks, and of prompt and reply together."""
     hashes: list[int]
-    tokens: int
-    output: int
+    tokens: int            # of the prompt
+    output: int            # tokens of the reply
     all_hashes: list[int]
     think: float = 0.0     # seconds between the reply before and this request
 
-
-@dataclass(slots=True)
-class Conversation:
-    """Turns sent one after the other; the first at `arrival` seconds."""
-    arrival: float
-    turns: Sequence[Turn]
-    session: str | None = None
+Conversation = Sequence[Turn]      # sent one after the other, each after the reply before it
 
 
 @dataclass(slots=True)
@@ -64,9 +60,8 @@ class Record:
 class _Live:
     """A request in an engine."""
     record: Record
-    reservation: object
-    conversation: Conversation
-    turn: int
+    reservation: Reservation
+    on_end: Callable[[], None] | None
 
 
 @dataclass
@@ -120,37 +115,37 @@ class Fleet:
     def at(self, when: float, action: Callable, *args) -> None:
         heapq.heappush(self._heap, (when, next(self._order), action, args))
 
-    def run(self, conversations: Sequence[Conversation], until: float = float("inf")) -> Result:
-        """Play all conversations to their end, or up to `until` seconds."""
-        for conversation in conversations:
-            self.at(conversation.arrival, self._arrive, conversation, 0)
+    def run(self, until: float = float("inf")) -> Result:
+        """Let happen what is scheduled and what follows from it, up to `until` seconds."""
         while self._heap and self._heap[0][0] <= until:
             self.now, _, action, args = heapq.heappop(self._heap)
             action(*args)
         self.result.seconds = self.now
         return self.result
 
-    def _arrive(self, conversation: Conversation, number: int) -> None:
-        turn = conversation.turns[number]
+    def send(self, turn: Turn, session: str | None = None, on_end: Callable[[], None] | None = None) -> Record:
+        """Route one request now; `on_end` is called when its last token is out."""
         held = self.map.match(turn.hashes, self.now).held
         most = (turn.tokens - 1) // self.block_size      # the last prompt token is never a hit
         for candidate, slot in zip(self.candidates, self.slots):
             candidate.overlap = min(held[slot], most) * self.block_size
         root = turn.hashes[0] if turn.hashes else 0
-        demand = Demand(turn.tokens, self.block_size, root, conversation.session, turn.output)
+        demand = Demand(turn.tokens, self.block_size, root, session, turn.output)
         index = self.policy.choose(demand, self.candidates).index
         chosen = self.candidates[index]
-        expected = chosen.costs.ttft_seconds(chosen.load, turn.tokens - chosen.overlap, chosen.overlap)
-        reservation = self.ledger.reserve(chosen.replica, turn.tokens - chosen.overlap, turn.tokens)
+        uncached = turn.tokens - chosen.overlap
+        expected = chosen.costs.ttft_seconds(chosen.load, uncached, chosen.overlap)
+        reservation = self.ledger.reserve(chosen.replica, uncached, turn.tokens)
         self.map.expect(self.slots[index], turn.hashes, self.now)
         record = Record(index, self.now, turn, chosen.overlap, expected)
         self.result.records.append(record)
-        number_id = next(self._ids)
-        self._live[number_id] = _Live(record, reservation, conversation, number)
-        self.engines[index].add(EngineRequest(number_id, turn.hashes, turn.tokens, turn.output,
+        request = next(self._ids)
+        self._live[request] = _Live(record, reservation, on_end)
+        self.engines[index].add(EngineRequest(request, turn.hashes, turn.tokens, turn.output,
                                               turn.all_hashes.__getitem__))
         if not self._stepping[index]:
             self._step(index)
+        return record
 
     def _step(self, index: int) -> None:
         step = self.engines[index].step()
@@ -184,9 +179,8 @@ class Fleet:
                 (record.end - record.first) / (record.output - 1), load.decoding, load.context_tokens)
         self.ledger.release(live.reservation)
         del self._live[request]
-        conversation, following = live.conversation, live.turn + 1
-        if following < len(conversation.turns):
-            self.at(self.now + conversation.turns[following].think, self._arrive, conversation, following)
+        if live.on_end is not None:
+            live.on_end()
 
     def _events(self, index: int, events: list) -> None:
         slot = self.slots[index]
@@ -195,3 +189,82 @@ class Fleet:
                 self.map.store(slot, event.keys, event.keys, "gpu")
             elif type(event) is Removed:
                 self.map.remove(slot, event.keys, "gpu")
+
+
+def play(fleet: Fleet, conversations: Sequence[Conversation], starts: Sequence[float]) -> Result:
+    """Each conversation begins at its start; a turn follows the reply before it by its think time."""
+    def begin(number: int, turn: int) -> None:
+        turns = conversations[number]
+        following = turn + 1
+
+        def ended() -> None:
+            if following < len(turns):
+                fleet.at(fleet.now + turns[following].think, begin, number, following)
+        fleet.send(turns[turn], f"session-{number}", ended)
+
+    for number, start in enumerate(starts):
+        fleet.at(start, begin, number, 0)
+    return fleet.run()
+
+
+class _Pool:
+    """Open conversations, `users` at a time; one that ends makes room for the next of the work."""
+
+    def __init__(self, conversations: Sequence[Conversation], users: int) -> None:
+        self._new = deque(enumerate(conversations))
+        self.ready: list[tuple[int, Conversation, int]] = []    # (number, turns, next turn)
+        for _ in range(users):
+            self.open()
+
+    def open(self) -> None:
+        if self._new:
+            self.ready.append((*self._new.popleft(), 0))
+
+    def send(self, fleet: Fleet, index: int, then: Callable[[], None] = lambda: None) -> None:
+        """Send the turn at `index` of `ready`; `then` is called when its reply is complete."""
+        number, turns, turn = self.ready[index]
+        self.ready[index] = self.ready[-1]
+        self.ready.pop()
+
+        def ended() -> None:
+            if turn + 1 < len(turns):
+                self.ready.append((number, turns, turn + 1))
+            else:
+                self.open()
+            then()
+        fleet.send(turns[turn], f"session-{number}", ended)
+
+
+def pace(fleet: Fleet, conversations: Sequence[Conversation], rate: float, users: int, seed: int) -> Result:
+    """Send requests as a Poisson process of `rate` a second, whatever becomes of those before.
+
+    Each is the next turn of one of `users` open conversations, drawn at random among those whose last
+    reply is complete; if none is, a further conversation is opened.
+    """
+    pool, rng = _Pool(conversations, users), random.Random(seed)
+    left = sum(map(len, conversations))
+
+    def arrive() -> None:
+        nonlocal left
+        if not pool.ready:
+            pool.open()
+        if pool.ready:
+            left -= 1
+            pool.send(fleet, int(rng.random() * len(pool.ready)))
+        if left:
+            fleet.at(fleet.now + rng.expovariate(rate), arrive)
+
+    fleet.at(0.0, arrive)
+    return fleet.run()
+
+
+def backlog(fleet: Fleet, conversations: Sequence[Conversation], users: int) -> Result:
+    """As fast as the fleet can: `users` conversations open, none of them ever thinking."""
+    pool = _Pool(conversations, users)
+
+    def sent() -> None:
+        while pool.ready:
+            pool.send(fleet, len(pool.ready) - 1, sent)
+
+    fleet.at(0.0, sent)
+    return fleet.run()

@@ -1,0 +1,144 @@
+"""The command as a user meets it: a process, its exit code, what it prints and writes."""
+
+import asyncio
+import json
+import os
+import sys
+
+import pytest
+
+from loadgen.cli import main
+
+
+async def loadgen(*args: str, env=None, cwd=None):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "loadgen.cli", *args, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=cwd,
+        env={**os.environ, "COLUMNS": "120", **(env or {})})
+    async with asyncio.timeout(60):
+        out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+def openai(wire, headers=()):
+    async def respond(request, writer):
+        if request.path == "/v1/models":
+            writer.write(wire.whole({"data": [{"id": "tiny"}]}))
+        else:
+            writer.write(wire.answer("one two three", headers=headers))
+    return respond
+
+
+async def test_run_against_any_endpoint(engine, wire, tmp_path):
+    async with engine(openai(wire)) as server:
+        code, out, err = await loadgen(
+            "run", "--base-url", server.url + "/v1", "--num-prompts", "12", "--request-rate", "200", "--think-time", "0",
+            "--slo", "ttft:5s,tpot:5s", "--json", str(tmp_path / "r.json"), "--header", "X-Team=a=b", "--seed", "3",
+            "--extra-body", '{"temperature": 0}', env={"OPENAI_API_KEY": "sk-1"})
+        assert (code, err) == (0, "")
+        assert "12 of 12 requests answered" in out and "cached, reported" in out
+        asked = [request for request in server.requests if request.path == "/v1/chat/completions"]
+        assert len(asked) == 12
+        assert asked[0].headers["authorization"] == "bearer sk-1" and asked[0].headers["x-team"] == "a=b"
+        assert asked[0].json["model"] == "tiny" and asked[0].json["temperature"] == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["completed"] == 12 and report["replicas"] == {} and report["goodput"]["share"] == 1
+    assert report["cache"]["hit_rate"] == 0.64 and report["cache"]["predicted_hit_rate"] is None
+    assert report["workload"]["seed"] == 3 and report["setting"]["machine"]
+
+
+@pytest.mark.parametrize("name", ["multi-turn", "shared-prefix"])
+async def test_the_same_seed_sends_the_same_bodies(engine, wire, name):
+    bodies = []
+    for _ in range(2):
+        async with engine(openai(wire)) as server:
+            code, _, _ = await loadgen("run", "--base-url", server.url, "--dataset-name", name, "--num-prompts", "6",
+                                       "--request-rate", "inf", "--think-time", "0", "--seed", "5")
+            assert code == 0
+            bodies.append(sorted(request.raw for request in server.requests))
+    assert bodies[0] == bodies[1] and len(bodies[0]) == 7
+
+
+async def test_completions(engine, wire):
+    async with engine(openai(wire)) as server:
+        code, _, _ = await loadgen("run", "--base-url", server.url, "--backend", "openai", "--num-prompts", "1", "--model", "m")
+        assert code == 0
+        (request,) = server.requests
+        assert request.path == "/v1/completions" and isinstance(request.json["prompt"], str)
+
+
+async def test_a_file_of_conversations(engine, wire, tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"},
+                                             {"role": "user", "content": "bye"}]}))
+    async with engine(openai(wire)) as server:
+        code, out, _ = await loadgen("run", "--base-url", server.url, "--dataset-path", str(path), "--think-time", "0")
+        assert code == 0 and "2 of 2 requests answered" in out
+        assert [message["content"] for message in server.requests[-1].json["messages"]] == ["hi", "ho", "bye"]
+
+
+async def test_compare_targets(engine, wire, tmp_path):
+    headers = ("x-hitherto-replica: r1", "x-hitherto-cached-tokens: 48")
+    async with engine(openai(wire)) as plain, engine(openai(wire, headers)) as named:
+        code, out, err = await loadgen(
+            "compare", "--target", f"plain={plain.url}", f"named={named.url}", "--num-prompts", "8", "--request-rate", "200",
+            "--think-time", "0", "--json", str(tmp_path / "c.json"))
+    assert (code, err) == (0, "")
+    assert "cache hit rate, engines' replies" in out and "48.0 %" in out and "The first token came after" in out
+    reports = json.loads((tmp_path / "c.json").read_text())["targets"]
+    assert list(reports) == ["plain", "named"]
+    assert reports["named"]["replicas"]["r1"]["requests"] == 8
+    assert reports["named"]["cache"]["predicted_hit_rate"] == 0.48
+
+
+async def test_all_requests_failed_is_exit_code_1(engine, wire):
+    async with engine(wire.whole({"error": {"message": "no"}}, 500)) as server:
+        code, out, _ = await loadgen("run", "--base-url", server.url, "--model", "m", "--num-prompts", "2", "--request-rate", "inf")
+        assert code == 1 and "× http_500" in out
+
+
+async def test_a_server_that_is_not_there():
+    code, out, err = await loadgen("run", "--base-url", "http://127.0.0.1:1")
+    assert code == 1 and out == ""
+    assert err.startswith("loadgen run: http://127.0.0.1:1 does not answer") and "Traceback" not in err
+
+
+async def test_a_server_that_lists_no_model(engine, wire):
+    async with engine(wire.whole({})) as server:
+        code, _, err = await loadgen("run", "--base-url", server.url)
+        assert code == 1 and "name one with --model" in err
+
+
+@pytest.mark.parametrize("args, said", [
+    (("run", "--num-prompts", "0"), "--num-prompts: '0' is not a whole number above zero"),
+    (("run", "--request-rate", "-1"), "--request-rate: -1 is not above zero"),
+    (("run", "--request-rate", "fast"), "'fast' is not a number"),
+    (("run", "--think-time", "-1"), "--think-time: -1 is not zero or above"),
+    (("run", "--timeout", "inf"), "--timeout: inf is not above zero and finite"),
+    (("run", "--slo", "ttft:soon"), "'ttft:soon': an SLO reads"),
+    (("run", "--extra-body", "{"), "--extra-body: not JSON"),
+    (("run", "--extra-body", "3"), "expected a JSON object"),
+    (("run", "--header", "nonsense"), "expected NAME=VALUE"),
+    (("run", "--base-url", "ftp://x"), "'ftp://x' is not an http:// or https:// URL"),
+    (("run", "--dataset-path", "/nonexistent.jsonl"), "/nonexistent.jsonl: No such file"),
+    (("run", "--dataset-path", "/nonexistent.txt"), "/nonexistent.txt: No such file"),
+    (("run", "--dataset-name", "conversations"), "needs --dataset-path"),
+    (("run", "--dataset-name", "sharegpt"), "invalid choice: 'sharegpt'"),
+    (("run", "--replies", "file"), "needs a file of conversations"),
+    (("run", "--json", "/nonexistent/x.json"), "can't be written"),
+    (("run", "--no-such-flag",), "unrecognized arguments: --no-such-flag"),
+    (("compare",), "one of the arguments --target --policies is required"),
+    (("compare", "--target", "x"), "expected NAME=URL"),
+    (("compare", "--target", "a=http://h", "a=http://h"), "'a' is given twice"),
+    (("compare", "--policies", "least_tme"), "there is no policy 'least_tme'"),
+    (("compare", "--policies", "random,random"), "name each policy once"),
+    (("demo", "--file", "/nonexistent"), "/nonexistent: No such file"),
+    ((), "required: VERB"),
+])
+def test_a_wrong_flag_gets_one_line_and_exit_code_2(args, said, capsys):
+    try:
+        code = main(list(args))
+    except SystemExit as end:  # argparse's own way out
+        code = end.code
+    out, err = capsys.readouterr()
+    assert code == 2 and out == ""
+    assert said in err and err.count("\n") == 1

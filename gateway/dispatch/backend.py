@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
-from cachemap import EventIntake
-from policies import Candidate, Costs, Load
-from replicas import Replica
+from policies import Candidate
 
 from ..wire.upstream import Pool
 from .drift import Drift
 
+if TYPE_CHECKING:
+    from cachemap import EventIntake
+    from policies import Costs, Load
+    from replicas import Replica
+
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "learn_at", "intake", "intake_task", "host_line", "note")
+    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "learn_at", "intake", "intake_task", "host_line", "incarnation", "note")
 
     def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
         self.replica = replica
@@ -29,6 +33,7 @@ class Backend:
         self.intake: EventIntake | None = None
         self.intake_task: asyncio.Task[None] | None = None
         self.host_line = b"host: %b:%d\r\n" % (replica.host.encode(), replica.port)
+        self.incarnation: str | None = None
         self.note = ""
 
     def serves(self, model: str | None) -> bool:

@@ -43,5 +43,5 @@ def error_event(path: str, status: int, message: str) -> bytes:
     if path.startswith("/v1/messages"):
         return b"event: error\ndata: %b\n\n" % orjson.dumps(error)
     if path.startswith("/v1/responses"):
-        return b"event: error\ndata: %b\n\n" % orjson.dumps({"type": "error", **error["error"]})
+        return b"event: error\ndata: %b\n\n" % orjson.dumps({**error["error"], "type": "error"})
     return b"data: %b\n\n" % orjson.dumps(error)

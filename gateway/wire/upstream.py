@@ -13,7 +13,7 @@ from typing import Protocol
 
 import httptools
 
-from .http import HOP_BY_HOP, Headers, end_to_end
+from .http import HOP_BY_HOP, Headers, connection_tokens, end_to_end
 
 # vLLM (uvicorn) closes a connection that is idle for 5 s; one that we reuse later may die under the request.
 IDLE_SECONDS = 4.0
@@ -69,7 +69,7 @@ class Upstream(asyncio.Protocol):
         # for the connection's life
         "pool", "transport", "parser", "closed", "idle_since", "used", "paused",
         # the response being read
-        "sink", "head_only", "status", "headers", "buffer", "head_done", "forwarding", "complete", "surplus", "clean",
+        "sink", "head_only", "status", "headers", "buffer", "head_done", "forwarding", "complete", "keep", "surplus", "clean",
     )  # fmt: skip
 
     def __init__(self, pool: Pool):
@@ -91,6 +91,7 @@ class Upstream(asyncio.Protocol):
         self.head_done = False
         self.forwarding = False
         self.complete = False
+        self.keep = False
         self.surplus = False
         self.clean = True
 
@@ -178,7 +179,7 @@ class Upstream(asyncio.Protocol):
 
     def _finish(self, sink: Sink) -> None:
         self.sink = None
-        reusable = self.parser.should_keep_alive() and not self.closed and not self.transport.is_closing()
+        reusable = self.keep and not self.closed and not self.transport.is_closing()
         if self.head_only:
             self.parser = httptools.HttpResponseParser(self)  # it still waits for the body it was promised
         self._clear()
@@ -217,11 +218,14 @@ class Upstream(asyncio.Protocol):
             self.headers, self.clean = [], True
             return
         self.head_done = True
-        self.complete = self.head_only
+        if self.head_only:
+            self.complete = True
+            self.keep = b"close" not in connection_tokens(self.headers)
 
     def on_message_complete(self) -> None:
         if self.head_done:
             self.complete = True
+            self.keep = self.parser.should_keep_alive()  # known only here: the parser then forgets the message
 
 
 class Pool:

@@ -30,10 +30,11 @@ class Talker:
         line, *rest = head.strip().split("\r\n")
         headers = {k.lower(): v.strip() for k, _, v in (h.partition(":") for h in rest)}
         if headers.get("transfer-encoding") == "chunked":
-            body = b""
+            parts = []
             while size := int(await self.until(b"\r\n", seconds), 16):
-                body += (await asyncio.wait_for(self.reader.readexactly(size + 2), seconds))[:-2]
+                parts.append((await asyncio.wait_for(self.reader.readexactly(size + 2), seconds))[:-2])
             await self.until(b"\r\n", seconds)
+            body = b"".join(parts)
         else:
             body = await asyncio.wait_for(self.reader.readexactly(int(headers.get("content-length", 0))), seconds)
         return int(line.split()[1]), headers, body

@@ -1,0 +1,306 @@
+"""The process put together: settings in, rooms wired, signals out.
+
+Start: the tokenizer is loaded and both ports are bound before any engine is started, so whatever is wrong
+with the settings is said at once and leaves nothing behind. Engines may come up later; until then
+requests get 503. Stop (SIGTERM, SIGINT): new work is refused, running requests get `drain_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import logging
+import os
+import signal
+from time import monotonic
+from typing import Any
+
+import uvloop
+
+from cachemap import CacheMap, EventIntake
+from policies import CostGroup, Ledger, make
+from replicas import Fleet, Replica, State
+
+from . import __version__
+from .admin.server import Admin
+from .config import ConfigError, Settings
+from .dispatch.backend import Backend
+from .dispatch.dispatcher import Dispatcher
+from .dispatch.life import Life
+from .dispatch.usage import Usage
+from .prompt.model import ModelError, find_model
+from .prompt.pipeline import Pipeline
+from .telemetry import log as lines
+from .telemetry.metrics import Metrics
+from .telemetry.view import View
+from .wire.http import Limits
+from .wire.server import Server
+
+log = logging.getLogger("hitherto")
+
+DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
+
+
+class Gateway:
+    """One gateway: `await start()`, `await stop()`; between them it serves."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.metrics = Metrics()
+        self.map = CacheMap(settings.cache_budget)
+        self.ledger = Ledger()
+        self.costs = CostGroup()
+        self.fleet = Fleet(self._inflight, drain_timeout=settings.drain_timeout_s)
+        self.fleet.on_change.append(self._replica_changed)
+        self.slots: dict[str, int] = {}
+        self.intakes: dict[str, EventIntake] = {}
+        self.model_dir, self.served_name = _model(settings)
+        self.dispatcher = Dispatcher(
+            pipeline=self._pipeline(self.model_dir, self.served_name),
+            cachemap=self.map,
+            policy=make(settings.policy, int.from_bytes(os.urandom(4))),
+            metrics=self.metrics,
+            ledger=self.ledger,
+            costs=self.costs,
+            retries=settings.retries,
+            request_timeout=settings.request_timeout_s,
+            idle_timeout=settings.idle_timeout_s,
+            response_headers=settings.response_headers,
+            on_traffic=self._traffic,
+            on_end=_access if settings.access_log else None,
+        )
+        limits = Limits(body_bytes=settings.max_body_bytes, head_seconds=settings.header_timeout_s)
+        self.server = Server(self.dispatcher, limits)
+        self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
+        self.metrics.read_from(self.view.reading)
+        self.admin = Admin(self)
+        self.port = self.admin_port = 0
+        self._learning: asyncio.Task[None] | None = None
+        self._caring: asyncio.Task[None] | None = None
+
+    def _pipeline(self, directory: Any, name: str) -> Pipeline:
+        size = self.settings.block_size or DEFAULT_BLOCK_SIZE
+        try:
+            return Pipeline(directory, name, size, chat_template=self.settings.chat_template)
+        except ModelError as error:
+            raise ConfigError(f"model {name}: {error}") from None
+
+    # --- start and stop
+
+    async def start(self) -> None:
+        settings = self.settings
+        try:
+            self.port = await self.server.start(settings.host, settings.port)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}. "
+                              "Stop what holds the port, or give another with --port (and --host)") from None  # fmt: skip
+        try:
+            self.admin_port = await self.admin.start(settings.admin_host, settings.admin_port)
+            await self.fleet.start()
+            for url in settings.replica_url:
+                self.fleet.add(url)
+            if settings.launch:
+                await self.fleet.launch(settings.launch, settings.profile, self.model_dir, self.served_name)
+        except BaseException:
+            await self.server.close()
+            raise
+        self._caring = asyncio.create_task(self._care())
+
+    async def stop(self, seconds: float) -> None:
+        """Refuse new work, let running requests end for up to `seconds`, then stop everything that was started."""
+        self.dispatcher.draining = self.view.draining = True
+        cut = await self.server.drain(seconds)
+        if cut:
+            log.warning("%d requests were still running after %g s and were cut", cut, seconds)
+        for task in (self._caring, self._learning):
+            if task is not None:
+                task.cancel()
+        for backend in list(self.dispatcher.backends.values()):
+            backend.stop()
+        await self.fleet.stop()
+        await self.admin.stop()
+
+    # --- replicas come, change and go
+
+    def _inflight(self, replica: str) -> int:
+        backend = self.dispatcher.backends.get(replica)
+        return backend.load.requests if backend is not None else 0
+
+    def _traffic(self, replica: str, fault: str | None) -> None:
+        if fault is None:
+            self.fleet.succeeded(replica)
+        elif fault != "status 503":  # "full, try another": load, not illness
+            self.fleet.failed(replica, _FAULTS.get(fault, "5xx"))
+
+    def _replica_changed(self, replica: Replica, old: State, new: State) -> None:
+        if new is State.READY:
+            self._meet(replica)
+        self.dispatcher.changed()
+
+    def _meet(self, replica: Replica) -> None:
+        """A replica is ready, for the first time or again: know it, and listen to its events."""
+        backend = self.dispatcher.backends.get(replica.id)
+        if backend is not None and backend.incarnation == replica.incarnation:
+            return
+        if backend is None:
+            observed = replica.events is not None
+            slot = self.slots[replica.id] = self.map.attach(replica.id, replica.num_blocks, observed)
+            backend = Backend(replica, slot, self.ledger.add(replica.id), self.costs.add(replica.id))
+            self.dispatcher.add(backend)
+        else:  # another process behind the same address: its cache is empty
+            self.map.clear(backend.slot)
+            backend.drift.reset()
+        backend.incarnation = replica.incarnation
+        self._learn_from(replica)
+        self._listen(backend)
+
+    def _learn_from(self, replica: Replica) -> None:
+        """What the gateway needs of the model is told by the engines that serve it."""
+        pipeline = self.dispatcher.pipeline
+        if replica.max_model_len:
+            pipeline.max_model_len = replica.max_model_len
+        size = self.settings.block_size or replica.block_size or DEFAULT_BLOCK_SIZE
+        if size != pipeline.block_size:
+            if any(b.replica is not replica for b in self.dispatcher.backends.values()):
+                log.error("replica %s has blocks of %d tokens, the others of %d: its cache can't be compared, it is chosen by load alone",
+                          replica.id, size, pipeline.block_size)  # fmt: skip
+            else:
+                pipeline.block_size = size
+        if self.model_dir is None and replica.models and self._learning is None:
+            name = next(name for name, parent in replica.models.items() if parent is None)
+            self._learning = asyncio.create_task(self._learn_model(name))
+
+    async def _learn_model(self, name: str) -> None:
+        """No --model was given: try what the replicas call theirs."""
+        loop, old = asyncio.get_running_loop(), self.dispatcher.pipeline
+        try:
+            directory = await loop.run_in_executor(None, find_model, name)
+            pipeline = await loop.run_in_executor(None, self._pipeline, directory, self.served_name)
+        except (ModelError, ConfigError) as error:
+            log.error("no tokenizer: requests are routed by load alone. %s", error)
+            return
+        pipeline.block_size, pipeline.max_model_len = old.block_size, old.max_model_len
+        self.model_dir, self.dispatcher.pipeline = directory, pipeline
+        log.info("tokenizer and chat template of %s from %s", name, directory)
+
+    def _listen(self, backend: Backend) -> None:
+        if backend.intake_task is not None:
+            backend.intake_task.cancel()
+            backend.intake_task = None
+        source = backend.replica.events
+        self.map.observed(backend.slot, source is not None)
+        if source is None:
+            backend.intake = None
+            self.intakes.pop(backend.id, None)
+            log.warning("replica %s publishes no KV events: its cache is guessed from what is sent to it", backend.id)
+            return
+        backend.intake = self.intakes[backend.id] = EventIntake(
+            self.map,
+            backend.slot,
+            endpoint=source.endpoint,
+            replay=source.replay,
+            topic="",  # all: one publisher an endpoint, and a topic nobody expected must not make us deaf
+            model=self.dispatcher.pipeline.served_name,
+            block_size=self.dispatcher.pipeline.block_size,
+            on_change=lambda state, reason: log.info("events of %s: %s: %s", backend.id, state, reason),
+        )
+        backend.intake_task = asyncio.create_task(backend.intake.run(), name=f"events {backend.id}")
+
+    async def _care(self) -> None:
+        """A few times a second: what scrapes told reaches policies and drift; removed replicas are forgotten."""
+        seen: dict[str, float] = {}
+        while True:
+            await asyncio.sleep(0.25)
+            for backend in list(self.dispatcher.backends.values()):
+                if backend.id not in self.fleet.replicas:
+                    self._forget(backend)
+                    continue
+                scrape = backend.replica.scrape
+                if scrape is None or seen.get(backend.id) == scrape.at:
+                    continue
+                seen[backend.id] = scrape.at
+                backend.load.waiting, backend.load.kv_usage = scrape.waiting, scrape.kv_usage
+                idle = backend.load.requests == 0 and monotonic() - scrape.at < 0.5
+                if backend.drift.counted(scrape.prefix_hits, idle):
+                    self.dispatcher.heal(backend, "the engine's own count of cached tokens differs from what was predicted")
+
+    def _forget(self, backend: Backend) -> None:
+        backend.stop()
+        self.dispatcher.remove(backend.id)
+        self.slots.pop(backend.id, None)
+        self.intakes.pop(backend.id, None)
+        self.metrics.forget(backend.id)
+
+    # --- what the admin side asks
+
+    def status(self) -> dict[str, Any]:
+        return self.view.status()
+
+    async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
+        """What would happen to this request now. Changes nothing: the policy asked is a copy."""
+        from .explain import describe
+
+        dispatcher = self.dispatcher
+        prepare = functools.partial(dispatcher.pipeline.prepare, path, body, headers, dispatcher.adapters)
+        prompt = await asyncio.get_running_loop().run_in_executor(None, prepare)
+        demand, backends, candidates = dispatcher.weigh(prompt)
+        choice = copy.deepcopy(dispatcher.policy).choose(demand, candidates, explain=True)
+        return describe(self.settings.policy, prompt, demand, candidates, choice)
+
+
+# what the wire and the lives call a failure -> what health calls it
+_FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout", "stalled": "timeout"}
+
+
+def _model(settings: Settings) -> tuple[Any, str]:
+    """The model directory (None: to be learned from the replicas) and the name the block hashes are seeded with."""
+    if settings.model is None and settings.launch and settings.profile == "sim":
+        from replicas.simulated.model import sim_model_dir
+
+        return sim_model_dir(), settings.served_model_name or "sim"
+    if settings.model is None:
+        return None, settings.served_model_name or "model"
+    try:
+        return find_model(settings.model), settings.served_model_name or os.path.basename(settings.model.rstrip("/"))
+    except ModelError as error:
+        raise ConfigError(f"--model {settings.model}: {error}") from None
+
+
+def _access(life: Life, outcome: str, usage: Usage | None) -> None:
+    prompt, request = life.prompt, life.request
+    lines.access(
+        request.method, request.path, life.status, monotonic() - request.begun,
+        outcome=outcome,
+        replica=life.backend.id if life.backend else None,
+        id=life.id.decode("latin-1"),
+        tokens=prompt.tokens if prompt else None,
+        predicted=life.overlap if prompt else None,
+        cached=usage.cached if usage else None,
+    )  # fmt: skip
+
+
+async def _main(settings: Settings) -> None:
+    gateway = Gateway(settings)
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    await gateway.start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    log.info("hitherto %s serves http://%s:%d, policy %s; admin side http://%s:%d",
+             __version__, settings.host, gateway.port, settings.policy, settings.admin_host, gateway.admin_port)  # fmt: skip
+    await stop.wait()
+    log.info("stopping: new requests are refused, running ones get %g s; a second signal cuts them", settings.drain_timeout_s)
+    stopping = asyncio.ensure_future(gateway.stop(settings.drain_timeout_s))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: asyncio.ensure_future(gateway.server.close()))
+    await stopping
+
+
+def serve(settings: Settings) -> int:
+    """Run until a signal; returns the exit code. Raises ConfigError before anything is started."""
+    outbox = lines.setup(settings.log_level)
+    try:
+        uvloop.run(_main(settings))
+    finally:
+        outbox.close()
+    return 0

@@ -1,0 +1,70 @@
+"""A dispatcher behind a real listening socket, in front of replicas that follow a script."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from cachemap import CacheMap
+from gateway.dispatch.backend import Backend
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.prompt.pipeline import Pipeline
+from gateway.telemetry.metrics import Metrics
+from gateway.wire.http import Limits
+from gateway.wire.server import Server
+from policies import CostGroup, Ledger, make
+from replicas import Replica, State
+
+from ..wire.talk import Talker, scripted
+
+
+class Stack:
+    def __init__(self, dispatcher, server, port, faults):
+        self.dispatcher, self.server, self.port, self.faults = dispatcher, server, port, faults
+        self.metrics = dispatcher.metrics
+        self.talkers = []
+
+    async def talk(self) -> Talker:
+        self.talkers.append(await Talker.to(self.port))
+        return self.talkers[-1]
+
+    def idle(self) -> bool:
+        """Nothing reserved, nothing in flight."""
+        total = self.dispatcher.ledger.total()
+        return not self.dispatcher.lives and not any((total.requests, total.prefilling, total.prefill_tokens, total.decoding, total.context_tokens))
+
+
+def backend_for(dispatcher: Dispatcher, port: int, models=("m",)) -> Backend:
+    replica = Replica(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "127.0.0.1", port)
+    replica.state = State.READY
+    replica.models = dict.fromkeys(models)
+    slot = dispatcher.map.attach(replica.id, 1000, False)
+    backend = Backend(replica, slot, dispatcher.ledger.add(replica.id), dispatcher.costs.add(replica.id))
+    dispatcher.add(backend)
+    return backend
+
+
+@asynccontextmanager
+async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_timeout=5.0, idle_timeout=5.0, pipeline=None, limits=Limits(), **options):
+    """One replica per script, plus replicas at `ports` (where perhaps nobody listens)."""
+    faults = []
+    async with AsyncExitStack() as resources:
+        dispatcher = Dispatcher(
+            pipeline=pipeline or Pipeline(None, "m", 16), cachemap=CacheMap(1 << 24), policy=make(policy), metrics=Metrics(), ledger=Ledger(),
+            costs=CostGroup(), retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True,
+            on_traffic=lambda replica, kind: faults.append(kind) if kind else None, **options,
+        )  # fmt: skip
+        for port in ports:
+            backend_for(dispatcher, port)
+        for script in scripts:
+            backend_for(dispatcher, await resources.enter_async_context(scripted(script)))
+        server = Server(dispatcher, limits)
+        port = await server.start("127.0.0.1", 0)
+        made = Stack(dispatcher, server, port, faults)
+        try:
+            yield made
+        finally:
+            for talker in made.talkers:
+                await talker.close()
+            await server.close()
+            for backend in dispatcher.backends.values():
+                backend.stop()

@@ -94,8 +94,9 @@ class Supervisor:
 
     def _kill(self) -> None:
         """Without the keeper's help."""
-        with suppress(ProcessLookupError):
-            self._keeper.kill()
+        if self._keeper is not None:
+            with suppress(ProcessLookupError):
+                self._keeper.kill()
         if self.pid is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -144,10 +145,10 @@ class Supervisor:
             said, code = await self._listen(reader)
             await asyncio.wait([logs], timeout=2)  # the last lines are the ones that matter
         finally:
-            self._control.close()  # were we cancelled: end of file, and the keeper stops the engine
-            self._control = self.pid = None
+            self._control.close()  # if we are being cancelled: end of file, and the keeper stops the engine
+            await keeper.wait()
+            self._control = self._keeper = self.pid = None
             logs.cancel()
-        await keeper.wait()
         self.tail.close()
         if self._why or said:
             return self._why or said

@@ -1,0 +1,359 @@
+"""The fleet over real processes: killed, stopped, slow, wrong, drained."""
+
+import asyncio
+import os
+import signal
+import socket
+
+import pytest
+from aiohttp import web
+
+from replicas import State, watch
+from replicas.health import Limits
+from replicas.ports import pick
+
+HOST = "127.0.0.1"
+READY, FAILED, DEGRADED, STOPPED = State.READY, State.FAILED, State.DEGRADED, State.STOPPED
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(watch, "SHORT_DEADLINE", 0.2)
+    monkeypatch.setattr(watch, "DEADLINE", 0.5)
+
+
+@pytest.fixture
+def comes(until):
+    """Wait for a state; the replica tells where it is stuck."""
+
+    async def comes(replica, state, deadline=20.0):
+        await until(lambda: replica.state is state, lambda: f"still {replica.state}: {replica.reason}", deadline)
+        return replica
+
+    return comes
+
+
+def states(fleet, replica):
+    return [new for id, old, new in fleet.seen if id == replica.id and new is not old]
+
+
+# Launched
+
+
+async def test_launched_replicas_become_ready_one_state_after_the_other(fleet, fake_profile, comes, alive):
+    replicas = await fleet.launch(2, fake_profile())
+    assert len({replica.port for replica in replicas}) == 2
+    for replica in replicas:
+        assert replica.state is State.STARTING and replica.managed and fleet.replicas[replica.id] is replica
+        await comes(replica, READY)
+        assert states(fleet, replica) == [State.WARMING, READY]
+        assert replica.reason == "answers and serves m" and alive(replica.pid)
+        assert (replica.models, replica.block_size, replica.num_blocks) == ({"m": None}, 16, 64)
+        assert replica.events.endpoint.startswith(f"tcp://{HOST}:") and replica.incarnation
+
+
+async def test_killed_it_fails_with_the_reason_and_comes_back_as_another_incarnation(fleet, fake_profile, comes):
+    (replica,) = await fleet.launch(1, fake_profile())
+    await comes(replica, READY)
+    pid, incarnation = replica.pid, replica.incarnation
+    os.kill(pid, signal.SIGKILL)
+    await comes(replica, FAILED)
+    assert "killed by SIGKILL" in replica.reason and "next start in" in replica.reason and replica.pid is None
+    await comes(replica, READY)
+    assert replica.pid != pid and replica.incarnation != incarnation and replica.restarts == 1
+
+
+async def test_without_a_start_time_the_process_id_tells_incarnations_apart(fleet, fake_profile, comes):
+    (replica,) = await fleet.launch(1, fake_profile("--no-start-time"))
+    await comes(replica, READY)
+    assert replica.incarnation == f"pid-{replica.pid}"
+    os.kill(replica.pid, signal.SIGKILL)
+    await comes(replica, FAILED)
+    await comes(replica, READY)
+    assert replica.incarnation == f"pid-{replica.pid}"
+
+
+async def test_a_hung_engine_is_degraded_then_killed_and_started_again(fleet, fake_profile, comes, alive):
+    (replica,) = await fleet.launch(1, fake_profile())
+    await comes(replica, READY)
+    pid = replica.pid
+    os.kill(pid, signal.SIGSTOP)
+    await comes(replica, DEGRADED)
+    assert "/health did not answer within 0.2 s" in replica.reason
+    await comes(replica, FAILED)
+    assert "its process is alive" in replica.reason
+    await comes(replica, READY)
+    assert replica.pid != pid and not alive(pid)
+
+
+async def test_an_engine_that_only_paused_is_taken_back(fleet, fake_profile, comes):
+    fleet._limits = Limits(fall=2, lost_after=60)
+    (replica,) = await fleet.launch(1, fake_profile())
+    await comes(replica, READY)
+    pid, incarnation = replica.pid, replica.incarnation
+    os.kill(pid, signal.SIGSTOP)
+    await comes(replica, DEGRADED)
+    os.kill(pid, signal.SIGCONT)
+    await comes(replica, READY)
+    assert (replica.pid, replica.incarnation) == (pid, incarnation)
+
+
+async def test_an_engine_that_cannot_start_says_what_to_do(fleet, fake_profile, comes):
+    (replica,) = await fleet.launch(1, fake_profile("--fail", "torch.OutOfMemoryError: CUDA out of memory."))
+    await comes(replica, FAILED)
+    assert "exited with code 3" in replica.reason and "too little free memory" in replica.reason
+    assert fleet.logs(replica.id) == ["loading", "torch.OutOfMemoryError: CUDA out of memory."]
+
+
+async def test_a_slow_start_shows_its_last_log_line_and_has_an_end(fleet, fake_profile, comes, until):
+    (replica,) = await fleet.launch(1, fake_profile("--silent-start", start_timeout_s=1.0))
+    await until(lambda: 'last log line: "still loading weights"' in replica.reason, lambda: replica.reason)
+    assert replica.state is State.STARTING
+    await comes(replica, FAILED)
+    assert "not ready 1 s after its start" in replica.reason and "raise start_timeout_s" in replica.reason
+
+
+async def test_a_taken_port_names_its_holder(fleet, fake_profile, comes, until):
+    (replica,) = await fleet.launch(1, fake_profile())
+    await comes(replica, READY)
+    os.kill(replica.pid, signal.SIGKILL)
+    await comes(replica, FAILED)
+    with socket.create_server((HOST, replica.port)):
+        await until(lambda: f"port {replica.port} is taken by pid {os.getpid()}" in replica.reason, lambda: replica.reason)
+        assert replica.state is FAILED
+    await comes(replica, READY)
+
+
+async def test_the_wrong_model_gets_no_traffic(fleet, fake_profile, comes):
+    (replica,) = await fleet.launch(1, fake_profile("--model", "other"), served_name="mine")
+    await comes(replica, State.WARMING)
+    assert "serves other, not 'mine'" in replica.reason
+    assert READY not in states(fleet, replica)
+
+
+async def test_many_at_once_and_none_left_over(fleet, fake_profile, comes, alive):
+    replicas = await fleet.launch(6, fake_profile("--deaf"))
+    for replica in replicas:
+        await comes(replica, READY)
+    pids = [replica.pid for replica in replicas]
+    for pid in pids[:3]:
+        os.kill(pid, signal.SIGKILL)
+    for replica in replicas[:3]:
+        await comes(replica, FAILED)
+    await asyncio.gather(*(fleet._supervisors[replica.id].stop(0.1) for replica in replicas))
+    assert not [pid for pid in pids if alive(pid)]
+
+
+# Drained
+
+
+async def test_drain_waits_for_requests_then_stops_the_process(fleet, fake_profile, comes, alive, until):
+    open_requests = {}
+    fleet._inflight = lambda id: open_requests.get(id, 0)
+    fleet._drain_timeout = 30.0
+    (replica,) = await fleet.launch(1, fake_profile())
+    await comes(replica, READY)
+    pid, open_requests[replica.id] = replica.pid, 2
+    drained = fleet.drain(replica.id)
+    assert replica.state is State.DRAINING and fleet.drain(replica.id) is drained
+    await until(lambda: replica.reason == "draining: 2 requests to finish")
+    assert alive(pid) and not drained.done()
+    open_requests[replica.id] = 0
+    await drained
+    assert replica.state is STOPPED and replica.reason == "drained on request" and not alive(pid)
+    fleet.resume(replica.id)
+    await comes(replica, READY)
+    assert replica.pid != pid
+
+
+async def test_a_drain_ends_at_its_deadline_and_says_so(fleet, fake_profile, comes):
+    (replica,) = await fleet.launch(1, fake_profile())
+    await comes(replica, READY)
+    fleet._inflight, fleet._drain_timeout = lambda id: 3, 0.1
+    await fleet.drain(replica.id)
+    assert replica.reason == "drained on request, 3 requests did not finish within 0.1 s"
+
+
+async def test_an_engine_that_dies_while_draining_is_not_started_again(fleet, fake_profile, comes):
+    (replica,) = await fleet.launch(1, fake_profile())
+    await comes(replica, READY)
+    fleet._inflight, fleet._drain_timeout = lambda id: 1, 30.0
+    fleet.drain(replica.id)
+    os.kill(replica.pid, signal.SIGKILL)
+    await comes(replica, STOPPED)
+    assert "killed by SIGKILL" in replica.reason
+    fleet._inflight = lambda id: 0
+    await fleet.drain(replica.id)
+    assert replica.state is STOPPED and State.STARTING not in states(fleet, replica)
+
+
+async def test_remove_drains_and_forgets(fleet, fake_profile, comes, alive):
+    (replica,) = await fleet.launch(1, fake_profile())
+    await comes(replica, READY)
+    pid = replica.pid
+    await fleet.remove(replica.id)
+    assert replica.id not in fleet.replicas and replica.state is STOPPED and not alive(pid)
+    with pytest.raises(KeyError):
+        fleet.drain(replica.id)
+
+
+# Adopted
+
+
+@pytest.fixture
+def engine(serve):
+    """engine(port=0, started=1.0, ...) -> URL of an engine in this process; `pages` may be changed."""
+    pages = {}
+
+    async def handler(request):
+        page = pages.get(request.path)
+        return web.Response(status=404) if page is None else web.json_response(page) if isinstance(page, dict) else web.Response(text=page)
+
+    async def start(port=0, started=1.0, models=("m",)):
+        pages.update({"/health": "", "/v1/models": {"data": [{"id": name} for name in models]}})
+        pages["/metrics"] = f"process_start_time_seconds {started}\n" if started else ""
+        return await serve(handler, port)
+
+    start.pages = pages
+    start.stop = lambda: serve.stop()
+    return start
+
+
+async def test_the_fleet_starts_while_an_engine_is_down_and_takes_it_when_it_comes(fleet, engine, comes):
+    port = pick(1, HOST, set())[0]
+    replica = fleet.add(f"http://{HOST}:{port}")
+    await comes(replica, FAILED)
+    assert f"cannot connect to {HOST}:{port}: nothing listens there" in replica.reason and "asked again" in replica.reason
+    await engine(port)
+    await comes(replica, READY)
+    assert replica.incarnation == "1.00" and not replica.managed and replica.pid is None
+
+
+async def test_an_adopted_engine_that_goes_away_is_failed_quickly_and_taken_back(fleet, engine, comes):
+    replica = await comes(fleet.add(await engine()), READY)
+    await engine.stop()
+    await comes(replica, FAILED)
+    assert "nothing listens" in replica.reason
+    await engine(replica.port, started=2.0)
+    await comes(replica, READY)
+    assert replica.incarnation == "2.00"
+
+
+async def test_a_restart_between_two_looks_is_a_new_incarnation(fleet, engine, comes, until):
+    replica = await comes(fleet.add(await engine()), READY)
+    fleet._inflight = lambda id: 1  # busy: every look reads the metrics
+    fleet.seen.clear()
+    engine.pages["/metrics"] = "process_start_time_seconds 2.5\n"
+    await until(lambda: states(fleet, replica) == [State.WARMING, READY])
+    assert replica.incarnation == "2.50"
+
+
+async def test_an_engine_that_tells_no_start_time_gets_a_new_incarnation_when_it_was_away(fleet, engine, comes):
+    replica = await comes(fleet.add(await engine(started=None)), READY)
+    assert replica.incarnation == "seen-1"
+    await engine.stop()
+    await comes(replica, FAILED)
+    await engine(replica.port, started=None)
+    await comes(replica, READY)
+    assert replica.incarnation == "seen-2"
+
+
+async def test_a_missing_scrape_does_not_rename_an_incarnation(fleet, engine, comes, until):
+    replica = await comes(fleet.add(await engine()), READY)
+    fleet.seen.clear()
+    page = engine.pages.pop("/metrics")
+    fleet._watches[replica.id].nudge()
+    await until(lambda: any("cache_config_info" in problem for problem in replica.problems))
+    engine.pages["/metrics"] = page
+    fleet._watches[replica.id].nudge()
+    before = replica.scrape.at
+    await until(lambda: replica.scrape.at > before)
+    assert replica.incarnation == "1.00" and not states(fleet, replica)
+
+
+async def test_a_new_adapter_is_told_to_who_listens(fleet, engine, comes, until):
+    replica = await comes(fleet.add(await engine()), READY)
+    fleet.seen.clear()
+    engine.pages["/v1/models"] = {"data": [{"id": "m"}, {"id": "sql", "parent": "m"}]}
+    fleet._watches[replica.id].nudge()
+    await until(lambda: fleet.seen == [(replica.id, READY, READY)], lambda: str(fleet.seen))
+    assert replica.models == {"m": None, "sql": "m"}
+
+
+async def test_the_url_may_name_events_and_model(fleet, engine, comes):
+    url = await engine()
+    replica = await comes(fleet.add(f"{url}#events=tcp://h:1,replay=tcp://h:2,model=m"), READY)
+    assert replica.events == ("tcp://h:1", "tcp://h:2", "") and not any("events" in p for p in replica.problems)
+    other = await engine(models=("x",))
+    replica = await comes(fleet.add(f"{other}#model=m"), State.WARMING)
+    assert "serves x, not 'm'" in replica.reason
+
+
+async def test_known_urls_are_not_added_twice_but_wanted_again(fleet, engine, comes):
+    url = await engine()
+    replica = await comes(fleet.add(url), READY)
+    assert fleet.add(url + "/v1") is replica and len(fleet.replicas) == 1
+    await fleet.drain(replica.id)
+    assert replica.state is STOPPED
+    assert fleet.add(url) is replica
+    await comes(replica, READY)
+
+
+# What traffic shows
+
+
+async def test_failing_requests_degrade_and_an_answered_one_restores(fleet, engine, comes):
+    replica = await comes(fleet.add(await engine()), READY)
+    fleet.failed(replica.id, "5xx")
+    assert replica.state is READY
+    fleet.failed(replica.id, "closed")
+    assert replica.state is DEGRADED and "requests fail (closed)" in replica.reason
+    fleet.succeeded(replica.id)
+    assert replica.state is READY and "requests" in replica.reason
+
+
+async def test_probes_restore_only_after_the_hold(fleet, engine, comes):
+    replica = await comes(fleet.add(await engine()), READY)
+    fleet.failed(replica.id, "5xx"), fleet.failed(replica.id, "5xx")
+    since = replica.since
+    await comes(replica, READY)
+    assert replica.since - since >= 2.0
+
+
+async def test_refused_connections_need_no_probe(fleet, engine, comes):
+    replica = await comes(fleet.add(await engine()), READY)
+    fleet.failed(replica.id, "connect"), fleet.failed(replica.id, "connect")
+    assert replica.state is FAILED
+    await comes(replica, READY)  # it was there after all
+
+
+async def test_one_refused_request_makes_the_fleet_look_at_once(until, serve, engine, comes):
+    from replicas import Fleet
+
+    fleet = Fleet(interval=60.0)
+    await fleet.start()
+    try:
+        replica = await comes(fleet.add(await engine()), READY)
+        await engine.stop()
+        fleet.failed(replica.id, "connect")
+        await comes(replica, FAILED, deadline=5)
+    finally:
+        await fleet.stop()
+
+
+async def test_a_broken_listener_does_not_stop_the_fleet(fleet, engine, comes, caplog):
+    fleet.on_change.insert(0, lambda *change: 1 / 0)
+    replica = await comes(fleet.add(await engine()), READY)
+    assert states(fleet, replica)[-1] is READY and "callback" in caplog.text
+
+
+async def test_traffic_of_an_unknown_replica_is_nobodys(fleet):
+    fleet.succeeded("gone:1")
+    fleet.failed("gone:1", "5xx")
+
+
+async def test_it_must_be_started_first():
+    from replicas import Fleet
+
+    with pytest.raises(RuntimeError, match="start"):
+        Fleet().add("http://h:1")

@@ -1,0 +1,115 @@
+"""No engine outlives the process that launched it, however that process ends."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+
+# A gateway as far as this room is concerned: a fleet on uvloop that launches, says so, and goes on.
+GATEWAY = f"""
+import asyncio, json, sys, uvloop
+from replicas import Fleet, State
+from replicas.profile import Command, SimProfile
+
+class Fake(SimProfile):
+    def command(self, host, ports, model):
+        return Command([sys.executable, "-I", "-S", {str(FAKE)!r}, "--port", str(ports.http), *sys.argv[1:]], {{}})
+
+async def main():
+    fleet = Fleet(interval=0.1)
+    await fleet.start()
+    replicas = await fleet.launch(2, Fake(engine="sim"))
+    told = False
+    while True:
+        await asyncio.sleep(0.02)
+        if not told and all(replica.pid for replica in replicas):
+            print(json.dumps([replica.pid for replica in replicas]), flush=True)
+        if not told and all(replica.state is State.READY for replica in replicas):
+            told = True
+            print("ready", flush=True)
+
+uvloop.run(main())
+"""
+
+
+@pytest.fixture
+async def gateway():
+    """gateway(*flags of the engines) -> its process, leader of its own group."""
+    started = []
+
+    async def start(*flags):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", GATEWAY, *flags, stdout=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def engines(process, ready=True) -> list[int]:
+    """The engines' pids, once they are ready or only started."""
+    pids = []
+    while line := await asyncio.wait_for(process.stdout.readline(), 20):
+        if line == b"ready\n":
+            return pids
+        pids = json.loads(line)
+        if not ready:
+            return pids
+    raise AssertionError("the gateway ended")
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV], ids=lambda s: s.name)
+async def test_gateway_dies(gateway, until, alive, number):
+    process = await gateway()
+    pids = await engines(process)
+    keepers = [parent(pid) for pid in pids]
+    assert len({*pids, *keepers}) == 4 and all(alive(pid) for pid in [*pids, *keepers])
+    process.send_signal(number)
+    await until(lambda: not any(alive(pid) for pid in [*pids, *keepers]), "orphans")
+
+
+async def test_gateway_is_killed_while_engines_start(gateway, until, alive):
+    process = await gateway("--silent-start")
+    pids = await engines(process, ready=False)
+    process.kill()
+    await until(lambda: not any(alive(pid) for pid in pids), "orphans")
+
+
+async def test_gateway_is_killed_and_engines_are_stopped_and_deaf(gateway, until, alive):
+    """Neither a hung engine nor one that ignores SIGTERM is spared."""
+    process = await gateway("--deaf")
+    pids = await engines(process)
+    os.kill(pids[0], signal.SIGSTOP)
+    process.kill()
+    await until(lambda: not any(alive(pid) for pid in pids), "orphans")
+
+
+async def test_gateway_and_keepers_are_killed_at_once(gateway, until, alive):
+    process = await gateway()
+    pids = await engines(process)
+    for pid in [process.pid, *map(parent, pids)]:
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: not any(alive(pid) for pid in pids), "orphans")
+
+
+async def test_a_killed_keeper_takes_its_engine_along_and_another_one_starts(gateway, until, alive):
+    process = await gateway()
+    pids = await engines(process)
+    os.kill(parent(pids[0]), signal.SIGKILL)
+    await until(lambda: not alive(pids[0]), "the engine outlived its keeper")
+    assert alive(pids[1])

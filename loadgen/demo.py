@@ -143,6 +143,10 @@ def conclude(console: Console, reports: Mapping[str, Mapping[str, object]]) -> N
         for trouble in filter(None, (show.errors(report), show.caution(report))):
             console.print(f"\n[bold]{name}[/]")
             console.print(trouble)
+    next_steps(console)
+
+
+def next_steps(console: Console) -> None:
     console.print()
     console.print("[bold]What to type next[/]")
     hitherto, loadgen = command("hitherto"), command("loadgen")

@@ -66,6 +66,7 @@ class Run:
         self.cpu_seconds = 0.0
         self.interrupted = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self.max_concurrency = max_concurrency
         self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
 
     @property

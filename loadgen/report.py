@@ -146,6 +146,7 @@ def _generator(run: Run, seconds: float) -> dict[str, object]:
     ttft = spread(record.ttft for record in run.done if record.error is None)
     limit = max(LATE_MS, 0.1 * ttft["p50"]) if ttft else LATE_MS
     return {"lateness_ms": late, "cpu_share": round(busy, 3), "connections": run.client.opened,
+            "max_concurrency": run.max_concurrency,
             "was_the_limit": busy > BUSY_CORE or bool(late and late["p99"] > limit)}
 
 

@@ -105,6 +105,9 @@ def errors(report: Report) -> Text | None:
 def caution(report: Report) -> Text | None:
     if not report["generator"]["was_the_limit"]:
         return None
+    if report["generator"]["max_concurrency"]:
+        return Text(f"--max-concurrency {report['generator']['max_concurrency']} held requests back: this was no open loop, "
+                    "and the latencies leave out the time requests waited to be sent.", "yellow")
     return Text("The generator itself was late or busy: these figures describe it as much as the server. "
                 "Lower --request-rate or use a machine with free cores.", "yellow")
 

@@ -28,7 +28,7 @@ def record(number=0, ttft=0.1, **fields) -> Record:
 
 def run_of(*records, inflight=()):
     return types.SimpleNamespace(done=list(records), began=1.0, ended=11.0, cpu_seconds=0.5, interrupted=False, not_sent=0,
-                                 conversations=[1], client=types.SimpleNamespace(opened=1), total=10,
+                                 conversations=[1], client=types.SimpleNamespace(opened=1), max_concurrency=None, total=10,
                                  inflight={id(item): item for item in inflight})
 
 
@@ -61,6 +61,12 @@ def test_a_report_of_failures():
 
 def test_a_report_owns_up_to_a_late_generator():
     assert "The generator itself was late or busy" in drawn(show.run_report(summarise(run_of(record(due=0.0)))))
+
+
+def test_a_bound_on_concurrency_is_named_as_the_reason():
+    run = run_of(record(due=0.0))
+    run.max_concurrency = 2
+    assert "--max-concurrency 2 held requests back" in drawn(show.run_report(summarise(run)))
 
 
 def test_targets_side_by_side():

@@ -5,6 +5,7 @@ named in `Facts.problems`, with the flag that would fix it, and the gateway goes
 """
 
 import asyncio
+import errno
 import json
 from dataclasses import dataclass, field
 from time import monotonic
@@ -22,10 +23,14 @@ EVENTS_OFF = (
 )
 
 
+# Of these the engine is innocent.
+OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
+
+
 @dataclass(slots=True)
 class Facts:
     """`alive`: /health is 200. `serving`: a model is listed as well. If not both, `fault` is the
-    kind of failure (connect, timeout, closed, 5xx, refused) and `error` says it in words."""
+    kind of failure (connect, timeout, closed, 5xx, refused; own: the gateway's own) and `error` says it in words."""
 
     alive: bool = False
     serving: bool = False
@@ -77,6 +82,9 @@ async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answ
     except aiohttp.ClientConnectorDNSError:
         return Answer(0, fault="connect", error=f"host name {where.hostname!r} does not resolve; check the replica's URL and DNS")
     except aiohttp.ClientConnectorError as error:
+        if error.os_error.errno in OWN_FAULTS:
+            what = f"the gateway itself cannot open connections: {error.os_error.strerror}"
+            return Answer(0, fault="own", error=f"{what}; raise its limits (`ulimit -n`)")
         refused = isinstance(error.os_error, ConnectionRefusedError)
         what = "nothing listens there" if refused else (error.os_error.strerror or str(error.os_error))
         return Answer(0, fault="connect", error=f"cannot connect to {where.netloc}: {what}")

@@ -91,12 +91,15 @@ class Health:
         if self._trouble and not held and self._probe_successes >= self.limits.rise:
             self._trouble, self._held_until, self._traffic_failures = False, None, 0
 
+    def hung(self, now: float) -> bool:
+        """Whether rule 2 holds."""
+        return self._silent_since is not None and now - self._silent_since >= self.limits.lost_after
+
     def opinion(self, now: float) -> Opinion:
+        if self.hung(now):
+            return Opinion(Verdict.LOST, f"no answer for {now - self._silent_since:.0f} s: {self._last_error}")
         if self._refusals >= 2:
             return Opinion(Verdict.LOST, self._last_error)
-        silent = now - self._silent_since if self._silent_since is not None else 0.0
-        if silent >= self.limits.lost_after:
-            return Opinion(Verdict.LOST, f"no answer for {silent:.0f} s: {self._last_error}")
         if self._trouble:
             return Opinion(Verdict.TROUBLE, self._last_error)
         return Opinion(Verdict.GOOD, "")

@@ -64,7 +64,8 @@ def _cache_config(page: bytes) -> tuple[int | None, int | None]:
     for labels, _ in _lines(page, b"vllm:cache_config_info"):
         given = dict(_LABEL.findall(labels))
         size, blocks = given.get(b"block_size", b""), given.get(b"num_gpu_blocks", b"")
-        return int(size) if size.isdigit() else None, int(blocks) if blocks.isdigit() else None
+        if size.isdigit():
+            return int(size), int(blocks) if blocks.isdigit() else None
     return None, None
 
 

@@ -110,7 +110,9 @@ class Watch:
         now = monotonic()
         if full:
             self._facts_at = now
-        if facts.fault:
+        if facts.fault == "own":
+            replica.reason = facts.error
+        elif facts.fault:
             self._missed(now, facts)
         else:
             self._answered(now, facts, full)
@@ -231,17 +233,18 @@ class Watch:
         replica = self.replica
         verdict, reason = self.health.opinion(now)
         if verdict is Verdict.LOST:
-            self._lost(reason)
+            self._lost(now, reason)
         elif verdict is Verdict.TROUBLE:
             self.tell(replica, Event.TROUBLE, reason)
         elif replica.state is State.DEGRADED:
             self.tell(replica, Event.SERVES, "answers probes again")
 
-    def _lost(self, reason: str) -> None:
+    def _lost(self, now: float, reason: str) -> None:
+        """A refused connection alone does not get our own engine killed: were its process dead, the
+        supervisor would know. Only one that stays silent is."""
         replica = self.replica
-        if replica.state not in (State.WARMING, State.READY, State.DEGRADED):
-            return
         alive = " though its process is alive" if replica.managed and replica.pid else ""
-        self.tell(replica, Event.GONE, reason + alive)
-        if self.supervisor:
+        if replica.state in (State.WARMING, State.READY, State.DEGRADED):
+            self.tell(replica, Event.GONE, reason + alive)
+        if self.supervisor and self.health.hung(now):
             self.supervisor.restart(f"{reason}{alive}: it hangs, so it was killed")

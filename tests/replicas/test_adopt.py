@@ -1,5 +1,7 @@
 import asyncio
 import json
+import os
+import resource
 
 import pytest
 from aiohttp import web
@@ -170,3 +172,20 @@ async def test_a_port_that_does_not_speak_http(session):
         port = server.sockets[0].getsockname()[1]
         facts = await probe(f"http://127.0.0.1:{port}", session)
     assert not facts.alive and facts.fault == "closed"
+
+
+async def test_a_gateway_out_of_descriptors_blames_itself(serve, session):
+    url = await serve(pages(VLLM))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        with pytest.raises(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        facts = await probe(url, session)
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert facts.fault == "own" and "Too many open files" in facts.error and "ulimit -n" in facts.error

@@ -11,6 +11,7 @@ from aiohttp import web
 from replicas import State, watch
 from replicas.health import Limits
 from replicas.ports import pick
+from replicas.supervisor import Backoff
 
 HOST = "127.0.0.1"
 READY, FAILED, DEGRADED, STOPPED = State.READY, State.FAILED, State.DEGRADED, State.STOPPED
@@ -20,6 +21,7 @@ READY, FAILED, DEGRADED, STOPPED = State.READY, State.FAILED, State.DEGRADED, St
 def impatient(monkeypatch):
     monkeypatch.setattr(watch, "SHORT_DEADLINE", 0.2)
     monkeypatch.setattr(watch, "DEADLINE", 0.5)
+    monkeypatch.setattr(Backoff, "FIRST", 0.2)
 
 
 @pytest.fixture
@@ -325,6 +327,16 @@ async def test_refused_connections_need_no_probe(fleet, engine, comes):
     fleet.failed(replica.id, "connect"), fleet.failed(replica.id, "connect")
     assert replica.state is FAILED
     await comes(replica, READY)  # it was there after all
+
+
+async def test_refused_connections_do_not_get_a_live_engine_killed(fleet, fake_profile, comes):
+    (replica,) = await fleet.launch(1, fake_profile())
+    await comes(replica, READY)
+    pid = replica.pid
+    fleet.failed(replica.id, "connect"), fleet.failed(replica.id, "connect")
+    assert replica.state is FAILED and "its process is alive" in replica.reason
+    await comes(replica, READY)
+    assert replica.pid == pid and replica.restarts == 0
 
 
 async def test_one_refused_request_makes_the_fleet_look_at_once(until, serve, engine, comes):

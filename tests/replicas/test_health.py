@@ -104,7 +104,13 @@ def test_silence_for_long_is_lost_and_says_for_how_long():
     for now in range(15):
         health.probed(float(now), "timeout", "no answer")
         assert verdict(health, float(now)) is not LOST
-    assert health.opinion(15.0) == (LOST, "no answer for 15 s: no answer")
+    assert health.opinion(15.0) == (LOST, "no answer for 15 s: no answer") and health.hung(15.0)
+
+
+def test_refused_requests_are_not_a_hang():
+    health = Health()
+    health.failed(0.0, "connect"), health.failed(0.0, "connect")
+    assert verdict(health, 100.0) is LOST and not health.hung(100.0)
 
 
 WORD = st.one_of(st.just("ok"), st.just("probe ok"), st.sampled_from(FAULTS), st.sampled_from([f"probe {f}" for f in FAULTS]))

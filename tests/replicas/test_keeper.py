@@ -126,6 +126,7 @@ async def test_what_an_engine_leaves_behind_when_it_crashes_is_swept(family, unt
 async def test_a_stopped_engine_can_be_killed(family, until, alive):
     _, control, pids = family
     os.kill(pids[0], signal.SIGSTOP)
+    await until(lambda: Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     control.sendall(b"stop 0.1\n")
     assert await asyncio.to_thread(line, control) == "exit -9"
     assert not [pid for pid in pids if alive(pid)]

@@ -19,6 +19,7 @@ vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
 vllm:prefix_cache_queries_total{engine="0",model_name="a \\"b\\" {c} 9"} 1024.0
 vllm:prefix_cache_queries_created{engine="0",model_name="m"} 1.7e+09
 vllm:prefix_cache_hits_total{engine="0",model_name="m"} 992.0
+vllm:cache_config_info{block_size="None"} 1.0
 vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="2048",x="None"} 1.0
 """
 

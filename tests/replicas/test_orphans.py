@@ -14,12 +14,14 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 # A gateway as far as this room is concerned: a fleet on uvloop that launches, says so, and goes on.
 GATEWAY = f"""
 import asyncio, json, sys, uvloop
-from replicas import Fleet, State
+from replicas import Fleet, State, supervisor
 from replicas.profile import Command, SimProfile
 
 class Fake(SimProfile):
     def command(self, host, ports, model):
         return Command([sys.executable, "-I", "-S", {str(FAKE)!r}, "--port", str(ports.http), *sys.argv[1:]], {{}})
+
+supervisor.ORPHAN_GRACE = 0.5
 
 async def main():
     fleet = Fleet(interval=0.1)

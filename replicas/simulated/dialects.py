@@ -22,28 +22,25 @@ def event(data: dict, name: str | None = None) -> bytes:
     return b"%bdata: %b\n\n" % (head, orjson.dumps(data))
 
 
-def usage(generations: list[Generation], sent: int, show_cached: bool) -> dict:
-    """vLLM's usage object; a prompt asked for n times is counted once."""
-    prompts = {generation.prompt.tobytes(): len(generation.prompt) for generation in generations}
-    prompt = sum(prompts.values()) if len(prompts) > 1 else len(generations[0].prompt)
-    cached = sum({generation.prompt.tobytes(): generation.cached for generation in generations}.values())
-    return {"prompt_tokens": prompt, "total_tokens": prompt + sent, "completion_tokens": sent,
-            "prompt_tokens_details": {"cached_tokens": cached} if show_cached else None}
-
-
 class Dialect:
     """One request's answer. `begin` (of a sequence), `tokens` (its tokens start..end) and `close` (after the last
     sequence ended) make a stream; `whole` is the answer in one piece. A dialect below has all four."""
 
-    def __init__(self, id: str, model: str, body: dict, show_cached: bool):
-        self.id, self.model, self.body, self.show_cached = id, model, body, show_cached
+    def __init__(self, id: str, model: str, body: dict, show_cached: bool, n: int = 1):
+        self.id, self.model, self.body, self.show_cached, self.n = id, model, body, show_cached, n
         self.created = int(time.time())
         options = body.get("stream_options") or {}
         self.include_usage = bool(options.get("include_usage")) if isinstance(options, dict) else False
         self.token_ids = bool(body.get("return_token_ids"))
 
     def usage(self, generations: list[Generation]) -> dict:
-        return usage(generations, sum(generation.sent for generation in generations), self.show_cached)
+        """vLLM's usage object; a prompt that was asked for n times counts once."""
+        sent = sum(generation.sent for generation in generations)
+        prompts = generations[::self.n]
+        prompt = sum(len(generation.prompt) for generation in prompts)
+        cached = sum(generation.cached for generation in prompts)
+        return {"prompt_tokens": prompt, "total_tokens": prompt + sent, "completion_tokens": sent,
+                "prompt_tokens_details": {"cached_tokens": cached} if self.show_cached else None}
 
 
 class _OpenAI(Dialect):
@@ -213,12 +210,11 @@ class Responses(Dialect):
 
 
 class Messages(Dialect):
-    """Anthropic's Messages."""
+    """Anthropic's Messages. As in vLLM, its usage counts all prompt tokens and says nothing of cached ones."""
 
-    def _usage(self, generation: Generation, sent: int) -> dict:
-        cached = generation.cached if self.show_cached else 0
-        return {"input_tokens": len(generation.prompt) - cached, "output_tokens": sent,
-                "cache_read_input_tokens": cached, "cache_creation_input_tokens": None}
+    @staticmethod
+    def _usage(generation: Generation, sent: int) -> dict:
+        return {"input_tokens": len(generation.prompt), "output_tokens": sent}
 
     @staticmethod
     def _stop(generation: Generation) -> str:

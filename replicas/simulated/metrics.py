@@ -35,7 +35,8 @@ class Metrics:
 
     def __init__(self, engine: Engine, model: str):
         self._engine = engine
-        self._labels = f'engine="0",model_name="{model}"'
+        escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        self._labels = f'engine="0",model_name="{escaped}"'
         self._started = time.time()
         self._ended = dict.fromkeys(("stop", "length", "abort", "error", "repetition"), 0)
         self._first = _Histogram("vllm:time_to_first_token_seconds", "Time to first token.", _FIRST)
@@ -68,12 +69,12 @@ class Metrics:
 
     def text(self) -> str:
         engine, counters, profile = self._engine, self._engine.counters, self._engine.profile
-        labels, lines = self._labels, []
+        labels, lines, told = self._labels, [], set()
 
         def one(kind: str, name: str, about: str, value: float, more: str = "") -> None:
-            family = name
-            if not lines or f"# TYPE {family} {kind}" not in lines[-3:]:
-                lines.extend((f"# HELP {family} {about}", f"# TYPE {family} {kind}"))
+            if name not in told:
+                told.add(name)
+                lines.extend((f"# HELP {name} {about}", f"# TYPE {name} {kind}"))
             lines.append(f"{name}{{{labels}{more}}} {float(value)}")
 
         one("gauge", "vllm:num_requests_running", "Requests in the running batch.", engine.running)

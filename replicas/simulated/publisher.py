@@ -80,9 +80,9 @@ class Publisher:
             self.swap -= 1
             self._held = frames
         else:
-            self._pub.send_multipart(frames, copy=False)
+            self._pub.send_multipart(frames)
             if self._held is not None:
-                self._pub.send_multipart(self._held, copy=False)
+                self._pub.send_multipart(self._held)
                 self._held = None
 
     def _as_map(self, event, ids=None, adapter=None, adapter_id=None, salt=None) -> dict:

@@ -64,7 +64,7 @@ class Replies:
             self._ends.append(len(self.ids))
         self._end_of = [end for start, end in zip(self._starts, self._ends) for _ in range(start, end)]
         self._where: dict[bytes, list[int]] = {}
-        for at in range(CONTEXT, len(self.ids)):
+        for at in range(CONTEXT, len(self.ids) + 1):
             self._where.setdefault(self.ids[at - CONTEXT:at].tobytes(), []).append(at)
 
     def begin(self, prompt: array) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 
+from . import translate
 from .tokens import RequestError, Tokens
 
 
@@ -18,6 +19,7 @@ class Asked:
     ignore_eos: bool = False
     min_tokens: int = 0
     salt: str | None = None
+    clip: bool = False  # a max_tokens beyond the context is cut, not refused
 
 
 def parse(raw: bytes) -> dict:
@@ -98,91 +100,13 @@ def embeddings(body: dict, tokens: Tokens) -> Asked:
 
 
 def responses(body: dict, tokens: Tokens) -> Asked:
-    messages: list[dict] = []
-    if body.get("instructions"):
-        messages.append({"role": "system", "content": body["instructions"]})
-    given = body.get("input")
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
-    elif isinstance(given, list):
-        for item in given:
-            _response_item(item, messages)
-    else:
-        raise RequestError("`input` must be text or a list of items", param="input")
-    wanted = [{"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
-              for tool in body.get("tools") or () if isinstance(tool, dict) and tool.get("type") == "function"]
-    prompt = tokens.chat({"messages": messages, "tools": wanted or None,
-                          "chat_template_kwargs": body.get("chat_template_kwargs")})
-    return _common(body, [prompt], _whole_number(body, "max_output_tokens", 1), None)
-
-
-def _response_item(item: Any, messages: list[dict]) -> None:
-    """Append an input item as a chat message; consecutive function calls are one assistant message."""
-    if not isinstance(item, dict):
-        raise RequestError("each input item must be an object", param="input")
-    kind = item.get("type", "message")
-    if kind == "function_call":
-        call = {"id": item.get("call_id"), "type": "function",
-                "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
-        if messages and messages[-1]["role"] == "assistant":
-            messages[-1].setdefault("tool_calls", []).append(call)
-        else:
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-    elif kind == "function_call_output":
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-    elif kind == "reasoning":
-        return
-    else:
-        messages.append({"role": item.get("role"), "content": item.get("content")})
+    asked = _common(body, [tokens.chat(translate.responses(body))], _whole_number(body, "max_output_tokens", 1), None)
+    asked.clip = True
+    return asked
 
 
 def anthropic(body: dict, tokens: Tokens) -> Asked:
-    messages: list[dict] = []
-    if body.get("system"):
-        messages.append({"role": "system", "content": _joined(body["system"])})
-    if not isinstance(body.get("messages"), list):
-        raise RequestError("`messages` must be a list", param="messages")
-    for message in body["messages"]:
-        _anthropic_message(message, messages)
-    wanted = [{"type": "function", "function": {"name": tool.get("name"), "description": tool.get("description"),
-                                                "parameters": tool.get("input_schema")}}
-              for tool in body.get("tools") or () if isinstance(tool, dict)]
-    prompt = tokens.chat({"messages": messages, "tools": wanted or None})
     most = _whole_number(body, "max_tokens", 1)
     if most is None:
         raise RequestError("`max_tokens` is required", param="max_tokens")
-    return _common(body, [prompt], most, body.get("stop_sequences"))
-
-
-def _joined(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content or () if isinstance(part, dict))
-
-
-def _anthropic_message(message: Any, messages: list[dict]) -> None:
-    if not isinstance(message, dict):
-        raise RequestError("each message must be an object", param="messages")
-    content, role = message.get("content"), message.get("role")
-    if isinstance(content, str) or content is None:
-        messages.append({"role": role, "content": content})
-        return
-    said, calls = [], []
-    for block in content:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "text":
-            said.append({"type": "text", "text": block.get("text", "")})
-        elif kind == "tool_use":
-            calls.append({"id": block.get("id"), "type": "function",
-                          "function": {"name": block.get("name"), "arguments": block.get("input") or {}}})
-        elif kind == "tool_result":
-            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"),
-                             "content": _joined(block.get("content"))})
-        elif kind not in ("thinking", "redacted_thinking"):
-            raise RequestError(f"this model takes text only, not {kind!r}", param="messages")
-    if said or calls:
-        made: dict = {"role": role}
-        if calls:
-            made["tool_calls"] = calls
-        made["content"] = said[0]["text"] if len(said) == 1 else said or None
-        messages.append(made)
+    return _common(body, [tokens.chat(translate.anthropic(body))], most, body.get("stop_sequences"))

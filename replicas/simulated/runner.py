@@ -39,8 +39,9 @@ class Generation:
         """Decide all of its output: where the reply starts, and which of the limits ends it."""
         start, natural = replies.begin(self.prompt)
         limit = min(max_tokens, room)
-        ends = not ignore_eos and max(natural, min_tokens) < limit
-        count = max(natural, min_tokens) if ends else limit
+        natural = max(natural, min_tokens, eos is None)
+        ends = not ignore_eos and natural + (eos is not None) <= limit
+        count = natural if ends else limit
         self.ids, self.pieces = replies.walk(start, count)
         self.reason = "stop" if ends else "length"
         if ends and eos is not None:

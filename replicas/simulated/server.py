@@ -82,7 +82,9 @@ class Server:
         except RequestError as error:
             return reply_json(error_body(str(error), error.type, error.status, error.param), error.status)
         except web.HTTPException as error:
-            return reply_json(error_body(error.reason, error.reason.replace(" ", ""), error.status), error.status)
+            made = reply_json(error_body(error.reason, error.reason.replace(" ", ""), error.status), error.status)
+            made.headers.update({name: value for name, value in error.headers.items() if name == "Allow"})
+            return made
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             return reply_json(error_body("Internal server error", "InternalServerError", 500), 500)
@@ -97,7 +99,7 @@ class Server:
         asked = await self._asked(ask, body, len(raw))
         id = prefix + (request.headers.get("x-request-id") or uuid.uuid4().hex)
         generations = self._generations(id, asked, adapter)
-        answer = dialect(id, adapter or self.model, body, self.show_cached)
+        answer = dialect(id, adapter or self.model, body, self.show_cached, asked.n)
         self._load += 1
         try:
             if asked.stream:
@@ -136,7 +138,7 @@ class Server:
         made = []
         for prompt in asked.prompts:
             room = self.context_length - len(prompt)
-            if room < 1 or asked.max_tokens is not None and asked.max_tokens > room:
+            if room < 1 or not asked.clip and asked.max_tokens is not None and asked.max_tokens > room:
                 wanted = f" and asked for {asked.max_tokens} tokens of output" if asked.max_tokens is not None else ""
                 raise RequestError(
                     f"This model's maximum context length is {self.context_length} tokens. However, your request has "

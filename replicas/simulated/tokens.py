@@ -3,7 +3,6 @@
 Written apart from the gateway's `prompt` room on purpose: each is the other's check. Nothing is memoised or
 compiled here; a chat is rendered by the model's Jinja template, and the text is tokenized whole.
 """
-import copy
 import datetime
 import json
 from pathlib import Path
@@ -184,80 +183,96 @@ def _cut(text: str) -> str:
 
 
 def _tools(tools: Any) -> list[dict] | None:
-    """Tools as vLLM hands them to a template: its own field order, absent fields as null."""
+    """Tools as vLLM hands them to a template: the fields it knows, in its order, absent ones as null."""
     if tools is None:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict)
-                                              and isinstance(tool["function"].get("name"), str) for tool in tools):
-        raise RequestError("`tools` must be a list of objects with a named `function`", param="tools")
-    return [{"type": "function",
-             **{name: tool[name] for name in tool if name not in ("type", "function")},
-             "function": {"name": None, "description": None, "parameters": None, **tool["function"]}}
-            for tool in tools]
+    if not isinstance(tools, list) or not tools or not all(
+            isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+            and isinstance(tool["function"].get("name"), str) for tool in tools):
+        raise RequestError("`tools` must be a non-empty list of objects with a named `function`", param="tools")
+    return [_tool(tool, tool["function"]) for tool in tools]
+
+
+def _tool(tool: dict, function: dict) -> dict:
+    seen = {name: function.get(name) for name in ("name", "description", "parameters")}
+    made = {"type": "function", "function": seen}
+    if function.get("strict") is not None:
+        seen["strict"] = function["strict"]
+    outer = tool.get("defer_loading")
+    inner = function.get("defer_loading")
+    if inner is not None or outer is not None:
+        seen["defer_loading"] = outer if inner is None else inner
+    if outer is not None:
+        made["defer_loading"] = outer
+    return made
 
 
 def conversation(messages: Any, takes_parts: bool) -> list[dict]:
     """Messages as a template sees them: only the fields vLLM passes on, text or parts, arguments as objects."""
-    if not isinstance(messages, list):
-        raise RequestError("`messages` must be a list", param="messages")
-    if not messages:
-        raise RequestError("List should have at least 1 item after validation, not 0", param="messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("`messages` must be a list with at least one message", param="messages")
     return [_message(message, takes_parts) for message in messages]
 
 
 def _message(message: Any, takes_parts: bool) -> dict:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError("each message must be an object with a `role`", param="messages")
-    role, seen = message["role"], {"role": message["role"]}
-    seen["content"] = _content(message.get("content"), takes_parts)
-    if role == "assistant":
-        if message.get("tool_calls"):
-            seen["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-        reasoning = message.get("reasoning") or message.get("reasoning_content")
-        if reasoning is not None:
-            seen["reasoning"] = seen["reasoning_content"] = reasoning
-    elif role == "tool" and "tool_call_id" in message:
+    role, texts, seen = message["role"], _texts(message.get("content")), {}
+    reasoning = message.get("reasoning")
+    if reasoning is None:
+        reasoning = message.get("reasoning_content")
+    if role == "assistant" and reasoning is not None:
+        seen["thinking"] = seen["reasoning"] = seen["reasoning_content"] = reasoning
+    if role == "system":
+        texts = [text for text in map(_without_attribution, texts) if text is not None]
+    parts = takes_parts and role != "tool"
+    seen |= {"role": role, "content": [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)}
+    if role == "assistant" and message.get("tool_calls"):
+        seen["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    if role == "tool" and message.get("tool_call_id") is not None:
         seen["tool_call_id"] = message["tool_call_id"]
-    elif role == "developer":
-        seen["tools"] = message.get("tools")
-    if isinstance(message.get("name"), str):
-        seen["name"] = message["name"]
-    return seen
+    if role == "developer" and message.get("tools") is not None:
+        seen["tools"] = message["tools"]
+    return seen | {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
 
 
-def _content(content: Any, takes_parts: bool) -> str | list[dict]:
+def _without_attribution(text: str) -> str | None:
+    """vLLM drops a line that one client puts first and changes with every request; None if nothing is left."""
+    if not text.startswith("x-anthropic-billing-header"):
+        return text
+    return text.partition("\n")[2] or None
+
+
+def _texts(content: Any) -> list[str]:
     if content is None:
-        parts = []
-    elif isinstance(content, str):
-        parts = [content]
-    elif isinstance(content, list):
-        parts = [_part(part) for part in content]
-    else:
-        raise RequestError("`content` must be text or a list of parts", param="messages")
-    return [{"type": "text", "text": text} for text in parts] if takes_parts else "\n".join(parts)
+        return []
+    if isinstance(content, str):
+        return [content]
+    if isinstance(content, list):
+        return [text for text in map(_part, content) if text is not None]
+    raise RequestError("`content` must be text or a list of parts", param="messages")
 
 
-def _part(part: Any) -> str:
+def _part(part: Any) -> str | None:
     if isinstance(part, str):
         return part
-    if isinstance(part, dict):
-        for kind in ("text", "input_text", "output_text", "refusal", "thinking"):
-            if part.get("type", kind) == kind and isinstance(part.get("text", part.get(kind)), str):
-                return part.get("text", part.get(kind))
-        if part.get("type") in ("image_url", "input_image", "input_audio", "audio_url", "video_url", "image_pil"):
-            raise RequestError(f"this model takes text only, not {part['type']}", param="messages")
-    raise RequestError("a content part must have a `type` and that type's field", param="messages")
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "input_text", "output_text", "refusal", "thinking"):
+        raise RequestError(f"this model takes text only, not a content part of type {kind!r}", param="messages")
+    text = part.get(kind if kind in ("refusal", "thinking") else "text")
+    if text is not None and not isinstance(text, str):
+        raise RequestError("a content part's text must be a string", param="messages")
+    return text
 
 
 def _call(call: Any) -> dict:
+    """A tool call with its arguments as an object; what is no JSON object becomes an empty one."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise RequestError("each tool call must be an object with a `function`", param="messages")
-    call = copy.deepcopy(call)
     arguments = call["function"].get("arguments")
-    if isinstance(arguments, str) and arguments:
+    if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except ValueError:
-            raise RequestError("a tool call's `arguments` must be JSON", param="messages") from None
-    call["function"]["arguments"] = arguments or {}
-    return call
+            arguments = None
+    return {**call, "function": {**call["function"], "arguments": arguments if isinstance(arguments, dict) else {}}}

@@ -42,6 +42,7 @@ PROMPT_PATHS = {
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
+STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 # A collected body is sent with its length; Host is the replica's.
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
 # One observation costs 15 to 20 us; a coefficient does not move within this time.
@@ -330,11 +331,12 @@ class Dispatcher:
 
     def ended(self, life: Life, outcome: str, usage: Usage | None = None) -> None:
         metrics = self.metrics
+        status = outcome if outcome in ("aborted", "cut") else STATUS_CLASS[life.status // 100]
+        metrics.requests.inc(life.label, status)
+        if life.backend is not None:
+            metrics.replica_requests.inc(life.backend.id, status)
         if outcome == "aborted":
             metrics.client_aborts.inc(life.label)
-            metrics.requests.inc(life.label, "aborted")
-        else:
-            metrics.requests.inc(life.label, "cut" if outcome == "cut" else f"{life.status // 100}xx")
         if life.prompt is not None:
             metrics.prompts.inc(life.prompt.mode)
         metrics.request_seconds.observe(life.label, monotonic() - life.request.begun)

@@ -1,0 +1,81 @@
+"""A real gateway process with real engines below it, for tests that need the whole house."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from contextlib import asynccontextmanager
+
+import httpx
+
+SERVES = re.compile(rb"serves http://[^:]+:(\d+), .* admin side http://[^:]+:(\d+)")
+
+
+class Running:
+    def __init__(self, process: asyncio.subprocess.Process, port: int, admin_port: int, log: list[bytes]):
+        self.process, self.log = process, log
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=30)
+        self.admin = httpx.AsyncClient(base_url=f"http://127.0.0.1:{admin_port}", timeout=10)
+
+    async def chat(self, messages, **fields) -> httpx.Response:
+        return await self.client.post("/v1/chat/completions", json={"model": "sim", "messages": messages, "max_tokens": 4, **fields})
+
+    async def status(self) -> dict:
+        return (await self.admin.get("/status")).json()
+
+    async def until(self, true, seconds: float = 20) -> dict:
+        """Wait until `true(status)`; returns that status."""
+        end = asyncio.get_running_loop().time() + seconds
+        while not true(status := await self.status()):
+            assert asyncio.get_running_loop().time() < end, f"did not become true in time: {status}"
+            await asyncio.sleep(0.05)
+        return status
+
+    async def ready(self, count: int) -> dict:
+        return await self.until(lambda status: sum(one["state"] == "ready" for one in status["replicas"]) >= count)
+
+
+@asynccontextmanager
+async def running(*args: str, env: dict[str, str] = {}):
+    """`hitherto serve ARGS` on free ports; ended with SIGTERM, and every process it made with it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", *args,
+        stderr=asyncio.subprocess.PIPE, env={**os.environ, **env},
+    )  # fmt: skip
+    log: list[bytes] = []
+    found: asyncio.Future = asyncio.get_running_loop().create_future()
+
+    async def read() -> None:
+        async for line in process.stderr:
+            log.append(line)
+            if (match := SERVES.search(line)) and not found.done():
+                found.set_result((int(match[1]), int(match[2])))
+        if not found.done():
+            found.set_exception(AssertionError(f"the gateway ended: {b''.join(log).decode()}"))
+
+    reader = asyncio.create_task(read())
+    try:
+        ports = await asyncio.wait_for(asyncio.shield(found), 20)
+        gateway = Running(process, *ports, log)
+        async with gateway.client, gateway.admin:
+            yield gateway
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), 15)
+            except TimeoutError:
+                process.kill()
+        await reader
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,168 @@
+"""The whole house: a gateway process, engines below it, requests over real sockets."""
+
+import asyncio
+import os
+import signal
+
+import httpx
+import pytest
+
+from .running import alive, running
+
+SYSTEM = {"role": "system", "content": "You answer questions about the standard library. " * 40}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def reported(answer: httpx.Response) -> int:
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def predicted(answer: httpx.Response) -> int:
+    return int(answer.headers["x-hitherto-cached-tokens"])
+
+
+async def test_a_request_reaches_the_replica_that_holds_its_prefix_and_the_engine_agrees():
+    async with running("--launch", "3") as gateway:
+        await gateway.ready(3)
+        homes = {}
+        for turn in range(4):
+            for name in "abcdef":
+                messages = [SYSTEM, user(f"I am {name}. " * 50)]
+                for k in range(turn):
+                    messages += [{"role": "assistant", "content": f"Noted {k}."}, user(f"And then {k}?")]
+                answer = await gateway.chat(messages)
+                assert answer.status_code == 200, answer.text
+                assert predicted(answer) == reported(answer)
+                if turn:
+                    assert answer.headers["x-hitherto-replica"] == homes[name]
+                    assert predicted(answer) > 600
+                homes[name] = answer.headers["x-hitherto-replica"]
+        status = await gateway.status()
+        assert status["totals"]["inflight"] == 0
+        assert status["totals"]["prompts"] == {"exact": 24}
+        assert {one["events"] for one in status["replicas"]} == {"live"}
+        metrics = (await gateway.admin.get("/metrics")).text
+        assert "hitherto_reservations 0.0" in metrics
+        assert 'hitherto_predictions_total{outcome="over"' not in metrics
+        assert 'hitherto_predictions_total{outcome="under"' not in metrics
+
+
+async def test_every_endpoint_goes_through_with_exact_tokens():
+    async with running("--launch", "1") as gateway:
+        await gateway.ready(1)
+        text = "All the world's a stage, and all the men and women merely players. " * 30
+        bodies = {
+            "/v1/chat/completions": {"messages": [user(text)], "max_tokens": 2},
+            "/v1/completions": {"prompt": text, "max_tokens": 2},
+            "/v1/responses": {"input": text, "max_output_tokens": 2},
+            "/v1/messages": {"messages": [user(text)], "max_tokens": 2},
+            "/v1/embeddings": {"input": text},
+            "/tokenize": {"prompt": text},
+            "/detokenize": {"tokens": [100, 200, 300]},
+        }
+        for path, body in bodies.items():
+            answer = await gateway.client.post(path, json={"model": "sim", **body})
+            assert answer.status_code == 200, (path, answer.text)
+            assert "x-hitherto-replica" in answer.headers
+        assert (await gateway.client.get("/version")).status_code == 200
+        assert [one["id"] for one in (await gateway.client.get("/v1/models")).json()["data"]] == ["sim"]
+
+
+async def test_replicas_without_events_are_followed_by_what_was_sent_to_them(tmp_path):
+    profile = tmp_path / "quiet.yaml"
+    profile.write_text("engine: sim\nkv_events: false\n")
+    async with running("--launch", "2", "--profile", str(profile)) as gateway:
+        await gateway.ready(2)
+        first = await gateway.chat([SYSTEM, user("Who goes there? " * 40)])
+        for _ in range(3):
+            again = await gateway.chat([SYSTEM, user("Who goes there? " * 40)])
+            assert again.headers["x-hitherto-replica"] == first.headers["x-hitherto-replica"]
+            assert predicted(again) == reported(again) > 0
+        assert {one["events"] for one in (await gateway.status())["replicas"]} == {"off"}
+
+
+async def test_a_stream_in_progress_is_finished_before_the_gateway_stops():
+    async with running("--launch", "1") as gateway:
+        await gateway.ready(1)
+        child = (await gateway.status())["replicas"][0]["pid"]
+        body = {"model": "sim", "messages": [user("Count.")], "max_tokens": 100, "stream": True, "ignore_eos": True}
+        async with gateway.client.stream("POST", "/v1/chat/completions", json=body) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            gateway.process.send_signal(signal.SIGTERM)
+            while True:  # refused from the moment the signal is taken
+                refused = await gateway.chat([user("Me too?")])
+                if refused.status_code == 503:
+                    break
+            assert refused.headers["retry-after"] and refused.json()["error"]["code"] == "shutting_down"
+            rest = [line async for line in lines]
+        assert "data: [DONE]" in rest and sum(line.startswith("data: {") for line in rest) > 50
+        assert await asyncio.wait_for(gateway.process.wait(), 15) == 0
+        assert not alive(child)
+
+
+async def test_a_gateway_that_is_killed_leaves_no_engine_behind():
+    async with running("--launch", "2") as gateway:
+        children = [one["pid"] for one in (await gateway.ready(2))["replicas"]]
+        gateway.process.kill()
+        await gateway.process.wait()
+        end = asyncio.get_running_loop().time() + 10
+        while any(map(alive, children)):
+            assert asyncio.get_running_loop().time() < end, "an engine outlived its gateway"
+            await asyncio.sleep(0.05)
+
+
+async def test_killing_a_replica_under_load_fails_no_request_and_it_comes_back():
+    async with running("--launch", "2") as gateway:
+        victim = (await gateway.ready(2))["replicas"][0]
+        seen, stop = [], asyncio.Event()
+
+        async def client(name):
+            count = 0
+            while not stop.is_set():
+                count += 1
+                answer = await gateway.chat([SYSTEM, user(f"{name} asks {count}. " * 20)])
+                seen.append((answer.status_code, answer.headers.get("x-hitherto-replica"), answer.text))
+
+        clients = [asyncio.create_task(client(name)) for name in "abcd"]
+        await gateway.until(lambda status: victim["id"] in {replica for _, replica, _ in seen})
+        os.kill(victim["pid"], signal.SIGKILL)
+        await gateway.until(lambda status: next(one for one in status["replicas"] if one["id"] == victim["id"])["state"] != "ready")
+        await gateway.ready(2)
+        mark = len(seen)
+        await gateway.until(lambda status: victim["id"] in {replica for _, replica, _ in seen[mark:]})
+        stop.set()
+        await asyncio.gather(*clients)
+        assert [one for one in seen if one[0] != 200] == []
+        assert (await gateway.status())["totals"]["inflight"] == 0
+
+
+async def test_a_gateway_starts_before_its_engines_and_says_what_it_waits_for():
+    async with running("--model", await bundled(), "--replica-url", "http://127.0.0.1:9") as gateway:
+        answer = await gateway.chat([user("Anybody?")])
+        assert answer.status_code == 503 and "127.0.0.1:9" in answer.json()["error"]["message"]
+        ready = await gateway.admin.get("/readyz")
+        assert ready.status_code == 503 and "127.0.0.1:9" in ready.text
+        assert (await gateway.admin.get("/livez")).status_code == 200
+
+
+async def bundled() -> str:
+    from replicas.simulated.model import sim_model_dir
+
+    return str(sim_model_dir())
+
+
+@pytest.mark.parametrize("flag", ["--port", "--admin-port"])
+async def test_a_port_that_is_taken_is_said_before_anything_starts(flag):
+    blocker = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+    port = blocker.sockets[0].getsockname()[1]
+    try:
+        with pytest.raises(AssertionError, match=rf"(?s)cannot listen on 127.0.0.1:{port}.*{flag}"):
+            async with running("--launch", "1", flag, str(port)):
+                pass
+    finally:
+        blocker.close()
+        await blocker.wait_closed()

@@ -21,11 +21,20 @@ class Multimodal(Exception):
     """A message holds media: the engine inserts tokens we can't know from the text."""
 
 
+# Roles whose messages, when they hold only a text, reach the template as they came.
+PLAIN_ROLES = frozenset({"system", "user", "assistant"})
+
+
+def is_plain(system_text: str) -> bool:
+    """False for the system text that vLLM edits."""
+    return not system_text.startswith(_BILLING_HEADER)
+
+
 def bad(message: str, param: str | None = None) -> PromptError:
     return PromptError(400, message, param=param)
 
 
-def conversation(messages: Any, as_parts: bool) -> list[dict[str, Any]]:
+def conversation(messages: Any, as_parts: bool, knows_developer: bool = True) -> list[dict[str, Any]]:
     """Messages of a chat request -> what the template gets as `messages`.
 
     `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text
@@ -34,7 +43,29 @@ def conversation(messages: Any, as_parts: bool) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, list) or not messages:
         raise bad("'messages' must be a non-empty list", "messages")
-    return [_message(message, as_parts, i) for i, message in enumerate(messages)]
+    talk = [_message(message, as_parts, i) for i, message in enumerate(messages)]
+    if not knows_developer and any(message["role"] == "developer" for message in talk):
+        talk = _one_system([{**message, "role": "system"} if message["role"] == "developer" else message
+                            for message in talk])
+    return talk
+
+
+def _one_system(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All system messages merged into one at the front, unless they are that already."""
+    for message in talk:
+        if message["role"] == "system":
+            message.pop("tools", None)
+    if not any(message["role"] == "system" for message in talk[1:]):
+        return talk
+    texts = []
+    for message in talk:
+        if message["role"] == "system":
+            content = message["content"]
+            if not isinstance(content, str):
+                content = "\n".join(part["text"] for part in content if "text" in part)
+            if content:
+                texts.append(content)
+    return [{"role": "system", "content": "\n\n".join(texts)}, *(m for m in talk if m["role"] != "system")]
 
 
 def _message(message: Any, as_parts: bool, index: int) -> dict[str, Any]:

@@ -1,9 +1,16 @@
 """Request body to Prompt: parse, render, tokenize, hash.
 
-Pure CPU work, no I/O; safe to call from several threads.
+Pure CPU work without I/O or clock (but for a template that prints the date); safe to call
+from several threads. Only the client's own faults are errors: when a template or tokenizer
+fails, or the engine knows more about the prompt than its body says, the request is routed by
+load and `Prompt.note` says why.
+
+What it costs (one 2-core cloud machine, Qwen3 template and tokenizer) is in
+`python -m bench.prompt`; `OFFLOAD_BYTES` follows from it.
 """
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,101 +19,261 @@ import orjson
 
 from cachemap import chain_seed, hash_blocks
 
-from .conversation import Multimodal, bad, conversation, tool_schemas
+from .anthropic import Habits, from_messages, habits
+from .chat import Chat, Unroutable, from_chat, from_responses
+from .conversation import Multimodal, bad
 from .model import load_model
+from .prefixes import Prefixes
 from .prompt import Prompt, PromptError
+from .renderer import Renderer, Result
 from .template import ChatTemplate, TemplateError
 from .tokenizer import Tokenizer
 
+# A body larger than this should be prepared off the event loop: unknown prose costs about 4.5 us
+# per kB (tokens 1.6, hashes 2.5, JSON 0.3), so this is where a few hundred microseconds lie.
+OFFLOAD_BYTES = 64 * 1024
+_PREFIX_BYTES = 256 * 1024 * 1024
+_MAX_TOKEN_ID = 0xFFFFFFFF
+
+# How a path names its output limit, and where its faults are reported.
+_CHAT = "/v1/chat/completions"
+_COMPLETIONS = "/v1/completions"
+_RESPONSES = "/v1/responses"
+_MESSAGES = "/v1/messages"
+_EMBEDDINGS = "/v1/embeddings"
+_FREE = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})     # no prefill, no cache
+_CONVERSATIONS = frozenset({_CHAT, _RESPONSES, _MESSAGES})
+PATHS = _CONVERSATIONS | _FREE | {_COMPLETIONS, _EMBEDDINGS}
+
 
 class Pipeline:
+    """Prepares requests for one model."""
+
     def __init__(self, model_dir: Path | None, served_name: str, block_size: int, *,
-                 chat_template: str | Path | None = None, max_model_len: int | None = None) -> None:
+                 chat_template: str | Path | None = None, max_model_len: int | None = None,
+                 prefix_bytes: int = _PREFIX_BYTES) -> None:
+        """`model_dir` None: there is no tokenizer, prompts are matched as text ("text" mode).
+
+        `max_model_len` is the engine's context length in tokens (None: not checked); it may be
+        set later, as the engine tells it. Raises ModelError or TokenizerError.
+        """
         self.served_name = served_name
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.offload_bytes = 64 * 1024
+        self.offload_bytes = OFFLOAD_BYTES
         self.tokenizer: Tokenizer | None = None
-        self._templates: dict[str, ChatTemplate] = {}
+        self.renderers: dict[str, Renderer] = {}
+        self._habits = Habits(True, "low")
         if model_dir is not None:
-            files = load_model(model_dir, chat_template)
-            self.files = files
-            self.tokenizer = Tokenizer(model_dir)
-            self._templates = {name: ChatTemplate(source, files.special_tokens)
-                               for name, source in files.templates.items()}
+            self._load(model_dir, chat_template, prefix_bytes)
+
+    def _load(self, model_dir: Path, chat_template: str | Path | None, prefix_bytes: int) -> None:
+        files = load_model(model_dir, chat_template)
+        self.tokenizer = Tokenizer(model_dir)
+        cuts = self.tokenizer.safe_cuts()
+        self.prefixes = Prefixes(self.tokenizer, self.block_size, prefix_bytes)
+        for name, source in files.templates.items():
+            template = ChatTemplate(source, files.special_tokens)
+            self.renderers[name] = Renderer(template, self.tokenizer, self.prefixes, cuts)
+            if name == "default":
+                self._habits = habits(template)
 
     def prepare(self, path: str, body: bytes, headers: Mapping[str, str] | None = None,
                 adapters: Collection[str] = ()) -> Prompt:
-        if path not in ("/v1/chat/completions", "/v1/completions"):
-            return Prompt(path, "", mode="load", note="path not routed by prompt")
+        """One request -> Prompt. `headers` have lower-case names; `adapters` are the LoRA names served.
+
+        Raises PromptError for the client's faults only.
+        """
+        if path not in PATHS:
+            return Prompt(path, "", mode="load", note="this path is routed by load alone")
         try:
             request = orjson.loads(body)
         except orjson.JSONDecodeError as error:
-            raise bad(f"the body is not valid JSON: {error}") from error
-        if not isinstance(request, dict):
+            raise bad(f"the body is not valid JSON: {error}") from None
+        if type(request) is not dict:
             raise bad("the body must be a JSON object")
-        model = request.get("model")
-        if model is not None and not isinstance(model, str):
-            raise bad("'model' must be a string", "model")
-        prompt = Prompt(path, model or "", stream=bool(request.get("stream")))
-        prompt.adapter = model if model in adapters else None
-        options = request.get("stream_options")
-        prompt.include_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-        prompt.max_tokens = request.get("max_completion_tokens") or request.get("max_tokens")
-        prompt.n = request.get("n") or 1
-        prompt.session = (headers or {}).get("x-session-id") or request.get("prompt_cache_key") or request.get("user")
+        prompt = _header_fields(path, request, headers, adapters)
+        if path in _FREE:
+            prompt.mode, prompt.note = "load", "needs no prefill"
+            return prompt
+        if self.tokenizer is None:
+            return self._as_text(prompt, request)
         try:
-            if path == "/v1/chat/completions":
-                text = self._render(request)
-                prompt.rendered_chars = len(text)
-                ids = [self._encode(text, bool(request.get("add_special_tokens")))]
-            else:
-                ids = self._completion(request, prompt)
+            self._fill(prompt, request)
         except PromptError:
             raise
-        except (TemplateError, Multimodal, Exception) as error:
-            prompt.mode, prompt.note = "load", f"{type(error).__name__}: {error}"
-            prompt.tokens = len(body) // 4
-            return prompt
-        prompt.token_ids = max(ids, key=len)
-        prompt.tokens = sum(len(i) for i in ids) // 4
+        except Exception as error:        # templates are foreign programs: any failure is theirs
+            return _by_load(prompt, body, error)
         limit = self.max_model_len
-        if limit is not None and len(prompt.token_ids) // 4 > limit:
-            raise PromptError(400, f"the prompt has {len(prompt.token_ids) // 4} tokens, the model's context holds "
-                              f"{limit}", param="messages", code="context_length_exceeded")
-        seed = chain_seed(self.served_name, self.block_size, prompt.adapter, request.get("cache_salt"))
-        prompt.hashes = hash_blocks(prompt.token_ids, self.block_size, seed)
+        if limit is not None and len(prompt.token_ids) > 4 * limit:
+            raise PromptError(400, f"this model's maximum context length is {limit} tokens, but the prompt has "
+                                   f"{len(prompt.token_ids) // 4}: shorten it",
+                              param="messages" if path in _CONVERSATIONS else "prompt",
+                              code="context_length_exceeded")
         return prompt
 
-    def _render(self, request: dict[str, Any]) -> str:
-        tools = tool_schemas(request.get("tools"))
-        template = self._templates.get("tool_use") if tools else None
-        template = template or self._templates.get("default")
-        if template is None:
-            raise TemplateError("no chat template")
-        variables = dict(request.get("chat_template_kwargs") or {})
-        variables["add_generation_prompt"] = request.get("add_generation_prompt", True)
-        variables["continue_final_message"] = request.get("continue_final_message", False)
-        return template.render(conversation(request.get("messages"), False), tools, variables)
+    def _fill(self, prompt: Prompt, request: dict[str, Any]) -> None:
+        salt = request.get("cache_salt")
+        seed = chain_seed(self.served_name, self.block_size, prompt.adapter, salt)
+        path = prompt.path
+        if path in _CONVERSATIONS or (path == _EMBEDDINGS and "messages" in request):
+            ids = _forwarded_ids(request)
+            if ids is None:
+                chat = self._chat(path, request)
+                prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
+            else:
+                prompt.token_ids, prompt.hashes = ids, hash_blocks(ids, self.block_size, seed)
+            prompt.tokens = len(prompt.token_ids) // 4
+        else:
+            self._plain_prompt(prompt, request, seed)
+        if request.get("truncate_prompt_tokens") is not None:
+            self._truncate(prompt, request, seed)
 
-    def _encode(self, text: str, special: bool) -> bytes:
-        if self.tokenizer is None:
-            raise TemplateError("no tokenizer")
-        return self.tokenizer.encode(text, special)
+    def _chat(self, path: str, request: dict[str, Any]) -> Chat:
+        if path == _RESPONSES:
+            return from_responses(request)
+        return from_messages(request, self._habits) if path == _MESSAGES else from_chat(request)
 
-    def _completion(self, request: dict[str, Any], prompt: Prompt) -> list[bytes]:
-        from array import array
-        value = request.get("prompt")
-        special = bool(request.get("add_special_tokens", True))
-        if isinstance(value, str):
-            prompt.rendered_chars = len(value)
-            return [self._encode(value, special)]
-        if isinstance(value, list) and value:
-            if all(isinstance(v, str) for v in value):
-                prompt.rendered_chars = sum(map(len, value))
-                return [self._encode(v, special) for v in value]
-            if all(isinstance(v, list) for v in value):
-                return [array("I", v).tobytes() for v in value]
-            if all(type(v) is int for v in value):
-                return [array("I", value).tobytes()]
-        raise bad("'prompt' must be a string, a list of strings, a list of token ids or a list of those", "prompt")
+    def _render(self, chat: Chat, seed: int) -> Result:
+        renderer = self.renderers.get("tool_use") if chat.tools is not None else None
+        renderer = renderer or self.renderers.get("default")
+        if renderer is None:
+            raise TemplateError("the model has no chat template: give one with --chat-template")
+        if not chat.special:
+            return renderer.tokens(seed, chat.messages, chat.tools, chat.variables)
+        text = renderer.text(chat.messages, chat.tools, chat.variables)
+        ids = self.tokenizer.encode(text, special=True)
+        return ids, hash_blocks(ids, self.block_size, seed), len(text)
+
+    def _plain_prompt(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
+        """`/v1/completions` and `/v1/embeddings`: one text or list of ids, or several of either."""
+        key = "prompt" if prompt.path == _COMPLETIONS else "input"
+        if request.get("suffix") is not None or request.get("prompt_embeds") is not None:
+            raise Unroutable("a prompt that the engine completes itself")
+        given = request.get(key)
+        special = request.get("add_special_tokens", True)
+        if not isinstance(special, bool):
+            raise bad("'add_special_tokens' must be true or false", "add_special_tokens")
+        prompts = _prompts(given, key)
+        ids = [self.tokenizer.encode(one, special) if isinstance(one, str) else one for one in prompts]
+        prompt.rendered_chars = sum(len(one) for one in prompts if isinstance(one, str))
+        prompt.token_ids = max(ids, key=len)
+        prompt.tokens = sum(map(len, ids)) // 4
+        prompt.hashes = hash_blocks(prompt.token_ids, self.block_size, seed)
+
+    def _truncate(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
+        """`truncate_prompt_tokens`: -1 stands for all that leaves room for one token of output."""
+        keep, side = request["truncate_prompt_tokens"], request.get("truncation_side") or "right"
+        if type(keep) is not int or keep < -1 or side not in ("left", "right"):
+            raise bad("'truncate_prompt_tokens' must be an integer of at least -1 and 'truncation_side' "
+                      "'left' or 'right'", "truncate_prompt_tokens")
+        if keep == -1:
+            if self.max_model_len is None:
+                raise Unroutable("truncation to a context length that is not known")
+            keep = self.max_model_len - (0 if prompt.path == _EMBEDDINGS else 1)
+        if 4 * keep < len(prompt.token_ids):
+            ids = prompt.token_ids
+            prompt.tokens -= len(ids) // 4 - keep
+            prompt.token_ids = ids[:4 * keep] if side == "right" else ids[len(ids) - 4 * keep:]
+            prompt.hashes = hash_blocks(prompt.token_ids, self.block_size, seed)
+
+    def _as_text(self, prompt: Prompt, request: dict[str, Any]) -> Prompt:
+        """No tokenizer: 4 bytes of text stand for a token, under a seed that no real token chain has."""
+        said = request.get("messages", request.get("prompt", request.get("input", "")))
+        head = [request.get("system"), request.get("instructions"), request.get("tools")]
+        text = said.encode() if isinstance(said, str) else orjson.dumps([head, said])
+        seed = chain_seed("text:" + self.served_name, self.block_size, prompt.adapter, request.get("cache_salt"))
+        prompt.mode, prompt.note = "text", "no tokenizer: prompts are matched as text"
+        prompt.rendered_chars = len(text)
+        prompt.tokens = len(text) // 4
+        prompt.hashes = hash_blocks(text, self.block_size, seed)
+        return prompt
+
+
+def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str] | None,
+                   adapters: Collection[str]) -> Prompt:
+    """All of a Prompt but its tokens."""
+    get = request.get
+    model = get("model")
+    if model is None:
+        model = ""
+    elif type(model) is not str:
+        raise bad("'model' must be a string", "model")
+    prompt = Prompt(path, model)
+    if model in adapters:
+        prompt.adapter = model
+    stream = get("stream")
+    if stream is not None:
+        if type(stream) is not bool:
+            raise bad("'stream' must be true or false", "stream")
+        prompt.stream = stream
+    options = get("stream_options")
+    if options is not None:
+        if type(options) is not dict:
+            raise bad("'stream_options' must be an object", "stream_options")
+        prompt.include_usage = options.get("include_usage") is True
+    if path == _RESPONSES or path == _MESSAGES:
+        prompt.include_usage = True                # their streams always end with it
+    limit = get("max_completion_tokens")
+    if limit is None:
+        limit = get("max_output_tokens" if path == _RESPONSES else "max_tokens")
+    prompt.max_tokens = _count(limit, "max_tokens")
+    prompt.n = _count(get("n"), "n") or 1
+    salt = get("cache_salt")
+    if salt is not None and type(salt) is not str:
+        raise bad("'cache_salt' must be a string", "cache_salt")
+    session = headers.get("x-session-id") if headers else None
+    for key in ("session_id", "prompt_cache_key", "user"):
+        if session:
+            break
+        value = get(key)
+        session = value if type(value) is str else None
+    prompt.session = session or None
+    return prompt
+
+
+def _count(value: Any, key: str) -> int | None:
+    if value is not None and (type(value) is not int or value < 0):
+        raise bad(f"'{key}' must be an integer of at least 0", key)
+    return value
+
+
+def _prompts(given: Any, key: str) -> list[str | bytes]:
+    """A text, texts, ids or lists of ids -> texts and packed ids."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        if all(type(one) is int for one in given):
+            return [_packed(given, key)]
+        if all(isinstance(one, str) for one in given):
+            return given
+        if all(isinstance(one, list) and one for one in given):
+            return [_packed(one, key) for one in given]
+    raise bad(f"'{key}' must be a string, a list of strings, a list of token ids or a list of such lists", key)
+
+
+def _packed(ids: list[Any], key: str) -> bytes:
+    if not all(type(one) is int and 0 <= one <= _MAX_TOKEN_ID for one in ids):
+        raise bad(f"'{key}': token ids must be integers of at least 0", key)
+    return array("I", ids).tobytes()
+
+
+def _forwarded_ids(request: dict[str, Any]) -> bytes | None:
+    """Ids that came with the request, which the engine uses instead of the messages (vLLM 0.32)."""
+    transfer = request.get("kv_transfer_params")
+    ids = transfer.get("prompt_token_ids") if isinstance(transfer, dict) else None
+    return _packed(ids, "kv_transfer_params.prompt_token_ids") if isinstance(ids, list) and ids else None
+
+
+def _by_load(prompt: Prompt, body: bytes, error: Exception) -> Prompt:
+    """Nothing exact is known: about 4 bytes of body to a token, for the load it will be."""
+    prompt.mode = "load"
+    if isinstance(error, Multimodal):
+        prompt.note = f"media in the prompt ({error})"
+    elif isinstance(error, (Unroutable, TemplateError)):
+        prompt.note = str(error)
+    else:
+        prompt.note = f"{type(error).__name__}: {error}"
+    prompt.tokens = len(body) // 4
+    prompt.token_ids, prompt.hashes = b"", []
+    return prompt

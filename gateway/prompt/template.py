@@ -17,6 +17,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
+from .content_format import takes_parts
+
 # What marks where the message to be continued ends; a template may strip its trailing blank.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -68,9 +70,12 @@ class ChatTemplate:
         """Raises TemplateError when `source` is not Jinja."""
         self.source = source
         self.special_tokens = dict(special_tokens)
+        # vLLM looks for the quoted word, too; without it developer messages become system messages
+        self.knows_developer = '"developer"' in source or "'developer'" in source
         env = prepare_environment(jinja2.sandbox.ImmutableSandboxedEnvironment(**ENVIRONMENT))
         try:
             self._template = env.from_string(source)
+            self.takes_parts = takes_parts(env.parse(source))
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template is not valid Jinja: {error}") from error
 

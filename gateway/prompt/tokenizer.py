@@ -72,9 +72,51 @@ class Tokenizer:
         ends = memoryview(offsets).cast("Q")
         return [ids[4 * ends[i]:4 * ends[i + 1]] for i in range(len(texts))]
 
+    def safe_cuts(self) -> frozenset[str]:
+        """Added tokens before which a text may be cut: ids(a + b) == ids(a) + ids(b) where b starts with one.
+
+        Added tokens are matched first, on the raw text, and what lies between two of them is
+        normalized, split and merged by itself. So a cut is exact if the token after it is matched
+        there in any case and nothing reaches across: it takes no blanks from its left (lstrip), is
+        matched on raw text (not normalized) and whatever its neighbours (not single_word), can't be
+        the inside or the end of a longer match, does not start with a blank that a token before it
+        would take (rstrip), nor with a letter that would stop a single_word token before it.
+        If encoding samples says otherwise, there are none.
+        """
+        added = self.added_tokens
+        words = any(token["single_word"] for token in added)
+        cuts = frozenset(token["content"] for token in added if _stands_alone(token, added, words))
+        return cuts if self._cuts_hold(sorted(cuts)) else frozenset()
+
+    def _cuts_hold(self, cuts: list[str]) -> bool:
+        """Try the rule on texts made to break it, at 32 of the tokens spread over all of them."""
+        for token in cuts[::len(cuts) // 32 + 1]:
+            for left in ("", "a", "a ", "a\n\n", "\u00e9 ", token[:-1], "'", "12", "\u4f60", token):
+                for right in ("", "b", " b", "\nb", "'s", token[1:], "3"):
+                    if self.encode(left + token + right) != self.encode(left) + self.encode(token + right):
+                        log.warning("cutting before %r changes the tokens: nothing of a prompt is reused", token)
+                        return False
+        return True
+
     def decode(self, ids: list[int]) -> str:
         backend = self._fast if self._fast is not None else self._slow
         return backend.decode(ids, skip_special_tokens=False)
+
+
+def _stands_alone(token: dict[str, Any], added: list[dict[str, Any]], words: bool) -> bool:
+    content = token["content"]
+    if token["lstrip"] or token["normalized"] or token["single_word"]:
+        return False
+    if not content or content[0].isspace() or (words and (content[0].isalnum() or content[0] == "_")):
+        return False
+    for other in added:
+        text = other["content"]
+        if text.startswith(content) and text != content and (
+                other["lstrip"] or other["normalized"] or other["single_word"]):
+            return False
+        if any(content.startswith(text[i:]) or text.startswith(content, i) for i in range(1, len(text))):
+            return False
+    return True
 
 
 def _pack(ids: list[int]) -> bytes:

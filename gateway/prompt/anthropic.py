@@ -1,0 +1,153 @@
+"""`/v1/messages` to a chat request, block by block as vLLM does it."""
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from .chat import Chat, Unroutable, template_variables
+from .conversation import Multimodal, bad, is_plain, tool_schemas
+from .template import ChatTemplate, TemplateError
+
+
+# vLLM finds out about its template by rendering: what effort "thinking disabled" stands for, and
+# whether system messages may stand inside a conversation.
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_INLINE_SYSTEM = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How vLLM translates for one template."""
+
+    system_first: bool                     # inline system messages are moved to the front
+    disabled_effort: str                   # reasoning_effort for thinking "disabled"
+
+
+def habits(template: ChatTemplate) -> Habits:
+    """Ask the template the questions that vLLM asks it at start."""
+    def says(effort: str) -> str | None:
+        variables = template_variables({}, True, False, effort)
+        try:
+            return template.render([{"role": "user", "content": "Hi"}], None, variables)
+        except TemplateError:
+            return None
+
+    try:
+        template.render(_INLINE_SYSTEM, None, {})
+        system_first = False
+    except TemplateError:
+        system_first = True
+    none = says("none")
+    ignored = none is None or any(says(effort) == none for effort in _EFFORTS)
+    return Habits(system_first, "low" if ignored else "none")
+
+
+def from_messages(request: dict[str, Any], habits: Habits) -> Chat:
+    """A Messages request as the chat request vLLM makes of it."""
+    given = request.get("messages")
+    if not isinstance(given, list) or not given:
+        raise bad("'messages' must be a non-empty list", "messages")
+    messages: list[dict[str, Any]] = []
+    system = _texts(request.get("system") or [], "system", keep_header=isinstance(request.get("system"), str))
+    for i, message in enumerate(given):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise bad(f"messages[{i}] must be an object with a role", f"messages[{i}]")
+        if message["role"] == "system":
+            text = "".join(_texts(message.get("content"), f"messages[{i}]"))
+            if text and habits.system_first:
+                system.append(text)
+            elif text:
+                messages.append({"role": "system", "content": text})
+        else:
+            _add(messages, message, f"messages[{i}]")
+    if system:
+        messages.insert(0, {"role": "system", "content": "".join(system)})
+    return Chat(messages, _tools(request), _template_variables(request, habits))
+
+
+def _texts(content: Any, where: str, keep_header: bool = False) -> list[str]:
+    """Texts of a system prompt, without Claude Code's per-request attribution line."""
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise bad(f"{where} must be a string or a list of text blocks", where)
+    if any(block.get("type") in ("tool_addition", "tool_removal") for block in blocks):
+        raise Unroutable("the set of tools changes inside the conversation")
+    texts = [block.get("text") for block in blocks if block.get("type") == "text"]
+    return [text for text in texts if isinstance(text, str) and text and (keep_header or is_plain(text))]
+
+
+def _add(messages: list[dict[str, Any]], message: dict[str, Any], where: str) -> None:
+    role, content = message["role"], message.get("content")
+    result: dict[str, Any] = {"role": role}
+    if isinstance(content, str):
+        result["content"] = content
+    elif isinstance(content, list) and all(isinstance(block, dict) for block in content):
+        parts, calls, thoughts = [], [], []
+        for block in content:
+            kind = block.get("type")
+            if kind == "text":
+                if block.get("text"):
+                    parts.append({"type": "text", "text": block["text"]})
+            elif kind == "thinking":
+                thoughts.append(block.get("thinking") or "")
+            elif kind == "tool_use":
+                calls.append({"id": block.get("id"), "type": "function", "function": {
+                    "name": block.get("name") or "", "arguments": json.dumps(block.get("input") or {})}})
+            elif kind == "tool_result":
+                _tool_result(block, role, messages, parts)
+            elif kind not in ("redacted_thinking", "tool_reference"):
+                raise Multimodal(str(kind))
+        if thoughts:
+            result["reasoning"] = "".join(thoughts)
+        if calls:
+            result["tool_calls"] = calls
+        if parts:
+            result["content"] = parts[0]["text"] if len(parts) == 1 else parts
+    else:
+        raise bad(f"{where}.content must be a string or a list of blocks", f"{where}.content")
+    if role != "user" or "content" in result:
+        messages.append(result)
+
+
+def _tool_result(block: dict[str, Any], role: str, messages: list[dict[str, Any]], parts: list[Any]) -> None:
+    content = block.get("content")
+    if role != "user":
+        parts.append({"type": "text", "text": f"Tool result: {str(content) if content else ''}"})
+        return
+    if isinstance(content, list):
+        texts = []
+        for item in content:
+            kind = item.get("type") if isinstance(item, dict) else None
+            if kind == "text":
+                texts.append(item.get("text", ""))
+            elif kind is not None:
+                raise Multimodal(str(kind))
+        content = "\n".join(texts)
+    messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "",
+                     "content": content if isinstance(content, str) else ""})
+
+
+def _tools(request: dict[str, Any]) -> list[dict[str, Any]] | None:
+    tools = request.get("tools")
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise bad("'tools' must be a list of objects", "tools")
+    if not all(isinstance(tool.get("input_schema"), dict) for tool in tools):
+        raise Unroutable("a tool without a schema")
+    if not tools:
+        return []
+    return tool_schemas([{"function": {"name": tool.get("name"), "description": tool.get("description"),
+                                       "parameters": {**tool["input_schema"], "type": tool["input_schema"].get("type", "object")},
+                                       "strict": tool.get("strict"),
+                                       "defer_loading": tool.get("defer_loading")}} for tool in tools])
+
+
+def _template_variables(request: dict[str, Any], habits: Habits) -> dict[str, Any]:
+    config = request.get("output_config")
+    effort = config.get("effort") if isinstance(config, dict) else None
+    thinking = request.get("thinking")
+    if isinstance(thinking, dict) and thinking.get("type") == "disabled":
+        effort = habits.disabled_effort
+    return template_variables(request, True, False, effort)

@@ -1,0 +1,165 @@
+"""The four request bodies that hold a conversation, brought to one form.
+
+`/v1/responses` and `/v1/messages` are translated to chat messages the way vLLM translates them
+before rendering; what the translation loses or adds shows in the tokens, so it is followed.
+"""
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from .conversation import bad, tool_schemas
+
+
+class Unroutable(Exception):
+    """The engine knows something about this prompt that its body does not say."""
+
+
+@dataclass(slots=True)
+class Chat:
+    """A conversation to render. `variables` is None when the request leaves them at their defaults."""
+
+    messages: Any
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any] | None
+    special: bool = False                  # add_special_tokens
+
+
+_ABOUT_RENDERING = frozenset({"add_generation_prompt", "continue_final_message", "documents", "reasoning_effort",
+                              "chat_template_kwargs", "chat_template", "add_special_tokens"})
+
+
+def from_chat(request: dict[str, Any]) -> Chat:
+    """`/v1/chat/completions`, `/tokenize` with messages, `/v1/embeddings` with messages."""
+    tools = request.get("tools")
+    if tools is not None:
+        tools = tool_schemas(tools)
+    if _ABOUT_RENDERING.isdisjoint(request):
+        return Chat(request.get("messages"), tools, None)
+    if request.get("chat_template") is not None:
+        raise Unroutable("the request brings its own chat template")
+    variables = template_variables(request, _flag(request, "add_generation_prompt", True),
+                           _flag(request, "continue_final_message", False),
+                           request.get("reasoning_effort"), request.get("documents"))
+    return Chat(request.get("messages"), variables.pop("tools", tools), variables,
+                _flag(request, "add_special_tokens", False))
+
+
+def from_responses(request: dict[str, Any]) -> Chat:
+    """`/v1/responses`, as far as the request itself holds the conversation."""
+    for key in ("previous_response_id", "conversation", "prompt", "previous_input_messages"):
+        if request.get(key):
+            raise Unroutable(f"the conversation is kept by the engine ({key})")
+    given = request.get("input")
+    messages: list[dict[str, Any]] = []
+    instructions = request.get("instructions")
+    if instructions:
+        if not isinstance(instructions, str):
+            raise bad("'instructions' must be a string", "instructions")
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+    elif isinstance(given, list):
+        for item in given:
+            if not isinstance(item, dict):
+                raise bad("every item of 'input' must be an object", "input")
+            _add_item(messages, item)
+    else:
+        raise bad("'input' must be a string or a list of items", "input")
+    last = given[-1] if isinstance(given, list) and given else {}
+    unfinished = last.get("type", "message") in ("message", "reasoning") \
+        and last.get("status") in ("in_progress", "incomplete")
+    reasoning = request.get("reasoning")
+    effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
+    return Chat(messages, _responses_tools(request.get("tools")),
+                template_variables(request, not unfinished, unfinished, effort))
+
+
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """One input item; calls, reasoning and text of one assistant turn join its message."""
+    kind = item.get("type", "message")
+    last = messages[-1] if messages and messages[-1].get("role") == "assistant" else None
+    if kind in ("function_call", "custom_tool_call"):
+        call = _call(item, kind)
+        if last is None:
+            messages.append({"role": "assistant", "tool_calls": [call]})
+        else:
+            last.setdefault("tool_calls", []).append(call)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        messages.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
+    elif kind == "reasoning":
+        if item.get("encrypted_content"):
+            raise Unroutable("encrypted reasoning")
+        told = item.get("content") or item.get("summary") or [{}]
+        _join(messages, last, "reasoning", told[0].get("text", ""))
+    elif kind == "message" and "role" in item:
+        text = _first_text(item.get("content")) if item["role"] == "assistant" else None
+        if text is not None:
+            _join(messages, last, "content", text)
+        else:
+            messages.append(item)
+    else:
+        raise Unroutable(f"input item of type {kind}")
+
+
+def _call(item: dict[str, Any], kind: str) -> dict[str, Any]:
+    name = item.get("name")
+    if kind == "custom_tool_call":
+        arguments = json.dumps({"input": item.get("input") or ""}, ensure_ascii=False)
+    else:
+        arguments = item.get("arguments")
+        if item.get("namespace"):
+            raise Unroutable("a tool call in a namespace")
+    return {"id": item.get("call_id"), "function": {"arguments": arguments, "name": name}, "type": "function"}
+
+
+def _join(messages: list[dict[str, Any]], last: dict[str, Any] | None, key: str, text: str) -> None:
+    if last is not None and last.get(key) is None:
+        last[key] = text
+    else:
+        messages.append({"role": "assistant", key: text})
+
+
+def _first_text(content: Any) -> str | None:
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        content = content[0].get("text")
+    return content if isinstance(content, str) else None
+
+
+def _responses_tools(tools: Any) -> list[dict[str, Any]] | None:
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise bad("'tools' must be a list of objects", "tools")
+    if any(tool.get("type") not in ("function",) for tool in tools):
+        raise Unroutable("a tool that is no function")
+    return tool_schemas([{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+                         for tool in tools])
+
+
+def template_variables(request: dict[str, Any], add_prompt: bool, go_on: bool, effort: Any,
+                       documents: Any = None) -> dict[str, Any]:
+    """Template variables: the request's own, then what its fields say; None and "auto" are unset."""
+    if add_prompt and go_on:
+        raise bad("'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them to false",
+                  "continue_final_message")
+    own = request.get("chat_template_kwargs")
+    if own is not None and not isinstance(own, dict):
+        raise bad("'chat_template_kwargs' must be an object", "chat_template_kwargs")
+    own = own or {}
+    if own.get("chat_template") is not None:
+        raise Unroutable("the request brings its own chat template")
+    said = {"reasoning_effort": effort, "documents": documents}
+    if effort is not None and "enable_thinking" not in own:
+        said["enable_thinking"] = effort != "none"
+    variables = {key: value for key, value in {**own, **{k: v for k, v in said.items() if v is not None}}.items()
+                 if value is not None and value != "auto"}
+    return {**variables, "add_generation_prompt": add_prompt, "continue_final_message": go_on}
+
+
+def _flag(request: dict[str, Any], key: str, default: bool) -> bool:
+    value = request.get(key, default)
+    if not isinstance(value, bool):
+        raise bad(f"'{key}' must be true or false", key)
+    return value

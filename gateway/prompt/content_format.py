@@ -1,0 +1,78 @@
+"""Does a chat template take content as text or as a list of parts?
+
+vLLM reads it off the template: one that loops over a message's content gets parts, any other
+gets text. The same loops are looked for here, on the same syntax tree, because the answer
+decides what the template prints.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jinja2 import nodes
+
+
+def takes_parts(tree: nodes.Template) -> bool:
+    """True when the template loops over message content (vLLM's format "openai")."""
+    messages = _message_names(tree)
+    macro_loops: dict[int, set[str]] = {}
+    for macro in tree.find_all(nodes.Macro):
+        contents = _content_parameters(tree, macro, messages)
+        macro_loops.update((id(loop), contents) for loop in macro.find_all(nodes.For))
+    for loop in tree.find_all(nodes.For):
+        if any(_reads(loop.iter, name, "content") for name in messages):
+            return True
+        if isinstance(loop.iter, nodes.Name):
+            inside = macro_loops.get(id(loop))
+            if loop.iter.name in inside if inside is not None else loop.iter.name == "content":
+                return True
+    return False
+
+
+def _message_names(tree: nodes.Template) -> list[str]:
+    """Loop variables that stand for one message."""
+    lists = list(_aliases(tree, "messages"))
+    return [loop.target.name for loop in tree.find_all(nodes.For)
+            if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in lists)]
+
+
+def _aliases(tree: nodes.Template, name: str) -> Iterator[str]:
+    """`name` and every variable that is set from it (or from a slice or filter of it)."""
+    seen, queue = {name}, [name]
+    while queue:
+        current = queue.pop(0)
+        yield current
+        for assign in tree.find_all(nodes.Assign):
+            if isinstance(assign.target, nodes.Name) and _reads(assign.node, current) \
+                    and assign.target.name not in seen:
+                seen.add(assign.target.name)
+                queue.append(assign.target.name)
+
+
+def _content_parameters(tree: nodes.Template, macro: nodes.Macro, messages: list[str]) -> set[str]:
+    """Parameters of a macro that get a message's content in some call."""
+    names = [argument.name for argument in macro.args]
+    found = set()
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
+            given = [*zip(names, call.args, strict=False), *((k.key, k.value) for k in call.kwargs if k.key in names)]
+            found.update(name for name, value in given if any(_reads(value, m, "content") for m in messages))
+    return found
+
+
+def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
+    """Is this expression the variable (or its `key`), perhaps filtered, tested or sliced?"""
+    if isinstance(node, (nodes.Filter, nodes.Test)):
+        return _reads(node.node, name, key)
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        return _reads(node.node, name, key)
+    if key is None:
+        return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
+    if isinstance(node, nodes.Getitem):
+        return _reads_name(node.node, name) and isinstance(node.arg, nodes.Const) and node.arg.value == key
+    return isinstance(node, nodes.Getattr) and _reads_name(node.node, name) and node.attr == key
+
+
+def _reads_name(node: nodes.Node, name: str) -> bool:
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
+
+

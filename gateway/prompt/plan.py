@@ -1,0 +1,188 @@
+"""Compiled chat templates: per shape of conversation, the literals around its texts.
+
+A *shape* is everything about a request that is not text: the roles, which fields each message
+has, the tools, the template variables. When a shape comes for the second time, the template is
+run on stand-ins (`trace`), and what it printed becomes a plan: segments of literals and places
+for texts, and the questions it asked of them. Filling a plan takes microseconds where Jinja
+takes tens to hundreds, and gives the same text, because the questions are asked again each time.
+
+Segments end only immediately before an added token that may be cut at (`tokenizer.safe_cuts`),
+so the tokens of the whole are the tokens of the segments, one after the other.
+"""
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .shape import put_in
+from .trace import MARKER, Pair, Question, Slot, Trace, Untraceable, answered, raw_of, slots_in, text_of
+from .tracing import TracingEnvironment
+
+_MAX_PLANS = 2048          # shapes kept; the oldest goes first
+_MAX_WAYS = 6              # plans per shape: ways its texts answered the template's questions
+_RESERVED = re.compile("[\ufdd0-\ufdd2]|\\\\ufdd[0-2]")     # as they are, and as repr writes them
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Literals and texts that are tokenized together.
+
+    Mostly one text with a literal on either side: a slot as it is, or (`slot` -1) what an
+    expression makes of it (`pieces`, just that); or one literal and no text at all. Anything else
+    is all text, put together of `pieces`. `kind` numbers the literals, across all plans of a
+    template: segments of one kind with equal texts are equal. Kind 0 has no literals. `questions` are those asked of this text alone;
+    equal tuples of them are one object, so that asking again can be skipped by identity.
+    """
+
+    kind: int
+    slot: int
+    before: str
+    after: str
+    pieces: tuple
+    questions: tuple[Question, ...]
+
+    def text(self, slots: list[Any]) -> str:
+        """What this segment's own text is (without the literals)."""
+        if self.pieces:
+            return text_of(self.pieces, slots)
+        return slots[self.slot] if self.slot >= 0 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    segments: list[Segment]
+    questions: list[Question]      # those that no single segment can answer
+
+
+class Compiled:
+    """The plans of one template. Thread safe."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], cuts: Iterable[str]) -> None:
+        self.why_not = ""                          # set once compiling is given up for good
+        self._special_tokens = special_tokens
+        alternatives = "|".join(map(re.escape, sorted(cuts, key=len, reverse=True)))
+        self._cut = re.compile(alternatives or "(?!)")
+        self._plans: dict[Any, list[Plan]] = {}
+        self._kinds: dict[Any, int] = {}
+        self._asked: dict[tuple, tuple] = {}
+        self._lock = threading.Lock()
+        try:
+            if _RESERVED.search(source + "".join(special_tokens.values())):
+                raise Untraceable("the template contains Unicode non-characters")
+            self._environment = TracingEnvironment()
+            self._template = self._environment.from_string(source)
+        except Exception as error:                  # whatever is wrong, plain Jinja will do or say so
+            self.why_not = f"{type(error).__name__}: {error}"
+
+    def give_up(self, why: str) -> None:
+        self.why_not = why
+        self._plans.clear()
+
+    def plans(self, shape: Any) -> list[Plan]:
+        """Plans for this shape; whether one applies is for its questions to say."""
+        return self._plans.get(shape, _NONE)
+
+    def learn(self, shape: Any, conversation: list[dict[str, Any]], slots: list[Any],
+              tools: Any, variables: dict[str, Any]) -> None:
+        """Note a request that no plan fitted; compile its shape when it has been seen before.
+
+        Compiling costs about three renderings, and many an agent's shape never comes again.
+        """
+        with self._lock:
+            known = self._plans.get(shape)
+            if self.why_not or (known is not None and len(known) >= _MAX_WAYS):
+                return
+            if known is None:
+                self._remember(shape, [])
+                return
+            try:
+                self._remember(shape, [*known, self._compile(shape, conversation, slots, tools, variables)])
+            except Exception:       # Untraceable, or a refusal that plain Jinja will word
+                self._remember(shape, [*known, _NEVER])
+
+    def _remember(self, shape: Any, plans: list[Plan]) -> None:
+        self._plans[shape] = plans
+        while len(self._plans) > _MAX_PLANS:
+            self._plans.pop(next(iter(self._plans)))
+
+    def _compile(self, shape: Any, conversation: list[dict[str, Any]], slots: list[Any],
+                 tools: Any, variables: dict[str, Any]) -> Plan:
+        if _RESERVED.search(repr((shape, tools, variables))):
+            raise Untraceable("the request contains Unicode non-characters outside its texts")
+        trace = Trace(slots)
+        stand_ins = [trace.slot(i) for i in range(len(slots))]
+        self._environment.trace = trace
+        try:
+            output = self._template.render({
+                **self._special_tokens, "documents": None, **variables,
+                "messages": put_in(conversation, stand_ins), "tools": tools})
+        finally:
+            self._environment.trace = Trace([])
+        return self._plan(raw_of(output), trace)
+
+    def _plan(self, output: str, trace: Trace) -> Plan:
+        segments = self._segments(MARKER.split(output), trace)
+        owner = {segment.slot: i for i, segment in reversed(list(enumerate(segments))) if segment.slot >= 0}
+        asked: dict[int, list[Question]] = {}
+        shared: list[Question] = []
+        for question in map(trace.expand_question, dict.fromkeys(trace.questions)):
+            slots = slots_in(question)
+            if len(slots) == 1 and (own := owner.get(next(iter(slots)))) is not None:
+                asked.setdefault(own, []).append(question)
+            else:
+                shared.append(question)
+        return Plan([self._numbered(segment, asked.get(i, [])) for i, segment in enumerate(segments)], shared)
+
+    def _segments(self, pieces: list[str], trace: Trace) -> list[Segment]:
+        """Literals and marker numbers, alternating -> segments, each cut at the first chance after a text."""
+        segments: list[Segment] = []
+        current: list[Any] = [pieces[0]]
+        for number, literal in zip(pieces[1::2], pieces[2::2], strict=True):
+            current.append(trace.expand(int(number)))
+            cut = self._cut.search(literal)
+            if cut is None:
+                current.append(literal)
+            else:
+                segments.append(_segment([*current, literal[:cut.start()]]))
+                current = [literal[cut.start():]]
+        segments.append(_segment(current))
+        return segments
+
+    def _numbered(self, segment: Segment, questions: list[Question]) -> Segment:
+        if len(segment.pieces) > 1:
+            return segment
+        own = tuple(sorted((_renumber(question) for question in questions), key=repr))
+        own = self._asked.setdefault(own, own)
+        key = (segment.before, segment.after)
+        kind = self._kinds.setdefault(key, len(self._kinds) + 1)
+        return replace(segment, kind=kind, questions=own)
+
+
+def _segment(pieces: list[Any]) -> Segment:
+    if len(pieces) == 1:
+        return Segment(0, -1, pieces[0], "", (), ())
+    if len(pieces) == 3:
+        slot = pieces[1].index if isinstance(pieces[1], Slot) else -1
+        return Segment(0, slot, pieces[0], pieces[2], () if slot >= 0 else (pieces[1],), ())
+    return Segment(0, -1, "", "", tuple(pieces), ())
+
+
+def _renumber(value: Any) -> Any:
+    """The same question about slot 0, which is how a segment asks its own text."""
+    if isinstance(value, Slot):
+        return Slot(0)
+    if isinstance(value, Pair):
+        return Pair(_renumber(value.left), _renumber(value.right))
+    return tuple(map(_renumber, value)) if isinstance(value, tuple) else value
+
+
+def fits(plan: Plan, slots: list[Any]) -> bool:
+    return all(answered(question, slots) for question in plan.questions)
+
+
+_NONE: list[Plan] = []
+# Stands for a way that can't be compiled: it fits nothing.
+_NEVER = Plan([], [("bool", ("",), (), True)])

@@ -1,0 +1,143 @@
+"""Messages to tokens and hashes, by the cheapest way that is exact.
+
+Three ways, each checked against the next: a compiled plan with known prefixes (microseconds),
+plain Jinja with known prefixes, plain Jinja and tokenizing everything. The last is what the
+engine does; the first 32 requests of the first way and one in 256 after that are done both
+ways, and the first difference ends the faster way for good.
+"""
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+
+from .conversation import PLAIN_ROLES, conversation, is_plain
+from .plan import Compiled, Plan, Segment, fits
+from .prefixes import Mismatch, Prefixes
+from .shape import describe
+from .template import ChatTemplate
+from .tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_FIRST_CHECKED = 32
+_CHECK_MASK = 255
+Result = tuple[bytes, list[int], int]          # ids as uint32 LE, block hashes, rendered characters
+
+
+class Renderer:
+    """One chat template with its plans. Thread safe."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, prefixes: Prefixes,
+                 cuts: frozenset[str]) -> None:
+        self.template = template
+        self.compiled = Compiled(template.source, template.special_tokens, cuts)
+        self._tokenizer = tokenizer
+        self._prefixes = prefixes
+        printed = template.source + " ".join(template.special_tokens.values())
+        self._cuts = sorted(cut for cut in cuts if cut in printed)
+        self._text_cut = ""
+        self._runs = 0
+        self.by_plan = 0                   # requests rendered by a plan, of all
+        self.by_jinja = 0
+
+    def tokens(self, seed: int, messages: Any, tools: list[dict[str, Any]] | None,
+               variables: dict[str, Any] | None) -> Result:
+        """Raises PromptError, Multimodal, TemplateError, or whatever the tokenizer raises.
+
+        `variables` is None for those of a request that says nothing about them.
+        """
+        extra = None if variables is None and tools is None else orjson.dumps((tools, variables))
+        known = _plain(messages)
+        talk = None
+        if known is None:
+            talk = self._conversation(messages)
+            known = describe(talk)
+        roles, slots = known
+        shape = (roles, extra)
+        for plan in self.compiled.plans(shape):
+            result = self._by_plan(plan, seed, slots)
+            if result is not None:
+                self._runs += 1
+                if self._runs <= _FIRST_CHECKED or not self._runs & _CHECK_MASK:
+                    return self._checked(result, plan, seed, slots, messages, tools, variables)
+                return result
+        if talk is None:
+            talk = self._conversation(messages)
+        variables = DEFAULTS if variables is None else variables
+        text = self.template.render(talk, tools, variables)
+        if not self.compiled.why_not and not variables.get("continue_final_message"):
+            self.compiled.learn(shape, talk, slots, tools, variables)
+        self.by_jinja += 1
+        return self._prefixes.tokens(seed, self._pieces(text), ())
+
+    def text(self, messages: Any, tools: list[dict[str, Any]] | None, variables: dict[str, Any] | None) -> str:
+        """The rendered text, by plain Jinja."""
+        return self.template.render(self._conversation(messages), tools, DEFAULTS if variables is None else variables)
+
+    def _conversation(self, messages: Any) -> list[dict[str, Any]]:
+        return conversation(messages, self.template.takes_parts, self.template.knows_developer)
+
+    def _by_plan(self, plan: Plan, seed: int, slots: list[Any]) -> Result | None:
+        if plan.questions and not fits(plan, slots):
+            return None
+        try:
+            result = self._prefixes.tokens(seed, plan.segments, slots)
+        except Mismatch:
+            return None
+        self.by_plan += 1
+        return result
+
+    def _checked(self, result: Result, plan: Plan, seed: int, slots: list[Any], messages: Any,
+                 tools: list[dict[str, Any]] | None, variables: dict[str, Any] | None) -> Result:
+        """Do it the engine's way too; on a difference that is one give up the plans for good."""
+        text = self.text(messages, tools, variables)
+        ids = self._tokenizer.encode(text)
+        if result[0] == ids:
+            return result
+        again = self._by_plan(plan, seed, slots)      # a template that prints the date may just have turned
+        if again is not None and again[0] != self._tokenizer.encode(self.text(messages, tools, variables)):
+            self.compiled.give_up("a compiled prompt differed from the rendered one")
+            log.error("the compiled chat template gave other tokens than Jinja: compiling is off from now on")
+        self._prefixes.forget()
+        return self._prefixes.tokens(seed, [_piece(text)], ())
+
+    def _pieces(self, text: str) -> list[Segment]:
+        """Rendered text -> segments, cut before each occurrence of the token that occurs most."""
+        cut = self._text_cut
+        if not cut:
+            if not self._cuts:
+                return [_piece(text)]
+            best = max(self._cuts, key=text.count)
+            if text.count(best) < 2:
+                return [_piece(text)]
+            cut = self._text_cut = best
+        first, *rest = text.split(cut)
+        return [_piece(first), *(_piece(cut + one) for one in rest)] if first else [_piece(cut + one) for one in rest]
+
+
+# What vLLM passes when a chat request says nothing.
+DEFAULTS: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False}
+
+
+def _piece(text: str) -> Segment:
+    return Segment(0, -1, "", "", (text,), ())
+
+
+def _plain(messages: Any) -> tuple[tuple[str, ...], list[Any]] | None:
+    """(roles, contents) when every message is nothing but a known role and a text."""
+    if type(messages) is not list or not messages:
+        return None
+    roles = []
+    contents = []
+    for message in messages:
+        if type(message) is not dict or len(message) != 2:
+            return None
+        role = message.get("role")
+        content = message.get("content")
+        if type(content) is not str or role not in PLAIN_ROLES or (role == "system" and not is_plain(content)):
+            return None
+        roles.append(role)
+        contents.append(content)
+    return tuple(roles), contents

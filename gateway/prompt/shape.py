@@ -1,0 +1,59 @@
+"""Split a conversation into its shape and its texts.
+
+The shape is all a template can see of a conversation except its texts: roles, which keys each
+message has and in what order, part types, tool-call structure. The texts (contents, reasoning,
+tool-call names, ids and arguments) are the slots a plan is filled with.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_TEXT_KEYS = frozenset({"content", "reasoning", "reasoning_content", "thinking", "tool_call_id", "name", "text", "id"})
+# Gets a text (or a tool call's arguments), gives what should stand in its place.
+Visit = Callable[[Any], Any]
+
+
+def describe(conversation: list[dict[str, Any]]) -> tuple[tuple, list[Any]]:
+    """Conversation -> (shape, slots in reading order). A plain message's shape is its role."""
+    slots: list[Any] = []
+    shape = tuple(message["role"] if _is_plain(message) and not slots.append(message["content"])
+                  else _structure(message, slots.append) for message in conversation)
+    return shape, slots
+
+
+def put_in(conversation: list[dict[str, Any]], stand_ins: list[Any]) -> list[dict[str, Any]]:
+    """The same conversation with its slots replaced, in the order `describe` found them."""
+    following = iter(stand_ins)
+    return [_replace(message, lambda _: next(following)) for message in conversation]
+
+
+def _is_plain(message: dict[str, Any]) -> bool:
+    return len(message) == 2 and isinstance(message.get("content"), str)
+
+
+def _structure(value: Any, visit: Visit) -> Any:
+    """Nested tuples that say everything but the texts; `visit` gets the texts."""
+    if isinstance(value, dict):
+        return tuple((key, _leaf(key, item, visit) if _is_slot(key, item) else _structure(item, visit))
+                     for key, item in value.items())
+    if isinstance(value, list):
+        return ("list", *(_structure(item, visit) for item in value))
+    return (type(value).__name__, repr(value))     # repr tells 0.0 from -0.0
+
+
+def _leaf(key: str, item: Any, visit: Visit) -> str:
+    visit(item)
+    return "slot" if isinstance(item, str) else "object"
+
+
+def _replace(value: Any, visit: Visit) -> Any:
+    if isinstance(value, dict):
+        return {key: visit(item) if _is_slot(key, item) else _replace(item, visit) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replace(item, visit) for item in value]
+    return value
+
+
+def _is_slot(key: str, item: Any) -> bool:
+    return isinstance(item, str) if key in _TEXT_KEYS else key == "arguments" and isinstance(item, dict)

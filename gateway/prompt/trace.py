@@ -1,0 +1,310 @@
+"""Run a chat template once with stand-ins for the texts, and learn what it does to them.
+
+A template is a program over the conversation. Here it is run on stand-ins that behave like
+the real texts but remember: printing one leaves a *marker* in the output, and every question
+the template asks of it (is it empty? does it contain '</think>'?) is noted with its answer.
+What comes out is a list of literal strings and markers, and a list of questions.
+
+That is a proof, not a guess: the template is deterministic, so another conversation of the
+same shape whose texts answer every question alike takes the same way through the program and
+prints the same literals around its own texts. Whatever a stand-in can't follow (looping over
+its characters, using it as a key, handing it to code that reads its buffer) raises Untraceable,
+and the caller renders by plain Jinja.
+"""
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from . import template as plain
+
+# Two code points that Unicode reserves as non-characters frame a marker: no text has them.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+MARKER = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+
+
+class Slot(NamedTuple):
+    """The index-th text of the conversation."""
+
+    index: int
+
+
+class Pair(NamedTuple):
+    """Two operands that are compared."""
+
+    left: tuple
+    right: tuple
+
+
+# An expression says where a text in the output comes from: a Slot, or (method, operand, args,
+# index): what `method(*args)` makes of the operand, or the index-th item of that. An operand is a
+# tuple of literals and expressions that are joined; while the trace runs it is a string with
+# markers in it, which `expand` resolves.
+Expression = tuple
+# A question: (method, operand, args, answer)
+Question = tuple
+
+
+class Untraceable(Exception):
+    """The template does something with a text that can't be followed."""
+
+
+class Trace:
+    """What has been seen so far: expressions by marker number, questions, values of the slots."""
+
+    def __init__(self, slots: list[Any]) -> None:
+        self.slots = slots
+        self.expressions: list[Expression] = []
+        self.questions: list[Question] = []
+
+    def slot(self, index: int) -> Text | Json:
+        raw = self._mark(Slot(index))
+        value = self.slots[index]
+        return Text(raw, value, self) if isinstance(value, str) else Json(raw, value, self)
+
+    def derive(self, method: str, raw: str, args: tuple, value: str, index: int | None = None) -> Text:
+        return Text(self._mark((method, raw, args, index)), value, self)
+
+    def lift(self, raw: str) -> str:
+        """A plain string that may hold markers -> one that goes on remembering."""
+        if type(raw) is str and OPEN in raw:
+            return Text(raw, self.fill(raw), self)
+        return raw
+
+    def fill(self, raw: str) -> str:
+        """What `raw` stands for in the conversation that is traced."""
+        return text_of(self._operand(raw), self.slots)
+
+    def ask(self, method: str, raw: str, args: tuple, answer: Any) -> Any:
+        self.questions.append((method, raw, args, answer))
+        return answer
+
+    def expand(self, number: int) -> Expression:
+        expression = self.expressions[number]
+        if isinstance(expression, Slot):
+            return expression
+        method, raw, args, index = expression
+        return (method, self._operand(raw), args, index)
+
+    def expand_question(self, question: Question) -> Question:
+        method, raw, args, answer = question
+        return (method, self._operand(raw), args, answer)
+
+    def _operand(self, raw: str | tuple) -> tuple:
+        if isinstance(raw, tuple):
+            return Pair(*map(self._operand, raw))
+        pieces = MARKER.split(raw)
+        return tuple(self.expand(int(piece)) if i % 2 else piece
+                     for i, piece in enumerate(pieces) if i % 2 or piece)
+
+    def _mark(self, expression: Expression) -> str:
+        self.expressions.append(expression)
+        return f"{OPEN}{len(self.expressions) - 1}{CLOSE}"
+
+
+def evaluate(expression: Expression, slots: list[Any]) -> Any:
+    """What an expanded expression is when the slots hold these values."""
+    if type(expression) is Slot:
+        return slots[expression.index]
+    method, operand, args, index = expression
+    result = apply(method, _value(operand, slots), args)
+    return result if index is None else result[index]
+
+
+def text_of(operand: tuple, slots: list[Any]) -> str:
+    return "".join([piece if type(piece) is str else _as_text(evaluate(piece, slots)) for piece in operand])
+
+
+def answered(question: Question, slots: list[Any]) -> bool:
+    """Do these slots answer the question as the traced ones did?"""
+    method, operand, args, answer = question
+    try:
+        return apply(method, _value(operand, slots), args) == answer
+    except (IndexError, ValueError):           # an item or a substring that this text does not have
+        return False
+
+
+def slots_in(value: Any) -> set[int]:
+    """Which slots a question or an expression is about."""
+    if isinstance(value, Slot):
+        return {value.index}
+    if not isinstance(value, tuple):
+        return set()
+    return set().union(*map(slots_in, value))
+
+
+def _value(operand: tuple, slots: list[Any]) -> Any:
+    if type(operand) is Pair:
+        return _value(operand.left, slots), _value(operand.right, slots)
+    if len(operand) == 1 and type(operand[0]) is not str:      # keeps an object what it is
+        return evaluate(operand[0], slots)
+    return text_of(operand, slots)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else str(value)
+
+
+def apply(method: str, operand: Any, args: tuple) -> Any:
+    """Questions and transformations: our own below, else the str method of that name."""
+    own = _OWN.get(method)
+    return own(operand, *args) if own else getattr(operand, method)(*args)
+
+
+_OWN: dict[str, Callable[..., Any]] = {
+    "bool": bool,
+    "len": len,
+    "contains": lambda text, part: part in text,
+    "count_of": lambda text, method, args: len(getattr(text, method)(*args)),
+    "same": lambda pair: pair[0] == pair[1],
+    "slice": lambda text, start, stop, step: text[start:stop:step],
+    "json": lambda value, options: plain.tojson(value, **dict(options)),
+    "json_inner": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "str": str,
+    "clock": lambda _, pattern: plain.strftime_now(pattern),
+}
+
+# Methods a template may call on a text; the result is a text, a question, or a list of texts.
+_FOLLOWED = ("strip", "lstrip", "rstrip", "upper", "lower", "title", "capitalize", "casefold", "swapcase",
+             "replace", "removeprefix", "removesuffix", "startswith", "endswith", "find", "rfind", "index", "rindex",
+             "count", "isdigit", "isalpha", "isalnum", "isspace", "isupper", "islower", "istitle", "isnumeric",
+             "isdecimal", "isascii", "isidentifier", "isprintable", "split", "rsplit", "splitlines", "partition",
+             "rpartition", "zfill", "ljust", "rjust", "center", "expandtabs")
+_LOST = ("join", "format", "format_map", "encode", "translate", "maketrans",
+         "__mod__", "__rmod__", "__mul__", "__rmul__", "__hash__", "__iter__", "__format__", "__repr__", "__reversed__")
+
+
+class Text(str):
+    """A stand-in for a text: its characters are literals and markers, `_value` is what they stand for."""
+
+    __slots__ = ("_value", "_trace")
+
+    def __new__(cls, raw: str, value: str, trace: Trace) -> Text:
+        self = super().__new__(cls, raw)
+        self._value = value
+        self._trace = trace
+        return self
+
+    def __str__(self) -> str:
+        return self
+
+    def __add__(self, other: Any) -> Text:
+        if not isinstance(other, str):
+            return NotImplemented
+        return Text(raw_of(self) + raw_of(other), self._value + value_of(other), self._trace)
+
+    def __radd__(self, other: Any) -> Text:
+        if not isinstance(other, str):
+            return NotImplemented
+        return Text(raw_of(other) + raw_of(self), value_of(other) + self._value, self._trace)
+
+    def __bool__(self) -> bool:
+        return self._trace.ask("bool", raw_of(self), (), bool(self._value))
+
+    def __len__(self) -> int:
+        return self._trace.ask("len", raw_of(self), (), len(self._value))
+
+    def __contains__(self, part: Any) -> bool:
+        if not isinstance(part, str) or isinstance(part, Text):
+            raise Untraceable("'in' with two texts")
+        return self._trace.ask("contains", raw_of(self), (part,), part in self._value)
+
+    def __getitem__(self, key: Any) -> Text:
+        if isinstance(key, slice):
+            args = (key.start, key.stop, key.step)
+            return self._trace.derive("slice", raw_of(self), args, self._value[key])
+        if not isinstance(key, int):
+            raise TypeError("string indices must be integers")
+        if not -len(self._value) <= key < len(self._value):
+            raise Untraceable("index beyond the text")
+        return self._trace.derive("__getitem__", raw_of(self), (key,), self._value[key])
+
+
+def _follow(name: str) -> Callable[..., Any]:
+    def method(self: Text, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or any(isinstance(arg, (Text, Json)) for arg in args):
+            raise Untraceable(f"str.{name} with such arguments")
+        raw, trace = raw_of(self), self._trace
+        result = getattr(self._value, name)(*args)
+        if isinstance(result, str):
+            return trace.derive(name, raw, args, result)
+        if isinstance(result, (list, tuple)):
+            trace.ask("count_of", raw, (name, args), len(result))
+            return [trace.derive(name, raw, args, item, i) for i, item in enumerate(result)]
+        return trace.ask(name, raw, args, result)
+    return method
+
+
+def _compare(name: str) -> Callable[..., Any]:
+    def method(self: Text, other: Any) -> Any:
+        if not isinstance(other, str):
+            return getattr(str, name)("", other)            # NotImplemented, whatever the text
+        if isinstance(other, Text):
+            if name not in ("__eq__", "__ne__"):
+                raise Untraceable("ordering of two texts")
+            same = self._trace.ask("same", (raw_of(self), raw_of(other)), (), self._value == other._value)
+            return same if name == "__eq__" else not same
+        return self._trace.ask(name, raw_of(self), (other,), getattr(self._value, name)(other))
+    return method
+
+
+def _lost(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise Untraceable(f"str.{name}")
+    return method
+
+
+for _name in _FOLLOWED:
+    setattr(Text, _name, _follow(_name))
+for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+    setattr(Text, _name, _compare(_name))
+for _name in _LOST:
+    setattr(Text, _name, _lost(_name))
+
+
+class Json(Mapping):
+    """A stand-in for a JSON object (tool-call arguments): it can be dumped, printed and tested, not entered."""
+
+    __slots__ = ("_raw", "_value", "_trace")
+
+    def __init__(self, raw: str, value: dict[str, Any], trace: Trace) -> None:
+        self._raw, self._value, self._trace = raw, value, trace
+
+    def __bool__(self) -> bool:
+        return self._trace.ask("bool", self._raw, (), bool(self._value))
+
+    def __len__(self) -> int:
+        return self._trace.ask("len", self._raw, (), len(self._value))
+
+    def __str__(self) -> str:
+        return self._trace.derive("str", self._raw, (), str(self._value))
+
+    def __iter__(self) -> Any:
+        raise Untraceable("looping over an object")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise Untraceable("entering an object")
+
+    __contains__ = __eq__ = __getitem__  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+def raw_of(text: str) -> str:
+    """The characters of a stand-in (or of a plain string) as a plain string."""
+    return str.__str__(text) if type(text) is str else "".join((text, ""))
+
+
+def value_of(text: str) -> str:
+    return text._value if isinstance(text, Text) else text
+
+
+def holds_stand_in(value: Any) -> bool:
+    if isinstance(value, (Text, Json)):
+        return True
+    if isinstance(value, (list, tuple)):
+        return any(holds_stand_in(item) for item in value)
+    if isinstance(value, dict):
+        return any(holds_stand_in(item) for item in value.values())
+    return False

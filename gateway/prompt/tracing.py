@@ -1,0 +1,177 @@
+"""The Jinja environment in which stand-ins are followed.
+
+It runs the same programs as the plain one. The only difference: whatever could read a
+stand-in's characters behind its back (C code: `~`, `%`, `in`, json, joins, foreign functions)
+goes through a function here, which follows it or gives up.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+import jinja2.nodes as nodes
+import jinja2.runtime
+import jinja2.sandbox
+
+from . import template as plain
+from .trace import CLOSE, MARKER, OPEN, Json, Text, Trace, Untraceable, holds_stand_in, raw_of
+
+_BARE = "\ufdd2"       # frames the marker of an object in dumped JSON: its quotes have to go
+
+# Filters and tests that reach a stand-in only through what it follows, so they may see one.
+_FILTERS = frozenset({"trim", "string", "length", "count", "default", "d", "upper", "lower", "capitalize", "join",
+                      "list", "first", "last", "items", "map", "select", "reject", "selectattr", "rejectattr",
+                      "attr", "reverse"})
+_TESTS = frozenset({"defined", "undefined", "none", "string", "mapping", "number", "integer", "float", "boolean",
+                    "true", "false", "callable", "eq", "equalto", "==", "ne", "!="})
+_NEVER = frozenset({"random", "urlize", "pprint", "xmlattr"})      # not the same answer every time, or the buffer
+
+
+class TracingEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """`trace` is set for the length of one run; `concat` is what every block and macro ends in."""
+
+    trace = Trace([])           # an empty one while Jinja folds constants
+
+    def __init__(self) -> None:
+        super().__init__(**plain.ENVIRONMENT)
+        plain.prepare_environment(self)
+        self.concat = self._lifting_concat                    # type: ignore[method-assign]
+        self.globals["strftime_now"] = self._strftime_now
+        self.globals.pop("lipsum", None)
+        self.filters = {name: self._filter(name, function) for name, function in self.filters.items()}
+        self.filters.update(tojson=self._tojson, replace=self._replace, traced_concat=self._lifting_concat_str,
+                            traced_in=self._in, traced_mod=self._mod)
+        self.tests = {name: self._test(name, function) for name, function in self.tests.items()}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _rewrite(super()._parse(source, name, filename))
+
+    # what joins pieces
+
+    def _lifting_concat(self, pieces: Any) -> str:
+        return self._lift("".join(pieces))
+
+    def _lifting_concat_str(self, pieces: Any) -> str:
+        return self._lift("".join(map(str, pieces)))
+
+    def _lift(self, value: Any) -> Any:
+        return self.trace.lift(value) if type(value) is str else value
+
+    # what is called
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        if holds_stand_in(args) or holds_stand_in(kwargs):
+            owner = getattr(function, "__self__", None)
+            joins = type(owner) is str and function.__name__ == "join"
+            if not (joins or isinstance(function, jinja2.runtime.Macro) or function is jinja2.utils.Namespace
+                    or function is dict or (isinstance(owner, dict) and function.__name__ == "get")):
+                raise Untraceable(f"{function!r} called with a text")
+        return self._lift(super().call(context, function, *args, **kwargs))
+
+    def _strftime_now(self, pattern: str) -> str:
+        return self.trace.ask("clock", "", (pattern,), plain.strftime_now(pattern))
+
+    # filters and tests
+
+    def _filter(self, name: str, function: Any) -> Any:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if name in _NEVER or (name not in _FILTERS and (holds_stand_in(args) or holds_stand_in(kwargs))):
+                raise Untraceable(f"filter {name}")
+            return self._lift(function(*args, **kwargs))
+        return _same_calling(function, guarded)
+
+    def _test(self, name: str, function: Any) -> Any:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(args[-1] if name == "in" else None, str) and holds_stand_in(args[:-1]):
+                raise Untraceable("'in' with two texts")
+            if name in ("iterable", "sequence") and isinstance(args[-1], (Text, Json)):
+                return True                                   # so is every string and every object
+            if name not in _TESTS and name != "in" and (holds_stand_in(args) or holds_stand_in(kwargs)):
+                raise Untraceable(f"test {name}")
+            return function(*args, **kwargs)
+        return _same_calling(function, guarded)
+
+    def _in(self, part: Any, whole: Any) -> bool:
+        if isinstance(part, (Text, Json)) and isinstance(whole, (str, Mapping)):
+            raise Untraceable("'in' with two texts")
+        return part in whole
+
+    def _mod(self, left: Any, right: Any) -> Any:
+        if holds_stand_in(left) or holds_stand_in(right):
+            raise Untraceable("%")
+        return left % right
+
+    def _replace(self, text: Any, old: Any, new: Any, count: int | None = None) -> Any:
+        if holds_stand_in((old, new)) or not isinstance(text, str):
+            raise Untraceable("replace")
+        return text.replace(old, new, -1 if count is None else count)
+
+    def _tojson(self, value: Any, *positional: Any, **options: Any) -> str:
+        if not holds_stand_in(value):
+            return plain.tojson(value, *positional, **options)
+        options.update(zip(("ensure_ascii", "indent", "separators", "sort_keys"), positional))
+        if options.get("ensure_ascii"):
+            raise Untraceable("tojson(ensure_ascii)")
+        if isinstance(value, Json):
+            return self.trace.derive("json", value._raw, (tuple(options.items()),),
+                                     plain.tojson(value._value, **options))
+        if options.get("indent") is not None:
+            raise Untraceable("tojson(indent) of an object with texts in it")
+        dumped = plain.tojson(self._escaped(value, options), **options)
+        return self._lift(dumped.replace(f'"{_BARE}', "").replace(f'{_BARE}"', ""))
+
+    def _escaped(self, value: Any, options: dict[str, Any]) -> Any:
+        """The same structure with markers for what the texts look like inside JSON.
+
+        Escaping works character by character, so the literals of a text may be escaped apart from
+        what its markers stand for. An object loses the quotes around its marker.
+        """
+        if isinstance(value, Text):
+            trace = self.trace
+            return "".join(piece if i % 2 == 0 else raw_of(trace.derive(
+                "json_inner", f"{OPEN}{piece}{CLOSE}", (), json.dumps(
+                    trace.fill(f"{OPEN}{piece}{CLOSE}"), ensure_ascii=False)[1:-1]))
+                for i, piece in enumerate(MARKER.split(raw_of(value))))
+        if isinstance(value, Json):
+            dumped = self.trace.derive("json", value._raw, (tuple(options.items()),),
+                                       plain.tojson(value._value, **options))
+            return f"{_BARE}{raw_of(dumped)}{_BARE}"
+        if isinstance(value, dict):
+            return {key: self._escaped(item, options) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._escaped(item, options) for item in value]
+        return value
+
+
+def _same_calling(function: Any, guarded: Any) -> Any:
+    """Keep Jinja's note of what a filter or test wants passed first (context, environment)."""
+    for attribute in ("jinja_pass_arg", "jinja_async_variant"):
+        if hasattr(function, attribute):
+            setattr(guarded, attribute, getattr(function, attribute))
+    return guarded
+
+
+def _rewrite(node: Any) -> Any:
+    """Send `~`, `%` and `in` through filters of our own; everything else stays."""
+    for name, value in node.iter_fields():
+        if isinstance(value, nodes.Node):
+            setattr(node, name, _rewrite(value))
+        elif isinstance(value, list):
+            setattr(node, name, [_rewrite(item) if isinstance(item, nodes.Node) else item for item in value])
+    line = node.lineno
+    if isinstance(node, nodes.Concat):
+        return _through("traced_concat", nodes.List(node.nodes, lineno=line), [], line)
+    if isinstance(node, nodes.Mod):
+        return _through("traced_mod", node.left, [node.right], line)
+    if isinstance(node, nodes.Compare) and any(operand.op in ("in", "notin") for operand in node.ops):
+        if len(node.ops) > 1:
+            raise Untraceable("chained comparison with 'in'")
+        found = _through("traced_in", node.expr, [node.ops[0].expr], line)
+        return found if node.ops[0].op == "in" else nodes.Not(found, lineno=line)
+    return node
+
+
+def _through(name: str, first: Any, rest: list[Any], line: int) -> nodes.Filter:
+    return nodes.Filter(first, name, rest, [], None, None, lineno=line)

@@ -31,17 +31,23 @@ class Faults:
     def order(self, body: dict) -> dict:
         """Set the faults named in `body`, the others stay. RequestError, and nothing set, if one is not understood."""
         for name, value in body.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
             if name not in KINDS:
                 raise RequestError(f"unknown fault {name!r}; known are {', '.join(KINDS)}")
-            if isinstance(value, bool) != (name in ("die", "mute_events")) or number and value < 0 \
-                    or name == "slow" and not value:
+            if not self._fits(name, value):
                 raise RequestError(f"{name}: {KINDS[name]}; not {value!r}")
             if name in ("drop_events", "reorder_events", "mute_events") and self._publisher is None:
                 raise RequestError(f"{name}: this engine publishes no events")
         for name, value in body.items():
             self._set(name, value)
         return self.state()
+
+    @staticmethod
+    def _fits(name: str, value) -> bool:
+        if name in ("die", "mute_events"):
+            return isinstance(value, bool)
+        if isinstance(value, bool) or not isinstance(value, int | float if name in ("hang", "slow") else int):
+            return False
+        return value > 0 if name == "slow" else value >= 0
 
     def _set(self, name: str, value) -> None:
         if name == "die" and value:
@@ -51,13 +57,13 @@ class Faults:
         elif name == "slow":
             self._runner.slow = float(value)
         elif name == "drop_events":
-            self._publisher.drop = int(value)
+            self._publisher.drop = value
         elif name == "reorder_events":
-            self._publisher.swap = int(value)
+            self._publisher.swap = value
         elif name == "mute_events":
             self._publisher.mute = value
         elif name in self.counts:
-            self.counts[name] = int(value)
+            self.counts[name] = value
 
     def state(self) -> dict:
         publisher = self._publisher

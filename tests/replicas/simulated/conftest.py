@@ -41,6 +41,7 @@ class Stack:
     server: Server
     engine: Engine
     publisher: Publisher | None
+    first: int = 0  # number of the first event batch a test looks at
 
     async def post(self, path: str, **body) -> dict:
         async with self.session.post(self.url + path, json=body) as response:

@@ -1,0 +1,76 @@
+"""Faults on order happen, so often as ordered, and then no more."""
+import asyncio
+
+import aiohttp
+import pytest
+
+CHAT = {"model": "sim", "messages": [{"role": "user", "content": "What came in today?"}], "max_tokens": 5}
+
+
+async def chat(stack, **more):
+    return await stack.post("/v1/chat/completions", **{**CHAT, **more})
+
+
+@pytest.mark.parametrize("fault, status, type", [("error_503", 503, "Service Unavailable"),
+                                                 ("error_500", 500, "InternalServerError")])
+async def test_errors_so_many_times(stack, fault, status, type):
+    assert (await stack.post("/faults", **{fault: 2}))[fault] == 2
+    for _ in range(2):
+        got, error = await stack.refused("/v1/chat/completions", CHAT)
+        assert (got, error["code"], error["type"]) == (status, status, type)
+    await chat(stack)
+    async with stack.session.get(stack.url + "/faults") as response:
+        assert (await response.json())[fault] == 0
+
+
+async def test_a_refused_connection_gets_no_answer(stack):
+    await stack.post("/faults", refuse=1)
+    with pytest.raises(aiohttp.ClientError):
+        await chat(stack)
+    await chat(stack)
+    await stack.idle()
+
+
+async def test_a_stream_that_breaks_off_has_no_end(stack):
+    await stack.post("/faults", die_mid_stream=1)
+    raw = b""
+    with pytest.raises(aiohttp.ClientError):
+        async with stack.session.post(stack.url + "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+            async for chunk in response.content.iter_any():
+                raw += chunk
+    assert raw.count(b'"content"') >= 2 and b"[DONE]" not in raw
+    await stack.idle()
+    assert stack.engine.kv_usage == 0
+    assert (await stack.stream("/v1/chat/completions", **CHAT))[-1] == (None, "[DONE]")
+
+
+async def test_a_hanging_engine_answers_nothing_and_then_goes_on(stack):
+    loop = asyncio.get_running_loop()
+    await stack.post("/faults", hang=0.4)
+    begun = loop.time()
+    health, _ = await asyncio.gather(stack.session.get(stack.url + "/health"), chat(stack))
+    assert health.status == 200 and loop.time() - begun >= 0.35
+
+
+async def test_a_slow_engine_is_that_much_slower(run_stack):
+    async with run_stack() as stack:
+        async def seconds() -> float:
+            begun = asyncio.get_running_loop().time()
+            await chat(stack, max_tokens=40, ignore_eos=True)
+            return asyncio.get_running_loop().time() - begun
+
+        await seconds()  # the first one loads what is loaded once
+        await stack.post("/faults", slow=30)
+        slow = await seconds()
+        await stack.post("/faults", slow=1)
+        assert slow >= 0.58 and await seconds() < slow
+
+
+@pytest.mark.parametrize("order", [{"sleep": 3}, {"slow": 0}, {"hang": -1}, {"hang": True}, {"die": 1},
+                                   {"error_503": "many"}, {"refuse": 1, "typo": 2}])
+async def test_what_is_not_understood_is_refused_and_changes_nothing(stack, order):
+    status, error = await stack.refused("/faults", order)
+    assert status == 400 and error["message"]
+    async with stack.session.get(stack.url + "/faults") as response:
+        state = await response.json()
+    assert not any(value for name, value in state.items() if name != "slow") and state["slow"] == 1

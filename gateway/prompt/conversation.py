@@ -86,7 +86,8 @@ def _message(message: Any, as_parts: bool, index: int) -> dict[str, Any]:
         raise bad(f"{where}.content must be a string or a list of parts", f"{where}.content")
     if role == "system":
         parts = _drop_billing_header(parts)
-    parts = [p for p in (_part(part, as_parts, where) for part in parts) if p is not None]
+    # an empty text is dropped, too (as a part it is an object, and stays)
+    parts = [p for p in (_part(part, as_parts, where) for part in parts) if p]
     result: dict[str, Any] = {"role": role, "content": parts if as_parts else "\n".join(parts)}
     if role == "assistant":
         _assistant_fields(message, result, where)
@@ -108,7 +109,7 @@ def _message(message: Any, as_parts: bool, index: int) -> dict[str, Any]:
 
 
 def _part(part: Any, as_parts: bool, where: str) -> Any:
-    """One content part -> text (or a text part), None for one that is dropped."""
+    """One content part -> text (or a text part), None for one without text."""
     if isinstance(part, str):
         return {"type": "text", "text": part} if as_parts else part
     if not isinstance(part, dict):

@@ -126,8 +126,10 @@ class Pipeline:
             prompt.tokens = len(prompt.token_ids) // 4
         else:
             self._plain_prompt(prompt, request, seed)
-        if request.get("truncate_prompt_tokens") is not None:
-            self._truncate(prompt, request, seed)
+        if request.get("truncate_prompt_tokens") is not None and path != _COMPLETIONS and path != _EMBEDDINGS:
+            prompt.token_ids = self._truncated(prompt.token_ids, request, path)
+            prompt.tokens = len(prompt.token_ids) // 4
+            prompt.hashes = hash_blocks(prompt.token_ids, self.block_size, seed)
 
     def _chat(self, path: str, request: dict[str, Any]) -> Chat:
         if path == _RESPONSES:
@@ -156,26 +158,37 @@ class Pipeline:
             raise bad("'add_special_tokens' must be true or false", "add_special_tokens")
         prompts = _prompts(given, key)
         ids = [self.tokenizer.encode(one, special) if isinstance(one, str) else one for one in prompts]
+        if request.get("truncate_prompt_tokens") is not None:
+            ids = [self._truncated(one, request, prompt.path, special and isinstance(text, str))
+                   for one, text in zip(ids, prompts, strict=True)]
         prompt.rendered_chars = sum(len(one) for one in prompts if isinstance(one, str))
         prompt.token_ids = max(ids, key=len)
         prompt.tokens = sum(map(len, ids)) // 4
         prompt.hashes = hash_blocks(prompt.token_ids, self.block_size, seed)
 
-    def _truncate(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
-        """`truncate_prompt_tokens`: -1 stands for all that leaves room for one token of output."""
-        keep, side = request["truncate_prompt_tokens"], request.get("truncation_side") or "right"
-        if type(keep) is not int or keep < -1 or side not in ("left", "right"):
+    def _truncated(self, ids: bytes, request: dict[str, Any], path: str, special: bool = False) -> bytes:
+        """`truncate_prompt_tokens`: that many tokens, -1 for all that leave room for one of output.
+
+        vLLM cuts on the left unless `truncation_side` says otherwise; when it says nothing, the
+        tokenizer does the cutting and the special tokens it adds (`special`) stay.
+        """
+        keep, side = request["truncate_prompt_tokens"], request.get("truncation_side")
+        if type(keep) is not int or keep < -1 or side not in (None, "left", "right"):
             raise bad("'truncate_prompt_tokens' must be an integer of at least -1 and 'truncation_side' "
                       "'left' or 'right'", "truncate_prompt_tokens")
         if keep == -1:
             if self.max_model_len is None:
                 raise Unroutable("truncation to a context length that is not known")
-            keep = self.max_model_len - (0 if prompt.path == _EMBEDDINGS else 1)
-        if 4 * keep < len(prompt.token_ids):
-            ids = prompt.token_ids
-            prompt.tokens -= len(ids) // 4 - keep
-            prompt.token_ids = ids[:4 * keep] if side == "right" else ids[len(ids) - 4 * keep:]
-            prompt.hashes = hash_blocks(prompt.token_ids, self.block_size, seed)
+            keep = self.max_model_len - (0 if path == _EMBEDDINGS else 1)
+        if 4 * keep >= len(ids):
+            return ids
+        if side == "right":
+            return ids[:4 * keep]
+        before, after = self.tokenizer.added_around() if special and side is None else (0, 0)
+        if keep < before + after:
+            raise Unroutable("truncation to less than the special tokens")
+        end = len(ids) - 4 * after
+        return ids[:4 * before] + ids[end - 4 * (keep - before - after):end] + ids[end:]
 
     def _as_text(self, prompt: Prompt, request: dict[str, Any]) -> Prompt:
         """No tokenizer: 4 bytes of text stand for a token, under a seed that no real token chain has."""

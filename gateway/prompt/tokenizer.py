@@ -72,6 +72,12 @@ class Tokenizer:
         ends = memoryview(offsets).cast("Q")
         return [ids[4 * ends[i]:4 * ends[i + 1]] for i in range(len(texts))]
 
+    def added_around(self) -> tuple[int, int]:
+        """How many special tokens `special` puts before and behind a text."""
+        bare, dressed = self.encode("x"), self.encode("x", special=True)
+        before = dressed.find(bare) // 4
+        return before, len(dressed) // 4 - before - len(bare) // 4
+
     def safe_cuts(self) -> frozenset[str]:
         """Added tokens before which a text may be cut: ids(a + b) == ids(a) + ids(b) where b starts with one.
 

@@ -74,8 +74,11 @@ def _reap(engine: int) -> int | None:
 
 
 def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:  # a kernel that does not tell; the group was killed already
+        return []
 
 
 def _sweep(group: int) -> None:

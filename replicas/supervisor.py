@@ -105,7 +105,10 @@ class Supervisor:
         backoff = Backoff()
         while not self._stopping.is_set():
             began, self._why = monotonic(), ""
-            reason = self._obstacle() or await self._one_life()
+            try:
+                reason = self._obstacle() or await self._one_life()
+            except OSError as error:  # out of descriptors, processes or memory
+                reason = f"cannot start a process: {error.strerror}; check the gateway's limits (`ulimit -a`)"
             if self._stopping.is_set():
                 return
             wait = backoff.after(monotonic() - began) * random.uniform(0.9, 1.1)
@@ -120,23 +123,7 @@ class Supervisor:
     async def _one_life(self) -> str:
         """Run the engine once, to its end; why it ended."""
         self.tail = Tail()
-        ours, theirs = socket.socketpair()
-        try:
-            keeper = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", str(KEEPER), str(theirs.fileno()), f"{ORPHAN_GRACE:g}",
-                *self.command.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **self.command.env},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C in the gateway's terminal is the gateway's to handle
-            )
-        except OSError as error:
-            ours.close()
-            return f"cannot start {sys.executable}: {error.strerror}"
-        finally:
-            theirs.close()
+        keeper, ours = await self._start_keeper()
         self._keeper = keeper
         reader, self._control = await asyncio.open_connection(sock=ours)
         logs = asyncio.create_task(self._read_log(keeper.stdout))
@@ -153,6 +140,27 @@ class Supervisor:
         if self._why or said:
             return self._why or said
         return explain(code, monotonic() - began, self.tail.lines, oom_kills() > kills)
+
+    async def _start_keeper(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        ours, theirs = socket.socketpair()
+        keeper = [sys.executable, "-I", "-S", str(KEEPER), str(theirs.fileno()), f"{ORPHAN_GRACE:g}"]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *keeper,
+                *self.command.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **self.command.env},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in the gateway's terminal is the gateway's to handle
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return process, ours
 
     async def _listen(self, reader: asyncio.StreamReader) -> tuple[str, int]:
         """Follow the keeper's lines; ("", exit code) or (what went wrong, 0)."""

@@ -6,6 +6,7 @@ one shared session, at jittered times so that many replicas are not asked in one
 """
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable
 from time import monotonic
@@ -18,6 +19,8 @@ from replicas.lifecycle import Event, State
 from replicas.metrics import Scrape, parse
 from replicas.replica import EventSource, Replica
 from replicas.supervisor import Supervisor
+
+log = logging.getLogger("replicas")
 
 # Seconds: between scrapes, between full probes, between any two looks, while starting; to wait for an answer.
 IDLE_SCRAPE, FACTS, CLOSEST, STARTING_INTERVAL = 5.0, 10.0, 0.1, 0.2
@@ -57,7 +60,10 @@ class Watch:
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            await self.tick()
+            try:
+                await self.tick()
+            except Exception:  # a replica nobody watches would stay as it is for ever
+                log.exception("watching replica %s failed, trying again", self.replica.id)
             await self._pause()
 
     async def _pause(self) -> None:
@@ -90,7 +96,8 @@ class Watch:
         self.health.failed(now, kind)
         self._was_refused |= kind == "connect"
         self._judge(now)
-        self.nudge()
+        if kind in ("connect", "closed"):  # it may have died; a 5xx or a late answer is no news about that
+            self.nudge()
 
     # What probes show
 
@@ -130,6 +137,7 @@ class Watch:
 
     def _missed(self, now: float, facts: Facts) -> None:
         replica = self.replica
+        self._was_refused |= facts.fault == "connect"
         if replica.state is State.STARTING and replica.managed:
             self._still_starting(now, facts.error)
         elif replica.state in (State.STARTING, State.FAILED) and not replica.managed:
@@ -137,8 +145,8 @@ class Watch:
         else:
             self.health.probed(now, facts.fault, facts.error)
             self._judge(now)
-            self._was_refused |= facts.fault == "connect"
-            self._nudged.set()  # ask again at once: a second refusal settles it, and a timeout took its time
+            if replica.state is State.READY:
+                self._nudged.set()  # ask again at once: a second refusal settles it, a timeout took its time
 
     def _still_starting(self, now: float, error: str) -> None:
         replica, waited = self.replica, now - self.replica.since

@@ -47,6 +47,7 @@ async def test_launched_replicas_become_ready_one_state_after_the_other(fleet, f
     assert len({replica.port for replica in replicas}) == 2
     for replica in replicas:
         assert replica.state is State.STARTING and replica.managed and fleet.replicas[replica.id] is replica
+    for replica in replicas:
         await comes(replica, READY)
         assert states(fleet, replica) == [State.WARMING, READY]
         assert replica.reason == "answers and serves m" and alive(replica.pid)
@@ -369,3 +370,56 @@ async def test_it_must_be_started_first():
 
     with pytest.raises(RuntimeError, match="start"):
         Fleet().add("http://h:1")
+
+
+async def test_a_watcher_survives_its_own_bugs(fleet, engine, comes, monkeypatch, caplog):
+    ticks = iter([RuntimeError("a bug")])
+    tick = watch.Watch.tick
+
+    async def buggy(self):
+        for error in ticks:
+            raise error
+        await tick(self)
+
+    monkeypatch.setattr(watch.Watch, "tick", buggy)
+    await comes(fleet.add(await engine()), READY)
+    assert "a bug" in caplog.text
+
+
+async def test_an_engine_that_hung_and_then_was_replaced_is_another_incarnation(fleet, engine, serve, comes, until):
+    """Also where it tells no start time: nobody listened in between."""
+    hanging = asyncio.Event()
+
+    async def handler(request):
+        if hanging.is_set():
+            await asyncio.Event().wait()
+        return web.json_response({})
+
+    replica = await comes(fleet.add(await serve(handler)), READY)
+    assert replica.incarnation == "seen-1"
+    hanging.set()
+    await comes(replica, FAILED)
+    assert "no answer for" in replica.reason
+    await serve.stop()
+    await until(lambda: "nothing listens" in replica.reason, lambda: replica.reason)
+    await engine(replica.port, started=None)
+    await comes(replica, READY)
+    assert replica.incarnation == "seen-2"
+
+
+async def test_failing_requests_do_not_make_the_fleet_ask_more_often(fleet, serve, comes):
+    asked = 0
+
+    async def handler(request):
+        nonlocal asked
+        asked += request.path == "/health"
+        return web.json_response({})
+
+    fleet._interval = 60.0
+    replica = await comes(fleet.add(await serve(handler)), READY)
+    before = asked
+    for _ in range(100):
+        fleet.failed(replica.id, "5xx")
+        fleet.failed(replica.id, "timeout")
+        await asyncio.sleep(0)
+    assert replica.state is DEGRADED and asked == before

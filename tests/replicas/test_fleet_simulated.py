@@ -40,11 +40,3 @@ async def test_launched_asked_killed_and_asked_again(fleet, session, until):
     assert replica.incarnation != incarnation
     after = await complete(session, replica.url)
     assert not (after["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")  # a new, empty cache
-
-
-async def test_events_off_is_said_with_the_flag_that_turns_them_on(fleet, until):
-    profile = profiles.load("sim").model_copy(update={"kv_events": False})
-    (replica,) = await fleet.launch(1, profile, served_name="sim")
-    await until(lambda: replica.state is State.READY, lambda: f"{replica.reason}\n{fleet.logs(replica.id)}", 40)
-    assert replica.events is None
-    assert any("--kv-events-config" in problem or "#events=" in problem for problem in replica.problems), replica.problems

@@ -125,3 +125,15 @@ async def test_cancelling_everything_leaves_no_orphan(supervise, alive, until):
     pid = await following(events)
     supervisor._task.cancel()
     await until(lambda: not alive(pid), "an orphan")
+
+
+async def test_no_descriptors_left_is_a_reason_not_an_end(supervise, monkeypatch):
+    def none_left():
+        monkeypatch.undo()
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("replicas.supervisor.socket.socketpair", none_left)
+    _, events = supervise(python("import time; time.sleep(60)"))
+    reason = await following(events)
+    assert reason.startswith("cannot start a process: Too many open files") and "ulimit" in reason
+    assert isinstance(await following(events), int)

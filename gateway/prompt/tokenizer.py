@@ -89,9 +89,8 @@ class Tokenizer:
         would take (rstrip), nor with a letter that would stop a single_word token before it.
         If encoding samples says otherwise, there are none.
         """
-        added = self.added_tokens
-        words = any(token["single_word"] for token in added)
-        cuts = frozenset(token["content"] for token in added if _stands_alone(token, added, words))
+        neighbours = Neighbours(self.added_tokens)
+        cuts = frozenset(token["content"] for token in self.added_tokens if _stands_alone(token, neighbours))
         return cuts if self._cuts_hold(sorted(cuts)) else frozenset()
 
     def _cuts_hold(self, cuts: list[str]) -> bool:
@@ -109,20 +108,28 @@ class Tokenizer:
         return backend.decode(ids, skip_special_tokens=False)
 
 
-def _stands_alone(token: dict[str, Any], added: list[dict[str, Any]], words: bool) -> bool:
+def _stands_alone(token: dict[str, Any], added: Neighbours) -> bool:
     content = token["content"]
     if token["lstrip"] or token["normalized"] or token["single_word"]:
         return False
-    if not content or content[0].isspace() or (words and (content[0].isalnum() or content[0] == "_")):
+    if not content or content[0].isspace() or (added.words and (content[0].isalnum() or content[0] == "_")):
         return False
-    for other in added:
-        text = other["content"]
-        if text.startswith(content) and text != content and (
-                other["lstrip"] or other["normalized"] or other["single_word"]):
-            return False
-        if any(content.startswith(text[i:]) or text.startswith(content, i) for i in range(1, len(text))):
-            return False
-    return True
+    if any(text.startswith(content) and text != content for text in added.fickle):
+        return False
+    # The end of one token is the start of this one, or this one lies inside another.
+    return content not in added.insides and not any(content[:end] in added.tails for end in range(1, len(content) + 1))
+
+
+class Neighbours:
+    """All added tokens, in the forms that `_stands_alone` asks for: comparing each with each takes 30 s for the
+    800 of DeepSeek, this 20 ms."""
+
+    def __init__(self, added: list[dict[str, Any]]) -> None:
+        texts = [token["content"] for token in added]
+        self.words = any(token["single_word"] for token in added)
+        self.fickle = [t["content"] for t in added if t["lstrip"] or t["normalized"] or t["single_word"]]
+        self.tails = {text[i:] for text in texts for i in range(1, len(text))}
+        self.insides = "\0".join(text[1:] for text in texts)
 
 
 def _pack(ids: list[int]) -> bytes:

@@ -1,98 +1,264 @@
-"""CacheMap: for every replica, how much of a prompt it holds."""
+"""CacheMap: for every replica, how much of a prompt it holds.
+
+Confirmed blocks, those that engines reported by events, lie in block tables, one a tier.
+Predicted blocks, those of prompts just routed, lie apart and expire. A replica without
+events has neither: it has a model of the engine's own cache instead.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from cachemap.blocks import BlockTable, Budget
+from cachemap.chains import BYTES_PER_BLOCK, EngineModel, Routed
+from cachemap.table import U64
+
+PREDICTED_SECONDS = 5.0  # longer than a queue and a prefill take, shorter than a cache turns over
+UNKNOWN_CAPACITY = 8192  # blocks assumed of an engine that does not say: 131,072 tokens of 16
+LOWER_TIERS = ("cpu", "disk", "remote")  # nearest first
+LEAST_BUDGET = 1 << 20
 
 
 class Match:
-    """What each replica holds of one prompt; lists are indexed by slot, in blocks."""
+    """What each replica holds of one prompt.
+
+    `held` and `confirmed` are indexed by slot and count blocks from the prompt's start:
+    confirmed by events, and held for any reason (confirmed, predicted or modelled).
+    `lower` has, for the few slots that need it, the blocks that follow the held ones in
+    slower tiers, as runs in the prompt's order.
+    """
 
     __slots__ = ("confirmed", "held", "lower")
 
-    def __init__(self, held, confirmed, lower):
-        self.held = held
-        self.confirmed = confirmed
-        self.lower = lower
+    def __init__(self, held: list[int], confirmed: list[int], lower: dict):
+        self.held: list[int] = held
+        self.confirmed: list[int] = confirmed
+        self.lower: dict[int, list[tuple[str, int]]] = lower
+
+    def __repr__(self) -> str:
+        return f"Match(held={self.held}, confirmed={self.confirmed}, lower={self.lower})"
+
+
+@dataclass(slots=True)
+class _Replica:
+    name: str
+    routed: Routed
+    model: EngineModel
+    observed: bool
 
 
 class CacheMap:
-    """Thin first form on dicts, same signatures as the compact one to come."""
+    """All that is known about who holds what, within `budget_bytes`.
 
-    def __init__(self, budget_bytes: int, predicted_seconds: float = 5.0):
-        self.predicted_seconds = predicted_seconds
-        self._slots: list[dict | None] = []
+    Replicas are slots: small ints that index the lists in `Match` and are used again after
+    `detach`. Hashes are nonzero u64 made by `hash_blocks`. `now` is in seconds, monotonic.
+    Not thread safe; every call is short (see bench/cachemap.py) but for a growth or a
+    shedding of the table, about 0.1 us a block that is in it.
+    """
+
+    def __init__(self, budget_bytes: int, predicted_seconds: float = PREDICTED_SECONDS):
+        if budget_bytes < LEAST_BUDGET:
+            raise ValueError(f"budget_bytes is {budget_bytes}, the least is {LEAST_BUDGET} (1 MiB)")
+        self._seconds = predicted_seconds
+        self._chain_budget = budget_bytes // 4  # predicted and modelled blocks
+        self._budget = Budget(budget_bytes - self._chain_budget)
+        self._gpu = BlockTable(self._budget)
+        self._lower: dict[str, BlockTable] = {}
+        self._replicas: list[_Replica | None] = []
+        self._last: tuple[list[int], list[int]] = ([], [])
 
     def attach(self, name: str, capacity_blocks: int | None, observed: bool) -> int:
-        entry = {"name": name, "capacity": capacity_blocks or 8192, "observed": observed,
-                 "keys": {}, "blocks": set(), "recent": {}}
-        for slot, old in enumerate(self._slots):
-            if old is None:
-                self._slots[slot] = entry
-                return slot
-        self._slots.append(entry)
-        return len(self._slots) - 1
+        """A replica joins; `capacity_blocks` is its cache's size in blocks, None if unknown.
+
+        `observed`: its events are followed. Otherwise its cache is modelled.
+        """
+        model = EngineModel(capacity_blocks or UNKNOWN_CAPACITY)
+        replica = _Replica(name, Routed(self._seconds), model, observed)
+        if None in self._replicas:
+            slot = self._replicas.index(None)
+            self._replicas[slot] = replica
+        else:
+            slot = len(self._replicas)
+            self._replicas.append(replica)
+        self._gpu.attach(slot, capacity_blocks or 0)
+        for table in self._lower.values():
+            table.attach(slot, 0)
+        self._share_chain_budget()
+        return slot
 
     def detach(self, slot: int) -> None:
-        self._slots[slot] = None
+        """The replica is gone and its slot free for another."""
+        self._replica(slot)
+        for table in (self._gpu, *self._lower.values()):
+            table.detach(slot)
+        self._replicas[slot] = None
+        self._share_chain_budget()
+
+    def _share_chain_budget(self) -> None:
+        live = [replica for replica in self._replicas if replica]
+        most = self._chain_budget // BYTES_PER_BLOCK // max(len(live), 1)
+        for replica in live:
+            replica.routed.most = most // 2  # two generations
+            replica.model.most = most
 
     def match(self, hashes: list[int], now: float) -> Match:
-        held, confirmed = [], []
-        for entry in self._slots:
-            c = h = 0
-            if entry is not None:
-                blocks, recent = entry["blocks"], entry["recent"]
-                while c < len(hashes) and hashes[c] in blocks:
-                    c += 1
-                h = c
-                while h < len(hashes) and (
-                    hashes[h] in blocks or recent.get(hashes[h], now) > now
-                ):
-                    h += 1
-            held.append(h)
-            confirmed.append(c)
-        return Match(held, confirmed, {})
+        """How much of the prompt with these block hashes each replica holds."""
+        places = self._gpu.prefix(hashes)
+        confirmed = self._gpu.reach(places, len(self._replicas))
+        held = confirmed.copy()
+        for slot, replica in enumerate(self._replicas):
+            if replica is None:
+                continue
+            if not replica.observed:
+                held[slot] = replica.model.reach(hashes)
+            elif replica.routed:
+                held[slot] = self._predicted(slot, replica, hashes, places, held[slot], now)
+        self._last = (hashes, confirmed)
+        return Match(held, confirmed, self._further(hashes, held) if self._lower else {})
+
+    def _predicted(self, slot, replica, hashes, places, confirmed: int, now: float) -> int:
+        """Held, with what is predicted after the confirmed, and confirmed after that."""
+        reach = replica.routed.reach(hashes, confirmed, now)
+        if reach > confirmed:
+            while reach < len(places) and self._gpu.holds(slot, places[reach]):
+                reach += 1
+        return reach
+
+    def _further(self, hashes: list[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
+        """For each slot the runs of blocks after the held ones that lie in lower tiers."""
+        wanted = np.frombuffer(array("Q", hashes), U64)
+        holders = {tier: table.holders_of(wanted) for tier, table in self._lower.items()}
+        lower = {}
+        for slot, start in enumerate(held):
+            runs: list[tuple[str, int]] = []
+            for i in range(start, len(hashes)):
+                tier = next((t for t in LOWER_TIERS if t in holders and holders[t][i] >> slot & 1), None)
+                if tier is None:
+                    break
+                count = runs.pop()[1] if runs and runs[-1][0] == tier else 0
+                runs.append((tier, count + 1))
+            if runs:
+                lower[slot] = runs
+        return lower
 
     def expect(self, slot: int, hashes: list[int], now: float) -> None:
-        entry = self._slots[slot]
-        recent = entry["recent"]
-        if entry["observed"]:
-            recent.update(dict.fromkeys(hashes, now + self.predicted_seconds))
-            return
-        for h in reversed(hashes):
-            recent.pop(h, None)
-            recent[h] = float("inf")
-        while len(recent) > entry["capacity"]:
-            del recent[next(iter(recent))]
+        """A prompt with these blocks was just routed to this replica.
 
-    def store(self, slot: int, hashes: list[int], engine_keys: list, tier: str = "gpu") -> None:
-        if tier == "gpu":
-            entry = self._slots[slot]
-            entry["keys"].update(zip(engine_keys, hashes))
-            entry["blocks"].update(hashes)
-
-    def remove(self, slot: int, engine_keys: list, tier: str = "gpu") -> None:
-        if tier != "gpu":
+        Called right after `match` of the same list, it leaves out what is confirmed.
+        """
+        replica = self._replica(slot)
+        if not replica.observed:
+            replica.model.add(hashes)
             return
-        entry = self._slots[slot]
-        for key in engine_keys:
-            h = entry["keys"].pop(key, None)
-            entry["blocks"].discard(h)
-            entry["recent"].pop(h, None)
+        last, confirmed = self._last
+        known = confirmed[slot] if last is hashes and slot < len(confirmed) else 0
+        if known < len(hashes):
+            replica.routed.add(hashes[known:] if known else hashes, now)
+
+    def store(
+        self,
+        slot: int,
+        hashes: list[int],
+        engine_keys: list[int] | list[bytes],
+        tier: str = "gpu",
+        parents: list[int] | None = None,
+    ) -> None:
+        """The replica reports that it now has these blocks, under these keys of its own.
+
+        `parents` has for each block the hash of the one before it, 0 for the first of a
+        chain; without it the blocks are taken to be one chain from its start.
+        """
+        if not hashes or not self._replica(slot).observed:
+            return
+        table = self._table(tier)
+        own = np.frombuffer(array("Q", hashes), U64)
+        if parents is None:
+            above = np.concatenate((np.zeros(1, U64), own[:-1]))
+        else:
+            above = np.frombuffer(array("Q", parents), U64)
+        table.store(slot, own, table.tags(engine_keys), above)
+
+    def remove(self, slot: int, engine_keys: list[int] | list[bytes], tier: str = "gpu") -> int:
+        """The replica reports that it dropped these; gives how many of them were known."""
+        replica = self._replica(slot)
+        if not engine_keys or (tier != "gpu" and tier not in self._lower):
+            return 0
+        table = self._table(tier)
+        hashes = table.remove(slot, table.tags(engine_keys))
+        if tier == "gpu" and replica.routed:
+            replica.routed.discard(hashes.tolist())
+        return len(hashes)
+
+    def resolve(self, slot: int, engine_keys: list[int] | list[bytes]) -> list[int]:
+        """Hashes of the blocks the replica holds in any tier under these keys, 0 if unknown."""
+        self._replica(slot)
+        tags = self._gpu.tags(engine_keys)
+        hashes = self._gpu.resolve(slot, tags)
+        for table in self._lower.values():
+            if hashes.all():
+                break
+            hashes = np.where(hashes == 0, table.resolve(slot, tags), hashes)
+        return hashes.tolist()
 
     def clear(self, slot: int) -> None:
-        entry = self._slots[slot]
-        for name in ("keys", "blocks", "recent"):
-            entry[name].clear()
+        """The replica holds nothing: it said so, restarted, or we lost track of it."""
+        replica = self._replica(slot)
+        for table in (self._gpu, *self._lower.values()):
+            table.clear(slot)
+        replica.routed.clear()
+        replica.model.clear()
 
     def observed(self, slot: int, observed: bool) -> None:
-        if self._slots[slot]["observed"] != observed:
+        """Follow the replica's events from now on, or model its cache; starts from nothing."""
+        if self._replica(slot).observed != observed:
             self.clear(slot)
-            self._slots[slot]["observed"] = observed
+            self._replicas[slot].observed = observed
 
-    def learn(self, slot: int, hashes: list[int], predicted_blocks: int,
-              reported_blocks: int) -> None:
-        if not self._slots[slot]["observed"] and reported_blocks < predicted_blocks:
-            self._slots[slot]["capacity"] = max(1, int(self._slots[slot]["capacity"] * 0.98))
+    def learn(
+        self, slot: int, hashes: list[int], predicted_blocks: int, reported_blocks: int
+    ) -> None:
+        """The engine reported how much of a prompt it had; corrects a modelled replica."""
+        replica = self._replica(slot)
+        if not replica.observed:
+            replica.model.learn(predicted_blocks, reported_blocks)
 
     def stats(self) -> dict:
-        blocks = set().union(*(e["blocks"] for e in self._slots if e))
-        return {"blocks": len(blocks), "bytes": 150 * len(blocks), "bytes_per_block": 150.0,
-                "evicted": 0,
-                "slots": {i: len(e["blocks"]) for i, e in enumerate(self._slots) if e}}
+        """Sizes: `bytes` counts tables and the estimate for predicted and modelled blocks."""
+        tables = (self._gpu, *self._lower.values())
+        live = [(slot, replica) for slot, replica in enumerate(self._replicas) if replica]
+        blocks = sum(table.blocks.count for table in tables)
+        chained = sum(len(replica.routed) + len(replica.model) for _, replica in live)
+        return {
+            "blocks": blocks,
+            "bytes": self._budget.used + chained * BYTES_PER_BLOCK,
+            "bytes_per_block": self._budget.used / blocks if blocks else 0.0,
+            "predicted": sum(len(replica.routed) for _, replica in live),
+            "modelled": sum(len(replica.model) for _, replica in live),
+            "evicted": sum(table.evicted for table in tables),
+            "refused": sum(table.refused for table in tables),
+            "slots": {
+                slot: sum(table.aliases[slot].count for table in tables) if replica.observed
+                else len(replica.model)
+                for slot, replica in live
+            },
+        }
+
+    def _replica(self, slot: int) -> _Replica:
+        replica = self._replicas[slot] if 0 <= slot < len(self._replicas) else None
+        if replica is None:
+            raise KeyError(f"no replica is attached to slot {slot}")
+        return replica
+
+    def _table(self, tier: str) -> BlockTable:
+        if tier == "gpu":
+            return self._gpu
+        table = self._lower.get(tier)
+        if table is None:
+            if tier not in LOWER_TIERS:
+                raise ValueError(f"tier {tier!r} is none of gpu, {', '.join(LOWER_TIERS)}")
+            table = self._lower[tier] = BlockTable(self._budget)
+            for slot, replica in enumerate(self._replicas):
+                if replica is not None:
+                    table.attach(slot, 0)
+        return table

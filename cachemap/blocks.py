@@ -1,0 +1,366 @@
+"""BlockTable: which replicas hold which block, in one tier, at about 30 bytes a block.
+
+Three things are kept. `blocks` has every block's 64-bit hash; beside each place lie the
+holders (one bit a replica: 8, 16, 32 or 64 bits wide, then further 64-bit arrays) and the
+epoch of its last use. For each replica, `aliases` translates the engine's own key of a block,
+which is all a removal tells us, to the block's place: one word of fingerprint and place.
+
+The size is bounded by a byte budget that counts all arrays. When it is reached, the blocks
+of the oldest epochs go. No block's epoch is later than its parent's, so what goes is
+always the ends of chains, never a block with others behind it.
+"""
+
+from array import array
+
+import numpy as np
+
+from cachemap.table import CHUNK, FILL, MIX, U64, Buckets
+
+EPOCHS = 64  # a full table is this many epochs old: it sheds in steps of 1.6 % of its blocks
+SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs more than storing
+SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
+PIECE = 1024  # blocks stored at a time
+NONE = np.empty(0, np.int64)
+HEAD = 256  # blocks of a long prompt looked up before the rest is
+
+
+class Budget:
+    """Bytes allowed for all tables together."""
+
+    def __init__(self, total: int):
+        self.total = total
+        self.tables: list[BlockTable] = []
+
+    @property
+    def used(self) -> int:
+        return sum(table.nbytes for table in self.tables)
+
+
+class BlockTable:
+    """One tier's blocks. Replicas are small ints; hashes and tags are uint64 arrays."""
+
+    def __init__(self, budget: Budget):
+        self._budget = budget
+        budget.tables.append(self)
+        # a place takes at least 8 bytes, so the budget bounds how many bits name one;
+        # what is left of an alias's 64 bits is fingerprint: 37 at 512 MiB
+        self._place_bits = (budget.total // 8).bit_length()
+        self._place_mask = U64((1 << self._place_bits) - 1)
+        self._tag_top = U64(1 << (63 - self._place_bits))
+        self._tag_shift = U64(self._place_bits)
+        self.blocks = Buckets(1)
+        self.holders = [np.zeros(len(self.blocks.words), np.uint8)]
+        self.epochs = np.zeros(len(self.blocks.words), np.uint16)
+        self.aliases: dict[int, Buckets] = {}
+        self._capacity: dict[int, int] = {}
+        self._epoch = 0
+        self._used_in_epoch = 0
+        self._pressed = False
+        self.evicted = 0
+        self.refused = 0
+
+    @property
+    def nbytes(self) -> int:
+        beside = self.epochs.nbytes + sum(words.nbytes for words in self.holders)
+        aliases = sum(alias.nbytes for alias in self.aliases.values())
+        return self.blocks.nbytes + beside + aliases
+
+    def attach(self, slot: int, capacity: int) -> None:
+        """Make room for a replica; `capacity` (blocks, 0 if unknown) sizes later growth."""
+        self.aliases[slot] = Buckets(1, self._place_bits)
+        self._capacity[slot] = capacity
+        narrow = self.holders[0].dtype.itemsize * 8
+        if narrow < 64 and slot >= narrow:
+            wide = next(bits for bits in (16, 32, 64) if bits > slot or bits == 64)
+            self.holders[0] = self.holders[0].astype(f"u{wide // 8}")
+        while slot >= 64 * len(self.holders):
+            self.holders.append(np.zeros(len(self.blocks.words), U64))
+
+    def detach(self, slot: int) -> None:
+        self.clear(slot)
+        del self.aliases[slot], self._capacity[slot]
+
+    def prefix(self, hashes: list[int]) -> np.ndarray:
+        """Places of the leading blocks that anyone holds; marks them as used now."""
+        if not hashes or not self.blocks.has(hashes[0]):
+            return NONE
+        if len(hashes) <= 2 * HEAD:
+            places = self.blocks.find(np.frombuffer(array("Q", hashes), U64), prefix=True)
+        else:
+            places = self.blocks.find(np.frombuffer(array("Q", hashes[:HEAD]), U64), prefix=True)
+            if len(places) == HEAD:
+                rest = np.frombuffer(array("Q", hashes[HEAD:]), U64)
+                places = np.concatenate((places, self.blocks.find(rest, prefix=True)))
+        if self._pressed:
+            self.epochs[places] = self._epoch
+            self._tick(len(places))
+        return places
+
+    def reach(self, places: np.ndarray, slots: int) -> list[int]:
+        """For each of `slots` replicas, how many of these leading blocks it holds in a row."""
+        lengths = [0] * slots
+        if not len(places):
+            return lengths
+        for first, words in zip(range(0, slots, 64), self.holders):
+            holders = np.bitwise_and.accumulate(words.take(places))
+            # a replica's bit goes off once: there its run ends
+            lost = holders[1:] ^ holders[:-1]
+            ends = lost.nonzero()[0]
+            for end, bits in zip((ends + 1).tolist(), lost[ends].tolist()):
+                _set(lengths, first, bits, end)
+            _set(lengths, first, int(holders[-1]), len(places))
+        return lengths
+
+    def holds(self, slot: int, place: int) -> bool:
+        return bool(int(self.holders[slot >> 6][place]) >> (slot & 63) & 1)
+
+    def holders_of(self, hashes: np.ndarray) -> list[int]:
+        """For each block the replicas that hold it, as an int of bits by slot."""
+        places = self.blocks.find(hashes)
+        found = places >= 0
+        result = [0] * len(hashes)
+        for shift, words in zip(range(0, 64 * len(self.holders), 64), self.holders):
+            for i, bits in enumerate(np.where(found, words[places], 0).tolist()):
+                result[i] |= bits << shift
+        return result
+
+    def store(self, slot: int, hashes: np.ndarray, tags: np.ndarray, parents: np.ndarray) -> None:
+        """The replica now holds these blocks, known to it under these tags.
+
+        `parents` are the hashes of the blocks before them, 0 for the first of a chain.
+        """
+        hashes, tags, parents = _distinct(hashes, tags, parents)
+        for start in range(0, len(hashes), PIECE):
+            piece = slice(start, start + PIECE)
+            self._store(slot, hashes[piece], tags[piece], parents[piece])
+
+    def _store(self, slot, hashes, tags, parents) -> None:
+        places = self._settle(slot, hashes, parents)
+        if places is None:
+            self.refused += len(hashes)
+            return
+        alias = self.aliases[slot]
+        words, bit = self._bit(slot)
+        words[places] |= bit
+        packed = (tags << self._tag_shift) | places.view(U64)
+        at = alias.find(tags)
+        known = at >= 0
+        if not known.any():
+            alias.add(packed)
+            return
+        alias.add(packed[~known])
+        at = at[known]
+        before = (alias.words[at] & self._place_mask).view(np.int64)
+        alias.words[at] = packed[known]
+        self._release(slot, before[before != places[known]])
+
+    def _settle(self, slot, hashes, parents) -> np.ndarray | None:
+        """The places of these blocks, new ones put in; None if they cannot fit."""
+        if self.aliases[slot].room < len(hashes) and not self._widen_alias(slot, len(hashes)):
+            return None
+        places = self.blocks.find(hashes)
+        new = (places < 0).nonzero()[0]
+        if len(new) > self.blocks.room:
+            if not self._widen_blocks(len(new)):
+                return None
+            return self._settle(slot, hashes, parents)  # everything may have moved
+        if len(new):
+            places[new] = self.blocks.add(hashes[new])
+            self.epochs[places[new]] = self._epoch + 1 & 0xFFFF  # as old as can be
+        self._date(places, hashes, parents)
+        self._tick(len(places))
+        return places
+
+    def _date(self, places, hashes, parents) -> None:
+        """Blocks count as used now, but not later than their parents were."""
+        heads = np.concatenate(([0], (parents[1:] != hashes[:-1]).nonzero()[0] + 1))
+        if len(heads) == 1 and not parents[0]:
+            self.epochs[places] = self._epoch
+            return
+        above = self.blocks.find(parents[heads])
+        lengths = np.diff(heads, append=len(places))
+        before = self._ages(places)
+        while True:  # once more for every run that hangs on a run before it
+            ages = np.where(above < 0, 0, self._ages(above))
+            after = np.minimum(before, ages.repeat(lengths))
+            if (after == before).all():
+                return
+            self.epochs[places] = (self._epoch - after).astype(np.uint16)
+            before = after
+
+    def _ages(self, places: np.ndarray) -> np.ndarray:
+        return (self._epoch - self.epochs[places].astype(np.int64)) & 0xFFFF
+
+    def _tick(self, used: int) -> None:
+        self._used_in_epoch += used
+        if self._used_in_epoch * EPOCHS >= len(self.blocks.words):
+            self._used_in_epoch = 0
+            self._epoch = self._epoch + 1 & 0xFFFF
+
+    def remove(self, slot: int, tags: np.ndarray) -> np.ndarray:
+        """The replica no longer holds these; gives the hashes of those it had."""
+        alias = self.aliases[slot]
+        at = alias.find(tags)
+        at = np.unique(at[at >= 0])
+        places = (alias.words[at] & self._place_mask).view(np.int64)
+        hashes = self.blocks.words[places]
+        alias.drop(at)
+        self._release(slot, places)
+        return hashes
+
+    def resolve(self, slot: int, tags: np.ndarray) -> np.ndarray:
+        """The hash of each block the replica holds under these tags, 0 where unknown."""
+        alias = self.aliases[slot]
+        at = alias.find(tags)
+        hashes = self.blocks.words[(alias.words[at] & self._place_mask).view(np.int64)]
+        hashes[at < 0] = 0
+        return hashes
+
+    def clear(self, slot: int) -> None:
+        """The replica holds nothing."""
+        alias = self.aliases[slot]
+        filled = alias.words[alias.words.nonzero()]
+        self._release(slot, (filled & self._place_mask).view(np.int64))
+        self.aliases[slot] = Buckets(1, self._place_bits)
+
+    def tags(self, engine_keys: list[int] | list[bytes]) -> np.ndarray:
+        """Engine keys as alias tags: mixed, cut to the fingerprint's width, never 0."""
+        try:
+            keys = np.frombuffer(array("Q", engine_keys), U64)
+        except (TypeError, OverflowError):  # bytes, or ints that are signed or longer
+            keys = np.frombuffer(array("Q", map(_key, engine_keys)), U64)
+        return ((keys * MIX) >> self._tag_shift) | self._tag_top
+
+    def _bit(self, slot: int):
+        words = self.holders[slot >> 6]
+        return words, words.dtype.type(1 << (slot & 63))
+
+    def _release(self, slot: int, places: np.ndarray) -> None:
+        """Take the replica's bit off these places and free those that nobody holds."""
+        words, bit = self._bit(slot)
+        words[places] &= ~bit
+        held = words[places] != 0
+        for others in self.holders:
+            if others is not words:
+                held |= others[places] != 0
+        if not held.all():
+            self.blocks.drop(np.unique(places[~held]))
+
+    def _widen_alias(self, slot: int, more: int) -> bool:
+        """Room for `more` aliases: by growth, else by dropping the replica's oldest blocks."""
+        alias = self.aliases[slot]
+        capacity = self._affordable(alias, more, self._capacity[slot], alias.nbytes)
+        if not capacity:
+            self._shed_from(slot, max(more, alias.count // SHED))
+            return alias.room >= more
+        wider = self.aliases[slot] = Buckets(capacity, self._place_bits)
+        for _ in alias.pour(wider):
+            pass
+        return True
+
+    def _widen_blocks(self, more: int) -> bool:
+        """Room for `more` blocks: by growth, else by dropping the oldest of all."""
+        beside = self.epochs.nbytes + sum(words.nbytes for words in self.holders)
+        capacity = self._affordable(
+            self.blocks, more, sum(self._capacity.values()), self.blocks.nbytes + beside
+        )
+        if not capacity:
+            self._shed(max(more, self.blocks.count // SHED))
+            return self.blocks.room >= more
+        self._move(capacity)
+        return True
+
+    def _affordable(self, table: Buckets, more: int, expected: int, nbytes: int) -> int:
+        """The capacity a full table should grow to; 0 if the budget allows no real growth."""
+        per_word = nbytes / len(table.words)
+        now = int(len(table.words) * FILL)
+        left = self._budget.total - self._budget.used
+        self._pressed = left < self._budget.total / 2  # before, nothing is evicted soon
+        most = int((len(table.words) + left / per_word) * FILL) - 8
+        need = table.count + more
+        capacity = min(most, max(need, expected, now + now // 2))
+        return capacity if capacity >= max(need, now + now // 16) else 0
+
+    def _move(self, capacity: int) -> None:
+        """Lay the blocks out anew, and with them what lies beside and points at them."""
+        blocks = Buckets(capacity)
+        size = len(blocks.words)
+        holders = [np.zeros(size, words.dtype) for words in self.holders]
+        epochs = np.zeros(size, np.uint16)
+        moved = np.empty(len(self.epochs), np.uint32)
+        for old, new in self.blocks.pour(blocks):
+            moved[old] = new
+            epochs[new] = self.epochs[old]
+            for words, before in zip(holders, self.holders, strict=True):
+                words[new] = before[old]
+        self.blocks, self.holders, self.epochs = blocks, holders, epochs
+        for alias in self.aliases.values():
+            at = alias.words.nonzero()[0]
+            word = alias.words[at]
+            alias.words[at] = (word & ~self._place_mask) | moved[word & self._place_mask]
+
+    def _shed(self, want: int) -> None:
+        """Drop the blocks longest unused, about `want` of them, for all who hold them.
+
+        How old that is is told from a sample (places are random, so any stride is one).
+        """
+        stride = 1 + len(self.epochs) // SAMPLE
+        sample = self._ages(self.blocks.words[::stride].nonzero()[0] * stride)
+        oldest = _nth_oldest(sample, want, self.blocks.count)
+        for start in range(0, len(self.epochs), CHUNK):
+            filled = self.blocks.words[start : start + CHUNK].nonzero()[0] + start
+            gone = filled[self._ages(filled) >= oldest]
+            for words in self.holders:
+                words[gone] = 0
+            self.blocks.drop(gone)
+            self.evicted += len(gone)
+        for alias in self.aliases.values():
+            at = alias.words.nonzero()[0]
+            empty = self.blocks.words[alias.words[at] & self._place_mask] == 0
+            alias.drop(at[empty])
+
+    def _shed_from(self, slot: int, want: int) -> None:
+        """Drop the `want` blocks that this replica holds and were longest unused."""
+        alias = self.aliases[slot]
+        at = alias.words.nonzero()[0]
+        if not len(at):
+            return
+        places = (alias.words[at] & self._place_mask).view(np.int64)
+        ages = self._ages(places)
+        gone = ages >= _nth_oldest(ages, want, len(ages))
+        alias.drop(at[gone])
+        self._release(slot, places[gone])
+        self.evicted += int(gone.sum())
+
+
+def _set(lengths: list[int], first: int, bits: int, length: int) -> None:
+    """lengths[first + i] = length for every bit i that is set."""
+    while bits:
+        low = bits & -bits
+        lengths[first + low.bit_length() - 1] = length
+        bits ^= low
+
+
+def _nth_oldest(ages: np.ndarray, want: int, count: int) -> int:
+    """The age that a share want / count of these ages reach or pass."""
+    n = min(len(ages), max(1, len(ages) * want // max(count, 1)))
+    return np.partition(ages, -n)[-n] if n else 0
+
+
+def _distinct(hashes, tags, parents):
+    """Leave out blocks whose hash or tag came before: a repeated event, rarely a clash."""
+    for of in (hashes, tags):
+        ordered = np.sort(of)
+        if (ordered[1:] == ordered[:-1]).any():
+            hashes_, first = np.unique(hashes, return_index=True)
+            first.sort()
+            hashes, tags, parents = hashes[first], tags[first], parents[first]
+            _, first = np.unique(tags, return_index=True)
+            first.sort()
+            return hashes[first], tags[first], parents[first]
+    return hashes, tags, parents
+
+
+def _key(key: int | bytes) -> int:
+    """An engine key as u64; of a digest the last 8 bytes, as vLLM itself shortens it."""
+    return (int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) & (1 << 64) - 1

@@ -19,7 +19,8 @@ _REMEDIES = (
     (r"No module named '?[\w.]+", "a Python package is missing: install it into the environment the gateway runs in"),
     (r"unrecognized arguments?:|the following arguments are required|invalid choice:",
      "the engine does not know a flag: check the profile's fields and extra_args against its version"),
-    (r"No such file or directory|does not appear to have a file|Repository Not Found|is not a (local folder|directory)|not a valid model|model directory",
+    (r"No such file or directory|does not appear to have a file|Repository Not Found|not a valid model"
+     r"|is not a (local folder|directory)|model directory",
      "a file is missing: check --model and the paths in the profile"),
     (r"No space left on device", "the disk is full: free some space (`df -h`)"),
     (r"Permission denied", "permission denied: check the owner and mode of what it names"),

@@ -195,6 +195,8 @@ class Fleet:
     async def _drain(self, replica: Replica) -> None:
         deadline = monotonic() + self._drain_timeout
         while (left := self._inflight(replica.id)) and monotonic() < deadline:
+            if replica.state is not State.DRAINING:
+                break  # its process died
             replica.reason = f"draining: {left} requests to finish"
             await asyncio.sleep(0.05)
         if supervisor := self._supervisors.get(replica.id):

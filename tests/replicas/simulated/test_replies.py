@@ -1,0 +1,61 @@
+"""What the engine says can be said again: same prompt same reply, same ids from its text, same end if continued."""
+import random
+from array import array
+
+import pytest
+
+from replicas.simulated.replies import CONTEXT, Replies
+from replicas.simulated.runner import Generation
+
+PROMPTS = [[7, number, 9, number + 1, 5] for number in range(60)]
+
+
+def test_a_reply_retokenizes_to_the_ids_it_came_from(tokens, replies):
+    for prompt in PROMPTS:
+        ids, pieces = replies.walk(*replies.begin(array("I", prompt)))
+        assert "".join(pieces) == tokens.decode(ids) and tokens.encode("".join(pieces), False) == ids
+
+
+def test_replies_differ_in_text_and_length(replies):
+    begun = [replies.begin(array("I", prompt)) for prompt in PROMPTS]
+    assert len(set(begun)) > 20 and len({length for _, length in begun}) > 10
+
+
+def test_a_reply_goes_on_where_its_prompt_leaves_it(tokens, replies):
+    other = Replies(tokens)
+    for prompt in PROMPTS:
+        start, length = replies.begin(array("I", prompt))
+        ids, _ = replies.walk(start, length)
+        for cut in {CONTEXT, length // 2, length - 1} - set(range(CONTEXT)):
+            assert other.begin(array("I", prompt + ids[:cut])) == (start + cut, length - cut)
+
+
+def test_a_finished_reply_only_ends(tokens, replies):
+    ids, _ = replies.walk(*replies.begin(array("I", PROMPTS[0])))
+    generation = Generation("r", PROMPTS[0] + ids)
+    generation.plan(replies, tokens.eos_id, 50, 1000)
+    assert (generation.ids, generation.pieces, generation.reason) == ([tokens.eos_id], [""], "stop")
+    generation.plan(replies, None, 50, 1000)
+    assert len(generation.ids) == 1  # without an end-of-turn token it says one more
+
+
+def test_the_walk_wraps_around(replies):
+    size = len(replies.ids)
+    ids, pieces = replies.walk(size - 2, size + 5)
+    assert ids[:4] == [*replies.ids[-2:], *replies.ids[:2]] and len(ids) == len(pieces) == size + 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stop_strings_cut_the_text_there(tokens, replies, seed):
+    rng = random.Random(seed)
+    whole = Generation("r", PROMPTS[seed])
+    whole.plan(replies, tokens.eos_id, 500, 5000)
+    text = "".join(whole.pieces)
+    at = rng.randrange(len(text) - 8)
+    stops = [text[at:at + rng.randrange(1, 8)], "nowhere in it"]
+    cut = Generation("r", PROMPTS[seed])
+    cut.plan(replies, tokens.eos_id, 500, 5000, stop=stops)
+    first = text.index(stops[0])
+    assert "".join(cut.pieces) == text[:first] and (cut.reason, cut.stop) == ("stop", stops[0])
+    assert cut.ids == whole.ids[:len(cut.ids)] and len(cut.ids) == len(cut.pieces)
+    assert stops[0] in tokens.decode(cut.ids) and stops[0] not in tokens.decode(cut.ids[:-1])

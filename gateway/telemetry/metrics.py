@@ -162,7 +162,6 @@ class Metrics:
         self.heals = Counter("heals", "Times a replica's part of the map was repaired because it had drifted", "replica")
         # choosing and sending
         self.replica_requests = Counter("replica_requests", "Requests sent to a replica, by how it answered", "replica", "status")
-        self.choices = Counter("choices", "Choices by the policy's reason", "reason")
         self.retries = Counter("retries", "Requests sent to another replica before their first byte", "reason")
         self.upstream_errors = Counter("upstream_errors", "Failures of replicas", "replica", "kind")
         self.rejections = Counter("rejections", "Requests refused without asking a replica", "reason")

@@ -119,5 +119,5 @@ def test_names_are_unique_and_in_base_units():
 
 def test_label_values_are_escaped():
     metrics = Metrics()
-    metrics.choices.inc('a "b"\n\\c')
-    assert scrape(metrics)["hitherto_choices_total", ("reason", 'a "b"\n\\c')] == 1
+    metrics.rejections.inc('a "b"\n\\c')
+    assert scrape(metrics)["hitherto_rejections_total", ("reason", 'a "b"\n\\c')] == 1

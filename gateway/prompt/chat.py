@@ -23,7 +23,8 @@ class Chat:
     messages: Any
     tools: list[dict[str, Any]] | None
     variables: dict[str, Any] | None
-    special: bool = False                  # add_special_tokens
+    special: bool = False                  # the tokenizer adds its special tokens to the rendered text
+    by_schema: bool = True                 # see conversation()
 
 
 _ABOUT_RENDERING = frozenset({"add_generation_prompt", "continue_final_message", "documents", "reasoning_effort",
@@ -47,7 +48,11 @@ def from_chat(request: dict[str, Any]) -> Chat:
 
 
 def from_responses(request: dict[str, Any]) -> Chat:
-    """`/v1/responses`, as far as the request itself holds the conversation."""
+    """`/v1/responses`, as far as the request itself holds the conversation.
+
+    vLLM adds the tokenizer's special tokens to what the template gives here (for many models a
+    second BOS), unlike in chat completions.
+    """
     for key in ("previous_response_id", "conversation", "prompt", "previous_input_messages"):
         if request.get(key):
             raise Unroutable(f"the conversation is kept by the engine ({key})")
@@ -73,7 +78,7 @@ def from_responses(request: dict[str, Any]) -> Chat:
     reasoning = request.get("reasoning")
     effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
     return Chat(messages, _responses_tools(request.get("tools")),
-                template_variables(request, not unfinished, unfinished, effort))
+                template_variables(request, not unfinished, unfinished, effort), special=True, by_schema=False)
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
@@ -111,7 +116,7 @@ def _call(item: dict[str, Any], kind: str) -> dict[str, Any]:
         arguments = item.get("arguments")
         if item.get("namespace"):
             raise Unroutable("a tool call in a namespace")
-    return {"id": item.get("call_id"), "function": {"arguments": arguments, "name": name}, "type": "function"}
+    return {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}, "type": "function"}
 
 
 def _join(messages: list[dict[str, Any]], last: dict[str, Any] | None, key: str, text: str) -> None:

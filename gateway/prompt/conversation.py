@@ -34,16 +34,18 @@ def bad(message: str, param: str | None = None) -> PromptError:
     return PromptError(400, message, param=param)
 
 
-def conversation(messages: Any, as_parts: bool, knows_developer: bool = True) -> list[dict[str, Any]]:
+def conversation(messages: Any, as_parts: bool, knows_developer: bool = True,
+                 by_schema: bool = True) -> list[dict[str, Any]]:
     """Messages of a chat request -> what the template gets as `messages`.
 
     `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text
-    comes to it as `[{"type": "text", "text": ...}]`. Raises PromptError (not a conversation) or
-    Multimodal.
+    comes to it as `[{"type": "text", "text": ...}]`. `by_schema`: tool calls went through vLLM's
+    schema (all but those of Responses do), which puts their keys in its own order: a template may
+    dump them. Raises PromptError (not a conversation) or Multimodal.
     """
     if not isinstance(messages, list) or not messages:
         raise bad("'messages' must be a non-empty list", "messages")
-    talk = [_message(message, as_parts, i) for i, message in enumerate(messages)]
+    talk = [_message(message, as_parts, by_schema, i) for i, message in enumerate(messages)]
     if not knows_developer and any(message["role"] == "developer" for message in talk):
         talk = _one_system([{**message, "role": "system"} if message["role"] == "developer" else message
                             for message in talk])
@@ -68,7 +70,7 @@ def _one_system(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *(m for m in talk if m["role"] != "system")]
 
 
-def _message(message: Any, as_parts: bool, index: int) -> dict[str, Any]:
+def _message(message: Any, as_parts: bool, by_schema: bool, index: int) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, dict):
         raise bad(f"{where} must be an object", where)
@@ -90,7 +92,7 @@ def _message(message: Any, as_parts: bool, index: int) -> dict[str, Any]:
     parts = [p for p in (_part(part, as_parts, where) for part in parts) if p]
     result: dict[str, Any] = {"role": role, "content": parts if as_parts else "\n".join(parts)}
     if role == "assistant":
-        _assistant_fields(message, result, where)
+        _assistant_fields(message, result, by_schema, where)
     elif role == "tool":
         if "tool_call_id" in message:
             result["tool_call_id"] = message["tool_call_id"]
@@ -143,13 +145,13 @@ def _drop_billing_header(parts: list[Any]) -> list[Any]:
     return kept
 
 
-def _assistant_fields(message: dict[str, Any], result: dict[str, Any], where: str) -> None:
+def _assistant_fields(message: dict[str, Any], result: dict[str, Any], by_schema: bool, where: str) -> None:
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
             raise bad(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
         if calls:
-            result["tool_calls"] = [_tool_call(call, where) for call in calls]
+            result["tool_calls"] = [_tool_call(call, by_schema, where) for call in calls]
     reasoning = message.get("reasoning")
     if reasoning is None:
         reasoning = message.get("reasoning_content")
@@ -158,7 +160,7 @@ def _assistant_fields(message: dict[str, Any], result: dict[str, Any], where: st
         result["reasoning_content"] = reasoning
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: Any, by_schema: bool, where: str) -> dict[str, Any]:
     """A tool call with its arguments as an object (`{}` when they are missing or no JSON object)."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
@@ -172,7 +174,12 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
             arguments = {}
     if not isinstance(arguments, dict):
         arguments = {}
-    return {**call, "function": {**function, "arguments": arguments}}
+    if not by_schema:
+        return {**call, "function": {**function, "arguments": arguments}}
+    seen: dict[str, Any] = {"arguments": arguments}
+    if "name" in function:
+        seen["name"] = function["name"]
+    return {**({"id": call["id"]} if "id" in call else {}), "function": seen, "type": "function"}
 
 
 def tool_schemas(tools: Any) -> list[dict[str, Any]] | None:

@@ -64,6 +64,7 @@ class Pipeline:
         self.tokenizer: Tokenizer | None = None
         self.renderers: dict[str, Renderer] = {}
         self._habits = Habits(True, "low")
+        self._lead: bytes | None = None        # special tokens before a text, if there are none behind it
         if model_dir is not None:
             self._load(model_dir, chat_template, prefix_bytes)
 
@@ -71,6 +72,9 @@ class Pipeline:
         files = load_model(model_dir, chat_template)
         self.tokenizer = Tokenizer(model_dir)
         cuts = self.tokenizer.safe_cuts()
+        before, after = self.tokenizer.added_around()
+        if not after:
+            self._lead = self.tokenizer.encode("x", special=True)[:4 * before]
         self.prefixes = Prefixes(self.tokenizer, self.block_size, prefix_bytes)
         for name, source in files.templates.items():
             template = ChatTemplate(source, files.special_tokens)
@@ -117,19 +121,25 @@ class Pipeline:
         seed = chain_seed(self.served_name, self.block_size, prompt.adapter, salt)
         path = prompt.path
         if path in _CONVERSATIONS or (path == _EMBEDDINGS and "messages" in request):
-            ids = _forwarded_ids(request)
-            if ids is None:
-                chat = self._chat(path, request)
-                prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
-            else:
-                prompt.token_ids, prompt.hashes = ids, hash_blocks(ids, self.block_size, seed)
-            prompt.tokens = len(prompt.token_ids) // 4
+            self._conversation(prompt, request, seed)
         else:
             self._plain_prompt(prompt, request, seed)
-        if request.get("truncate_prompt_tokens") is not None and path != _COMPLETIONS and path != _EMBEDDINGS:
-            prompt.token_ids = self._truncated(prompt.token_ids, request, path)
-            prompt.tokens = len(prompt.token_ids) // 4
-            prompt.hashes = hash_blocks(prompt.token_ids, self.block_size, seed)
+    def _conversation(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
+        ids = _forwarded_ids(request) if "kv_transfer_params" in request else None
+        if ids is None:
+            chat = self._chat(prompt.path, request)
+            prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
+        else:
+            prompt.token_ids, prompt.hashes = ids, hash_blocks(ids, self.block_size, seed)
+        if "truncate_prompt_tokens" in request or "truncation" in request:
+            keep = request.get("truncate_prompt_tokens")
+            if prompt.path == _RESPONSES:
+                keep = None if request.get("truncation") in (None, "disabled") else -1
+            if keep is not None:
+                cut = self._truncated(prompt.token_ids, keep, request, prompt.path, ids is None and chat.special)
+                if cut != prompt.token_ids:
+                    prompt.token_ids, prompt.hashes = cut, hash_blocks(cut, self.block_size, seed)
+        prompt.tokens = len(prompt.token_ids) // 4
 
     def _chat(self, path: str, request: dict[str, Any]) -> Chat:
         if path == _RESPONSES:
@@ -142,8 +152,10 @@ class Pipeline:
         if renderer is None:
             raise TemplateError("the model has no chat template: give one with --chat-template")
         if not chat.special:
-            return renderer.tokens(seed, chat.messages, chat.tools, chat.variables)
-        text = renderer.text(chat.messages, chat.tools, chat.variables)
+            return renderer.tokens(seed, chat)
+        if self._lead is not None:
+            return renderer.tokens(seed, chat, self._lead)
+        text = renderer.text(chat)
         ids = self.tokenizer.encode(text, special=True)
         return ids, hash_blocks(ids, self.block_size, seed), len(text)
 
@@ -158,21 +170,22 @@ class Pipeline:
             raise bad("'add_special_tokens' must be true or false", "add_special_tokens")
         prompts = _prompts(given, key)
         ids = [self.tokenizer.encode(one, special) if isinstance(one, str) else one for one in prompts]
-        if request.get("truncate_prompt_tokens") is not None:
-            ids = [self._truncated(one, request, prompt.path, special and isinstance(text, str))
+        keep = request.get("truncate_prompt_tokens")
+        if keep is not None:
+            ids = [self._truncated(one, keep, request, prompt.path, special and isinstance(text, str))
                    for one, text in zip(ids, prompts, strict=True)]
         prompt.rendered_chars = sum(len(one) for one in prompts if isinstance(one, str))
         prompt.token_ids = max(ids, key=len)
         prompt.tokens = sum(map(len, ids)) // 4
         prompt.hashes = hash_blocks(prompt.token_ids, self.block_size, seed)
 
-    def _truncated(self, ids: bytes, request: dict[str, Any], path: str, special: bool = False) -> bytes:
+    def _truncated(self, ids: bytes, keep: Any, request: dict[str, Any], path: str, special: bool) -> bytes:
         """`truncate_prompt_tokens`: that many tokens, -1 for all that leave room for one of output.
 
         vLLM cuts on the left unless `truncation_side` says otherwise; when it says nothing, the
         tokenizer does the cutting and the special tokens it adds (`special`) stay.
         """
-        keep, side = request["truncate_prompt_tokens"], request.get("truncation_side")
+        side = request.get("truncation_side")
         if type(keep) is not int or keep < -1 or side not in (None, "left", "right"):
             raise bad("'truncate_prompt_tokens' must be an integer of at least -1 and 'truncation_side' "
                       "'left' or 'right'", "truncate_prompt_tokens")

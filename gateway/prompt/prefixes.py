@@ -61,12 +61,16 @@ class Prefixes:
         self.hit_chars = 0                 # characters of prompts found here, of all that came
         self.all_chars = 0
 
-    def tokens(self, seed: int, segments: Sequence[Segment], slots: list[Any]) -> tuple[bytes, list[int], int]:
-        """(ids as uint32 LE bytes, block hashes, characters). Raises Mismatch."""
+    def tokens(self, seed: int, segments: Sequence[Segment], slots: list[Any],
+               lead: bytes = b"") -> tuple[bytes, list[int], int]:
+        """(ids as uint32 LE bytes, block hashes, characters). Raises Mismatch.
+
+        `lead` are special tokens (always the same ones) that the tokenizer puts before the text.
+        """
         young, old = self._young, self._old
         # Serials are positive, so that no chain's start is ever taken for a node.
-        parent = -1 - seed
-        found: list[bytes] = []
+        parent = -1 - seed if not lead else -1 - (1 << 64) - seed
+        found: list[bytes] = [lead] if lead else []
         hashes: list[int] = []
         chars = known = 0
         for segment in segments:

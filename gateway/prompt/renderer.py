@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from .chat import Chat
 from .conversation import PLAIN_ROLES, conversation, is_plain
 from .plan import Compiled, Plan, Segment, fits
 from .prefixes import Mismatch, Prefixes
@@ -42,66 +43,65 @@ class Renderer:
         self.by_plan = 0                   # requests rendered by a plan, of all
         self.by_jinja = 0
 
-    def tokens(self, seed: int, messages: Any, tools: list[dict[str, Any]] | None,
-               variables: dict[str, Any] | None) -> Result:
+    def tokens(self, seed: int, chat: Chat, lead: bytes = b"") -> Result:
         """Raises PromptError, Multimodal, TemplateError, or whatever the tokenizer raises.
 
-        `variables` is None for those of a request that says nothing about them.
+        `lead` are special tokens put before the text.
         """
+        tools, variables = chat.tools, chat.variables
         extra = None if variables is None and tools is None else orjson.dumps((tools, variables))
-        known = _plain(messages)
+        known = _plain(chat.messages)
         talk = None
         if known is None:
-            talk = self._conversation(messages)
+            talk = self._conversation(chat)
             known = describe(talk)
         roles, slots = known
         shape = (roles, extra)
         for plan in self.compiled.plans(shape):
-            result = self._by_plan(plan, seed, slots)
+            result = self._by_plan(plan, seed, slots, lead)
             if result is not None:
                 self._runs += 1
                 if self._runs <= _FIRST_CHECKED or not self._runs & _CHECK_MASK:
-                    return self._checked(result, plan, seed, slots, messages, tools, variables)
+                    return self._checked(result, plan, seed, slots, chat, lead)
                 return result
         if talk is None:
-            talk = self._conversation(messages)
+            talk = self._conversation(chat)
         variables = DEFAULTS if variables is None else variables
         text = self.template.render(talk, tools, variables)
         if not self.compiled.why_not and not variables.get("continue_final_message"):
             self.compiled.learn(shape, talk, slots, tools, variables)
         self.by_jinja += 1
-        return self._prefixes.tokens(seed, self._pieces(text), ())
+        return self._prefixes.tokens(seed, self._pieces(text), (), lead)
 
-    def text(self, messages: Any, tools: list[dict[str, Any]] | None, variables: dict[str, Any] | None) -> str:
+    def text(self, chat: Chat) -> str:
         """The rendered text, by plain Jinja."""
-        return self.template.render(self._conversation(messages), tools, DEFAULTS if variables is None else variables)
+        variables = DEFAULTS if chat.variables is None else chat.variables
+        return self.template.render(self._conversation(chat), chat.tools, variables)
 
-    def _conversation(self, messages: Any) -> list[dict[str, Any]]:
-        return conversation(messages, self.template.takes_parts, self.template.knows_developer)
+    def _conversation(self, chat: Chat) -> list[dict[str, Any]]:
+        return conversation(chat.messages, self.template.takes_parts, self.template.knows_developer, chat.by_schema)
 
-    def _by_plan(self, plan: Plan, seed: int, slots: list[Any]) -> Result | None:
+    def _by_plan(self, plan: Plan, seed: int, slots: list[Any], lead: bytes) -> Result | None:
         if plan.questions and not fits(plan, slots):
             return None
         try:
-            result = self._prefixes.tokens(seed, plan.segments, slots)
+            result = self._prefixes.tokens(seed, plan.segments, slots, lead)
         except Mismatch:
             return None
         self.by_plan += 1
         return result
 
-    def _checked(self, result: Result, plan: Plan, seed: int, slots: list[Any], messages: Any,
-                 tools: list[dict[str, Any]] | None, variables: dict[str, Any] | None) -> Result:
+    def _checked(self, result: Result, plan: Plan, seed: int, slots: list[Any], chat: Chat, lead: bytes) -> Result:
         """Do it the engine's way too; on a difference that is one give up the plans for good."""
-        text = self.text(messages, tools, variables)
-        ids = self._tokenizer.encode(text)
-        if result[0] == ids:
+        text = self.text(chat)
+        if result[0] == lead + self._tokenizer.encode(text):
             return result
-        again = self._by_plan(plan, seed, slots)      # a template that prints the date may just have turned
-        if again is not None and again[0] != self._tokenizer.encode(self.text(messages, tools, variables)):
+        again = self._by_plan(plan, seed, slots, lead)     # a template that prints the date may just have turned
+        if again is not None and again[0] != lead + self._tokenizer.encode(self.text(chat)):
             self.compiled.give_up("a compiled prompt differed from the rendered one")
             log.error("the compiled chat template gave other tokens than Jinja: compiling is off from now on")
         self._prefixes.forget()
-        return self._prefixes.tokens(seed, [_piece(text)], ())
+        return self._prefixes.tokens(seed, [_piece(text)], (), lead)
 
     def _pieces(self, text: str) -> list[Segment]:
         """Rendered text -> segments, cut before each occurrence of the token that occurs most."""

@@ -177,24 +177,22 @@ class Server:
         done, left = asyncio.get_running_loop().create_future(), len(generations)
         index_of = {id(generation): index for index, generation in enumerate(generations)}
 
-        def write(data: bytes) -> None:
-            if data and not transport.is_closing():
-                transport.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
-
         def tell(generation: Generation, output: Output) -> None:
             nonlocal left
             start, index = generation.sent, index_of[id(generation)]
             generation.sent = end = start + output.tokens
-            if start == 0:
-                write(answer.begin(generation, index))
-            write(answer.tokens(generation, index, start, end))
-            if breaks and end > 1:
-                transport.abort()
+            told = [answer.tokens(generation, index, start, end)]
+            if start == 0 and (begin := answer.begin(generation, index)):
+                told.insert(0, begin)
             left -= output.finished is not None
             if not left:
-                write(answer.close(generations))
+                told.append(answer.close(generations))
                 if not done.done():
                     done.set_result(None)
+            if not transport.is_closing():  # one write a step: the system call is most of what a token costs
+                transport.write(b"".join([b"%x\r\n%b\r\n" % (len(data), data) for data in told] if chunked else told))
+            if breaks and end > 1:
+                transport.abort()
 
         for generation in generations:
             generation.tell = tell

@@ -181,16 +181,16 @@ class Server:
             nonlocal left
             start, index = generation.sent, index_of[id(generation)]
             generation.sent = end = start + output.tokens
-            told = [answer.tokens(generation, index, start, end)]
-            if start == 0 and (begin := answer.begin(generation, index)):
-                told.insert(0, begin)
+            told = [answer.begin(generation, index)] if start == 0 else []
+            told.append(answer.tokens(generation, index, start, end))
             left -= output.finished is not None
             if not left:
                 told.append(answer.close(generations))
                 if not done.done():
                     done.set_result(None)
             if not transport.is_closing():  # one write a step: the system call is most of what a token costs
-                transport.write(b"".join([b"%x\r\n%b\r\n" % (len(data), data) for data in told] if chunked else told))
+                transport.write(b"".join([b"%x\r\n%b\r\n" % (len(data), data) for data in told if data]
+                                         if chunked else told))
             if breaks and end > 1:
                 transport.abort()
 

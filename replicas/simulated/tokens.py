@@ -128,7 +128,7 @@ class Tokens:
 
     def render(self, body: dict) -> str:
         """The prompt's text."""
-        tools = None if body.get("tool_choice") == "none" else _tools(body.get("tools"))
+        tools = _tools(body.get("tools"))  # also with tool_choice "none": vLLM leaves them out only on a flag
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template, takes_parts = self._templates.get(name), self._takes_parts.get(name, False)
         if body.get("chat_template"):
@@ -217,16 +217,16 @@ def conversation(messages: Any, takes_parts: bool) -> list[dict]:
 def _message(message: Any, takes_parts: bool) -> dict:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError("each message must be an object with a `role`", param="messages")
-    role, texts, seen = message["role"], _texts(message.get("content")), {}
+    role, seen = message["role"], {}
     reasoning = message.get("reasoning")
     if reasoning is None:
         reasoning = message.get("reasoning_content")
     if role == "assistant" and reasoning is not None:
         seen["thinking"] = seen["reasoning"] = seen["reasoning_content"] = reasoning
-    if role == "system":
-        texts = [text for text in map(_without_attribution, texts) if text is not None]
+    texts = _texts(message.get("content"), role == "system")
+    as_text = "\n".join(texts if takes_parts else filter(None, texts))  # vLLM drops empty texts, but not empty parts
     parts = takes_parts and role != "tool"
-    seen |= {"role": role, "content": [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)}
+    seen |= {"role": role, "content": [{"type": "text", "text": text} for text in texts] if parts else as_text}
     if role == "assistant" and message.get("tool_calls"):
         seen["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     if role == "tool" and message.get("tool_call_id") is not None:
@@ -236,21 +236,21 @@ def _message(message: Any, takes_parts: bool) -> dict:
     return seen | {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
 
 
-def _without_attribution(text: str) -> str | None:
-    """vLLM drops a line that one client puts first and changes with every request; None if nothing is left."""
-    if not text.startswith("x-anthropic-billing-header"):
-        return text
-    return text.partition("\n")[2] or None
-
-
-def _texts(content: Any) -> list[str]:
-    if content is None:
-        return []
-    if isinstance(content, str):
-        return [content]
-    if isinstance(content, list):
-        return [text for text in map(_part, content) if text is not None]
-    raise RequestError("`content` must be text or a list of parts", param="messages")
+def _texts(content: Any, system: bool) -> list[str]:
+    """The texts of a message's content. From system text vLLM drops a first line that changes with every request."""
+    if content is None or isinstance(content, str):
+        content = [] if content is None else [content]
+    elif not isinstance(content, list):
+        raise RequestError("`content` must be text or a list of parts", param="messages")
+    texts = []
+    for part in content:
+        text = _part(part)
+        if system and text and text.startswith("x-anthropic-billing-header") and (
+                isinstance(part, str) or part["type"] == "text"):
+            text = text.partition("\n")[2] or None
+        if text is not None:
+            texts.append(text)
+    return texts
 
 
 def _part(part: Any) -> str | None:

@@ -103,5 +103,4 @@ def say_ratios(console: Console, reports: Mapping[str, Report]) -> None:
     (base_name, base), *others = reports.items()
     for name, report in others:
         console.print()
-        for sentence in words.comparison(name, report, base_name, base):
-            console.print(f"  {sentence}", soft_wrap=True)
+        console.print(show.bullets(words.comparison(name, report, base_name, base)))

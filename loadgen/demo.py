@@ -42,6 +42,7 @@ TEXTS, TEXT_TOKENS, LEAST_TOKENS = 24, 4000, 500
 REQUESTS, RATE, TURNS, THINK, REPLY_TOKENS = 220, 10.0, 4, 1.0, 40
 PRESSURE, SPEED = 1.5, 0.5
 BLOCK = 16
+BODY = '{"model": "sim", "messages": [{"role": "user", "content": "Which module reads CSV?"}]}'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +97,7 @@ async def demo_verb(args: argparse.Namespace, console: Console) -> int:
         for number, policy in enumerate(POLICIES, 1):
             report = await play(args, console, planned, policy, str(profile), f"{number} of {len(POLICIES)}")
             reports[policy] = report
-            console.print(live.result(policy, report))
+            console.print(live.result(policy, report), soft_wrap=True)
             if report["interrupted"]:
                 break
     conclude(console, reports)
@@ -137,7 +138,8 @@ def introduce(console: Console, planned: Plan, args: argparse.Namespace) -> None
         f"turn ({POLICIES[0]}), then by {POLICIES[1]}.", width=min(console.width, 92))
     console.print(
         "[dim]The gateway, its tokens, KV events and HTTP are real. The engines are simulated: vLLM's scheduler and "
-        "prefix cache, with the step times of an 8B model on one GPU (Dynamo's figures, at half their speed).[/]", width=min(console.width, 92))
+        "prefix cache, with the step times of an 8B model on one GPU (Dynamo's figures, at half their speed); "
+        "their replies are nonsense in real tokens.[/]", width=min(console.width, 92))
     console.print()
 
 
@@ -145,8 +147,7 @@ def conclude(console: Console, reports: Mapping[str, Mapping[str, object]]) -> N
     console.print(show.comparison_table(reports, show.DEMO_ROWS))
     if len(reports) == len(POLICIES):
         base, other = POLICIES
-        for sentence in words.comparison(other, reports[other], base, reports[base]):
-            console.print(f"  • {sentence}", width=min(console.width, 96))
+        console.print(show.bullets(words.comparison(other, reports[other], base, reports[base])), width=min(console.width, 96))
     for name, report in reports.items():
         for trouble in filter(None, (show.errors(report), show.caution(report))):
             console.print(f"\n[bold]{name}[/]")
@@ -160,9 +161,10 @@ def next_steps(console: Console) -> None:
     hitherto, loadgen = command("hitherto"), command("loadgen")
     for what, typed in (
         ("put it before your own vLLM", f"{hitherto} serve --replica-url http://HOST:8000 http://HOST:8001"),
-        ("or try it on simulated engines", f"{hitherto} serve --launch 4 --profile sim"),
-        ("ask where a request would go, and why", f"{hitherto} explain BODY.json"),
+        ("or before simulated engines", f"{hitherto} serve --launch 4 --profile sim"),
+        ("talk to it", f"curl -i http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' -d '{BODY}'"),
         ("send it a load", f"{loadgen} run --base-url http://127.0.0.1:8080"),
+        ("see where a request would go, and why", f"echo '{BODY}' | {hitherto} explain -"),
         ("compare other policies", f"{loadgen} compare --policies least_load,prefix_affinity,least_time"),
         ("talk about a text of your own", f"{loadgen} demo --file FILE"),
     ):

@@ -107,9 +107,11 @@ class View:
         known = {id(record) for record in self.shown}
         self.shown += [record for record in now if id(record) not in known][:_CONVERSATIONS - len(self.shown)]
         for row in range(_CONVERSATIONS):
-            record = self.shown[row] if row < len(self.shown) else None
-            yield one_line("? ", record.question if record else "", "cyan", width)
-            yield one_line("  ", record.text if record else "", "dim", width, end=True)
+            if row < len(self.shown):
+                yield one_line("? ", self.shown[row].question, "cyan", width)
+                yield one_line("  ", self.shown[row].text, "dim", width, end=True)
+            else:  # so that nothing jumps
+                yield from (Text(), Text())
 
     def _foot(self, width: int) -> RenderableType:
         run = self.run

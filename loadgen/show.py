@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -131,6 +131,14 @@ def comparison_table(reports: Mapping[str, Report], rows: Sequence[Row] | None =
                                for value in values))
     if any(report["replicas"] for report in reports.values()):
         table.add_row("requests per replica", *(shares(report) for report in reports.values()))
+    return table
+
+
+def bullets(sentences: Iterable[str]) -> Table:
+    """Sentences below each other, each wrapped under its own beginning."""
+    table = Table.grid(padding=(0, 1))
+    for sentence in sentences:
+        table.add_row("  •", sentence)
     return table
 
 

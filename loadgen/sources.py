@@ -62,7 +62,8 @@ def _module_document(module: str, length: int) -> Document | None:
     parts, topics, size = [f"# {title}\n\n{ast.get_docstring(tree) or ''}"], [], 0
     for name, signature, text in _entries(tree, title):
         parts.append(f"## {signature}\n\n{text}")
-        topics.append(name)
+        if not name.rpartition(".")[2].startswith("_"):
+            topics.append(name)
         size += len(parts[-1])
         if size > length:
             break

@@ -32,7 +32,7 @@ from .dispatch.usage import Usage
 from .prompt.model import ModelError, find_model
 from .prompt.pipeline import Pipeline
 from .telemetry import log as lines
-from .telemetry.metrics import Metrics
+from .telemetry.metrics import Metrics, Reading
 from .telemetry.view import View
 from .wire.http import Limits
 from .wire.server import Server
@@ -74,6 +74,7 @@ class Gateway:
         self.server = Server(self.dispatcher, limits)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
         self.metrics.read_from(self.view.reading)
+        self.metrics.read_from(self._connections)
         self.admin = Admin(self)
         self.port = self.admin_port = 0
         self._learning: asyncio.Task[None] | None = None
@@ -142,6 +143,9 @@ class Gateway:
         """A replica is ready, for the first time or again: know it, and listen to its events."""
         backend = self.dispatcher.backends.get(replica.id)
         if backend is not None and backend.incarnation == replica.incarnation:
+            self._learn_from(replica)
+            if backend.source != replica.events:
+                self._listen(backend)
             return
         if backend is None:
             observed = replica.events is not None
@@ -188,7 +192,7 @@ class Gateway:
         if backend.intake_task is not None:
             backend.intake_task.cancel()
             backend.intake_task = None
-        source = backend.replica.events
+        source = backend.source = backend.replica.events
         self.map.observed(backend.slot, source is not None)
         if source is None:
             backend.intake = None
@@ -231,6 +235,10 @@ class Gateway:
         self.slots.pop(backend.id, None)
         self.intakes.pop(backend.id, None)
         self.metrics.forget(backend.id)
+
+    def _connections(self) -> Reading:
+        upstream = {b.id: len(b.pool.idle) + b.load.requests for b in self.dispatcher.backends.values()}
+        return {"client_connections": len(self.server.connections), "upstream_connections": upstream}
 
     # --- what the admin side asks
 

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from cachemap import EventIntake
     from policies import Costs, Load
     from replicas import Replica
+    from replicas.replica import EventSource
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "learn_at", "intake", "intake_task", "host_line", "incarnation", "note")
+    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "learn_at", "source", "intake", "intake_task", "host_line", "incarnation", "note")
 
     def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
         self.replica = replica
@@ -30,6 +31,7 @@ class Backend:
         self.pool = Pool(replica.host, replica.port)
         self.drift = Drift()
         self.learn_at = 0.0
+        self.source: EventSource | None = None  # what `intake` listens to
         self.intake: EventIntake | None = None
         self.intake_task: asyncio.Task[None] | None = None
         self.host_line = b"host: %b:%d\r\n" % (replica.host.encode(), replica.port)

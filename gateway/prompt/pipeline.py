@@ -23,9 +23,9 @@ from .anthropic import Habits, from_messages, habits
 from .chat import Chat, Unroutable, from_chat, from_responses
 from .conversation import Multimodal, bad
 from .model import load_model
-from .prefixes import Prefixes
+from .prefixes import Found, Prefixes
 from .prompt import Prompt, PromptError
-from .renderer import Renderer, Result
+from .renderer import Renderer
 from .template import ChatTemplate, TemplateError
 from .tokenizer import Tokenizer
 
@@ -146,7 +146,7 @@ class Pipeline:
             return from_responses(request)
         return from_messages(request, self._habits) if path == _MESSAGES else from_chat(request)
 
-    def _render(self, chat: Chat, seed: int) -> Result:
+    def _render(self, chat: Chat, seed: int) -> Found:
         renderer = self.renderers.get("tool_use") if chat.tools is not None else None
         renderer = renderer or self.renderers.get("default")
         if renderer is None:
@@ -157,7 +157,7 @@ class Pipeline:
             return renderer.tokens(seed, chat, self._lead)
         text = renderer.text(chat)
         ids = self.tokenizer.encode(text, special=True)
-        return ids, hash_blocks(ids, self.block_size, seed), len(text)
+        return Found(ids, hash_blocks(ids, self.block_size, seed), len(text))
 
     def _plain_prompt(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
         """`/v1/completions` and `/v1/embeddings`: one text or list of ids, or several of either."""

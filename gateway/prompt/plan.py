@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .shape import put_in
@@ -33,8 +33,9 @@ class Segment:
     Mostly one text with a literal on either side: a slot as it is, or (`slot` -1) what an
     expression makes of it (`pieces`, just that); or one literal and no text at all. Anything else
     is all text, put together of `pieces`. `kind` numbers the literals, across all plans of a
-    template: segments of one kind with equal texts are equal. Kind 0 has no literals. `questions` are those asked of this text alone;
-    equal tuples of them are one object, so that asking again can be skipped by identity.
+    template: segments of one kind with equal texts are equal. Kind 0 has no literals. `questions`
+    are those asked of this text alone, `asks` their number across all plans (0: none), so that
+    they need not be asked again. `quick` is what the search for known prefixes reads.
     """
 
     kind: int
@@ -43,8 +44,13 @@ class Segment:
     after: str
     pieces: tuple
     questions: tuple[Question, ...]
+    asks: int = 0
+    quick: tuple[int, int, int] = field(init=False)      # kind, slot, asks
 
-    def text(self, slots: list[Any]) -> str:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quick", (self.kind, self.slot, self.asks))
+
+    def text(self, slots: Sequence[Any]) -> str:
         """What this segment's own text is (without the literals)."""
         if self.pieces:
             return text_of(self.pieces, slots)
@@ -67,7 +73,7 @@ class Compiled:
         self._cut = re.compile(alternatives or "(?!)")
         self._plans: dict[Any, list[Plan]] = {}
         self._kinds: dict[Any, int] = {}
-        self._asked: dict[tuple, tuple] = {}
+        self._asked: dict[tuple, int] = {(): 0}
         self._lock = threading.Lock()
         try:
             if _RESERVED.search(source + "".join(special_tokens.values())):
@@ -155,10 +161,10 @@ class Compiled:
         if len(segment.pieces) > 1:
             return segment
         own = tuple(sorted((_renumber(question) for question in questions), key=repr))
-        own = self._asked.setdefault(own, own)
+        asks = self._asked.setdefault(own, len(self._asked))
         key = (segment.before, segment.after)
         kind = self._kinds.setdefault(key, len(self._kinds) + 1)
-        return replace(segment, kind=kind, questions=own)
+        return replace(segment, kind=kind, questions=own, asks=asks)
 
 
 def _segment(pieces: list[Any]) -> Segment:

@@ -2,9 +2,9 @@
 
 A prompt comes as segments whose tokens, one after the other, are the prompt's tokens (cut only
 where `tokenizer.safe_cuts` allows). Segments form a tree: a node is a segment behind a certain
-parent, with its own tokens and the hashes of the blocks it completes. A node is used only if
-its parent is the very node before, its literals are the same kind and its text is *equal*
-(compared, not only hashed), so a known prefix gives exactly what tokenizing it again would.
+parent, with its own tokens and the hashes of the blocks it completes. It is found under
+(parent, kind of literals, text), all of which the dictionary compares for equality: a known
+prefix gives exactly what tokenizing it again would.
 
 Bounded in bytes by two generations: what is used is in the young one; when that has half of
 the budget it becomes the old one, and what was old and unused is gone.
@@ -13,33 +13,33 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
-
-from xxhash import xxh3_64_intdigest
+from sys import getsizeof
+from typing import Any, NamedTuple
 
 from cachemap import hash_blocks
 
 from .plan import Segment
 from .tokenizer import Tokenizer
-from .trace import Question, answered
+from .trace import answered
 
-_NODE_BYTES = 400          # a node and its place in the dictionary, beside text, tokens and hashes
+_NODE_BYTES = 500          # a node, its key, its serial and its place in the dictionary
 _HASH_BYTES = 40           # a Python int above 2**60 and its pointer
 
+Key = tuple[int, int, str]                       # parent's serial, kind of segment, text
+# serial (never used twice), tokens, hashes of the blocks it completes, bytes of tokens up to its
+# end, the last of them that fill no block, characters up to its end, number of the questions its
+# text has answered. A plain tuple of plain things: the garbage collector stops tracking it, so a
+# memo of a million nodes costs nothing at each full collection.
+Node = tuple[int, bytes, tuple[int, ...], int, bytes, int, int]
+_ASKED = 6
 
-class Node:
-    """A segment behind its parent. `serial` is never used twice; `asked` are questions it has answered well."""
 
-    __slots__ = ("parent", "kind", "text", "serial", "asked", "tokens", "hashes", "chars")
+class Found(NamedTuple):
+    """Tokens (uint32 LE), block hashes and characters of a prompt."""
 
-    def __init__(self, parent: int, segment: Segment, text: str, serial: int, tokens: bytes, hashes: list[int],
-                 chars: int) -> None:
-        self.parent, self.kind, self.text, self.serial = parent, segment.kind, text, serial
-        self.asked, self.tokens, self.hashes, self.chars = segment.questions, tokens, hashes, chars
-
-    def bytes(self) -> int:
-        return _NODE_BYTES + len(self.text) * (1 if self.text.isascii() else 2) + len(self.tokens) \
-            + _HASH_BYTES * len(self.hashes)
+    tokens: bytes
+    hashes: list[int]
+    chars: int
 
 
 class Mismatch(Exception):
@@ -51,86 +51,78 @@ class Prefixes:
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, budget_bytes: int) -> None:
         self._tokenizer = tokenizer
-        self._width = 4 * block_size
         self._block_size = block_size
+        self._width = 4 * block_size
         self._half = budget_bytes // 2
-        self._young: dict[int, Node] = {}
-        self._old: dict[int, Node] = {}
+        self._young: dict[Key, Node] = {}
+        self._old: dict[Key, Node] = {}
         self._young_bytes = 0
         self._serials = itertools.count(1)
         self.hit_chars = 0                 # characters of prompts found here, of all that came
         self.all_chars = 0
 
-    def tokens(self, seed: int, segments: Sequence[Segment], slots: list[Any],
-               lead: bytes = b"") -> tuple[bytes, list[int], int]:
-        """(ids as uint32 LE bytes, block hashes, characters). Raises Mismatch.
-
-        `lead` are special tokens (always the same ones) that the tokenizer puts before the text.
-        """
+    def tokens(self, seed: int, segments: Sequence[Segment], slots: Sequence[Any], lead: bytes = b"") -> Found:
+        """Raises Mismatch. `lead`: special tokens (always the same) that stand before the text."""
         young, old = self._young, self._old
         # Serials are positive, so that no chain's start is ever taken for a node.
         parent = -1 - seed if not lead else -1 - (1 << 64) - seed
-        found: list[bytes] = [lead] if lead else []
+        found = [lead]
         hashes: list[int] = []
-        chars = known = 0
+        end, tail, chars = len(lead), lead, 0
+        known = 0
         for segment in segments:
-            slot = segment.slot
+            kind, slot, asks = segment.quick
             text = slots[slot] if slot >= 0 else segment.text(slots)
-            kind = segment.kind
-            key = _key(parent, kind, text)
+            key = (parent, kind, text)
             node = young.get(key)
             if node is None:
                 node = old.get(key)
                 if node is None:
                     break
                 self._keep(key, node)
-            if node.parent != parent or node.kind != kind or node.text != text:
-                break
-            questions = segment.questions
-            if questions and questions is not node.asked:
-                _ask(questions, text)
-                node.asked = questions
-            found.append(node.tokens)
-            hashes += node.hashes
-            chars += node.chars
-            parent = node.serial
+            if asks and asks != node[_ASKED]:
+                _ask(segment, text)
+                young[key] = (*node[:_ASKED], asks)
+            parent, tokens, new, end, tail, chars, _ = node
+            found.append(tokens)
+            hashes += new
             known += 1
         self.hit_chars += chars
         if known < len(segments):
-            chars += self._add(parent, segments[known:], slots, found, hashes, seed)
+            chars = self._add(parent, segments[known:], slots, found, hashes, seed, end, tail, chars)
         self.all_chars += chars
-        return b"".join(found), hashes, chars
+        return Found(b"".join(found), hashes, chars)
 
-    def _add(self, parent: int, segments: Sequence[Segment], slots: list[Any], found: list[bytes],
-             hashes: list[int], seed: int) -> int:
+    def _add(self, parent: int, segments: Sequence[Segment], slots: Sequence[Any], found: list[bytes],
+             hashes: list[int], seed: int, end: int, tail: bytes, chars: int) -> int:
         """Tokenize and hash what is new, append it to `found` and `hashes`, remember it -> characters."""
-        own = [segment.text(slots) for segment in segments]
-        for segment, text in zip(segments, own, strict=True):
+        texts, rendered = [], []
+        for segment in segments:
+            text = segment.text(slots)
             if segment.questions:
-                _ask(segment.questions, text)
-        texts = [segment.before + text + segment.after for segment, text in zip(segments, own, strict=True)]
-        tokens = self._tokenizer.encode_many(texts)
-        width = self._width
-        before = sum(map(len, found))                      # bytes of tokens
-        tail = _tail(found, before - len(hashes) * width)
-        new = hash_blocks(b"".join((tail, *tokens)), self._block_size, hashes[-1] if hashes else seed)
-        done = len(hashes)
-        end = before
-        for segment, text, rendered, ids in zip(segments, own, texts, tokens, strict=True):
-            end += len(ids)
-            first, done_now = done, end // width
-            mine = new[first - len(hashes):done_now - len(hashes)]
-            done = done_now
-            node = Node(parent, segment, text, next(self._serials), ids, mine, len(rendered))
-            self._keep(_key(parent, segment.kind, text), node)
-            parent = node.serial
+                _ask(segment, text)
+            texts.append(text)
+            rendered.append(segment.before + text + segment.after)
+        tokens = self._tokenizer.encode_many(rendered)
         found += tokens
+        data = b"".join((tail, *tokens))
+        new = hash_blocks(data, self._block_size, hashes[-1] if hashes else seed)
         hashes += new
-        return sum(map(len, texts))
+        width, start, done = self._width, end - len(tail), 0
+        for segment, text, print_, ids in zip(segments, texts, rendered, tokens, strict=True):
+            end += len(ids)
+            chars += len(print_)
+            full = (end - start) // width
+            kind, _, asks = segment.quick
+            serial = next(self._serials)
+            node = (serial, ids, tuple(new[done:full]), end, data[full * width:end - start], chars, asks)
+            self._keep((parent, kind, text), node)
+            parent, done = serial, full
+        return chars
 
-    def _keep(self, key: int, node: Node) -> None:
+    def _keep(self, key: Key, node: Node) -> None:
         self._young[key] = node
-        self._young_bytes += node.bytes()
+        self._young_bytes += _NODE_BYTES + getsizeof(key[2]) + len(node[1]) + _HASH_BYTES * len(node[2])
         if self._young_bytes > self._half:
             self._old, self._young, self._young_bytes = self._young, {}, 0
 
@@ -142,27 +134,8 @@ class Prefixes:
                 "hit_chars": self.hit_chars, "all_chars": self.all_chars}
 
 
-def _ask(questions: tuple[Question, ...], text: str) -> None:
-    if not all(answered(question, (text,)) for question in questions):
-        raise Mismatch
-
-
-def _key(parent: int, kind: int, text: str) -> int:
-    """Where a node is looked up; equality is checked on the node itself.
-
-    xxh3 over ASCII costs a tenth of Python's own hash (32 kB: 1.3 against 8 us), but needs bytes:
-    for other text encoding eats the gain.
-    """
-    if text.isascii():
-        return xxh3_64_intdigest(text.encode(), (parent * 1000003 + kind) & 0xFFFFFFFFFFFFFFFF)
-    return hash((parent, kind, text))
-
-
-def _tail(pieces: list[bytes], size: int) -> bytes:
-    """The last `size` bytes of the pieces, one after the other."""
-    tail = b""
-    for piece in reversed(pieces):
-        if len(tail) >= size:
-            break
-        tail = piece + tail
-    return tail[len(tail) - size:]
+def _ask(segment: Segment, text: str) -> None:
+    slots = (text,)
+    for question in segment.questions:
+        if not answered(question, slots):
+            raise Mismatch

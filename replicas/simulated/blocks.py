@@ -63,24 +63,22 @@ class BlockPool:
 
     def take(self, count: int, removed: list[Key]) -> list[int]:
         """`count` blocks from the head of the free queue; keys they held are appended to `removed`."""
-        uses, key_of, pop = self._uses, self._key_of, self._free.popitem
-        taken = []
-        for _ in range(count):
-            block, _ = pop(last=False)
+        uses, key_of, cached, copies, pop = self._uses, self._key_of, self._cached, self._copies, self._free.popitem
+        taken = [pop(False)[0] for _ in range(count)]
+        for block in taken:
             uses[block] = 1
-            taken.append(block)
             key = key_of[block]
             if key is not None:
                 key_of[block] = None
-                self._forget(key, block)
                 removed.append(key)
+                if key in copies:
+                    self._forget_copy(key, block)
+                else:
+                    del cached[key]
         return taken
 
-    def _forget(self, key: Key, block: int) -> None:
-        copies = self._copies.get(key)
-        if copies is None:
-            del self._cached[key]
-            return
+    def _forget_copy(self, key: Key, block: int) -> None:
+        copies = self._copies[key]
         if self._cached[key] == block:
             self._cached[key] = copies.pop(0)
         else:

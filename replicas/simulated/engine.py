@@ -18,6 +18,11 @@ server sleeps that long; a simulation adds it to its virtual clock. Followed her
 
 Requests that only decode cost nothing in most steps: a request is looked at when it needs a block,
 fills one or ends, so a step's cost does not grow with the batch unless `every_token` is asked for.
+
+Held against Dynamo 1.6.1's offline replay (8 engines, round robin, the Mooncake conversation trace, profile
+gpu-8b), this model gives hit rate and TTFT mean / p99 in ms of .050 and 362 / 2285 where that has .050 and
+359 / 2199 (16,384 blocks), at twice the speed .049 and 1368 / 18317 for .051 and 1376 / 18387; with 65,536
+blocks .082 and 317 / 2079 for .082 and 321 / 2049, and .083 and 348 / 2181 for .082 and 347 / 2148.
 """
 from collections import deque
 from collections.abc import Callable

@@ -113,7 +113,8 @@ class Server:
 
     def _fail_on_order(self, request: web.Request) -> None:
         if self.faults.happens("refuse"):
-            request.transport.abort()
+            if request.transport is not None:
+                request.transport.abort()
             raise asyncio.CancelledError
         if self.faults.happens("error_503"):
             raise RequestError("The engine is currently busy and cannot accept new requests. Please try again later.",
@@ -174,6 +175,8 @@ class Server:
             response.enable_chunked_encoding()
         await response.prepare(request)
         transport, breaks = request.transport, self.faults.happens("die_mid_stream")
+        if transport is None:  # the client left while the head was sent
+            return response
         done, left = asyncio.get_running_loop().create_future(), len(generations)
         index_of = {id(generation): index for index, generation in enumerate(generations)}
 

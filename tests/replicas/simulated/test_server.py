@@ -1,6 +1,7 @@
 """The endpoints, over real sockets: what vLLM's clients expect of them."""
 import asyncio
 import json
+import random
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -227,14 +228,18 @@ async def test_a_wrong_method_names_the_right_one(stack):
         assert (await response.json())["error"]["code"] == 405
 
 
+async def eventually(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_aborts_its_request(run_stack, stream):
     async with run_stack(step=StepTime(prefill=1.0, decode=20.0)) as stack:
         body = {**CHAT, "stream": stream, "ignore_eos": True, "max_tokens": 4000}
         asking = asyncio.ensure_future(stack.session.post(stack.url + "/v1/chat/completions", json=body))
-        async with asyncio.timeout(10):
-            while not stack.engine.running:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: stack.engine.running)
         if stream:
             (await asking).close()
         else:
@@ -314,3 +319,22 @@ async def test_a_large_body_is_tokenized_off_the_event_loop(run_stack):
         text = "The harbour at night is quiet. " * 12_000
         answer = await stack.post("/v1/completions", prompt=text, max_tokens=1)
         assert answer["usage"]["prompt_tokens"] > 50_000
+
+
+async def test_clients_that_leave_at_any_moment_leave_nothing_behind(stack):
+    rng = random.Random(1)
+    port = int(stack.url.rsplit(":", 1)[1])
+
+    async def visit(number: int) -> None:
+        body = json.dumps({**CHAT, "stream": number % 3 > 0, "ignore_eos": True, "max_tokens": 200}).encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        raw = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        writer.write(raw[:rng.choice((len(raw), len(raw), len(raw) // 2))])
+        await asyncio.sleep(rng.choice((0, 0.001, 0.01, 0.05)))
+        writer.transport.abort()
+
+    await asyncio.gather(*map(visit, range(90)))
+    await eventually(lambda: stack.server.runner.live == 0)
+    await stack.idle()
+    assert stack.engine.kv_usage == 0
+    assert (await stack.post("/v1/chat/completions", **CHAT, max_tokens=2))["usage"]["completion_tokens"] == 2

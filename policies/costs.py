@@ -1,4 +1,4 @@
-"""Predicted seconds on one replica, learned online from what its requests report.
+"""Predicted seconds, learned online from what the replicas' requests report.
 
 Two models, linear in their features, every coefficient positive:
 
@@ -10,17 +10,24 @@ An engine works in steps. A prompt waits for the rest of the step under way, the
 steps with the prompts ahead (first come first served, one token budget) and with one token of each
 decoding stream: hence `busy`, `queued` and `crowd`; each step's fixed cost is in `base`.
 
-Both are fitted by recursive least squares on a logarithmic scale: the state is the logarithm of
-the coefficients, one observation is log(seconds), its gradient each term's share of the
-prediction (an extended Kalman filter without dynamics). So coefficients stay positive, an engine
-half as fast is as far away as one twice as fast, and errors count relatively, as queueing noise
-does. The prior covariance has a large part common to all coefficients: the first observations set
-a replica's speed, later ones its shape.
+The shape is learned once for a group of replicas of one kind, each replica adds a speed of its own.
+Learning whole shapes per replica starved some: identical replicas came to differ by their first few
+requests (base 6.6 ms against 3.6), and the one that looked slow got no traffic to be proved wrong by.
+
+The shape is fitted by recursive least squares on a logarithmic scale: the state is the logarithm of
+the coefficients, one observation is log(seconds), its gradient each term's share of the prediction
+(an extended Kalman filter without dynamics). So coefficients stay positive, an engine half as fast is
+as far away as one twice as fast, and errors count relatively, as queueing noise does. The prior
+covariance has a large part common to all coefficients: first the speed is found, then the shape.
+
+A replica's speed is an exponential average whose gain is the tracking signal of Trigg and Leach
+("Exponential smoothing with an adaptive response rate", Operational Research Quarterly 18(1), 1967): small
+under noise, large once errors keep their sign. The speed of a replica that gets no requests goes back
+to the group's, so that one found slow is tried again.
 """
 from __future__ import annotations
 
 from math import exp, log
-from statistics import median
 
 # An 8B model on one data-centre GPU (Dynamo 1.6.1's mocker defaults: 15 us a token, 4.2e-10 s a
 # token squared, 16 ms a prefill step, 6 ms a decode step). Tenfold wrong for others; a dozen requests
@@ -31,7 +38,7 @@ _COMMON, _OWN = 1.0, 0.5   # prior variance of the log coefficients: shared, and
 _WALK = 1e-3               # share of the way back to the prior's covariance, per observation
 _NOISE = 0.05              # variance of log(observed / predicted) that is not the model's fault
 _BOUND = 100.0              # a coefficient stays within a hundredfold of its prior
-_ENOUGH = 20               # observations before a replica's figures speak for its group
+_SMOOTH = 0.1              # of the running error sizes
 
 
 class Fit:
@@ -83,42 +90,69 @@ class Fit:
         self._prior_error += rate * (abs(by_prior - seconds) - self._prior_error)
 
 
+class Speed:
+    """How many times longer one replica takes than its group's model says."""
+    __slots__ = ("value", "_bias", "_spread", "_heard")
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._bias, self._spread = 0.0, 0.3    # running log error, and its size
+        self._heard = False
+
+    def observe(self, predicted: float, seconds: float) -> None:
+        """`predicted` with this speed in it."""
+        gap = log(seconds / predicted)
+        self._spread += _SMOOTH * (min(abs(gap), 5 * self._spread) - self._spread)
+        gap = max(-3 * self._spread, min(3 * self._spread, gap))
+        self._bias += _SMOOTH * (gap - self._bias)
+        signal = self._bias / max(self._spread, 0.02)
+        self.value *= exp(min(0.5, 0.5 * signal * signal) * gap)
+        self.value = min(max(self.value, 1 / _BOUND), _BOUND)
+        self._heard = True
+
+    def forget(self) -> None:
+        """Called now and then: a replica not heard of since the last call goes back to its group's speed."""
+        if not self._heard:
+            self.value **= 0.95
+            self._bias *= 0.95
+        self._heard = False
+
+
 class Costs:
-    """One replica's coefficients, and the seconds they predict.
+    """One replica: its group's model and its own speeds.
 
-    `load` is anything with the fields of `Load`; tokens are counts. `error` is the running
-    |predicted - observed| TTFT in seconds.
+    `load` is anything with the fields of `Load`; tokens are counts, results seconds. `error` is the
+    running |predicted - observed| TTFT.
     """
-    __slots__ = ("ttft", "step", "error", "base", "token", "pair", "queued", "busy", "crowd",
-                 "decode_base", "decode_seq", "decode_ctx")
+    __slots__ = ("group", "ttft", "step", "error", "count")
 
-    def __init__(self, ttft_prior: tuple[float, ...] = TTFT_PRIOR, step_prior: tuple[float, ...] = STEP_PRIOR) -> None:
-        self.ttft, self.step = Fit(ttft_prior), Fit(step_prior)
-        self._publish()
-
-    def _publish(self) -> None:
-        self.base, self.token, self.pair, self.queued, self.busy, self.crowd = self.ttft.coefficients
-        self.decode_base, self.decode_seq, self.decode_ctx = self.step.coefficients
-        self.error = self.ttft.error
+    def __init__(self, group: "CostGroup") -> None:
+        self.group = group
+        self.ttft, self.step = Speed(), Speed()
+        self.error, self.count = 0.0, 0
 
     def prefill_seconds(self, uncached: int, context: int) -> float:
         """Computing `uncached` tokens after `context` cached ones."""
-        return uncached * (self.token + self.pair * (context + 0.5 * uncached))
+        _, token, pair, _, _, _ = self.group.ttft.coefficients
+        return self.ttft.value * uncached * (token + pair * (context + 0.5 * uncached))
 
     def queue_seconds(self, load) -> float:
         """Draining the prefills ahead: their uncached tokens and the rest of the step under way."""
-        return self.queued * load.prefill_tokens + self.busy if load.prefilling else 0.0
+        _, _, _, queued, busy, _ = self.group.ttft.coefficients
+        return self.ttft.value * (queued * load.prefill_tokens + busy) if load.prefilling else 0.0
 
     def step_seconds(self, load) -> float:
-        """One decode step of the streams there now."""
+        """One decode step of the streams there now; 0 if there are none."""
         if not load.decoding:
             return 0.0
-        return self.decode_base + self.decode_seq * load.decoding + self.decode_ctx * load.context_tokens
+        base, per_stream, per_token = self.group.step.coefficients
+        return self.step.value * (base + per_stream * load.decoding + per_token * load.context_tokens)
 
     def ttft_seconds(self, load, uncached: int, context: int) -> float:
         """Time to the first token for a request that meets `load`."""
-        return (self.base + self.prefill_seconds(uncached, context) + self.queue_seconds(load)
-                + self.crowd * self.step_seconds(load))
+        base, _, _, _, _, crowd = self.group.ttft.coefficients
+        return (self.ttft.value * base + self.prefill_seconds(uncached, context) + self.queue_seconds(load)
+                + crowd * self.step_seconds(load))
 
     def decode_interference(self, load, uncached: int, context: int) -> float:
         """Seconds by which this prefill holds up the streams decoding there, summed over them."""
@@ -128,35 +162,48 @@ class Costs:
         """A first token came after `seconds`; `before` is the load it met (Reservation.before)."""
         if seconds <= 0:
             return
-        self.ttft.observe((1.0, uncached, uncached * (cached + 0.5 * uncached), before.prefill_tokens,
-                           1.0 if before.prefilling else 0.0, self.step_seconds(before)), seconds)
-        self._publish()
+        predicted = self.ttft_seconds(before, uncached, cached)
+        self.count += 1
+        self.error += max(0.05, 1 / self.count) * (abs(predicted - seconds) - self.error)
+        speed = self.ttft.value
+        self.ttft.observe(predicted, seconds)
+        self.group.learn("ttft", (1.0, uncached, uncached * (cached + 0.5 * uncached), before.prefill_tokens,
+                                  1.0 if before.prefilling else 0.0, self.step_seconds(before) / speed),
+                         seconds / speed)
 
     def observe_itl(self, seconds_per_token: float, decoding: int, context_tokens: int) -> None:
         """A stream's mean time a token, among so many streams (itself included) with so much context."""
         if seconds_per_token <= 0:
             return
-        self.step.observe((1.0, decoding, context_tokens), seconds_per_token)
-        self._publish()
+        base, per_stream, per_token = self.group.step.coefficients
+        speed = self.step.value
+        self.step.observe(speed * (base + per_stream * decoding + per_token * context_tokens), seconds_per_token)
+        self.group.learn("step", (1.0, decoding, context_tokens), seconds_per_token / speed)
 
 
 class CostGroup:
-    """Replicas of one kind; a new one starts from what the others have learned."""
+    """Replicas of one kind: one model for all, which a new replica starts from."""
 
     def __init__(self) -> None:
+        self.ttft, self.step = Fit(TTFT_PRIOR), Fit(STEP_PRIOR)
         self._members: dict[str, Costs] = {}
+        self._turns: list[Costs] = []
 
     def add(self, replica: str) -> Costs:
         """This replica's costs, the same object until `remove`."""
-        costs = self._members.get(replica)
-        if costs is None:
-            costs = self._members[replica] = Costs(self._prior("ttft", TTFT_PRIOR), self._prior("step", STEP_PRIOR))
-        return costs
+        if replica not in self._members:
+            self._members[replica] = Costs(self)
+        return self._members[replica]
 
     def remove(self, replica: str) -> None:
         self._members.pop(replica, None)
 
-    def _prior(self, which: str, fallback: tuple[float, ...]) -> tuple[float, ...]:
-        fits = [getattr(costs, which) for costs in self._members.values()]
-        known = [fit.coefficients for fit in fits if fit.count >= _ENOUGH]
-        return tuple(median(column) for column in zip(*known)) if known else fallback
+    def learn(self, which: str, features: tuple[float, ...], seconds: float) -> None:
+        """One observation, as the group's model should have predicted it."""
+        getattr(self, which).observe(features, seconds)
+        if not self._turns:
+            self._turns = list(self._members.values())
+        if self._turns:
+            member = self._turns.pop()
+            member.ttft.forget()
+            member.step.forget()

@@ -27,20 +27,24 @@ class LeastTime:
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         tokens = demand.tokens
-        totals, terms = [], [] if explain else None
+        totals, terms, group = [], [] if explain else None, None
         for candidate in candidates:
             load, costs, cached = candidate.load, candidate.costs, candidate.overlap
-            uncached = tokens - cached
-            own = uncached * (costs.token + costs.pair * (cached + 0.5 * uncached))
-            queue = costs.queued * load.prefill_tokens + costs.busy if load.prefilling else 0.0
-            crowd = 0.0
-            if load.decoding:
-                crowd = costs.crowd * (costs.decode_base + costs.decode_seq * load.decoding
-                                       + costs.decode_ctx * load.context_tokens)
-            interference = _INTERFERENCE * own * load.decoding
-            totals.append(costs.base + own + queue + crowd + interference)
+            if costs.group is not group:
+                group = costs.group
+                base, token, pair, queued, busy, crowd = group.ttft.coefficients
+                step_base, step_stream, step_context = group.step.coefficients
+            speed, uncached, decoding = costs.ttft.value, tokens - cached, load.decoding
+            own = speed * uncached * (token + pair * (cached + 0.5 * uncached))
+            queue = speed * (queued * load.prefill_tokens + busy) if load.prefilling else 0.0
+            step = interference = 0.0
+            if decoding:
+                step = crowd * costs.step.value * (step_base + step_stream * decoding
+                                                   + step_context * load.context_tokens)
+                interference = _INTERFERENCE * own * decoding
+            totals.append(speed * base + own + queue + step + interference)
             if terms is not None:
-                terms.append({"base": costs.base, "prefill": own, "queue": queue, "crowd": crowd,
+                terms.append({"base": speed * base, "prefill": own, "queue": queue, "crowd": step,
                               "interference": interference})
         least = min(totals)
         limit = least * 1.001 + 1e-4

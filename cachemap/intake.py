@@ -1,0 +1,268 @@
+"""EventIntake: one replica's cache events, from its sockets into the map.
+
+What was missed is asked for again: everything when connecting, the missing batches on a gap.
+What cannot be had again means that we no longer know what the replica holds: it is cleared
+and filled anew from what comes. A replica that computes blocks but reports none is
+`unobserved`: its cache is modelled until events come.
+"""
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable
+
+import zmq
+
+from cachemap.apply import EventApplier
+from cachemap.events import Batch, EventError, decode
+from cachemap.map import CacheMap
+from cachemap.sequence import Order, classify
+from cachemap.sockets import WAKE_SECONDS, Inbox, connected, replay
+
+RETRY_SECONDS = (1.0, 30.0)  # between attempts to have all replayed, doubling
+TURN_BATCHES = 32  # then others get the loop: 32 batches of 4 blocks take about 2 ms
+SILENT_REQUESTS = 4  # requests with new blocks that finish without a BlockStored ...
+SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 0.1 s
+
+SEQUENCE = struct.Struct(">Q")
+
+Numbered = tuple[int, Batch]
+
+
+class EventIntake:
+    """Follows one replica; `run` until cancelled.
+
+    `endpoint` and `replay` are ZMQ addresses of the engine's PUB and ROUTER sockets;
+    `topic` is the prefix its messages must have. `model` and `block_size` must be those
+    prompts are hashed with. `on_change(state, reason)` is called when `state` changes or the
+    replica's blocks had to be forgotten; states are connecting, live, gap and unobserved.
+    """
+
+    def __init__(
+        self,
+        cache_map: CacheMap,
+        slot: int,
+        *,
+        endpoint: str,
+        replay: str | None,
+        topic: str = "",
+        model: str,
+        block_size: int,
+        on_change: Callable[[str, str], None] = lambda state, reason: None,
+    ):
+        self._map = cache_map
+        self._slot = slot
+        self._endpoint = endpoint
+        self._replay_endpoint = replay
+        self._topic = topic.encode()
+        self._on_change = on_change
+        self._events = EventApplier(cache_map, slot, model, block_size)
+
+        self._inbox: Inbox | None = None
+        self._last_timestamp = 0.0
+        self._replay_wanted = replay is not None
+        self._replay_at = 0.0
+        self._replay_pause = RETRY_SECONDS[0]
+        self._silent_requests = 0
+        self._silent_since = 0.0
+        self._foreign_topic: bytes | None = None
+
+        self.state = "connecting"
+        self.reason = "nothing heard yet"
+        self.batches = 0
+        self.gaps = 0
+        self.replayed = 0
+        self.malformed = 0
+        self.unknown = 0
+        self.last_seq: int | None = None
+        self.last_event_at: float | None = None  # by the loop's clock
+
+    @property
+    def blocks_stored(self) -> int:
+        return self._events.stored
+
+    @property
+    def blocks_removed(self) -> int:
+        return self._events.removed
+
+    @property
+    def orphans(self) -> int:
+        """Blocks left out because the block before them is not known."""
+        return self._events.orphans
+
+    @property
+    def ignored(self) -> int:
+        """Blocks left out because they are of another cache group or kind of attention."""
+        return self._events.ignored
+
+    async def run(self) -> None:
+        """Read events until cancelled."""
+        with connected(zmq.SUB, self._endpoint) as inbox:
+            self._inbox = inbox
+            while True:
+                if self._replay_wanted and _now() >= self._replay_at:
+                    await self._replay_all()
+                while messages := inbox.take(TURN_BATCHES):
+                    await self._take(messages)
+                    await asyncio.sleep(0)
+                await inbox.changed(WAKE_SECONDS)
+
+    def resync(self) -> None:
+        """Forget what the replica holds and ask for everything again."""
+        self._forget()
+        self._want_replay()
+        if self._inbox is not None:
+            self._inbox.wake()
+
+    def request_finished(self, prompt_blocks: int) -> None:
+        """The replica finished a request of which `prompt_blocks` full blocks were new to it,
+        so that it must have reported blocks by now or soon."""
+        if prompt_blocks <= 0 or self.state == "unobserved":
+            return
+        if not self._silent_requests:
+            self._silent_since = _now()
+        self._silent_requests += 1
+        silent = _now() - self._silent_since
+        if self._silent_requests >= SILENT_REQUESTS and silent >= SILENT_SECONDS:
+            self._unobserve(f"{self._silent_requests} requests finished but no block was reported")
+
+    async def _take(self, messages: list[list[bytes]]) -> None:
+        """Apply live messages; where they do not follow on, first what is missing."""
+        batches = self._ours(messages)
+        if batches and self.state == "unobserved" and not self._events.fault:
+            self._observe()
+        run: list[Numbered] = []
+        for number, batch in batches:
+            last = (run[-1][0], run[-1][1].timestamp) if run else self._position()
+            order = classify(*last, number, batch.timestamp)
+            if order is not Order.CONTIGUOUS and order is not Order.STALE:
+                self._apply(run)
+                run = []
+                await self._recover(order, number)
+                order = classify(*self._position(), number, batch.timestamp)
+            if order is not Order.STALE:
+                run.append((number, batch))
+        self._apply(run)
+        if run and self.state in ("connecting", "gap"):
+            self._change("live", "events come")
+
+    def _ours(self, messages: list[list[bytes]]) -> list[Numbered]:
+        """The batches in messages of our topic."""
+        ours = [frames for frames in messages if frames[0].startswith(self._topic)]
+        if len(ours) < len(messages):
+            self._foreign_topic = next(m[0] for m in messages if not m[0].startswith(self._topic))
+        return self._numbered(ours)
+
+    def _numbered(self, messages: list[list[bytes]]) -> list[Numbered]:
+        numbered = []
+        for frames in messages:
+            try:
+                numbered.append((SEQUENCE.unpack(frames[-2])[0], decode(frames[-1])))
+            except (EventError, struct.error, IndexError):
+                self.malformed += 1
+        return numbered
+
+    def _position(self) -> tuple[int | None, float]:
+        return self.last_seq, self._last_timestamp
+
+    async def _recover(self, order: Order, number: int) -> None:
+        """A batch came that does not follow the last: fetch what is missing, or start anew."""
+        if order is Order.GAP:
+            self.gaps += 1
+            lost = f"batches {self.last_seq + 1} to {number - 1} were lost"
+            self._change("gap", lost)
+            if await self._replay_missing(number):
+                self._change("live", f"{lost} and replayed")
+                return
+            self._forget()
+            self._change("gap", f"{lost} and cannot be replayed: cleared", tell=True)
+            self._want_replay()
+        elif order is Order.RESTART:
+            self._forget()
+            self._change("gap", "the engine restarted: cleared", tell=True)
+            self._want_replay()
+        if self._replay_wanted:
+            await self._replay_all()
+
+    def _want_replay(self) -> None:
+        self._replay_wanted = self._replay_endpoint is not None
+        self._replay_at, self._replay_pause = 0.0, RETRY_SECONDS[0]
+
+    async def _replay_all(self) -> None:
+        """Start anew from all that the engine still has; without an answer, try again later."""
+        empty = True
+        try:
+            async for run in self._record(0):
+                if empty:
+                    self._forget()
+                    empty = False
+                self._apply(run)
+        except TimeoutError:
+            self._replay_at = _now() + self._replay_pause
+            self._replay_pause = min(2 * self._replay_pause, RETRY_SECONDS[1])
+            return
+        self._replay_wanted = False
+        if self.state != "unobserved":
+            self._change("live", "all replayed")
+
+    async def _replay_missing(self, number: int) -> bool:
+        """Apply what lies between the last batch and batch `number`; whether that was all."""
+        if self._replay_endpoint is None or self.last_seq is None:
+            return False
+        try:
+            async for run in self._record(self.last_seq + 1):
+                if run[0][0] > self.last_seq + 1:
+                    return False
+                self._apply(run)
+        except TimeoutError:
+            pass
+        return self.last_seq >= number - 1
+
+    async def _record(self, start: int) -> AsyncIterator[list[Numbered]]:
+        async for messages in replay(self._replay_endpoint, start, TURN_BATCHES):
+            if run := self._numbered(messages):
+                self.replayed += len(run)
+                yield run
+
+    def _apply(self, run: list[Numbered]) -> None:
+        if not run:
+            return
+        stored = self._events.stored
+        self._events.apply([event for _, batch in run for event in batch.events])
+        self._events.flush()
+        self.batches += len(run)
+        self.unknown += sum(batch.unknown for _, batch in run)
+        self.last_seq, self._last_timestamp = run[-1][0], run[-1][1].timestamp
+        self.last_event_at = _now()
+        if self._events.fault:
+            self._unobserve(self._events.fault)
+        elif self._events.stored > stored:
+            self._silent_requests = 0
+
+    def _forget(self) -> None:
+        self._events.forget()
+        self.last_seq, self._last_timestamp = None, 0.0
+
+    def _observe(self) -> None:
+        """Events come after all: follow them, from all the engine still has."""
+        self._map.observed(self._slot, True)
+        self._forget()
+        self._want_replay()
+        self._change("live", "events come again")
+
+    def _unobserve(self, reason: str) -> None:
+        if self._foreign_topic is not None:
+            seen, wanted = self._foreign_topic.decode("utf-8", "replace"), self._topic.decode()
+            reason += f"; events come under topic {seen!r}, expected {wanted!r}"
+        self._silent_requests = 0
+        self._map.observed(self._slot, False)
+        self._change("unobserved", reason)
+
+    def _change(self, state: str, reason: str, tell: bool = False) -> None:
+        tell = tell or state != self.state
+        self.state, self.reason = state, reason
+        if tell:
+            self._on_change(state, reason)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

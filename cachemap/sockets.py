@@ -1,0 +1,92 @@
+"""ZMQ sockets as the event intake needs them: drained without awaiting each message.
+
+A socket's file descriptor only says that something changed, so it is read until it has no
+more; a future for each message, as zmq.asyncio makes them, costs more than decoding it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import zmq
+
+REPLAY_SECONDS = 2.0  # without a word from the replay socket: nobody is there
+WAKE_SECONDS = 1.0  # a wake-up that got lost costs at most this
+END = b"\xff" * 8  # the sequence number that ends a replay
+
+
+class Inbox:
+    """A connected socket and the event that says it may have messages."""
+
+    def __init__(self, kind: int, endpoint: str):
+        self._socket = zmq.Context.instance().socket(kind)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # the default of 1,000 drops half of a replay of 10,000 batches without a word
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        if kind == zmq.SUB:
+            self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(endpoint)
+        self._changed = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._socket.FD, self._changed.set)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket.FD)
+        self._socket.close()
+
+    def send(self, frames: list[bytes]) -> None:
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def take(self, most: int) -> list[list[bytes]]:
+        """Up to `most` messages that are there, each a list of frames."""
+        messages = []
+        try:
+            while len(messages) < most:
+                messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            pass
+        return messages
+
+    async def changed(self, seconds: float) -> None:
+        """Return when messages may have come or `wake` was called, at the latest in time."""
+        # not wait_for: in Python 3.11 it can swallow a cancellation
+        alarm = asyncio.get_running_loop().call_later(seconds, self._changed.set)
+        try:
+            await self._changed.wait()
+        finally:
+            alarm.cancel()
+        self._changed.clear()
+
+    def wake(self) -> None:
+        self._changed.set()
+
+
+@contextmanager
+def connected(kind: int, endpoint: str) -> Iterator[Inbox]:
+    inbox = Inbox(kind, endpoint)
+    try:
+        yield inbox
+    finally:
+        inbox.close()
+
+
+async def replay(endpoint: str, start: int, most: int) -> AsyncIterator[list[list[bytes]]]:
+    """What the engine still has of its batches from number `start` on, up to `most` at a
+    time, each as [..., sequence, payload]. Raises TimeoutError if it stops answering."""
+    loop = asyncio.get_running_loop()
+    with connected(zmq.DEALER, endpoint) as inbox:
+        inbox.send([b"", start.to_bytes(8, "big")])
+        until = loop.time() + REPLAY_SECONDS
+        while True:
+            messages = inbox.take(most)
+            if messages:
+                until = loop.time() + REPLAY_SECONDS
+                batches = [frames for frames in messages if frames[-2] != END]
+                if batches:
+                    yield batches
+                if len(batches) < len(messages):
+                    return
+                await asyncio.sleep(0)
+            elif loop.time() >= until:
+                raise TimeoutError(f"no answer from {endpoint}")
+            else:
+                await inbox.changed(min(WAKE_SECONDS, until - loop.time()))

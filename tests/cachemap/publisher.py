@@ -1,0 +1,89 @@
+"""A publisher that speaks as vLLM does: PUB with numbered batches, ROUTER for replay."""
+
+import asyncio
+import time
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+BLOCK = 4
+
+
+def stored(keys, tokens, parent=None, **fields):
+    """A BlockStored as the engine writes it, for blocks of BLOCK tokens."""
+    return {
+        "type": "BlockStored", "block_hashes": keys, "parent_block_hash": parent,
+        "token_ids": tokens, "block_size": BLOCK, "lora_id": None, "medium": "GPU",
+        "lora_name": None, "extra_keys": [None] * len(keys), "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention", **fields,
+    }  # fmt: skip
+
+
+def removed(*keys, **fields):
+    return {"type": "BlockRemoved", "block_hashes": list(keys), "medium": "GPU", **fields}
+
+
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+class Publisher:
+    """One engine's sockets. `kept` bounds how many batches it can replay."""
+
+    def __init__(self, topic=b"kv", kept=10_000, topic_in_replay=True):
+        self._context = zmq.asyncio.Context()
+        self._pub = self._context.socket(zmq.XPUB)
+        self._router = self._context.socket(zmq.ROUTER)
+        for socket in (self._pub, self._router):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)
+        self.endpoint = f"tcp://127.0.0.1:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
+        self.replay = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
+        self._topic, self._kept, self._topic_in_replay = topic, kept, topic_in_replay
+        self.record: dict[int, bytes] = {}
+        self.next = 0
+        self.asked: list[int] = []
+        self._server: asyncio.Task | None = None
+
+    async def subscribed(self):
+        """Until a subscriber's subscription has arrived."""
+        await asyncio.wait_for(self._pub.recv(), 10)
+
+    def serve_replay(self):
+        self._server = asyncio.ensure_future(self._serve())
+
+    async def _serve(self):
+        while True:
+            peer, _, start = await self._router.recv_multipart()
+            start = int.from_bytes(start, "big")
+            self.asked.append(start)
+            topic = [self._topic] if self._topic_in_replay else []
+            for number, payload in sorted(self.record.items()):
+                if number >= start:
+                    frames = [peer, b"", *topic, number.to_bytes(8, "big"), payload]
+                    await self._router.send_multipart(frames)
+            empty = [b""] if self._topic_in_replay else []
+            await self._router.send_multipart([peer, b"", *empty, b"\xff" * 8, b""])
+
+    async def publish(self, *events, lose=False):
+        """Send one batch; with `lose` it is only kept for replay."""
+        payload = msgspec.msgpack.encode([time.time(), list(events), 0])
+        number, self.next = self.next, self.next + 1
+        self.record[number] = payload
+        self.record.pop(number - self._kept, None)
+        if not lose:
+            await self._pub.send_multipart([self._topic, number.to_bytes(8, "big"), payload])
+
+    async def publish_raw(self, frames):
+        await self._pub.send_multipart(frames)
+
+    def restart(self):
+        """The same addresses, a new engine."""
+        self.record.clear()
+        self.next = 0
+
+    async def close(self):
+        if self._server:
+            self._server.cancel()
+            await asyncio.gather(self._server, return_exceptions=True)
+        self._context.destroy(linger=0)

@@ -1,0 +1,263 @@
+"""Event intake over real sockets: what arrives, what is lost, what comes again."""
+
+import asyncio
+import contextlib
+from array import array
+
+import msgspec
+import pytest
+
+import cachemap.intake
+import cachemap.sockets
+from cachemap import CacheMap, EventIntake, chain_seed, hash_blocks
+
+from .publisher import BLOCK, CLEARED, Publisher, removed, stored
+
+TOKENS = list(range(BLOCK * 12))
+HASHES = hash_blocks(array("I", TOKENS).tobytes(), BLOCK, chain_seed("m", BLOCK))
+
+
+def blocks(start, stop):
+    """BlockStored for blocks start .. stop of the prompt; keys are 100 + index."""
+    keys = [100 + i for i in range(start, stop)]
+    tokens = TOKENS[start * BLOCK : stop * BLOCK]
+    return stored(keys, tokens, 99 + start if start else None)
+
+
+async def until(true, seconds=10.0):
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def following(publisher, *, replay=True, **options):
+    """A map whose slot 0 follows the publisher; gives it, the intake and its changes."""
+    table, changes = CacheMap(1 << 20), []
+    slot = table.attach("r", None, True)
+    intake = EventIntake(
+        table, slot, endpoint=publisher.endpoint, replay=publisher.replay if replay else None,
+        model="m", block_size=BLOCK, on_change=lambda *change: changes.append(change), **options,
+    )  # fmt: skip
+    task = asyncio.ensure_future(intake.run())
+    try:
+        await publisher.subscribed()
+        if replay:
+            await until(lambda: publisher.asked)
+        yield table, intake, changes
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def held(table):
+    return table.match(HASHES, 0.0).confirmed[0]
+
+
+@contextlib.asynccontextmanager
+async def publishing(**options):
+    publisher = Publisher(**options)
+    publisher.serve_replay()
+    try:
+        yield publisher
+    finally:
+        await publisher.close()
+
+
+async def test_blocks_stored_removed_and_cleared_reach_the_map():
+    async with publishing() as publisher, following(publisher) as (table, intake, changes):
+        await publisher.publish(blocks(0, 4), blocks(4, 6))
+        await until(lambda: held(table) == 6)
+        await publisher.publish(blocks(6, 12))
+        await until(lambda: held(table) == 12)
+        await publisher.publish(removed(111), removed(110))
+        await until(lambda: held(table) == 10)
+        assert (intake.blocks_stored, intake.blocks_removed, intake.batches) == (12, 2, 3)
+        assert intake.state == "live" and intake.last_seq == 2 and intake.last_event_at
+        await publisher.publish(CLEARED)
+        await until(lambda: held(table) == 0)
+        assert [state for state, _ in changes] == ["live"]
+
+
+@pytest.mark.parametrize("topic_in_replay", [True, False])
+async def test_what_was_published_before_connecting_is_replayed(topic_in_replay):
+    async with publishing(topic_in_replay=topic_in_replay) as publisher:
+        await publisher.publish(blocks(0, 8))
+        await publisher.publish(removed(107))
+        async with following(publisher) as (table, intake, _):
+            await until(lambda: intake.state == "live")
+            assert held(table) == 7 and intake.replayed == 2 and publisher.asked == [0]
+
+
+async def test_a_replay_of_thousands_of_batches_loses_none():
+    async with publishing() as publisher:
+        for _ in range(4000):
+            await publisher.publish(blocks(0, 1))
+        await publisher.publish(blocks(1, 12))
+        async with following(publisher) as (table, intake, _):
+            await until(lambda: intake.state == "live")
+            assert intake.replayed == 4001 and held(table) == 12
+
+
+async def test_a_gap_is_replayed_and_the_batch_after_it_applied_once():
+    async with publishing() as publisher, following(publisher) as (table, intake, changes):
+        await publisher.publish(blocks(0, 4))
+        await until(lambda: held(table) == 4)
+        await publisher.publish(blocks(4, 8), lose=True)
+        await publisher.publish(blocks(8, 12))
+        await until(lambda: held(table) == 12 and intake.state == "live")
+        assert publisher.asked == [0, 1]
+        assert intake.gaps == 1 and intake.last_seq == 2 and intake.batches == 3
+        assert [state for state, _ in changes] == ["live", "gap", "live"]
+
+
+async def test_a_gap_beyond_the_record_clears_the_replica_and_says_so():
+    async with publishing(kept=2) as publisher, following(publisher) as (table, intake, changes):
+        await publisher.publish(blocks(0, 4))
+        await until(lambda: held(table) == 4)
+        for _ in range(4):
+            await publisher.publish(removed(999), lose=True)
+        await publisher.publish(blocks(0, 2))
+        await until(lambda: intake.last_seq == 5 and intake.state == "live")
+        assert held(table) == 2
+        assert any("cannot be replayed: cleared" in reason for _, reason in changes)
+
+
+async def test_a_gap_without_a_replay_socket_clears_and_goes_on():
+    async with publishing() as publisher:
+        async with following(publisher, replay=False) as (table, intake, changes):
+            await publisher.publish(blocks(0, 4))
+            await until(lambda: held(table) == 4)
+            await publisher.publish(removed(103), lose=True)
+            await publisher.publish(blocks(4, 6), blocks(0, 1))
+            await until(lambda: intake.last_seq == 2)
+            assert held(table) == 1 and intake.orphans == 2 and intake.state == "live"
+            assert any("cleared" in reason for _, reason in changes)
+
+
+async def test_a_restarted_engine_voids_what_its_predecessor_held():
+    async with publishing() as publisher, following(publisher) as (table, intake, changes):
+        for i in range(3):
+            await publisher.publish(blocks(4 * i, 4 * i + 4))
+        await until(lambda: held(table) == 12)
+        publisher.restart()
+        await publisher.publish(blocks(0, 2), lose=True)  # before the subscriber is back
+        await publisher.publish(blocks(2, 3))
+        await until(lambda: intake.last_seq == 1)
+        assert held(table) == 3
+        assert ("gap", "the engine restarted: cleared") in changes
+
+
+async def test_late_and_repeated_batches_change_nothing():
+    async with publishing() as publisher, following(publisher) as (table, intake, _):
+        await publisher.publish(blocks(0, 4))
+        await publisher.publish(removed(103))
+        await until(lambda: intake.last_seq == 1)
+        old = publisher.record[0]
+        await publisher.publish_raw([b"kv", (0).to_bytes(8, "big"), old])
+        await publisher.publish(removed(102))
+        await until(lambda: intake.last_seq == 2)
+        assert held(table) == 2 and intake.batches == 3
+
+
+async def test_garbage_is_counted_and_survived():
+    async with publishing() as publisher, following(publisher) as (table, intake, _):
+        await publisher.publish_raw([b"kv", b"short", b"\xc1"])
+        await publisher.publish_raw([b"kv", (7).to_bytes(8, "big"), b"\xc1\xc1"])
+        await publisher.publish(blocks(0, 2))
+        await until(lambda: held(table) == 2)
+        assert intake.malformed == 2
+
+
+async def test_resync_forgets_and_asks_for_everything():
+    async with publishing() as publisher, following(publisher) as (table, intake, _):
+        await publisher.publish(blocks(0, 4))
+        await until(lambda: held(table) == 4)
+        table.remove(0, [102])  # the map drifted
+        intake.resync()
+        assert held(table) == 0
+        await until(lambda: held(table) == 4)
+        assert publisher.asked == [0, 0]
+
+
+async def test_a_replay_socket_that_does_not_answer_is_asked_again(monkeypatch):
+    monkeypatch.setattr(cachemap.sockets, "REPLAY_SECONDS", 0.05)
+    monkeypatch.setattr(cachemap.intake, "RETRY_SECONDS", (0.05, 0.1))
+    publisher = Publisher()
+    try:
+        await publisher.publish(blocks(0, 4))
+        table, slot = CacheMap(1 << 20), 0
+        table.attach("r", None, True)
+        intake = EventIntake(
+            table, slot, endpoint=publisher.endpoint, replay=publisher.replay, model="m",
+            block_size=BLOCK,
+        )  # fmt: skip
+        task = asyncio.ensure_future(intake.run())
+        await publisher.subscribed()
+        await publisher.publish(blocks(0, 1))  # live events flow meanwhile
+        await until(lambda: held(table) == 1)
+        publisher.serve_replay()
+        await until(lambda: held(table) == 4)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    finally:
+        await publisher.close()
+
+
+async def test_a_silent_replica_is_modelled_until_its_events_come(monkeypatch):
+    monkeypatch.setattr(cachemap.intake, "SILENT_SECONDS", 0.0)
+    async with publishing() as publisher, following(publisher) as (table, intake, changes):
+        await until(lambda: intake.state == "live")
+        for _ in range(3):
+            intake.request_finished(5)
+            intake.request_finished(0)  # nothing new in it: says nothing
+        assert intake.state == "live"
+        intake.request_finished(5)
+        assert intake.state == "unobserved" and "no block was reported" in changes[-1][1]
+        table.expect(0, HASHES, 0.0)
+        assert table.match(HASHES, 1e6).held == [12]  # a model does not expire
+        await publisher.publish(blocks(0, 4), lose=True)
+        await publisher.publish(blocks(4, 6))
+        await until(lambda: intake.state == "live" and held(table) == 6)
+        assert table.match(HASHES, 0.0).held == [6]
+
+
+async def test_events_under_another_topic_are_named_not_dropped_silently(monkeypatch):
+    monkeypatch.setattr(cachemap.intake, "SILENT_SECONDS", 0.0)
+    async with publishing(topic=b"kv@r1") as publisher:
+        async with following(publisher, replay=False, topic="kv@r0") as (table, intake, changes):
+            await publisher.publish(blocks(0, 4))
+
+            def finished():
+                intake.request_finished(4)
+                return "kv@r1" in intake.reason
+
+            await until(finished)
+            assert held(table) == 0 and intake.state == "unobserved"
+
+
+async def test_another_block_size_makes_the_replica_unobserved_and_says_why():
+    async with publishing() as publisher, following(publisher) as (table, intake, changes):
+        await publisher.publish(stored([1], list(range(32)), block_size=32))
+        await until(lambda: intake.state == "unobserved")
+        assert "32 tokens" in intake.reason and f"blocks of {BLOCK}" in intake.reason
+        await publisher.publish(stored([2], list(range(32)), block_size=32))
+        await until(lambda: intake.last_seq == 1)
+        assert [state for state, _ in changes].count("unobserved") == 1
+
+
+async def test_array_events_with_byte_hashes_as_older_engines_send_them():
+    keys = [bytes([i]) * 32 for i in range(12)]
+    async with publishing() as publisher, following(publisher) as (table, intake, _):
+        await publisher.publish(["BlockStored", keys[:8], None, TOKENS[: 8 * BLOCK], BLOCK, None, "GPU"])
+        await publisher.publish(["BlockStored", keys[8:], keys[7], TOKENS[8 * BLOCK :], BLOCK, None])
+        await publisher.publish(["BlockRemoved", [keys[11]], "GPU"], ["SomethingNew", 1, 2])
+        await until(lambda: intake.last_seq == 2)
+        assert held(table) == 11 and intake.unknown == 1 and intake.malformed == 0
+
+
+def test_the_payload_of_the_tests_is_that_of_the_engine():
+    recorded = bytes.fromhex("93cb41dac001dbe80e6e918ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391cf")
+    ours = msgspec.msgpack.encode([1795164015.6258807, [stored([1 << 63], [0] * BLOCK)], 0])
+    assert ours[:1] + ours[9:44] == recorded[:1] + recorded[9:44]

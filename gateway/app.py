@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import signal
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -21,6 +22,8 @@ import uvloop
 from cachemap import CacheMap, EventIntake
 from policies import CostGroup, Ledger, make
 from replicas import Fleet, Replica, State
+from replicas import profile as profiles
+from replicas.profile import Profile
 
 from . import __version__
 from .admin.server import Admin
@@ -55,7 +58,8 @@ class Gateway:
         self.fleet.on_change.append(self._replica_changed)
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake] = {}
-        self.model_dir, self.served_name = _model(settings)
+        self.profile = _profile(settings) if settings.launch else None
+        self.model_dir, self.served_name = _model(settings, self.profile)
         self.dispatcher = Dispatcher(
             pipeline=self._pipeline(self.model_dir, self.served_name),
             cachemap=self.map,
@@ -67,6 +71,7 @@ class Gateway:
             request_timeout=settings.request_timeout_s,
             idle_timeout=settings.idle_timeout_s,
             response_headers=settings.response_headers,
+            replicas=self.fleet.replicas,
             on_traffic=self._traffic,
             on_end=_access if settings.access_log else None,
         )
@@ -80,7 +85,7 @@ class Gateway:
         self._learning: asyncio.Task[None] | None = None
         self._caring: asyncio.Task[None] | None = None
 
-    def _pipeline(self, directory: Any, name: str) -> Pipeline:
+    def _pipeline(self, directory: Path | None, name: str) -> Pipeline:
         size = self.settings.block_size or DEFAULT_BLOCK_SIZE
         try:
             return Pipeline(directory, name, size, chat_template=self.settings.chat_template)
@@ -102,7 +107,7 @@ class Gateway:
             for url in settings.replica_url:
                 self.fleet.add(url)
             if settings.launch:
-                await self.fleet.launch(settings.launch, settings.profile, self.model_dir, self.served_name)
+                await self.fleet.launch(settings.launch, self.profile, self.model_dir, self.served_name)
         except BaseException:
             await self.server.close()
             raise
@@ -261,9 +266,16 @@ class Gateway:
 _FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout", "stalled": "timeout"}
 
 
-def _model(settings: Settings) -> tuple[Any, str]:
+def _profile(settings: Settings) -> Profile:
+    try:
+        return profiles.load(settings.profile)
+    except profiles.ProfileError as error:
+        raise ConfigError(f"--profile {error}") from None
+
+
+def _model(settings: Settings, profile: Profile | None) -> tuple[Path | None, str]:
     """The model directory (None: to be learned from the replicas) and the name the block hashes are seeded with."""
-    if settings.model is None and settings.launch and settings.profile == "sim":
+    if settings.model is None and profile is not None and profile.engine == "sim":
         from replicas.simulated.model import sim_model_dir
 
         return sim_model_dir(), settings.served_model_name or "sim"

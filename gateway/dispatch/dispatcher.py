@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ from .life import Failure, Life
 from .usage import Usage
 
 if TYPE_CHECKING:
+    from replicas import Replica
+
     from ..telemetry.metrics import Metrics
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
@@ -63,6 +65,7 @@ class Dispatcher:
         request_timeout: float,
         idle_timeout: float,
         response_headers: bool,
+        replicas: Mapping[str, Replica],
         on_traffic: Callable[[str, str | None], None],
         on_end: Callable[[Life, str, Usage | None], None] | None = None,
     ):
@@ -76,6 +79,7 @@ class Dispatcher:
         self.request_timeout = request_timeout
         self.idle_timeout = idle_timeout
         self.response_headers = response_headers
+        self.replicas = replicas  # all that are known, for the words of a 503; `backends` are those that were ready once
         self.on_traffic = on_traffic  # (replica id, None or the kind of failure): what health learns from traffic
         self.on_end = on_end
         self.backends: dict[str, Backend] = {}
@@ -217,7 +221,7 @@ class Dispatcher:
         known = self.models
         if model is not None and known and model not in known:
             return Failure(404, f"the model {model!r} does not exist; served here: {', '.join(sorted(known))}", param="model", code="model_not_found")
-        states = ", ".join(f"{b.id} is {b.replica.state}: {b.replica.reason}" for b in self.backends.values())
+        states = "; ".join(f"{one.id} is {one.state}: {one.reason}" for one in self.replicas.values())
         return Failure(503, f"no replica is ready ({states or 'none is known'})")
 
     def release(self, life: Life) -> None:

@@ -273,10 +273,6 @@ class Downstream(asyncio.Protocol):
         self.closing = True
         self.transport.close()
 
-    def close_if_idle(self) -> None:
-        if self.current is None and not self.waiting and not self.reading and not self.closing:
-            self._close()
-
     def check(self, now: float) -> None:
         """Called by the server's sweep, a few times a second."""
         limits = self.server.limits

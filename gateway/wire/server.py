@@ -55,14 +55,13 @@ class Server:
         return sum(c.current is not None for c in self.connections)
 
     async def drain(self, seconds: float) -> int:
-        """Refuse new work (the handler answers 503), let exchanges end; returns how many were cut at the deadline."""
+        """Refuse new work (the handler answers 503), let exchanges end; returns how many were cut at the deadline.
+
+        Idle connections stay until the end: a client that sends on one gets its 503, not a reset.
+        """
         self.draining = True
         deadline = monotonic() + seconds
-        while monotonic() < deadline:
-            for connection in list(self.connections):
-                connection.close_if_idle()
-            if not self.busy:
-                break
+        while self.busy and monotonic() < deadline:
             await asyncio.sleep(0.02)
         cut = self.busy
         await self.close()

@@ -50,7 +50,7 @@ async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_tim
     async with AsyncExitStack() as resources:
         dispatcher = Dispatcher(
             pipeline=pipeline or Pipeline(None, "m", 16), cachemap=CacheMap(1 << 24), policy=make(policy), metrics=Metrics(), ledger=Ledger(),
-            costs=CostGroup(), retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True,
+            costs=CostGroup(), retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True, replicas={},
             on_traffic=lambda replica, kind: faults.append(kind) if kind else None, **options,
         )  # fmt: skip
         for port in ports:

@@ -259,7 +259,7 @@ async def test_a_client_that_does_not_read_is_not_read_from():
             assert (await talk.response())[0] == 200
 
 
-async def test_drain_finishes_what_runs_and_closes_what_idles():
+async def test_drain_finishes_what_runs_and_answers_who_still_asks():
     async with served() as (talk, echo, server):
         idle = await Talker.to(server._listener.sockets[0].getsockname()[1])
         await idle.say(GET)
@@ -267,6 +267,9 @@ async def test_drain_finishes_what_runs_and_closes_what_idles():
         await talk.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
         await eventually(lambda: echo.held)
         drained = asyncio.ensure_future(server.drain(5))
+        await eventually(lambda: server.draining)
+        await idle.say(GET)
+        assert (await idle.response())[1]["connection"] == "close"
         assert await idle.rest() == b""
         assert not drained.done()
         echo.release()

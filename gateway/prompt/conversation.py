@@ -15,6 +15,10 @@ from .prompt import PromptError
 # Claude Code's attribution line changes on every request; vLLM drops it from system text.
 _BILLING_HEADER = "x-anthropic-billing-header"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+# Keys of a part that mean something to vLLM; any other reaches a template that takes parts.
+_PART_KEYS = frozenset({"type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file",
+                        "image_url", "image_pil", "image_embeds", "audio_url", "audio_embeds", "input_audio",
+                        "video_url", "video_embeds", "prompt_cache_breakpoint"})
 
 
 class Multimodal(Exception):
@@ -127,7 +131,10 @@ def _part(part: Any, as_parts: bool, where: str) -> Any:
         return None
     if not isinstance(text, str):
         raise bad(f"{where}: the text of a content part must be a string", f"{where}.content")
-    return {"type": "text", "text": text} if as_parts else text
+    if not as_parts:
+        return text
+    more = {key: value for key, value in part.items() if key not in _PART_KEYS}
+    return {"type": "text", "text": text, **more}
 
 
 def _drop_billing_header(parts: list[Any]) -> list[Any]:
@@ -174,12 +181,15 @@ def _tool_call(call: Any, by_schema: bool, where: str) -> dict[str, Any]:
             arguments = {}
     if not isinstance(arguments, dict):
         arguments = {}
+    seen = {**function, "arguments": arguments}
     if not by_schema:
-        return {**call, "function": {**function, "arguments": arguments}}
-    seen: dict[str, Any] = {"arguments": arguments}
-    if "name" in function:
-        seen["name"] = function["name"]
-    return {**({"id": call["id"]} if "id" in call else {}), "function": seen, "type": "function"}
+        return {**call, "function": seen}
+    return _ordered({**call, "function": _ordered(seen, ("arguments", "name")), "type": "function"},
+                    ("id", "function", "type"))
+
+
+def _ordered(given: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
+    return {**{key: given[key] for key in first if key in given}, **given}
 
 
 def tool_schemas(tools: Any) -> list[dict[str, Any]] | None:

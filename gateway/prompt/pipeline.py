@@ -58,11 +58,13 @@ class Pipeline:
         set later, as the engine tells it. Raises ModelError or TokenizerError.
         """
         self.served_name = served_name
-        self.block_size = block_size
+        self._block_size = block_size
         self.max_model_len = max_model_len
         self.offload_bytes = OFFLOAD_BYTES
         self.tokenizer: Tokenizer | None = None
+        self.prefixes: Prefixes | None = None
         self.renderers: dict[str, Renderer] = {}
+        self.template_error = ""               # why there is no chat template that can be rendered
         self._habits = Habits(True, "low")
         self._lead: bytes | None = None        # special tokens before a text, if there are none behind it
         if model_dir is not None:
@@ -77,10 +79,26 @@ class Pipeline:
             self._lead = self.tokenizer.encode("x", special=True)[:4 * before]
         self.prefixes = Prefixes(self.tokenizer, self.block_size, prefix_bytes)
         for name, source in files.templates.items():
-            template = ChatTemplate(source, files.special_tokens)
+            try:
+                template = ChatTemplate(source, files.special_tokens)
+            except TemplateError as error:
+                self.template_error = str(error)
+                continue
             self.renderers[name] = Renderer(template, self.tokenizer, self.prefixes, cuts)
             if name == "default":
                 self._habits = habits(template)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block. May be set when the engine tells another; what is known of prefixes is dropped then."""
+        return self._block_size
+
+    @block_size.setter
+    def block_size(self, size: int) -> None:
+        if size != self._block_size:
+            self._block_size = size
+            if self.prefixes is not None:
+                self.prefixes.resize(size)
 
     def prepare(self, path: str, body: bytes, headers: Mapping[str, str] | None = None,
                 adapters: Collection[str] = ()) -> Prompt:
@@ -150,7 +168,7 @@ class Pipeline:
         renderer = self.renderers.get("tool_use") if chat.tools is not None else None
         renderer = renderer or self.renderers.get("default")
         if renderer is None:
-            raise TemplateError("the model has no chat template: give one with --chat-template")
+            raise TemplateError(self.template_error or "the model has no chat template: give one with --chat-template")
         if not chat.special:
             return renderer.tokens(seed, chat)
         if self._lead is not None:

@@ -126,6 +126,11 @@ class Prefixes:
         if self._young_bytes > self._half:
             self._old, self._young, self._young_bytes = self._young, {}, 0
 
+    def resize(self, block_size: int) -> None:
+        """Blocks of another size: the hashes of all nodes are void."""
+        self._block_size, self._width = block_size, 4 * block_size
+        self.forget()
+
     def forget(self) -> None:
         self._young, self._old, self._young_bytes = {}, {}, 0
 

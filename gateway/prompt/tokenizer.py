@@ -15,12 +15,14 @@ from typing import Any
 import fastokens
 import tokenizers
 
+from .model import ModelError
+
 log = logging.getLogger(__name__)
 
 _WARM_UP = "Hello, world! 12345 \n\n\tdef f(x): return x  # na\u00efve \u4f60\u597d \U0001f600 <|end|>"
 
 
-class TokenizerError(Exception):
+class TokenizerError(ModelError):
     """The tokenizer can't be loaded; the message says what is missing and what to do."""
 
 

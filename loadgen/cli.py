@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        return uvloop.run(args.act(args, Console(highlight=False)))
+        # with --json - standard output is the JSON's alone
+        return uvloop.run(args.act(args, Console(highlight=False, stderr=str(args.json) == "-")))
     except (options.BadOption, BadSLO, BadSource, BadURL, BadWorkload) as error:
         print(f"loadgen {args.verb}: {error}", file=sys.stderr)
         return 2

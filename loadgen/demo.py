@@ -41,6 +41,7 @@ ENGINES = 4
 TEXTS, TEXT_TOKENS, LEAST_TOKENS = 24, 4000, 500
 REQUESTS, RATE, TURNS, THINK, REPLY_TOKENS = 220, 10.0, 4, 1.0, 40
 PRESSURE, SPEED = 1.5, 0.5
+RUNNING, TALK_TOKENS = 4, 500  # conversations an engine has at a time, and their tokens besides the text
 BLOCK = 16
 BODY = '{"model": "sim", "messages": [{"role": "user", "content": "Which module reads CSV?"}]}'
 
@@ -76,7 +77,8 @@ def plan(path: Path | None) -> Plan:
         tokens = min(TEXT_TOKENS, max(LEAST_TOKENS, len(read_text(path)) // CHARS_PER_TOKEN // TEXTS))
     documents = options.texts(path, TEXTS, tokens)
     tokens = sum(len(document.text) for document in documents) // CHARS_PER_TOKEN
-    least = 4 * TEXT_TOKENS  # what a few running conversations need in any case
+    longest = max(len(document.text) for document in documents) // CHARS_PER_TOKEN
+    least = RUNNING * (longest + TALK_TOKENS)  # what the running conversations need in any case
     return Plan(documents, math.ceil(max(PRESSURE * tokens / ENGINES, least) / BLOCK))
 
 
@@ -128,13 +130,15 @@ async def play(args: argparse.Namespace, console: Console, planned: Plan, policy
 def introduce(console: Console, planned: Plan, args: argparse.Namespace) -> None:
     about = escape(str(args.file)) if args.file else "Python's standard library"
     held = planned.num_blocks * BLOCK / max(planned.tokens, 1)
+    room = f"the cache of one holds {held * 100:.0f} % of the texts" if held < 1 else \
+        "the cache of one holds all the texts, so policies will differ less than with a longer file"
     console.print()
     console.print("[bold]Hitherto[/]  each request goes to the replica that already holds its prefix")
     console.print()
     console.print(
         f"{args.num_prompts} questions in conversations about {len(planned.documents)} texts from {about}, some "
-        f"{planned.tokens // max(len(planned.documents), 1):,} tokens each. {ENGINES} engines; the cache of one holds "
-        f"{held * 100:.0f} % of the texts. The same conversations run twice, on fresh engines: first dealt out in "
+        f"{planned.tokens // max(len(planned.documents), 1):,} tokens each. {ENGINES} engines; {room}. "
+        f"The same conversations run twice, on fresh engines: first dealt out in "
         f"turn ({POLICIES[0]}), then by {POLICIES[1]}.", width=min(console.width, 92))
     console.print(
         "[dim]The gateway, its tokens, KV events and HTTP are real. The engines are simulated: vLLM's scheduler and "

@@ -91,8 +91,8 @@ class Engine:
                 await writer.drain()
                 if keep is False:
                     return
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass  # the client left, or the test is over
         finally:
             self.serving.discard(asyncio.current_task())
             writer.close()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 
 import pytest
@@ -88,6 +89,39 @@ async def test_compare_targets(engine, wire, tmp_path):
     assert list(reports) == ["plain", "named"]
     assert reports["named"]["replicas"]["r1"]["requests"] == 8
     assert reports["named"]["cache"]["predicted_hit_rate"] == 0.48
+
+
+async def test_json_on_standard_output_is_alone_there(engine, wire):
+    async with engine(openai(wire)) as server:
+        code, out, err = await loadgen("run", "--base-url", server.url, "--num-prompts", "2", "--request-rate", "inf", "--json", "-")
+    assert code == 0 and json.loads(out)["completed"] == 2
+    assert "2 of 2 requests answered" in err
+
+
+async def test_interrupting_gives_the_report_of_what_was_done(engine, wire, tmp_path):
+    """First turns are answered and second ones held: a second turn shows that the first reply was read."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    path = tmp_path / "c.jsonl"
+    path.write_text("\n".join(json.dumps(talk) for _ in range(3)))
+    held = asyncio.Semaphore(0)
+
+    async def respond(request, writer):
+        if len(request.json["messages"]) > 1:
+            held.release()
+            await asyncio.Event().wait()
+        writer.write(wire.answer())
+
+    async with engine(respond) as server:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "loadgen.cli", "run", "--base-url", server.url, "--model", "m", "--dataset-path", str(path),
+            "--request-rate", "inf", "--think-time", "0", stdout=asyncio.subprocess.PIPE, env={**os.environ, "COLUMNS": "120"})
+        async with asyncio.timeout(30):
+            for _ in range(3):
+                await held.acquire()
+            process.send_signal(signal.SIGINT)
+            out, _ = await process.communicate()
+        assert process.returncode == 0
+        assert b"3 of 3 requests answered" in out and b"3 not sent" in out and b"stopped early" in out
 
 
 async def test_all_requests_failed_is_exit_code_1(engine, wire):

@@ -30,7 +30,8 @@ def test_a_short_file_is_still_several_texts(tmp_path):
     path.write_text("\n\n".join(f"Paragraph {number}. " + "Words follow words. " * 30 for number in range(80)))
     planned = demo.plan(path)
     assert len(planned.documents) > 10
-    assert planned.num_blocks * demo.BLOCK >= 4 * demo.TEXT_TOKENS
+    longest = max(len(document.text) for document in planned.documents) // 4
+    assert planned.num_blocks * demo.BLOCK >= demo.RUNNING * longest  # those that run at a time fit
     path.write_text(" ")
     with pytest.raises(BadSource, match="no text"):
         demo.plan(path)

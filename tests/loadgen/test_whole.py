@@ -1,0 +1,28 @@
+"""The house together: gateway, engines and generator as a user starts them."""
+
+import asyncio
+import json
+import os
+import sys
+
+
+async def test_policies_are_compared_on_fresh_engines(tmp_path):
+    path = tmp_path / "c.json"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "loadgen.cli", "compare", "--policies", "round_robin,least_time", "--launch", "2", "--num-prompts", "12",
+        "--request-rate", "20", "--think-time", "0.1", "--output-len", "8", "--json", str(path), cwd=tmp_path,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, "COLUMNS": "120"})
+    async with asyncio.timeout(100):
+        out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    assert "The first token came after" in out.decode()
+    reports = json.loads(path.read_text())["targets"]
+    assert list(reports) == ["round_robin", "least_time"]
+    for report in reports.values():
+        assert report["completed"] == 12 and report["errors"] == {}
+        assert report["cache"]["reported_on"] == report["cache"]["predicted_on"] == 12
+        # what replies said adds up to what the engines counted, from zero: nobody was here before
+        assert report["engines"]["queries"] == report["cache"]["prompt_tokens"]
+        assert report["engines"]["hits"] == report["cache"]["cached_tokens"]
+        assert sum(figures["requests"] for figures in report["replicas"].values()) == 12
+    assert [figures["requests"] for figures in reports["round_robin"]["replicas"].values()] == [6, 6]

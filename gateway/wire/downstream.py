@@ -8,6 +8,7 @@ client does wrong is answered here, in its place in that order.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +19,9 @@ from .http import Headers, Request, response
 
 if TYPE_CHECKING:
     from .server import Server
+
+
+log = logging.getLogger("hitherto.wire")
 
 
 class Exchange(Protocol):
@@ -109,6 +113,8 @@ class Downstream(asyncio.Protocol):
             # Some clients offer h2c on every request. It was handed over as the plain request it also is;
             # the parser can't go on after it.
             self.refused = True
+        except httptools.HttpParserCallbackError as error:
+            self._failed(error)
         except httptools.HttpParserError as error:
             self._refuse(400, f"malformed HTTP request: {error}")
         if self.reading and not self.head_done:
@@ -240,6 +246,15 @@ class Downstream(asyncio.Protocol):
             self._answer_refusal(item)
         else:
             self._begin(item)
+
+    def _failed(self, error: Exception) -> None:
+        """A bug of ours, not the client's: say so in the log, and end this connection cleanly."""
+        log.error("a request made the gateway fail", exc_info=error.__context__ or error)
+        self.waiting.clear()
+        exchange, self.exchange, self.current = self.exchange, None, None
+        if exchange is not None:
+            exchange.client_gone()
+        self._refuse(500, "the gateway failed on this request; its log says why")
 
     def _refuse_head(self) -> None:
         self._refuse(431, f"request head larger than {self.server.limits.head_bytes} bytes")

@@ -241,6 +241,19 @@ async def test_a_client_that_leaves_is_told_to_the_exchange():
         await eventually(lambda: echo.left == 1)
 
 
+async def test_a_bug_of_ours_is_a_500_and_is_not_blamed_on_the_client(caplog):
+    async with served() as (talk, echo, _):
+        def fails(client, request):
+            client.exchange = echo
+            raise ZeroDivisionError("a bug")
+
+        echo.handle = fails
+        await talk.say(GET)
+        assert (await talk.response())[0] == 500
+        assert await talk.rest() == b""
+        assert echo.left == 1 and "ZeroDivisionError: a bug" in caplog.text
+
+
 async def test_a_client_that_does_not_read_is_not_read_from():
     """Pipelined requests whose answers nobody takes must not pile up in the gateway."""
     async with served() as (talk, echo, _):

@@ -1,0 +1,181 @@
+"""Where each microsecond of a request goes: our own stages, timed one by one without sockets.
+
+    python -m bench.stages [--json FILE]
+
+The rooms are the real ones (bundled tokenizer and template, 2 replicas whose caches are followed by what is sent to
+them, `least_time`); only the sockets are replaced by objects that keep nothing. Two loads, as the side-by-side
+benchmark has them: `plain` (8 kB, a shared system prompt and a new question) and `chat` (conversations that grow to
+32 kB). What `bench.datapath` shows beyond the sum is the kernel's and the event loop's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from time import perf_counter
+
+from cachemap import CacheMap
+from gateway.dispatch.backend import Backend
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.life import Life
+from gateway.prompt.pipeline import Pipeline
+from gateway.telemetry.metrics import Metrics
+from gateway.wire import upstream as wire
+from gateway.wire.downstream import Downstream
+from gateway.wire.server import Server
+from gateway.wire.upstream import Upstream
+from policies import CostGroup, Ledger, make
+from replicas import Replica, State
+from replicas.simulated.model import sim_model_dir
+
+WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or had by hot word".split()
+ANSWER = json.dumps({"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m",
+                     "choices": [{"index": 0, "message": {"role": "assistant", "content": "hello " * 64}, "finish_reason": "stop"}],
+                     "usage": {"prompt_tokens": 1000, "completion_tokens": 64, "total_tokens": 1064}}).encode()  # fmt: skip
+RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(ANSWER), ANSWER)
+
+
+class NoTransport:
+    """Takes bytes and forgets them."""
+
+    def write(self, data): ...
+    def writelines(self, data): ...
+    def is_closing(self): return False
+    def pause_reading(self): ...
+    def resume_reading(self): ...
+    def close(self): ...
+    def abort(self): ...
+
+
+def prose(rng: random.Random, size: int) -> str:
+    out: list[str] = []
+    while sum(map(len, out)) + len(out) < size:
+        out += rng.choices(WORDS, k=size // 8)
+    return " ".join(out)[:size]
+
+
+def bodies(load: str, count: int) -> list[bytes]:
+    rng = random.Random(7)
+    system = {"role": "system", "content": prose(rng, 4000)}
+
+    def body(messages: list[dict]) -> bytes:
+        return json.dumps({"model": "m", "stream": False, "max_tokens": 64, "messages": messages}).encode()
+
+    if load == "plain":
+        return [body([system, {"role": "user", "content": prose(rng, 4000)}]) for _ in range(count)]
+    made = []
+    while len(made) < count:
+        messages = [system]
+        for _ in range(14):
+            messages.append({"role": "user", "content": prose(rng, 1000)})
+            made.append(body(messages))
+            messages = [*messages, {"role": "assistant", "content": prose(rng, 1000)}]
+    return made[:count]
+
+
+class Stopwatch:
+    """Replaces methods by timed ones. A stage's own time is what it took less the stages inside it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inner = [0.0]
+
+    def time(self, owner: object, method: str, stage: str) -> None:
+        plain = getattr(owner, method)
+
+        def timed(*args, **kwargs):
+            self._inner.append(0.0)
+            begun = perf_counter()
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                took = perf_counter() - begun
+                self.seconds[stage] = self.seconds.get(stage, 0.0) + took - self._inner.pop()
+                self._inner[-1] += took
+
+        setattr(owner, method, timed)
+
+
+def build() -> tuple[Server, Dispatcher]:
+    metrics, ledger, costs, cachemap = Metrics(), Ledger(), CostGroup(), CacheMap(1 << 28)
+    dispatcher = Dispatcher(
+        pipeline=Pipeline(sim_model_dir(), "m", 16), cachemap=cachemap, policy=make("least_time"), metrics=metrics, ledger=ledger, costs=costs,
+        retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None,
+    )  # fmt: skip
+    for port in (9001, 9002):
+        replica = Replica(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "127.0.0.1", port)
+        replica.state, replica.models = State.READY, {"m": None}
+        backend = Backend(replica, cachemap.attach(replica.id, 8192, False), ledger.add(replica.id), costs.add(replica.id))
+        upstream = Upstream(backend.pool)
+        upstream.connection_made(NoTransport())
+        backend.pool.release(upstream)
+        dispatcher.add(backend)
+    return Server(dispatcher), dispatcher
+
+
+def run(load: str, count: int, watched: bool) -> dict[str, float]:
+    """Microseconds per request by stage (with `watched`), or in total under the key `total`."""
+    wire.IDLE_SECONDS = float("inf")  # the two connections must last
+    server, dispatcher = build()
+    watch = Stopwatch()
+    if watched:
+        pipeline, policy = dispatcher.pipeline, dispatcher.policy
+        watch.time(pipeline, "prepare", "prepare: JSON, render, tokens, hashes")
+        watch.time(dispatcher.map, "match", "match: who holds how much")
+        watch.time(policy, "choose", "choose: least_time")
+        watch.time(dispatcher.ledger, "reserve", "reserve")
+        watch.time(dispatcher.map, "expect", "expect: note what will be held")
+        watch.time(dispatcher, "request_head", "request head")
+        watch.time(dispatcher, "response_lines", "response head")
+        watch.time(dispatcher, "settle", "settle: compare, count")
+    client = Downstream(server)
+    client.connection_made(NoTransport())
+    requests = [b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(b), b)
+                for b in bodies(load, count)]  # fmt: skip
+    for request in requests[: count // 4]:
+        exchange(client, request)
+    watch.seconds.clear()
+    begun = perf_counter()
+    for request in requests[count // 4 :]:
+        exchange(client, request)
+    total = (perf_counter() - begun) / (count - count // 4) * 1e6
+    stages = {name: seconds / (count - count // 4) * 1e6 for name, seconds in watch.seconds.items()}
+    return {**stages, "total": total}
+
+
+def exchange(client: Downstream, request: bytes) -> None:
+    client.data_received(request)
+    life: Life = client.exchange
+    life.upstream.data_received(RESPONSE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    count = 1400 if args.quick else 5600
+    out: dict[str, dict[str, float]] = {}
+    for load in ("plain", "chat"):
+        total = run(load, count, watched=False)["total"]
+        stages = run(load, count, watched=True)
+        del stages["total"]
+        # Timers cost time too; the stages are scaled so that with the rest they make up the unwatched total.
+        rest = max(total - sum(stages.values()), 0.0)
+        out[load] = {**{name: round(us, 1) for name, us in stages.items()}, "wire, life, the rest": round(rest, 1), "total": round(total, 1)}
+    print(f"{'us per request':42}{'plain':>9}{'chat':>9}")
+    for name in out["plain"]:
+        print(f"{name:42}{out['plain'][name]:9.1f}{out['chat'][name]:9.1f}")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(out, file, indent=1)
+
+
+async def _main() -> None:
+    main()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

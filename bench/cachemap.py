@@ -83,9 +83,9 @@ def measure_map(conversations: Conversations, blocks: int) -> dict:
         hashes = hashes.tolist()
         for start in range(0, CHAIN, CALL):
             part = hashes[start : start + CALL]
-            parents = [hashes[start - 1] if start else 0, *part[:-1]]
+            heads = [(0, hashes[start - 1] if start else 0)]
             begun = time.perf_counter()
-            table.store(conversations.replica(number), part, keys[start : start + CALL], "gpu", parents)
+            table.store(conversations.replica(number), part, keys[start : start + CALL], "gpu", heads)
             took = time.perf_counter() - begun
             spent += took
             slowest = max(slowest, took)

@@ -32,7 +32,8 @@ class EventApplier:
         self._block_size = block_size
         self._own: dict[int | bytes, int] = {}  # engine key -> hash, of those pending
         self._above: dict[int | bytes, int] = {}  # the same, of parents in the map
-        self._parents: list[int] = []
+        self._heads: list[tuple[int, int]] = []  # where chains begin among them
+        self._tail = 0  # the last of them
         self._removing: list[int] | list[bytes] = []
         self._tier = "gpu"
         self.stored = 0
@@ -56,15 +57,16 @@ class EventApplier:
         """Hand over what is pending."""
         if self._own:
             hashes = list(self._own.values())
-            self._map.store(self._slot, hashes, list(self._own), self._tier, self._parents)
-            self._own, self._parents = {}, []
+            self._map.store(self._slot, hashes, list(self._own), self._tier, self._heads)
+            self._own, self._heads, self._tail = {}, [], 0
         if self._removing:
             self.removed += self._map.remove(self._slot, self._removing, self._tier)
             self._removing = []
 
     def forget(self) -> None:
         """The replica holds nothing, and nothing pending counts."""
-        self._own, self._above, self._parents, self._removing = {}, {}, [], []
+        self._own, self._above, self._removing = {}, {}, []
+        self._heads, self._tail = [], 0
         self.fault = None
         self._map.clear(self._slot)
 
@@ -104,21 +106,24 @@ class EventApplier:
             return
         hashes = self._hashes(event, parent)
         for key, block, above in zip(event.keys, hashes, (parent, *hashes), strict=False):
-            if key not in self._own:
-                self._own[key] = block
-                self._parents.append(above)
+            self._pend(key, block, above)
         self.stored += len(hashes)
 
     def _store_known(self, event: Stored) -> None:
         """Blocks named by key alone, as when one is copied to a slower tier."""
         for key in event.keys:
             block = self._hash_of(key)
-            if not block:
-                self.orphans += 1
-            elif key not in self._own:
-                self._own[key] = block
-                self._parents.append(0)
+            if block:
+                self._pend(key, block, self._tail)
                 self.stored += 1
+            else:
+                self.orphans += 1
+
+    def _pend(self, key: int | bytes, block: int, above: int) -> None:
+        if key not in self._own:
+            if above != self._tail or not self._own:
+                self._heads.append((len(self._own), above))
+            self._own[key] = self._tail = block
 
     def _remove(self, event: Removed) -> None:
         if event.group:

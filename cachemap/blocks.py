@@ -11,17 +11,26 @@ always the ends of chains, never a block with others behind it.
 """
 
 from array import array
+from collections.abc import Iterable
 
 import numpy as np
 
 from cachemap.table import CHUNK, FILL, MIX, U64, Buckets
 
-EPOCHS = 64  # a full table is this many epochs old: it sheds in steps of 1.6 % of its blocks
+EPOCHS = 64  # to a table full of uses: the finest it can tell apart is 1.6 % of its blocks
+OLDEST = 128  # ages stop here, two tables full of uses; three would wrap in a byte
 SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs more than storing
 SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
-PIECE = 1024  # blocks stored at a time
 NONE = np.empty(0, np.int64)
 HEAD = 256  # blocks of a long prompt looked up before the rest is
+
+
+Heads = list[tuple[int, int]]
+
+
+def u64(numbers: Iterable[int]) -> np.ndarray:
+    """Ints of up to 64 bits as an array; by way of `array`, a third quicker than numpy's."""
+    return np.frombuffer(array("Q", numbers), U64)
 
 
 class Budget:
@@ -50,7 +59,7 @@ class BlockTable:
         self._tag_shift = U64(self._place_bits)
         self.blocks = Buckets(1)
         self.holders = [np.zeros(len(self.blocks.words), np.uint8)]
-        self.epochs = np.zeros(len(self.blocks.words), np.uint16)
+        self.epochs = np.zeros(len(self.blocks.words), np.uint8)
         self.aliases: dict[int, Buckets] = {}
         self._capacity: dict[int, int] = {}
         self._epoch = 0
@@ -82,15 +91,15 @@ class BlockTable:
 
     def prefix(self, hashes: list[int]) -> np.ndarray:
         """Places of the leading blocks that anyone holds; marks them as used now."""
-        if not hashes or not self.blocks.has(hashes[0]):
+        if not hashes or self.blocks.at(hashes[0]) < 0:
             return NONE
         if len(hashes) <= 2 * HEAD:
-            places = self.blocks.find(np.frombuffer(array("Q", hashes), U64), prefix=True)
+            places = self.blocks.find_prefix(u64(hashes))
         else:
-            places = self.blocks.find(np.frombuffer(array("Q", hashes[:HEAD]), U64), prefix=True)
+            places = self.blocks.find_prefix(u64(hashes[:HEAD]))
             if len(places) == HEAD:
-                rest = np.frombuffer(array("Q", hashes[HEAD:]), U64)
-                places = np.concatenate((places, self.blocks.find(rest, prefix=True)))
+                rest = self.blocks.find_prefix(u64(hashes[HEAD:]))
+                places = np.concatenate((places, rest))
         if self._pressed:
             self.epochs[places] = self._epoch
             self._tick(len(places))
@@ -124,37 +133,36 @@ class BlockTable:
                 result[i] |= bits << shift
         return result
 
-    def store(self, slot: int, hashes: np.ndarray, tags: np.ndarray, parents: np.ndarray) -> None:
+    def store(self, slot: int, hashes: np.ndarray, tags: np.ndarray, heads: Heads) -> None:
         """The replica now holds these blocks, known to it under these tags.
 
-        `parents` are the hashes of the blocks before them, 0 for the first of a chain.
+        The blocks form chains; `heads` has for each chain the index of its first block and
+        the hash of the block before that, 0 if the chain starts a prompt.
         """
-        hashes, tags, parents = _distinct(hashes, tags, parents)
-        for start in range(0, len(hashes), PIECE):
-            piece = slice(start, start + PIECE)
-            self._store(slot, hashes[piece], tags[piece], parents[piece])
-
-    def _store(self, slot, hashes, tags, parents) -> None:
-        places = self._settle(slot, hashes, parents)
+        places = self._settle(slot, hashes, heads)
         if places is None:
             self.refused += len(hashes)
             return
-        alias = self.aliases[slot]
         words, bit = self._bit(slot)
         words[places] |= bit
+        alias = self.aliases[slot]
         packed = (tags << self._tag_shift) | places.view(U64)
         at = alias.find(tags)
         known = at >= 0
-        if not known.any():
-            alias.add(packed)
-            return
-        alias.add(packed[~known])
-        at = at[known]
-        before = (alias.words[at] & self._place_mask).view(np.int64)
-        alias.words[at] = packed[known]
-        self._release(slot, before[before != places[known]])
+        if known.any():
+            before = (alias.words[at[known]] & self._place_mask).view(np.int64)
+            alias.words[at[known]] = packed[known]
+            at[~known] = alias.add(packed[~known])
+            if (before != places[known]).any():
+                self._release(slot, np.setdiff1d(before, places))
+        else:
+            at = alias.add(packed)
+        lost = alias.words.take(at) != packed
+        if lost.any():  # one tag for two blocks: a key given twice, or a clash
+            kept = alias.words[at[lost]] & self._place_mask
+            self._release(slot, np.setdiff1d(places[lost], kept.view(np.int64)))
 
-    def _settle(self, slot, hashes, parents) -> np.ndarray | None:
+    def _settle(self, slot: int, hashes: np.ndarray, heads: Heads) -> np.ndarray | None:
         """The places of these blocks, new ones put in; None if they cannot fit."""
         if self.aliases[slot].room < len(hashes) and not self._widen_alias(slot, len(hashes)):
             return None
@@ -163,39 +171,42 @@ class BlockTable:
         if len(new) > self.blocks.room:
             if not self._widen_blocks(len(new)):
                 return None
-            return self._settle(slot, hashes, parents)  # everything may have moved
+            return self._settle(slot, hashes, heads)  # everything may have moved
         if len(new):
-            places[new] = self.blocks.add(hashes[new])
-            self.epochs[places[new]] = self._epoch + 1 & 0xFFFF  # as old as can be
-        self._date(places, hashes, parents)
+            added = self.blocks.add(hashes.take(new))
+            places[new] = added
+            self.epochs[added] = self._epoch - OLDEST & 0xFF
+        ends = [head for head, _ in heads[1:]] + [len(places)]
+        for (start, parent), end in zip(heads, ends):
+            self._date(places[start:end], parent)
         self._tick(len(places))
         return places
 
-    def _date(self, places, hashes, parents) -> None:
-        """Blocks count as used now, but not later than their parents were."""
-        heads = np.concatenate(([0], (parents[1:] != hashes[:-1]).nonzero()[0] + 1))
-        if len(heads) == 1 and not parents[0]:
-            self.epochs[places] = self._epoch
-            return
-        above = self.blocks.find(parents[heads])
-        lengths = np.diff(heads, append=len(places))
-        before = self._ages(places)
-        while True:  # once more for every run that hangs on a run before it
-            ages = np.where(above < 0, 0, self._ages(above))
-            after = np.minimum(before, ages.repeat(lengths))
-            if (after == before).all():
-                return
-            self.epochs[places] = (self._epoch - after).astype(np.uint16)
-            before = after
+    def _date(self, chain: np.ndarray, parent: int) -> None:
+        """A chain counts as used now, but not later than the block before it was."""
+        place = self.blocks.at(parent) if parent else -1
+        age = self._epoch - int(self.epochs[place]) & 0xFF if place >= 0 else 0
+        if age:
+            now = self._ages(chain)
+            self.epochs[chain] = self._epoch - np.minimum(now, age) & 0xFF
+        else:
+            self.epochs[chain] = self._epoch
 
     def _ages(self, places: np.ndarray) -> np.ndarray:
-        return (self._epoch - self.epochs[places].astype(np.int64)) & 0xFFFF
+        return self._epoch - self.epochs[places].astype(np.int64) & 0xFF
 
     def _tick(self, used: int) -> None:
+        """Count uses. After a table full of them all ages are cut, so that none wraps."""
         self._used_in_epoch += used
-        if self._used_in_epoch * EPOCHS >= len(self.blocks.words):
-            self._used_in_epoch = 0
-            self._epoch = self._epoch + 1 & 0xFFFF
+        if self._used_in_epoch * EPOCHS < len(self.epochs):
+            return
+        self._used_in_epoch = 0
+        self._epoch = self._epoch + 1 & 0xFF
+        if self._epoch % EPOCHS == 0:
+            for start in range(0, len(self.epochs), CHUNK):
+                piece = slice(start, start + CHUNK)
+                ages = np.minimum(np.uint8(self._epoch) - self.epochs[piece], np.uint8(OLDEST))
+                self.epochs[piece] = np.uint8(self._epoch) - ages
 
     def remove(self, slot: int, tags: np.ndarray) -> np.ndarray:
         """The replica no longer holds these; gives the hashes of those it had."""
@@ -226,9 +237,9 @@ class BlockTable:
     def tags(self, engine_keys: list[int] | list[bytes]) -> np.ndarray:
         """Engine keys as alias tags: mixed, cut to the fingerprint's width, never 0."""
         try:
-            keys = np.frombuffer(array("Q", engine_keys), U64)
+            keys = u64(engine_keys)
         except (TypeError, OverflowError):  # bytes, or ints that are signed or longer
-            keys = np.frombuffer(array("Q", map(_key, engine_keys)), U64)
+            keys = u64(map(_key, engine_keys))
         return ((keys * MIX) >> self._tag_shift) | self._tag_top
 
     def _bit(self, slot: int):
@@ -286,7 +297,7 @@ class BlockTable:
         blocks = Buckets(capacity)
         size = len(blocks.words)
         holders = [np.zeros(size, words.dtype) for words in self.holders]
-        epochs = np.zeros(size, np.uint16)
+        epochs = np.zeros(size, np.uint8)
         moved = np.empty(len(self.epochs), np.uint32)
         for old, new in self.blocks.pour(blocks):
             moved[old] = new
@@ -345,20 +356,6 @@ def _nth_oldest(ages: np.ndarray, want: int, count: int) -> int:
     """The age that a share want / count of these ages reach or pass."""
     n = min(len(ages), max(1, len(ages) * want // max(count, 1)))
     return np.partition(ages, -n)[-n] if n else 0
-
-
-def _distinct(hashes, tags, parents):
-    """Leave out blocks whose hash or tag came before: a repeated event, rarely a clash."""
-    for of in (hashes, tags):
-        ordered = np.sort(of)
-        if (ordered[1:] == ordered[:-1]).any():
-            hashes_, first = np.unique(hashes, return_index=True)
-            first.sort()
-            hashes, tags, parents = hashes[first], tags[first], parents[first]
-            _, first = np.unique(tags, return_index=True)
-            first.sort()
-            return hashes[first], tags[first], parents[first]
-    return hashes, tags, parents
 
 
 def _key(key: int | bytes) -> int:

@@ -5,19 +5,18 @@ Predicted blocks, those of prompts just routed, lie apart and expire. A replica 
 events has neither: it has a model of the engine's own cache instead.
 """
 
-from array import array
 from dataclasses import dataclass
 
 import numpy as np
 
-from cachemap.blocks import BlockTable, Budget
+from cachemap.blocks import BlockTable, Budget, u64
 from cachemap.chains import BYTES_PER_BLOCK, EngineModel, Routed
-from cachemap.table import U64
 
 PREDICTED_SECONDS = 5.0  # longer than a queue and a prefill take, shorter than a cache turns over
 UNKNOWN_CAPACITY = 8192  # blocks assumed of an engine that does not say: 131,072 tokens of 16
 LOWER_TIERS = ("cpu", "disk", "remote")  # nearest first
 LEAST_BUDGET = 1 << 20
+PIECE = 1024  # blocks stored at a time: enough to spread a call's cost, few against any table
 
 
 class Match:
@@ -127,7 +126,7 @@ class CacheMap:
 
     def _further(self, hashes: list[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
         """For each slot the runs of blocks after the held ones that lie in lower tiers."""
-        wanted = np.frombuffer(array("Q", hashes), U64)
+        wanted = u64(hashes)
         holders = {tier: table.holders_of(wanted) for tier, table in self._lower.items()}
         lower = {}
         for slot, start in enumerate(held):
@@ -162,22 +161,23 @@ class CacheMap:
         hashes: list[int],
         engine_keys: list[int] | list[bytes],
         tier: str = "gpu",
-        parents: list[int] | None = None,
+        heads: list[tuple[int, int]] | None = None,
     ) -> None:
         """The replica reports that it now has these blocks, under these keys of its own.
 
-        `parents` has for each block the hash of the one before it, 0 for the first of a
-        chain; without it the blocks are taken to be one chain from its start.
+        They are taken to be one chain from a prompt's start, unless `heads` says where
+        chains begin: (index of the first block, hash of the block before it or 0), in order.
         """
-        if not hashes or not self._replica(slot).observed:
+        if not self._replica(slot).observed:
             return
-        table = self._table(tier)
-        own = np.frombuffer(array("Q", hashes), U64)
-        if parents is None:
-            above = np.concatenate((np.zeros(1, U64), own[:-1]))
-        else:
-            above = np.frombuffer(array("Q", parents), U64)
-        table.store(slot, own, table.tags(engine_keys), above)
+        table, heads = self._table(tier), heads or [(0, 0)]
+        for start in range(0, len(hashes), PIECE):
+            end = start + PIECE
+            part = [(at - start, parent) for at, parent in heads if start <= at < end]
+            if not part or part[0][0]:
+                part.insert(0, (0, hashes[start - 1]))
+            tags = table.tags(engine_keys[start:end])
+            table.store(slot, u64(hashes[start:end]), tags, part)
 
     def remove(self, slot: int, engine_keys: list[int] | list[bytes], tier: str = "gpu") -> int:
         """The replica reports that it dropped these; gives how many of them were known."""

@@ -5,20 +5,21 @@ one gather of lines and one comparison. A word is a tag in the high bits (what i
 up) and, if wanted, a payload in the low `payload_bits`; the word 0 marks an empty place.
 
 A tag goes to its first bucket while that is less than `EASY` full, then to the emptier of
-its first and second, and only if both are full to the buckets after the second. At 85 %
-that leaves 1 word in 10,000 outside its two buckets, so a lookup is two rounds even when the
-table is full (plain linear probing needed up to 35 rounds, 3.5 times the time).
-`passed[b]` counts the words that went past bucket b: a lookup goes on only where it says
-so, and removal lowers it again. There are no tombstones, so churn never degrades the table.
+its first and second, and only if both are full it spills to the buckets after the second. At
+the table's fill that is 1 word in 500, so a lookup is two rounds even when the table is full
+(plain linear probing needed up to 35 rounds and 3 times the time). `passed` counts for
+each bucket the words that have it for their first and live elsewhere, `spilled` those that
+went past it after that: a lookup goes on only where they say so, and removal lowers them
+again. There are no tombstones, so churn never degrades the table.
 
-Filled to 85 %: 8 / 0.85 + 3 / 6.8 = 9.9 bytes a word.
+Filled to 85 %: (8 + 5 / 8) / 0.85 = 10.1 bytes a word.
 """
 
 import numpy as np
 
-FILL = 0.85  # fuller, lookups leave the two buckets; emptier, memory is wasted
-EASY = 5  # of 8; lower sends more words to their second bucket, higher fills buckets unevenly
-CHUNK = 1 << 15  # words moved at a time in a rebuild: fits the L2 cache
+FILL = 0.85  # fuller, words spill; emptier, memory is wasted
+EASY = 4  # of 8; lower sends more words to their second bucket, higher fills buckets unevenly
+CHUNK = 1 << 15  # words moved at a time: fits the L2 cache
 
 U64 = np.uint64
 MIX = U64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads a tag for its second bucket
@@ -28,105 +29,135 @@ MIX_SHIFT = U64(23)
 class Buckets:
     """A set of tags, each with a payload; callers speak in places (indices into `words`).
 
-    Tags must be nonzero and, once in the table, distinct. Every operation takes and gives
-    arrays; none of them grows the table: see `room` and `pour`.
+    Tags must be nonzero. Operations take and give arrays; none of them grows the table: see
+    `room` and `pour`.
     """
 
-    __slots__ = ("_buckets", "_payload_bits", "count", "load", "passed", "rows", "words")
+    __slots__ = (
+        "_buckets", "_payload_bits", "_spills", "count", "load", "passed", "rows", "spilled",
+        "words",
+    )  # fmt: skip
 
     def __init__(self, capacity: int, payload_bits: int = 0):
         buckets = buckets_for(capacity)
         self._buckets = U64(buckets)
         self._payload_bits = U64(payload_bits)
+        self._spills = 0
         self.words = np.zeros(buckets * 8, U64)
         self.rows = self.words.reshape(buckets, 8)
         self.load = np.zeros(buckets, np.uint8)
         self.passed = np.zeros(buckets, np.int16)
+        self.spilled = np.zeros(buckets, np.int16)
         self.count = 0
 
     @property
     def nbytes(self) -> int:
-        return self.words.nbytes + self.load.nbytes + self.passed.nbytes
+        return sum(a.nbytes for a in (self.words, self.load, self.passed, self.spilled))
 
     @property
     def room(self) -> int:
         """How many more words fit before the table is too full to be quick."""
         return int(len(self.words) * FILL) - self.count
 
-    def has(self, tag: int) -> bool:
-        """Whether a tag is there, for tables without payload: 0.6 us instead of find's 6."""
-        bucket = tag % len(self.rows)
-        if tag in self.words[bucket * 8 : bucket * 8 + 8].tolist():
-            return True
-        return bool(self.passed[bucket]) and self.find(np.array([tag], U64))[0] >= 0
+    def at(self, tag: int) -> int:
+        """The place of one tag, -1 if absent, in a table without payload: 0.6 us."""
+        start = tag % len(self.rows) * 8
+        line = self.words[start : start + 8].tolist()
+        if tag in line:
+            return start + line.index(tag)
+        return int(self.find(np.array([tag], U64))[0]) if self.passed[start >> 3] else -1
 
-    def find(self, tags: np.ndarray, prefix: bool = False) -> np.ndarray:
-        """The place of each tag, -1 where absent.
-
-        With `prefix` only the run of tags present from the start on is wanted: the answer
-        is as long as that run.
-        """
-        buckets = self._first(tags)
-        hits = self._hits(buckets, tags)
+    def find(self, tags: np.ndarray) -> np.ndarray:
+        """The place of each tag, -1 where absent."""
+        first = self._first(tags)
+        hits = self._hits(first, tags)
         if len(hits) == len(tags):
-            hits &= 7
-            buckets <<= 3
-            buckets += hits
-            return buckets
-        return self._find_further(tags, buckets, hits, prefix)
+            return _places(first, hits)
+        return self._find_elsewhere(tags, first, hits)
 
-    def _find_further(self, tags, at, hits, prefix) -> np.ndarray:
-        """The rest of `find` once the first buckets did not have every tag."""
-        places = np.full(len(tags), -1, np.int64)
+    def find_prefix(self, tags: np.ndarray) -> np.ndarray:
+        """The places of the leading tags that are present, up to the first absent one."""
+        first = self._first(tags)
+        hits = self._hits(first, tags)
+        if len(hits) == len(tags):
+            return _places(first, hits)
         rows = hits >> 3
-        places[rows] = (at[rows] << 3) + (hits & 7)
-        pending = (places < 0).nonzero()[0]
-        at = at[pending]
-        second = True
-        while True:
-            further = self.passed.take(at) > 0
-            if prefix and not further.all():
-                end = pending[further.argmin()]  # the first tag known to be absent
-                places = places[:end]
-                further &= pending < end
-            pending = pending[further]
-            if not len(pending):
-                return places
-            at = self._second(tags[pending]) if second else (at[further] + 1) % len(self.rows)
-            second = False
-            hits = self._hits(at, tags[pending])
-            rows = hits >> 3
-            places[pending[rows]] = (at[rows] << 3) + (hits & 7)
-            missing = places[pending] < 0
-            pending, at = pending[missing], at[missing]
+        astray = (rows != np.arange(len(rows))).nonzero()[0]
+        lead = int(astray[0]) if len(astray) else len(rows)  # the first not in its first bucket
+        if not self.passed[first[lead]]:
+            return _places(first[:lead], hits[:lead])
+        missing = self.passed.take(first) == 0
+        missing[rows] = False  # what is left is known to be absent
+        end = int(missing.argmax()) or len(tags)
+        places = self._find_elsewhere(tags[:end], first[:end], hits[: rows.searchsorted(end)])
+        absent = (places < 0).nonzero()[0]
+        return places[: absent[0]] if len(absent) else places
+
+    def _find_elsewhere(self, tags, first, hits) -> np.ndarray:
+        """The rest of `find` when the first buckets have only some of the tags."""
+        rows = hits >> 3
+        places = np.full(len(tags), -1, np.int64)
+        places[rows] = _places(first.take(rows), hits)
+        further = self.passed.take(first) > 0
+        further[rows] = False
+        pending = further.nonzero()[0]
+        if not len(pending):
+            return places
+        tags = tags.take(pending)
+        second = self._second(tags)
+        hits = self._hits(second, tags)
+        rows = hits >> 3
+        places[pending.take(rows)] = _places(second.take(rows), hits)
+        if self._spills:
+            lost = ((places.take(pending) < 0) & (self.spilled.take(second) > 0)).nonzero()[0]
+            for i in lost.tolist():
+                places[pending[i]] = self._find_spilled(tags[i], int(second[i]))
+        return places
+
+    def _find_spilled(self, tag: np.uint64, bucket: int) -> int:
+        while self.spilled[bucket]:
+            bucket = (bucket + 1) % len(self.rows)
+            hit = (self.rows[bucket] >> self._payload_bits == tag).nonzero()[0]
+            if len(hit):
+                return bucket * 8 + int(hit[0])
+        return -1
 
     def add(self, words: np.ndarray) -> np.ndarray:
-        """Put in words whose tags are absent and distinct; gives their places.
+        """Put in words whose tags are absent; gives their places. Of words with the same
+        tag one goes in and all have its place.
 
-        Words that want the same free place race for it: the last written stays, the
-        others try again.
+        Words that want the same free place race for it: each writes its number there, the
+        one that can be read stays, and the others try again.
         """
-        self.count += len(words)
-        assert self.count <= len(self.words), "no room: ask for it before adding"
         tags = words >> self._payload_bits
+        first = self._first(tags)
         places = np.empty(len(words), np.int64)
         pending = np.arange(len(words))
         while len(pending):
-            at = self._emptier(tags[pending])
+            at = self._emptier(tags[pending], first[pending])
             wanted = (at << 3) + (self.rows.take(at, 0) == 0).argmax(1)
-            self.words[wanted] = words[pending]
-            won = self.words.take(wanted) == words[pending]
-            self.load[at[won]] += 1  # distinct: all who want a bucket want the same place
-            places[pending[won]] = wanted[won]
+            self.words[wanted] = pending
+            won = self.words.take(wanted) == pending.view(U64)
+            placed, at, wanted = pending[won], at[won], wanted[won]
+            self.words[wanted] = words[placed]
+            places[placed] = wanted
+            self.load[at] += 1  # each once: all who want a bucket want the same place in it
+            self.count += len(placed)
+            self._count_passed(tags[placed], first[placed], at, 1)
             pending = pending[~won]
-        self._count_passed(tags, places >> 3, 1)
+            if len(pending):
+                places[pending] = self.find(tags[pending])
+                pending = pending[places[pending] < 0]
+        assert self.count <= len(self.words), "no room: ask for it before adding"
         return places
 
     def drop(self, places: np.ndarray) -> None:
         """Take out the words at these places (distinct, none empty)."""
-        self._count_passed(self.words[places] >> self._payload_bits, places >> 3, -1)
+        tags = self.words[places] >> self._payload_bits
+        buckets = places >> 3
+        self._count_passed(tags, self._first(tags), buckets, -1)
         self.words[places] = 0
-        np.subtract.at(self.load, places >> 3, 1)
+        np.subtract.at(self.load, buckets, 1)
         self.count -= len(places)
 
     def pour(self, into: "Buckets"):
@@ -150,35 +181,45 @@ class Buckets:
             lines >>= self._payload_bits
         return (lines == tags[:, None]).ravel().nonzero()[0]
 
-    def _emptier(self, tags: np.ndarray) -> np.ndarray:
+    def _emptier(self, tags: np.ndarray, first: np.ndarray) -> np.ndarray:
         """The bucket each tag should go to, as the loads are now."""
-        at = self._first(tags)
-        load = self.load.take(at)
+        load = self.load.take(first)
         crowded = (load >= EASY).nonzero()[0]
-        if len(crowded):
-            second = self._second(tags[crowded])
-            second_load = self.load.take(second)
-            better = second_load < load[crowded]
-            at[crowded[better]] = second[better]
-            full = crowded[np.minimum(load[crowded], second_load) == 8]
-            at[full] = self._second(tags[full])
-            while len(full):
-                at[full] = (at[full] + 1) % len(self.rows)
-                full = full[self.load.take(at[full]) == 8]
+        if not len(crowded):
+            return first
+        second = self._second(tags.take(crowded))
+        load = load.take(crowded)
+        second_load = self.load.take(second)
+        at = first.copy()
+        at[crowded] = np.where(second_load < load, second, first.take(crowded))
+        full = (np.minimum(load, second_load) == 8).nonzero()[0]
+        for i in full.tolist():
+            bucket = int(second[i])
+            while self.load[bucket] == 8:
+                bucket = (bucket + 1) % len(self.rows)
+            at[crowded[i]] = bucket
         return at
 
-    def _count_passed(self, tags: np.ndarray, ends: np.ndarray, step: int) -> None:
-        """Add `step` to every bucket that each tag goes past on its way to its end."""
-        at = self._first(tags)
-        second = True
-        while True:
-            away = at != ends
-            if not away.any():
-                return
-            at, tags, ends = at[away], tags[away], ends[away]
-            np.add.at(self.passed, at, step)
-            at = self._second(tags) if second else (at + 1) % len(self.rows)
-            second = False
+    def _count_passed(self, tags, first, ends, step: int) -> None:
+        """Add `step` at every bucket each tag goes past on the way to the one it ends in."""
+        away = (first != ends).nonzero()[0]
+        if not len(away):
+            return
+        np.add.at(self.passed, first.take(away), step)
+        second, ends = self._second(tags.take(away)), ends.take(away)
+        for i in (second != ends).nonzero()[0].tolist():
+            self._spills += step
+            bucket = int(second[i])
+            while bucket != ends[i]:
+                self.spilled[bucket] += step
+                bucket = (bucket + 1) % len(self.rows)
+
+
+def _places(buckets: np.ndarray, hits: np.ndarray) -> np.ndarray:
+    """Places from buckets and what `_hits` found in them, one each."""
+    places = buckets << 3
+    places += hits & 7
+    return places
 
 
 def buckets_for(capacity: int) -> int:

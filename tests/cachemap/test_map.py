@@ -77,7 +77,7 @@ def test_equals_a_reference_under_lost_repeated_and_reordered_events(events, rng
             continue
         if kind == "store":
             parent = prompt[start - 1] if start else 0
-            table.store(slot, part, keys(slot, part), "gpu", [parent, *part][: len(part)])
+            table.store(slot, part, keys(slot, part), "gpu", [(0, parent)])
             reference.store(slot, part, keys(slot, part))
         elif kind == "remove":
             table.remove(slot, keys(slot, part[::-1]), "gpu")

@@ -202,16 +202,16 @@ def _template(pipeline: Pipeline) -> list[Finding]:
         return [Finding("fail", "chat template", f"a plain conversation cannot be rendered: {first}",
                         "give --chat-template the file the engines were started with")]  # fmt: skip
     findings = [Finding("ok", "chat template", f"renders: {len(first) // 4} tokens for a system prompt and one turn")]
-    for name, talk in (("", turns), (" with reasoning", _reasoning_turns)):
+    for name, talk in (("turn by turn", turns), ("turns with reasoning", _reasoning_turns)):
         before, after = chat(pipeline, talk(1)), chat(pipeline, talk(2))
         if isinstance(before, str) or isinstance(after, str):
             continue  # a template that knows no reasoning refuses it: nothing to say
         kept = next((i for i in range(0, len(before), 4) if before[i : i + 4] != after[i : i + 4]), len(before)) // 4
         total = len(before) // 4
         if kept == total:
-            findings.append(Finding("ok", "turn by turn" + name, "each turn extends the one before, so its cache can be used"))
+            findings.append(Finding("ok", name, "each turn extends the one before, so its cache can be used"))
         else:
-            findings.append(Finding("warn", "turn by turn" + name, f"the second turn keeps only {kept} of the first one's {total} tokens",
+            findings.append(Finding("warn", name, f"the second turn keeps only {kept} of the first one's {total} tokens",
                                     "the template rewrites earlier turns; hits end there on any router. Nothing to mend in the gateway"))  # fmt: skip
     return findings
 

@@ -3,10 +3,6 @@
 import functools
 import re
 import socket
-import subprocess
-import sys
-import time
-import urllib.request
 
 import pytest
 from aiohttp import web
@@ -23,41 +19,11 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-class Engine:
-    """A simulated engine in a process of its own."""
-
-    def __init__(self, *flags: str) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "replicas.simulated", "--port", str(self.port), "--profile", "cpu-tiny", "--speedup", "50"]
-        self.process = subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-    def wait(self) -> "Engine":
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(self.url + "/health", timeout=2).close()
-                return self
-            except OSError:
-                assert self.process.poll() is None, self.process.stderr.read().decode()
-                assert time.monotonic() < deadline, "the simulated engine did not start"
-                time.sleep(0.05)
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(20)
-        self.process.stderr.close()
-
-
 @pytest.fixture(scope="module")
-def engines():
+def engines(start_engine):
     """healthy; without events and cached tokens; with other blocks."""
-    started = [Engine(), Engine("--no-events", "--no-cached-tokens"), Engine("--block-size", "32")]
-    try:
-        yield [engine.wait() for engine in started]
-    finally:
-        for engine in started:
-            engine.stop()
+    started = [start_engine(), start_engine("--no-events", "--no-cached-tokens"), start_engine("--block-size", "32")]
+    return [engine.wait() for engine in started]
 
 
 # Reading a tokenizer takes a second; the same one is read once for all tests.
@@ -97,7 +63,8 @@ def test_a_healthy_engine(capsys, engines):
     assert {level for level, _ in found.values()} == {"ok"}, found
     for subject in ("config", "gateway", "model", "tokenizer", "chat template", "turn by turn", "replica", "models", "block size", "clock", "tokens", "events", "cache"):
         assert subject in found, subject
-    assert "3 of 3 blocks" in found["events"][1] or "4 of 4" in found["events"][1]
+    came, blocks = map(int, re.search(r"(\d+) of (\d+) blocks", found["events"][1]).groups())
+    assert came == blocks >= 3
     assert found["tokens"][1].endswith("tokens of a conversation")
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -153,6 +154,22 @@ async def test_alone_against_replicas(listen, empty_folder, capsys, unused_tcp_p
     assert told["choice"] == idle.removeprefix("http://") and len(told["replicas"]) == 2
     assert told["mode"] == "exact" and told["tokens"] > 100 and told["blocks"] == told["tokens"] // 16
     assert "no gateway runs here" in err and "left out: 127.0.0.1:9: " in err
+
+
+async def test_alone_overlap_comes_from_the_engines_event_history(start_engine, empty_folder, capsys, unused_tcp_port):
+    holder, other = [engine.wait() for engine in (start_engine(), start_engine())]
+    (empty_folder / "body.json").write_bytes(CHAT)
+    async with aiohttp.ClientSession() as session:
+        async with session.post(holder.url + "/v1/chat/completions", data=CHAT, headers={"Content-Type": "application/json"}) as response:
+            assert response.status == 200
+    arguments = ["body.json", "--admin-port", str(unused_tcp_port), "--replica-url", other.url, holder.url]
+    assert await in_thread(*arguments, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    overlap = {one["id"]: one["overlap_tokens"] for one in told["replicas"]}
+    assert overlap == {holder.url.removeprefix("http://"): (told["tokens"] - 1) // 16 * 16, other.url.removeprefix("http://"): 0}
+    assert told["choice"] == holder.url.removeprefix("http://")
+    assert await in_thread(*arguments) == 0
+    assert f"choice   {told['choice']}: " in capsys.readouterr().out
 
 
 async def test_alone_the_clients_fault_is_told(listen, empty_folder, capsys, unused_tcp_port):

@@ -1,0 +1,29 @@
+"""What a real vLLM made of 300 request bodies, recorded, is what the pipeline makes of them.
+
+`vllm_0_32.jsonl` was written by vLLM 0.32.0 (transformers 5.19) through its /render endpoints:
+random bodies of four endpoints with tools, tool calls, reasoning, parts, template variables,
+truncation, continued messages. `ids` is the xxh3 of the longest prompt's ids as uint32.
+"""
+
+import json
+
+import pytest
+from xxhash import xxh3_64_hexdigest
+
+from .reference import HERE
+
+CASES = [json.loads(line) for line in (HERE / "vllm_0_32.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", sorted({case["model"] for case in CASES}))
+def test_same_ids_as_vllm(name, load_model, monkeypatch):
+    pipeline, _ = load_model(name)
+    monkeypatch.setattr(pipeline, "max_model_len", 131072)
+    cases = [case for case in CASES if case["model"] == name]
+    assert len(cases) >= 60
+    for case in cases:
+        for time in ("first", "learnt", "planned"):
+            prompt = pipeline.prepare(case["path"], json.dumps(case["body"]).encode())
+            assert prompt.mode == "exact", (time, prompt.note, case["body"])
+            assert prompt.tokens == case["tokens"], (time, case["body"])
+            assert xxh3_64_hexdigest(prompt.token_ids) == case["ids"], (time, case["body"])

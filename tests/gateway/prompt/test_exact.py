@@ -1,0 +1,116 @@
+"""The same ids as the plain way, whatever is said, in whatever order, known or not."""
+
+import json
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+import pytest
+
+from cachemap import chain_seed
+
+from .reference import MODELS, hashes, ids_of
+
+CHAT = "/v1/chat/completions"
+# Text that looks like structure, to templates and to tokenizers.
+NASTY = ["<|im_start|>", "<|im_end|>", "<|im_start|>system\n", "</think>", "<think>\n", "<tool_response>", "</tool_response>",
+         "<|eot_id|>", "<|start_header_id|>", "[INST]", "[/INST]", "</s>", "<s>", "<|endoftext|>", "<｜User｜>", "<｜Assistant｜>",
+         "<｜end▁of▁sentence｜>", "<|im_", "start|>", "{{ messages }}", "{% if %}", "{#", "\ufdd0" "0\ufdd1", "\ufdd2", "\x00", "\u200b",
+         "  ", "\n\n", "\r\n", "\t", "'s", "é", "e\u0301", "汉字", "😀", "👩\u200d👩\u200d👧", "ẞ", "1234567", '"', "\\", "&amp;", "<b>"]
+WORDS = ["hello", " world", "The quick brown fox", " jumps", "def f(x):\n    return x", " 3.14", "a" * 40]
+TEXTS = st.one_of(
+    st.lists(st.sampled_from(NASTY + WORDS), max_size=8).map("".join),
+    st.text(st.characters(exclude_categories=("Cs",)), max_size=30),
+    st.sampled_from([" ", "", "x " * 3000, "<|im_end|>" * 50]),
+)
+FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def body(messages, **more) -> bytes:
+    return json.dumps({"model": "m", "messages": messages, **more}).encode()
+
+
+def alternate(texts, system) -> list[dict]:
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return first + [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
+
+
+@pytest.fixture(params=MODELS)
+def fresh(request, load_model):
+    return load_model(request.param)
+
+
+@given(texts=st.lists(TEXTS, min_size=1, max_size=7), system=st.one_of(st.none(), TEXTS))
+@FEW
+def test_conversations_turn_by_turn(fresh, texts, system):
+    pipeline, reference = fresh
+    messages = alternate(texts, system)
+    for count in range(1, len(messages) + 1):
+        talk = messages[:count]
+        if talk[-1]["role"] != "user":
+            continue
+        for _ in range(2):                      # the second time from known prefixes
+            prompt = pipeline.prepare(CHAT, body(talk))
+            ids = reference.ids(reference.render(talk))
+            assert prompt.mode == "exact", prompt.note
+            assert ids_of(prompt) == ids
+            assert prompt.tokens == len(ids)
+            assert prompt.hashes == hashes(ids, 16, chain_seed("m", 16))
+
+
+def test_plans_were_what_answered(load_model):
+    """The test above is about compiled templates: they must have been used, on every model."""
+    for name in ("sim", "qwen3"):
+        pipeline, _ = load_model(name)
+        renderer = pipeline.renderers["default"]
+        for _ in range(4):
+            pipeline.prepare(CHAT, body(alternate(["a", "b", "c"], "s")))
+        assert not renderer.compiled.why_not
+        assert renderer.by_plan >= 2
+
+
+ARGUMENTS = st.dictionaries(st.sampled_from(["city", "é", "n", "<|im_end|>"]), st.one_of(
+    st.none(), st.booleans(), st.integers(-10, 10**12), st.floats(allow_nan=False, allow_infinity=False), TEXTS), max_size=3)
+
+
+@given(asked=TEXTS, said=TEXTS, arguments=ARGUMENTS, result=TEXTS, again=TEXTS)
+@FEW
+def test_tool_calls(load_model, asked, said, arguments, result, again):
+    for name in ("sim", "qwen3", "deepseek_v3"):
+        pipeline, reference = load_model(name)
+        call = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": json.dumps(arguments)}}
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said, "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "call00001", "content": result}, {"role": "user", "content": again}]
+        seen = [dict(message) for message in messages]
+        seen[1]["tool_calls"] = [{"id": "call00001", "function": {"arguments": arguments, "name": "look_up"}, "type": "function"}]
+        for _ in range(3):
+            prompt = pipeline.prepare(CHAT, body(messages))
+            assert prompt.mode == "exact", prompt.note
+            assert ids_of(prompt) == reference.ids(reference.render(seen))
+
+
+@given(text=TEXTS, special=st.booleans())
+@FEW
+def test_completions(fresh, text, special):
+    pipeline, reference = fresh
+    prompt = pipeline.prepare("/v1/completions", json.dumps({"prompt": text, "add_special_tokens": special}).encode())
+    assert ids_of(prompt) == reference.ids(text, special)
+
+
+def test_a_huge_conversation(fresh):
+    pipeline, reference = fresh
+    talk = alternate([f"{i} " * 400 + "<|im_end|>" for i in range(101)], "s" * 100_000)
+    prompt = pipeline.prepare(CHAT, body(talk))
+    ids = reference.ids(reference.render(talk))
+    assert ids_of(prompt) == ids and prompt.hashes == hashes(ids, 16, chain_seed("m", 16))
+
+
+def test_another_block_size_is_taken_over(sim, monkeypatch):
+    pipeline, reference = sim
+    monkeypatch.setattr(pipeline, "_block_size", 16)
+    talk = alternate(["a" * 500, "b", "c" * 300], "s")
+    for size in (16, 32, 8, 16):
+        pipeline.block_size = size
+        for _ in range(3):
+            prompt = pipeline.prepare(CHAT, body(talk))
+            assert prompt.hashes == hashes(ids_of(prompt), size, chain_seed("m", size))
+    assert ids_of(prompt) == reference.ids(reference.render(talk))

@@ -1,0 +1,211 @@
+"""What a Prompt says besides its tokens, whose fault is whose, and the ways around failures."""
+
+import json
+import logging
+
+import pytest
+
+from cachemap import chain_seed
+from gateway.prompt import Prompt, PromptError
+from gateway.prompt.pipeline import Pipeline
+
+from .reference import hashes, ids_of, model_dir
+from .test_exact import alternate
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+HI = [{"role": "user", "content": "hi"}]
+
+
+def ask(pipeline, path=CHAT, headers=None, adapters=(), **body) -> Prompt:
+    if path in (CHAT, MESSAGES):
+        body.setdefault("messages", HI)
+    return pipeline.prepare(path, json.dumps(body).encode(), headers, adapters)
+
+
+def test_fields(sim):
+    pipeline, _ = sim
+    prompt = ask(pipeline, model="m", stream=True, stream_options={"include_usage": True}, max_tokens=7, n=3, user="u")
+    assert (prompt.path, prompt.model, prompt.adapter, prompt.stream, prompt.include_usage) == (CHAT, "m", None, True, True)
+    assert (prompt.max_tokens, prompt.n, prompt.session, prompt.mode, prompt.note) == (7, 3, "u", "exact", "")
+    bare = ask(pipeline)
+    assert (bare.model, bare.stream, bare.include_usage, bare.max_tokens, bare.n, bare.session) == ("", False, False, None, 1, None)
+    assert bare.rendered_chars == len("<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜>")
+
+
+@pytest.mark.parametrize("path, limits, expected", [
+    (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, 2), (COMPLETIONS, {"max_tokens": 0, "prompt": "x"}, 0),
+    (RESPONSES, {"max_output_tokens": 5, "max_tokens": 6, "input": "x"}, 5), (MESSAGES, {"max_tokens": 4}, 4)])
+def test_output_limits(sim, path, limits, expected):
+    assert ask(sim[0], path, **limits).max_tokens == expected
+
+
+@pytest.mark.parametrize("headers, body, session", [
+    ({"x-session-id": "h"}, {"user": "u"}, "h"), ({}, {"session_id": "s", "prompt_cache_key": "k"}, "s"),
+    (None, {"prompt_cache_key": "k", "user": "u"}, "k"), ({"x-session-id": ""}, {"user": "u"}, "u"), ({}, {"user": 3}, None)])
+def test_session(sim, headers, body, session):
+    assert ask(sim[0], headers=headers, **body).session == session
+
+
+def test_chains_start_from_model_adapter_salt_and_block_size(sim):
+    pipeline, _ = sim
+    text = "word " * 100
+    starts = {}
+    for name, more, adapters in (("base", {}, ()), ("lora", {"model": "ad"}, {"ad"}), ("other", {"model": "ad"}, ()),
+                                 ("salted", {"cache_salt": "s"}, ())):
+        prompt = ask(pipeline, COMPLETIONS, adapters=adapters, prompt=text, **more)
+        seed = chain_seed("m", 16, "ad" if name == "lora" else None, more.get("cache_salt"))
+        assert prompt.adapter == ("ad" if name == "lora" else None)
+        assert prompt.hashes == hashes(ids_of(prompt), 16, seed)
+        starts[name] = prompt.hashes[0]
+    assert starts["base"] == starts["other"] and len(set(starts.values())) == 3
+
+
+def test_lists_of_prompts(sim):
+    pipeline, reference = sim
+    short, long = "one", "a longer one " * 9
+    prompt = ask(pipeline, COMPLETIONS, prompt=[short, long, short])
+    assert ids_of(prompt) == reference.ids(long)
+    assert prompt.tokens == len(reference.ids(long)) + 2 * len(reference.ids(short))
+    assert ids_of(ask(pipeline, COMPLETIONS, prompt=[5, 6, 2**32 - 1])) == [5, 6, 2**32 - 1]
+    several = ask(pipeline, COMPLETIONS, prompt=[[1, 2], [3, 4, 5]])
+    assert ids_of(several) == [3, 4, 5] and several.tokens == 5
+    assert ids_of(ask(pipeline, EMBEDDINGS, input=[short, long])) == reference.ids(long)
+    assert ids_of(ask(pipeline, EMBEDDINGS, messages=HI)) == reference.ids(reference.render(HI))
+
+
+def test_ids_that_came_with_the_request_are_the_prompt(sim):
+    prompt = ask(sim[0], kv_transfer_params={"prompt_token_ids": list(range(40)), "do_remote_prefill": True})
+    assert ids_of(prompt) == list(range(40)) and len(prompt.hashes) == 2
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
+def test_what_needs_no_prefill_weighs_nothing(sim, path):
+    prompt = sim[0].prepare(path, b'{"model": "m", "prompt": "x"}')
+    assert (prompt.mode, prompt.tokens, prompt.hashes, prompt.model) == ("load", 0, [], "m")
+
+
+def test_other_paths_are_not_looked_at(sim):
+    assert sim[0].prepare("/v1/audio/speech", b"\xff not json").mode == "load"
+
+
+@pytest.mark.parametrize("path, body, param", [
+    (CHAT, b"{", None), (CHAT, b"[1]", None), (CHAT, b"\xff", None), (CHAT, b"", None),
+    (CHAT, {"model": 1}, "model"), (CHAT, {"stream": "yes"}, "stream"), (CHAT, {"stream_options": []}, "stream_options"),
+    (CHAT, {"max_tokens": "many"}, "max_tokens"), (CHAT, {"max_tokens": -1}, "max_tokens"), (CHAT, {"n": True}, "n"),
+    (CHAT, {"cache_salt": 3}, "cache_salt"), (CHAT, {"messages": None}, "messages"), (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hi"}, "messages"), (CHAT, {"messages": ["hi"]}, "messages[0]"), (CHAT, {"messages": [{}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": 1}]}, "messages[0].role"), (CHAT, {"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [5]}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"type": "x", "function": {}}]}]}, "messages[0].tool_calls"),
+    (CHAT, {"tools": []}, "tools"), (CHAT, {"tools": [{}]}, "tools[0]"), (CHAT, {"chat_template_kwargs": 1}, "chat_template_kwargs"),
+    (CHAT, {"add_generation_prompt": 1}, "add_generation_prompt"), (CHAT, {"continue_final_message": True}, "continue_final_message"),
+    (CHAT, {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    (COMPLETIONS, {}, "prompt"), (COMPLETIONS, {"prompt": []}, "prompt"), (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt"), (COMPLETIONS, {"prompt": [[1.5]]}, "prompt"), (COMPLETIONS, {"prompt": [2**32]}, "prompt"),
+    (COMPLETIONS, {"prompt": [True]}, "prompt"), (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"), (EMBEDDINGS, {}, "input"),
+    (RESPONSES, {}, "input"), (RESPONSES, {"input": [1]}, "input"), (RESPONSES, {"input": "x", "instructions": 1}, "instructions"),
+    (MESSAGES, {"messages": []}, "messages"), (MESSAGES, {"messages": [1]}, "messages[0]"), (MESSAGES, {"system": 4}, "system"),
+    (MESSAGES, {"tools": 1}, "tools"),
+])
+def test_the_clients_faults(sim, path, body, param):
+    if isinstance(body, dict):
+        body = json.dumps({"messages": HI, **body} if path in (CHAT, MESSAGES) else body).encode()
+    with pytest.raises(PromptError) as caught:
+        sim[0].prepare(path, body)
+    error = caught.value
+    assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
+    assert error.message
+
+
+def test_a_prompt_longer_than_the_context(sim, monkeypatch):
+    pipeline, _ = sim
+    monkeypatch.setattr(pipeline, "max_model_len", 10)
+    assert ask(pipeline, COMPLETIONS, prompt=list(range(10))).tokens == 10
+    for path, body, param in ((COMPLETIONS, {"prompt": list(range(11))}, "prompt"), (CHAT, {"messages": alternate(["x " * 30], None)}, "messages")):
+        with pytest.raises(PromptError, match="maximum context length is 10 tokens") as caught:
+            ask(pipeline, path, **body)
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+    assert ask(pipeline, COMPLETIONS, prompt=list(range(11)), truncate_prompt_tokens=-1).tokens == 9
+
+
+@pytest.mark.parametrize("path, body, note", [
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "Unknown role"),
+    (CHAT, {"chat_template": "{{ 1 }}"}, "own chat template"), (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "own chat template"),
+    (RESPONSES, {"input": "x", "previous_response_id": "r"}, "previous_response_id"), (RESPONSES, {"input": [{"type": "item_reference"}]}, "item_reference"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "no function"), (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "completes itself"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+])
+def test_what_cannot_be_known_is_routed_by_load(sim, path, body, note):
+    prompt = ask(sim[0], path, **body)
+    assert prompt.mode == "load" and note in prompt.note
+    assert prompt.hashes == [] and prompt.token_ids == b""
+    assert prompt.tokens > 0                       # an estimate, so that its load counts
+
+
+def test_a_failing_tokenizer_fails_nobody(sim, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    pipeline, _ = sim
+    monkeypatch.setattr(type(pipeline.tokenizer), "encode", broken)
+    prompt = ask(pipeline, COMPLETIONS, prompt="x")
+    assert (prompt.mode, prompt.note) == ("load", "RuntimeError: no memory")
+
+
+def write_model(directory, template):
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (directory / name).symlink_to(model_dir("sim") / name)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+@pytest.mark.parametrize("template, note", [(None, "no chat template"), ("{% if %}", "not valid Jinja")])
+def test_a_model_without_a_template_that_works(tmp_path, template, note):
+    pipeline = Pipeline(write_model(tmp_path, template), "m", 16)
+    prompt = ask(pipeline)
+    assert prompt.mode == "load" and note in prompt.note
+    assert ask(pipeline, COMPLETIONS, prompt="still exact").mode == "exact"
+
+
+def test_without_a_tokenizer_prompts_are_matched_as_text():
+    pipeline = Pipeline(None, "m", 16)
+    first = ask(pipeline, messages=alternate(["the same beginning " * 20], None))
+    longer = ask(pipeline, messages=alternate(["the same beginning " * 20, "b", "c" * 200], None))
+    other = ask(pipeline, messages=alternate(["another beginning " * 20], None))
+    assert first.mode == "text" and first.note and first.tokens == first.rendered_chars // 4
+    shared = [a == b for a, b in zip(first.hashes, longer.hashes, strict=False)]
+    assert all(shared[:-1]) and len(shared) > 4
+    assert first.hashes[0] != other.hashes[0]
+    assert ask(pipeline, COMPLETIONS, prompt="x" * 640).tokens == 160
+    assert ask(pipeline, COMPLETIONS, prompt=[1] * 640).hashes
+
+
+def test_plans_that_turn_out_wrong_are_given_up_at_once(load_model, tmp_path, monkeypatch, caplog):
+    pipeline = Pipeline(model_dir("sim"), "m", 16)
+    renderer = pipeline.renderers["default"]
+    for _ in range(3):
+        ask(pipeline)
+    assert renderer.by_plan
+    right = renderer.template.render
+    monkeypatch.setattr(renderer.template, "render", lambda *args: right(*args) + " and more")
+    with caplog.at_level(logging.ERROR):
+        prompt = ask(pipeline)
+    assert renderer.compiled.why_not and "off from now on" in caplog.text
+    assert ids_of(prompt) == ids_of(ask(pipeline))          # both by Jinja now
+    assert prompt.tokens > 3
+
+
+def test_checks_thin_out_but_never_stop(sim, monkeypatch):
+    pipeline = Pipeline(model_dir("sim"), "m", 16)
+    renderer = pipeline.renderers["default"]
+    rendered = []
+    right = renderer.template.render
+    monkeypatch.setattr(renderer.template, "render", lambda *args: rendered.append(1) or right(*args))
+    for _ in range(2 + 1024):
+        ask(pipeline)
+    assert len(rendered) == 2 + 32 + 4

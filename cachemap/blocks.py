@@ -15,12 +15,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from cachemap.table import CHUNK, FILL, MIX, U64, Buckets
+from cachemap.table import CHUNK, FILL, MIX, U64, Buckets, distinct
 
 EPOCHS = 64  # to a table full of uses: the finest it can tell apart is 1.6 % of its blocks
 OLDEST = 128  # ages stop here, two tables full of uses; three would wrap in a byte
 SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs more than storing
 SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
+BYTES_PER_BLOCK = 36  # with one holder: 20.7 in the table, 10.1 its alias, and some slack
 NONE = np.empty(0, np.int64)
 HEAD = 256  # blocks of a long prompt looked up before the rest is
 
@@ -62,6 +63,7 @@ class BlockTable:
         self.epochs = np.zeros(len(self.blocks.words), np.uint8)
         self.aliases: dict[int, Buckets] = {}
         self._capacity: dict[int, int] = {}
+        self._share = 1.0  # of the capacities, what the budget allows
         self._epoch = 0
         self._used_in_epoch = 0
         self._pressed = False
@@ -70,14 +72,14 @@ class BlockTable:
 
     @property
     def nbytes(self) -> int:
-        beside = self.epochs.nbytes + sum(words.nbytes for words in self.holders)
-        aliases = sum(alias.nbytes for alias in self.aliases.values())
-        return self.blocks.nbytes + beside + aliases
+        return self._block_bytes + sum(alias.nbytes for alias in self.aliases.values())
 
     def attach(self, slot: int, capacity: int) -> None:
         """Make room for a replica; `capacity` (blocks, 0 if unknown) sizes later growth."""
         self.aliases[slot] = Buckets(1, self._place_bits)
         self._capacity[slot] = capacity
+        expected = BYTES_PER_BLOCK * sum(self._capacity.values())
+        self._share = min(1.0, self._budget.total / (expected or 1))
         narrow = self.holders[0].dtype.itemsize * 8
         if narrow < 64 and slot >= narrow:
             wide = next(bits for bits in (16, 32, 64) if bits > slot or bits == 64)
@@ -112,12 +114,14 @@ class BlockTable:
             return lengths
         for first, words in zip(range(0, slots, 64), self.holders):
             holders = np.bitwise_and.accumulate(words.take(places))
-            # a replica's bit goes off once: there its run ends
-            lost = holders[1:] ^ holders[:-1]
-            ends = lost.nonzero()[0]
-            for end, bits in zip((ends + 1).tolist(), lost[ends].tolist()):
-                _set(lengths, first, bits, end)
-            _set(lengths, first, int(holders[-1]), len(places))
+            last = int(holders[-1])
+            if holders[0] != last:
+                # a replica's bit goes off once: there its run ends
+                lost = holders[1:] ^ holders[:-1]
+                ends = lost.nonzero()[0]
+                for end, bits in zip((ends + 1).tolist(), lost[ends].tolist()):
+                    _set(lengths, first, bits, end)
+            _set(lengths, first, last, len(places))
         return lengths
 
     def holds(self, slot: int, place: int) -> bool:
@@ -212,7 +216,7 @@ class BlockTable:
         """The replica no longer holds these; gives the hashes of those it had."""
         alias = self.aliases[slot]
         at = alias.find(tags)
-        at = np.unique(at[at >= 0])
+        at = distinct(at[at >= 0])
         places = (alias.words[at] & self._place_mask).view(np.int64)
         hashes = self.blocks.words[places]
         alias.drop(at)
@@ -255,12 +259,15 @@ class BlockTable:
             if others is not words:
                 held |= others[places] != 0
         if not held.all():
-            self.blocks.drop(np.unique(places[~held]))
+            self.blocks.drop(distinct(places[~held]))
 
     def _widen_alias(self, slot: int, more: int) -> bool:
         """Room for `more` aliases: by growth, else by dropping the replica's oldest blocks."""
         alias = self.aliases[slot]
         capacity = self._affordable(alias, more, self._capacity[slot], alias.nbytes)
+        if not capacity and 4 * len(self.aliases) * alias.nbytes < self._budget.total:
+            self._shrink()  # a replica that came late gets its part, too
+            capacity = self._affordable(alias, more, self._capacity[slot], alias.nbytes)
         if not capacity:
             self._shed_from(slot, max(more, alias.count // SHED))
             return alias.room >= more
@@ -271,15 +278,24 @@ class BlockTable:
 
     def _widen_blocks(self, more: int) -> bool:
         """Room for `more` blocks: by growth, else by dropping the oldest of all."""
-        beside = self.epochs.nbytes + sum(words.nbytes for words in self.holders)
-        capacity = self._affordable(
-            self.blocks, more, sum(self._capacity.values()), self.blocks.nbytes + beside
-        )
+        expected = sum(self._capacity.values())
+        capacity = self._affordable(self.blocks, more, expected, self._block_bytes)
         if not capacity:
             self._shed(max(more, self.blocks.count // SHED))
             return self.blocks.room >= more
         self._move(capacity)
         return True
+
+    def _shrink(self) -> None:
+        """Give up a part of the blocks and of the memory they lie in."""
+        self._shed(self.blocks.count // SHED)
+        capacity = int(len(self.epochs) * FILL)
+        self._move(max(self.blocks.count, capacity - capacity // SHED))
+
+    @property
+    def _block_bytes(self) -> int:
+        beside = self.epochs.nbytes + sum(words.nbytes for words in self.holders)
+        return self.blocks.nbytes + beside
 
     def _affordable(self, table: Buckets, more: int, expected: int, nbytes: int) -> int:
         """The capacity a full table should grow to; 0 if the budget allows no real growth."""
@@ -289,7 +305,7 @@ class BlockTable:
         self._pressed = left < self._budget.total / 2  # before, nothing is evicted soon
         most = int((len(table.words) + left / per_word) * FILL) - 8
         need = table.count + more
-        capacity = min(most, max(need, expected, now + now // 2))
+        capacity = min(most, max(need, int(expected * self._share), now + now // 2))
         return capacity if capacity >= max(need, now + now // 16) else 0
 
     def _move(self, capacity: int) -> None:

@@ -39,21 +39,24 @@ class Routed:
     def reach(self, hashes: list[int], start: int, now: float) -> int:
         """How far the chain is held, `start` blocks being held for other reasons."""
         end = len(hashes)
-        if start == end or not self._has(hashes[start], now):
+        if start == end:
+            return end
+        new, old = self._new.get, self._old.get
+        block = hashes[start]
+        if new(block, now) <= now and old(block, now) <= now:
             return start
-        if self._has(hashes[-1], now):
+        block = hashes[-1]
+        if new(block, now) > now or old(block, now) > now:
             return end
         low, high = start + 1, end - 1
         while low < high:
             middle = (low + high) // 2
-            if self._has(hashes[middle], now):
+            block = hashes[middle]
+            if new(block, now) > now or old(block, now) > now:
                 low = middle + 1
             else:
                 high = middle
         return low
-
-    def _has(self, block: int, now: float) -> bool:
-        return self._new.get(block, now) > now or self._old.get(block, now) > now
 
     def discard(self, hashes: list[int]) -> None:
         """The replica said that it dropped these."""

@@ -65,6 +65,7 @@ class CacheMap:
         self._gpu = BlockTable(self._budget)
         self._lower: dict[str, BlockTable] = {}
         self._replicas: list[_Replica | None] = []
+        self._live: list[tuple[int, _Replica]] = []
         self._last: tuple[list[int], list[int]] = ([], [])
 
     def attach(self, name: str, capacity_blocks: int | None, observed: bool) -> int:
@@ -83,7 +84,7 @@ class CacheMap:
         self._gpu.attach(slot, capacity_blocks or 0)
         for table in self._lower.values():
             table.attach(slot, 0)
-        self._share_chain_budget()
+        self._recount()
         return slot
 
     def detach(self, slot: int) -> None:
@@ -92,37 +93,34 @@ class CacheMap:
         for table in (self._gpu, *self._lower.values()):
             table.detach(slot)
         self._replicas[slot] = None
-        self._share_chain_budget()
+        self._recount()
 
-    def _share_chain_budget(self) -> None:
-        live = [replica for replica in self._replicas if replica]
-        most = self._chain_budget // BYTES_PER_BLOCK // max(len(live), 1)
-        for replica in live:
+    def _recount(self) -> None:
+        """After a change of replicas: who is there, and their shares of the chain budget."""
+        self._live = [(slot, replica) for slot, replica in enumerate(self._replicas) if replica]
+        most = self._chain_budget // BYTES_PER_BLOCK // max(len(self._live), 1)
+        for _, replica in self._live:
             replica.routed.most = most // 2  # two generations
             replica.model.most = most
 
     def match(self, hashes: list[int], now: float) -> Match:
         """How much of the prompt with these block hashes each replica holds."""
-        places = self._gpu.prefix(hashes)
-        confirmed = self._gpu.reach(places, len(self._replicas))
+        gpu = self._gpu
+        places = gpu.prefix(hashes)
+        confirmed = gpu.reach(places, len(self._replicas))
         held = confirmed.copy()
-        for slot, replica in enumerate(self._replicas):
-            if replica is None:
-                continue
+        for slot, replica in self._live:
             if not replica.observed:
                 held[slot] = replica.model.reach(hashes)
-            elif replica.routed:
-                held[slot] = self._predicted(slot, replica, hashes, places, held[slot], now)
+                continue
+            known = confirmed[slot]
+            reach = replica.routed.reach(hashes, known, now)
+            if reach > known:
+                while reach < len(places) and gpu.holds(slot, places[reach]):
+                    reach += 1  # confirmed again after what is predicted
+                held[slot] = reach
         self._last = (hashes, confirmed)
         return Match(held, confirmed, self._further(hashes, held) if self._lower else {})
-
-    def _predicted(self, slot, replica, hashes, places, confirmed: int, now: float) -> int:
-        """Held, with what is predicted after the confirmed, and confirmed after that."""
-        reach = replica.routed.reach(hashes, confirmed, now)
-        if reach > confirmed:
-            while reach < len(places) and self._gpu.holds(slot, places[reach]):
-                reach += 1
-        return reach
 
     def _further(self, hashes: list[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
         """For each slot the runs of blocks after the held ones that lie in lower tiers."""
@@ -208,6 +206,7 @@ class CacheMap:
             table.clear(slot)
         replica.routed.clear()
         replica.model.clear()
+        self._last = ([], [])
 
     def observed(self, slot: int, observed: bool) -> None:
         """Follow the replica's events from now on, or model its cache; starts from nothing."""
@@ -226,21 +225,20 @@ class CacheMap:
     def stats(self) -> dict:
         """Sizes: `bytes` counts tables and the estimate for predicted and modelled blocks."""
         tables = (self._gpu, *self._lower.values())
-        live = [(slot, replica) for slot, replica in enumerate(self._replicas) if replica]
         blocks = sum(table.blocks.count for table in tables)
-        chained = sum(len(replica.routed) + len(replica.model) for _, replica in live)
+        chained = sum(len(replica.routed) + len(replica.model) for _, replica in self._live)
         return {
             "blocks": blocks,
             "bytes": self._budget.used + chained * BYTES_PER_BLOCK,
             "bytes_per_block": self._budget.used / blocks if blocks else 0.0,
-            "predicted": sum(len(replica.routed) for _, replica in live),
-            "modelled": sum(len(replica.model) for _, replica in live),
+            "predicted": sum(len(replica.routed) for _, replica in self._live),
+            "modelled": sum(len(replica.model) for _, replica in self._live),
             "evicted": sum(table.evicted for table in tables),
             "refused": sum(table.refused for table in tables),
             "slots": {
                 slot: sum(table.aliases[slot].count for table in tables) if replica.observed
                 else len(replica.model)
-                for slot, replica in live
+                for slot, replica in self._live
             },
         }
 

@@ -1,9 +1,12 @@
 """CacheMap against a reference, and what each of its rules promises."""
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemap import CacheMap, chain_seed, hash_blocks
+from cachemap.blocks import u64
 
 MIB = 1 << 20
 
@@ -93,3 +96,209 @@ def test_equals_a_reference_under_lost_repeated_and_reordered_events(events, rng
         assert table.stats()["slots"][slot] == len(reference.keys[slot])
     union = set().union(*(reference.keys[slot].values() for slot in SLOTS))
     assert table.stats()["blocks"] == len(union)
+
+
+def random_chain(rng, length):
+    return rng.integers(1, 1 << 64, length, np.uint64).tolist()
+
+
+@pytest.mark.parametrize("replicas", [1, 8, 9, 33, 64, 65, 130])
+def test_any_number_of_replicas(replicas):
+    rng, table, reference = np.random.default_rng(3), CacheMap(64 * MIB), ReferenceMap()
+    slots = [table.attach(f"r{i}", None, True) for i in range(replicas)]
+    chains = [random_chain(rng, 200) for _ in range(20)]
+    for slot in slots:
+        reference.attach(slot)
+        for i in rng.integers(0, len(chains), 4).tolist():
+            part = chains[i][: int(rng.integers(1, 200))]
+            table.store(slot, part, keys(slot, part), "gpu")
+            reference.store(slot, part, keys(slot, part))
+    for chain_ in chains:
+        expected = [reference.confirmed(slot, chain_) for slot in slots]
+        assert table.match(chain_, 0.0).confirmed == expected
+    union = set().union(*(reference.keys[slot].values() for slot in slots))
+    assert table.stats()["blocks"] == len(union)
+
+
+def test_a_long_prompt_is_matched_past_its_first_look():
+    rng, table = np.random.default_rng(4), CacheMap(64 * MIB)
+    slot, long = table.attach("r", None, True), random_chain(np.random.default_rng(5), 5000)
+    table.store(slot, long[:4000], keys(slot, long[:4000]), "gpu")
+    for length in (1, 255, 256, 257, 511, 512, 513, 3999, 4000, 5000):
+        assert table.match(long[:length], 0.0).held == [min(length, 4000)]
+    assert table.match([*long[:300], *random_chain(rng, 500)], 0.0).held == [300]
+    assert table.match([], 0.0).held == [0]
+
+
+def test_a_slot_is_used_again_and_knows_nothing_of_its_past():
+    table = CacheMap(MIB)
+    a, b = table.attach("a", None, True), table.attach("b", None, True)
+    prompt = PROMPTS[0]
+    for slot in (a, b):
+        table.store(slot, prompt, keys(slot, prompt), "gpu")
+        table.expect(slot, prompt, 0.0)
+    table.detach(a)
+    assert table.match(prompt, 0.0).held == [0, len(prompt)]
+    with pytest.raises(KeyError, match="slot 0"):
+        table.store(a, prompt, keys(a, prompt), "gpu")
+    assert table.attach("c", None, True) == a
+    assert table.match(prompt, 0.0).held == [0, len(prompt)]
+
+
+def test_routed_prompts_are_predicted_for_some_seconds():
+    table = CacheMap(MIB, predicted_seconds=5.0)
+    slot, prompt = table.attach("r", None, True), PROMPTS[0]
+    table.store(slot, prompt[:4], keys(slot, prompt[:4]), "gpu")
+    table.match(prompt, 10.0)
+    table.expect(slot, prompt, 10.0)
+    sibling = chain(1, 2, 4)
+    assert (table.match(prompt, 14.9).held, table.match(prompt, 14.9).confirmed) == ([18], [4])
+    assert table.match(sibling, 14.9).held == [12]
+    assert table.match(prompt, 15.0).held == [4]
+    table.expect(slot, prompt[:8], 16.0)
+    table.expect(slot, prompt, 30.0)
+    assert table.stats()["predicted"] == 14  # what had expired went, and 4 are confirmed
+
+
+def test_what_the_engine_dropped_is_no_longer_predicted():
+    table = CacheMap(MIB)
+    slot, prompt = table.attach("r", None, True), PROMPTS[0]
+    table.expect(slot, prompt, 0.0)
+    table.store(slot, prompt, keys(slot, prompt), "gpu")
+    table.remove(slot, keys(slot, prompt[:9:-1]), "gpu")
+    assert table.match(prompt, 1.0).held == [10]
+
+
+def test_confirmed_blocks_count_again_behind_predicted_ones():
+    table, prompt = CacheMap(MIB), PROMPTS[0]
+    one, other = (table.attach(name, None, True) for name in "ab")
+    for slot in (one, other):
+        table.store(slot, prompt, keys(slot, prompt), "gpu")
+    table.remove(one, keys(one, prompt[3:6]), "gpu")
+    assert table.match(prompt, 0.0).held == [3, 18]
+    table.expect(one, prompt[:5], 0.0)
+    assert table.match(prompt, 1.0).held == [5, 18]
+    table.expect(one, prompt[:6], 1.0)
+    match = table.match(prompt, 2.0)
+    assert (match.held, match.confirmed) == ([18, 18], [3, 18])
+
+
+def test_an_unobserved_replica_is_modelled_by_its_capacity():
+    table = CacheMap(MIB)
+    slot = table.attach("r", 30, False)
+    first, second, third = chain(1, 2), chain(3, 4), chain(5, 6)
+    for prompt in (first, second, third):
+        table.expect(slot, prompt, 0.0)
+    # 36 blocks into 30: the first prompt's tail went
+    assert [table.match(p, 1e9).held[0] for p in (first, second, third)] == [6, 12, 12]
+    table.expect(slot, first, 0.0)
+    assert [table.match(p, 1e9).held[0] for p in (first, second, third)] == [12, 6, 12]
+    assert table.match(first, 0.0).confirmed == [0] and table.stats()["modelled"] == 30
+
+
+def test_the_model_learns_from_reported_cached_tokens():
+    table = CacheMap(MIB)
+    slot = table.attach("r", 1000, False)
+    for number in range(100):
+        table.expect(slot, chain(number, 7), 0.0)
+    assert table.stats()["modelled"] == 1000
+    for _ in range(200):
+        table.learn(slot, chain(1), 6, 0)
+    table.expect(slot, chain(7), 0.0)
+    assert table.stats()["modelled"] == 250  # a quarter at least
+    for _ in range(200):
+        table.learn(slot, chain(1), 0, 6)
+    for number in range(100):
+        table.expect(slot, chain(number, 7), 0.0)
+    assert table.stats()["modelled"] == 1000
+
+
+def test_switching_between_events_and_model_starts_from_nothing():
+    table = CacheMap(MIB)
+    slot, prompt = table.attach("r", None, True), PROMPTS[0]
+    table.store(slot, prompt, keys(slot, prompt), "gpu")
+    table.observed(slot, False)
+    assert table.match(prompt, 0.0).held == [0]
+    table.store(slot, prompt, keys(slot, prompt), "gpu")  # late events do not count
+    table.expect(slot, prompt[:5], 0.0)
+    assert table.match(prompt, 0.0).held == [5]
+    table.observed(slot, True)
+    assert table.match(prompt, 0.0).held == [0]
+
+
+@pytest.mark.parametrize("capacity", [None, 100_000])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_budget_is_hard_and_the_ends_of_the_oldest_chains_go(capacity, shared):
+    rng, table = np.random.default_rng(6), CacheMap(2 * MIB)
+    slots = [table.attach(f"r{i}", capacity, True) for i in range(4)]
+    conversations: list[list[int]] = []
+    for number in range(1500):
+        turn = random_chain(rng, 60)
+        if number % 3 == 0 or len(conversations) < 5:
+            conversations.append(turn)
+            prompt, parent = turn, 0
+        else:
+            prompt = conversations[-1 - int(rng.integers(0, 5))]
+            table.match(prompt, 0.0)
+            parent = prompt[-1]
+            prompt += turn
+        for slot in slots if shared else [prompt[0] % 4]:
+            table.store(slot, turn, keys(slot, turn), "gpu", [(0, parent)])
+        assert table.stats()["bytes"] <= 2 * MIB
+    stats = table.stats()
+    assert stats["evicted"] > 1000 and stats["refused"] == 0
+    assert max(table.match(conversations[-1], 0.0).held) == len(conversations[-1])
+    gone = 0
+    for prompt in conversations:
+        present = table._gpu.blocks.find(u64(prompt)) >= 0
+        length = int(present.argmin()) if not present.all() else len(prompt)
+        assert not present[length:].any(), "a block outlived the one before it"
+        gone += length == 0
+    assert 0 < gone < len(conversations)
+
+
+def test_a_replica_alone_that_outgrows_the_budget_keeps_its_newest():
+    rng, table = np.random.default_rng(8), CacheMap(MIB)
+    slot = table.attach("r", None, True)
+    chains = [random_chain(rng, 500) for _ in range(200)]
+    for prompt in chains:
+        table.store(slot, prompt, keys(slot, prompt), "gpu")
+    assert table.match(chains[-1], 0.0).held == [500]
+    assert table.match(chains[0], 0.0).held == [0]
+    stats = table.stats()
+    assert stats["bytes"] <= MIB and stats["slots"][slot] == stats["blocks"] > 5000
+    table.clear(slot)
+    assert table.stats()["blocks"] == 0
+
+
+def test_a_budget_too_small_to_work_with_is_refused():
+    with pytest.raises(ValueError, match="1 MiB"):
+        CacheMap(1000)
+
+
+def test_engine_keys_may_be_bytes_negative_or_small():
+    table = CacheMap(MIB)
+    slot, prompt = table.attach("r", None, True), PROMPTS[0]
+    names = [bytes([200 + i]) * 32 for i in range(6)] + [-i for i in range(1, 7)] + list(range(6))
+    table.store(slot, prompt, names, "gpu")
+    assert table.resolve(slot, names) == prompt
+    assert table.resolve(slot, [b"none", 99]) == [0, 0]
+    assert table.remove(slot, names[::-1][:8], "gpu") == 8
+    assert table.match(prompt, 0.0).held == [10]
+    with pytest.raises(ValueError, match="tier"):
+        table.store(slot, prompt, names, "tape")
+
+
+def test_a_replica_that_joins_a_full_map_gets_its_part():
+    rng, table = np.random.default_rng(9), CacheMap(MIB)
+    first = table.attach("a", None, True)
+    for _ in range(100):
+        prompt = random_chain(rng, 500)
+        table.store(first, prompt, keys(first, prompt), "gpu")
+    second = table.attach("b", None, True)
+    for _ in range(20):
+        prompt = random_chain(rng, 500)
+        table.store(second, prompt, keys(second, prompt), "gpu")
+        assert table.match(prompt, 0.0).held == [0, 500]
+    stats = table.stats()
+    assert stats["refused"] == 0 and stats["bytes"] <= MIB and stats["slots"][second] > 2000

@@ -22,6 +22,7 @@ OLDEST = 128  # ages stop here, two tables full of uses; three would wrap in a b
 SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs more than storing
 SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
 BYTES_PER_BLOCK = 36  # with one holder: 20.7 in the table, 10.1 its alias, and some slack
+BITS = [tuple(i for i in range(8) if byte >> i & 1) for byte in range(256)]
 NONE = np.empty(0, np.int64)
 HEAD = 256  # blocks of a long prompt looked up before the rest is
 
@@ -362,10 +363,10 @@ class BlockTable:
 
 def _set(lengths: list[int], first: int, bits: int, length: int) -> None:
     """lengths[first + i] = length for every bit i that is set."""
-    while bits:
-        low = bits & -bits
-        lengths[first + low.bit_length() - 1] = length
-        bits ^= low
+    for byte in bits.to_bytes(8, "little"):
+        for i in BITS[byte]:
+            lengths[first + i] = length
+        first += 8
 
 
 def _nth_oldest(ages: np.ndarray, want: int, count: int) -> int:

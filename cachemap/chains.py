@@ -16,32 +16,32 @@ BYTES_PER_BLOCK = 110  # dict entry 50 (at mid fill), hash 32, chain 8 and slack
 class Routed:
     """What was routed to a replica and is predicted to be there until events confirm it."""
 
-    __slots__ = ("_new", "_old", "_seconds", "_turn", "most")
+    __slots__ = ("_seconds", "_turn", "most", "new", "old")
 
     def __init__(self, seconds: float):
         self._seconds = seconds
-        self._new: dict[int, float] = {}
-        self._old: dict[int, float] = {}
+        self.new: dict[int, float] = {}
+        self.old: dict[int, float] = {}
         self._turn = 0.0
         self.most = 1 << 30
 
     def __len__(self) -> int:
-        return len(self._new) + len(self._old)
+        return len(self.new) + len(self.old)
 
     def add(self, hashes: list[int], now: float) -> None:
         """Predicted from now on. Expired entries leave by the generation, not one by one."""
-        if now >= self._turn or len(self._new) > self.most:
-            self._old = self._new if now < self._turn + self._seconds else {}
-            self._new = {}
+        if now >= self._turn or len(self.new) > self.most:
+            self.old = self.new if now < self._turn + self._seconds else {}
+            self.new = {}
             self._turn = now + self._seconds
-        self._new.update(dict.fromkeys(hashes, now + self._seconds))
+        self.new.update(dict.fromkeys(hashes, now + self._seconds))
 
     def reach(self, hashes: list[int], start: int, now: float) -> int:
         """How far the chain is held, `start` blocks being held for other reasons."""
         end = len(hashes)
         if start == end:
             return end
-        new, old = self._new.get, self._old.get
+        new, old = self.new.get, self.old.get
         block = hashes[start]
         if new(block, now) <= now and old(block, now) <= now:
             return start
@@ -60,13 +60,13 @@ class Routed:
 
     def discard(self, hashes: list[int]) -> None:
         """The replica said that it dropped these."""
-        for entries in (self._new, self._old):
+        for entries in (self.new, self.old):
             if entries:
                 for block in hashes:
                     entries.pop(block, None)
 
     def clear(self) -> None:
-        self._new, self._old = {}, {}
+        self.new, self.old = {}, {}
 
 
 class EngineModel:

@@ -95,25 +95,27 @@ class Buckets:
             lead = int((rows != np.arange(lead)).argmax())
         if not self.passed[first[lead]]:
             return _places(first[:lead], hits[:lead])
-        if self._spills:
-            places = self._find_elsewhere(tags, first, hits)
-            absent = (places < 0).nonzero()[0]
-            return places[: absent[0]] if len(absent) else places
-        return self._prefix_in_two(tags, first, hits, rows)
+        return self._prefix_in_two(tags, first, hits)
 
-    def _prefix_in_two(self, tags, first, hits, rows) -> np.ndarray:
-        """The prefix when every tag is in its first or second bucket or nowhere."""
+    def _prefix_in_two(self, tags, first, hits) -> np.ndarray:
+        """The prefix when some tags are not in their first bucket."""
+        rows = hits >> 3
         missing = np.ones(len(tags), bool)
         missing[rows] = False
         pending = missing.nonzero()[0]
-        tags = tags.take(pending)
-        first[pending] = second = self._second(tags)
-        more = self._hits(second, tags)
+        rest = tags.take(pending)
+        second = self._second(rest)
+        more = self._hits(second, rest)
         found = more >> 3
-        end = len(first)
+        end = len(tags)
         if len(found) < len(pending):
             missing[pending.take(found)] = False
             end = int(missing.argmax())
+            if self.spilled[second[pending.searchsorted(end)]]:
+                places = self._find_elsewhere(tags, first, hits)
+                absent = (places < 0).nonzero()[0]
+                return places[: absent[0]] if len(absent) else places
+        first[pending] = second
         first <<= 3
         first[rows] += hits & 7
         first[pending.take(found)] += more & 7

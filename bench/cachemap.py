@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 import os
+import platform
 import resource
 import time
 from array import array
@@ -44,7 +45,8 @@ def main() -> None:
 
 def run(blocks: int) -> dict:
     conversations = Conversations(blocks // CHAIN)
-    result = {"blocks": blocks, "replicas": REPLICAS}
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}"
+    result = {"blocks": blocks, "replicas": REPLICAS, "machine": machine}
     result |= measure_map(conversations, blocks)
     result |= measure_small_map() | measure_events()
     result |= {f"dict_{name}": value for name, value in measure_dict(conversations).items()}

@@ -6,8 +6,6 @@ the engine hashes with. Runs of events of one kind reach the map as one call, si
 costs about 40 us and a further block in it 0.3.
 """
 
-from array import array
-
 import xxhash
 
 from cachemap.events import Cleared, Removed, Stored
@@ -105,25 +103,32 @@ class EventApplier:
             self.orphans += len(event.keys)
             return
         hashes = self._hashes(event, parent)
-        for key, block, above in zip(event.keys, hashes, (parent, *hashes), strict=False):
-            self._pend(key, block, above)
         self.stored += len(hashes)
+        if self._own.keys().isdisjoint(event.keys):
+            self._begin(parent)
+            self._own.update(zip(event.keys, hashes))
+            self._tail = hashes[-1]
+            return
+        for key, block, above in zip(event.keys, hashes, (parent, *hashes), strict=False):
+            if key not in self._own:
+                self._begin(above)
+                self._own[key] = self._tail = block
 
     def _store_known(self, event: Stored) -> None:
         """Blocks named by key alone, as when one is copied to a slower tier."""
         for key in event.keys:
             block = self._hash_of(key)
-            if block:
-                self._pend(key, block, self._tail)
-                self.stored += 1
-            else:
+            if not block:
                 self.orphans += 1
+            elif key not in self._own:
+                self._begin(self._tail)
+                self._own[key] = self._tail = block
+                self.stored += 1
 
-    def _pend(self, key: int | bytes, block: int, above: int) -> None:
-        if key not in self._own:
-            if above != self._tail or not self._own:
-                self._heads.append((len(self._own), above))
-            self._own[key] = self._tail = block
+    def _begin(self, parent: int) -> None:
+        """What comes next follows `parent`: a chain of its own unless that came last."""
+        if parent != self._tail or not self._own:
+            self._heads.append((len(self._own), parent))
 
     def _remove(self, event: Removed) -> None:
         if event.group:
@@ -139,18 +144,18 @@ class EventApplier:
         return own or self._map.resolve(self._slot, [key])[0]
 
     def _hashes(self, event: Stored, parent: int) -> list[int]:
-        tokens = array("I", event.tokens).tobytes()
-        extra = event.extra or ()
-        adapter = event.adapter
-        first = _besides(extra[0], adapter) if extra else []
-        salt = None
-        if not parent and len(first) == 1 and isinstance(first[0], str):
-            salt = first.pop()  # only a prompt's first block covers the tenant's salt
-        seed = parent or chain_seed(self._model, self._block_size, adapter, salt)
-        rest = [_besides(keys, adapter) for keys in extra[1:]]
-        if not first and not any(rest):
+        tokens, adapter = event.tokens, event.adapter
+        if not event.extra or not any(event.extra):
+            seed = parent or chain_seed(self._model, self._block_size, adapter)
             return hash_blocks(tokens, self._block_size, seed)
-        return self._hashes_apart(tokens, [first, *rest], seed)
+        extra = [_besides(keys, adapter) for keys in event.extra]
+        salt = None
+        if not parent and len(extra[0]) == 1 and isinstance(extra[0][0], str):
+            salt = extra[0].pop()  # only a prompt's first block covers the tenant's salt
+        seed = parent or chain_seed(self._model, self._block_size, adapter, salt)
+        if any(extra):
+            return self._hashes_apart(tokens, extra, seed)
+        return hash_blocks(tokens, self._block_size, seed)
 
     def _hashes_apart(self, tokens: bytes, extra: list[list], seed: int) -> list[int]:
         """Blocks that cover more than tokens, an image say: no prompt of text meets them."""

@@ -5,6 +5,7 @@ with its type under "type", older as an array with its type first; block hashes 
 bytes. Fields unknown to us are ignored, as are events of unknown type.
 """
 
+from array import array
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,7 +29,7 @@ class Stored(NamedTuple):
 
     keys: list[int] | list[bytes]
     parent: int | bytes | None  # None: the first block starts a prompt
-    tokens: list[int]  # of all blocks together; empty when only moved between tiers
+    tokens: bytes  # of all blocks together, uint32; empty when only moved between tiers
     block_size: int
     tier: str
     adapter: str | None
@@ -62,7 +63,7 @@ def decode(payload: bytes) -> Batch:
         events = [_event(one) for one in raw]
         known = [event for event in events if event is not None]
         return Batch(float(timestamp), known, len(events) - len(known))
-    except (msgspec.DecodeError, TypeError, ValueError, LookupError) as error:
+    except (msgspec.DecodeError, TypeError, ValueError, LookupError, OverflowError) as error:
         raise EventError(f"not a batch of cache events: {error!r}") from error
 
 
@@ -82,16 +83,19 @@ def _fields(raw: dict | list, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _stored(fields: dict[str, Any]) -> Stored:
     keys, tokens, size = _keys(fields), fields["token_ids"] or [], fields["block_size"]
+    extra = fields.get("extra_keys")
     if tokens and len(tokens) != len(keys) * size:
         raise ValueError(f"{len(tokens)} tokens for {len(keys)} blocks of {size}")
+    if extra and len(extra) != len(keys):
+        raise ValueError(f"{len(extra)} extra keys for {len(keys)} blocks")
     return Stored(
         keys,
         fields["parent_block_hash"],
-        tokens,
+        array("I", tokens).tobytes(),
         size,
         _tier(fields),
         fields.get("lora_name"),
-        fields.get("extra_keys"),
+        extra,
         fields.get("group_idx") or 0,
         fields.get("kv_cache_spec_kind") or "full_attention",
     )
@@ -99,7 +103,7 @@ def _stored(fields: dict[str, Any]) -> Stored:
 
 def _keys(fields: dict[str, Any]) -> list:
     keys = fields["block_hashes"]
-    if not isinstance(keys, list) or not all(isinstance(key, int | bytes) for key in keys):
+    if not isinstance(keys, list) or not {int, bytes}.issuperset(map(type, keys)):
         raise TypeError("block_hashes must be ints or bytes")
     return keys
 

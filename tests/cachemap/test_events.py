@@ -58,6 +58,9 @@ def test_maps_and_arrays_say_the_same():
         msgspec.msgpack.encode([1.0, [{"no": "type"}]]), msgspec.msgpack.encode([1.0, [[]]]),
         msgspec.msgpack.encode([1.0, [stored([1], [1, 2, 3])]]),
         msgspec.msgpack.encode([1.0, [stored("ab", [])]]),
+        msgspec.msgpack.encode([1.0, [stored([1], [1, 2, 3, -4])]]),
+        msgspec.msgpack.encode([1.0, [stored([1], [1, 2, 3, "4"])]]),
+        msgspec.msgpack.encode([1.0, [stored([1], TOKENS[:4], extra_keys=[None, None])]]),
         msgspec.msgpack.encode(["x", []]),
     ],
 )  # fmt: skip

@@ -32,7 +32,8 @@ from .dispatch.backend import Backend
 from .dispatch.dispatcher import Dispatcher
 from .dispatch.life import Life
 from .dispatch.usage import Usage
-from .prompt.model import ModelError, find_model
+from .model import SIM, model_dir
+from .prompt.model import ModelError
 from .prompt.pipeline import Pipeline
 from .telemetry import log as lines
 from .telemetry.metrics import Metrics, Reading
@@ -184,9 +185,9 @@ class Gateway:
         """No --model was given: try what the replicas call theirs."""
         loop, old = asyncio.get_running_loop(), self.dispatcher.pipeline
         try:
-            directory = await loop.run_in_executor(None, find_model, name)
+            directory = await loop.run_in_executor(None, model_dir, name)
             pipeline = await loop.run_in_executor(None, self._pipeline, directory, self.served_name)
-        except (ModelError, ConfigError) as error:
+        except ConfigError as error:
             log.error("no tokenizer: requests are routed by load alone. %s", error)
             return
         pipeline.block_size, pipeline.max_model_len = old.block_size, old.max_model_len
@@ -275,16 +276,12 @@ def _profile(settings: Settings) -> Profile:
 
 def _model(settings: Settings, profile: Profile | None) -> tuple[Path | None, str]:
     """The model directory (None: to be learned from the replicas) and the name the block hashes are seeded with."""
-    if settings.model is None and profile is not None and profile.engine == "sim":
-        from replicas.simulated.model import sim_model_dir
-
-        return sim_model_dir(), settings.served_model_name or "sim"
-    if settings.model is None:
+    name = settings.model
+    if name is None and profile is not None and profile.engine == "sim":
+        name = SIM
+    if name is None:
         return None, settings.served_model_name or "model"
-    try:
-        return find_model(settings.model), settings.served_model_name or os.path.basename(settings.model.rstrip("/"))
-    except ModelError as error:
-        raise ConfigError(f"--model {settings.model}: {error}") from None
+    return model_dir(name), settings.served_model_name or os.path.basename(name.rstrip("/"))
 
 
 def _access(life: Life, outcome: str, usage: Usage | None) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 
 from gateway.config import Config, ConfigError, Settings
-from gateway.explain import model_dir
+from gateway.model import model_dir
 from gateway.prompt.pipeline import Pipeline
 from gateway.trial import WORDS, Finding, Trial, chat, trials, turns
 from replicas.adopt import Facts, probe

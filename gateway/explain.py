@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.config import Config, ConfigError, Settings
+from gateway.model import model_dir
 from gateway.prompt import Prompt, PromptError
 from policies import Candidate, Choice, CostGroup, Demand, Load, make
 
@@ -205,22 +206,6 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     ]
     demand = Demand(prompt.tokens, size, prompt.hashes[0] if prompt.hashes else 0, prompt.session, prompt.max_tokens)
     return describe(settings.policy, prompt, demand, candidates, make(settings.policy).choose(demand, candidates, explain=True))
-
-
-def model_dir(name: str | None) -> Path:
-    """The folder with the tokenizer of the model called `name`; `sim` is the simulated engine's own. ConfigError."""
-    from gateway.prompt.model import ModelError, find_model
-
-    if name is None:
-        raise ConfigError("the replicas do not name their model, so there is no tokenizer to use. Give --model NAME_OR_FOLDER")
-    if name == "sim":
-        from replicas.simulated.model import sim_model_dir
-
-        return sim_model_dir()
-    try:
-        return find_model(name)
-    except ModelError as error:
-        raise ConfigError(f"model {name}: {error}") from None
 
 
 def _source(address: Any, fact: Any) -> Any:

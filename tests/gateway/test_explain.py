@@ -9,6 +9,7 @@ from aiohttp import web
 
 from gateway import cli, explain
 from gateway.config import ConfigError, Settings
+from gateway.model import model_dir
 from gateway.prompt import Prompt, PromptError
 from policies import Candidate, Choice, CostGroup, Demand, Load, make
 from replicas.simulated.model import sim_model_dir
@@ -189,12 +190,12 @@ def test_body_that_is_not_there(capsys):
 
 
 def test_model_names_are_resolved_or_refused(tmp_path):
-    assert explain.model_dir("sim") == sim_model_dir()
-    assert explain.model_dir(str(tmp_path)) == tmp_path
+    assert model_dir("sim") == sim_model_dir()
+    assert model_dir(str(tmp_path)) == tmp_path
     with pytest.raises(ConfigError, match="no directory /nowhere/at/all"):
-        explain.model_dir("/nowhere/at/all")
+        model_dir("/nowhere/at/all")
     with pytest.raises(ConfigError, match="Give --model NAME_OR_FOLDER"):
-        explain.model_dir(None)
+        model_dir(None)
 
 
 def test_refusals_of_other_servers_are_not_taken_for_the_gateways():

@@ -22,6 +22,8 @@ from policies import Candidate, CostGroup, Demand, Ledger, Reservation, make
 from replicas.simulated.engine import Engine, EngineRequest, Removed, Stored
 from replicas.simulated.profile import Profile
 
+_SCRAPE_SECONDS = 1.0     # the gateway's own interval
+
 
 @dataclass(slots=True)
 class Turn:
@@ -105,6 +107,7 @@ class Fleet:
         self.candidates = [Candidate(name, 0, self.ledger.add(name), self.group.add(name)) for name in names]
         self.event_delay = event_delay
         self.now = 0.0
+        self._scrape_at = 0.0
         self._stepping = [False] * len(profiles)
         self._live: dict[int, _Live] = {}
         self._heap: list[tuple[float, int, Callable, tuple]] = []
@@ -125,6 +128,8 @@ class Fleet:
 
     def send(self, turn: Turn, session: str | None = None, on_end: Callable[[], None] | None = None) -> Record:
         """Route one request now; `on_end` is called when its last token is out."""
+        if self.now >= self._scrape_at:
+            self._scrape()
         held = self.map.match(turn.hashes, self.now).held
         most = (turn.tokens - 1) // self.block_size      # the last prompt token is never a hit
         for candidate, slot in zip(self.candidates, self.slots):
@@ -146,6 +151,12 @@ class Fleet:
         if not self._stepping[index]:
             self._step(index)
         return record
+
+    def _scrape(self) -> None:
+        """What a gateway reads off /metrics, as old as it would be."""
+        self._scrape_at = self.now + _SCRAPE_SECONDS
+        for candidate, engine in zip(self.candidates, self.engines):
+            candidate.load.waiting, candidate.load.kv_usage = engine.waiting, engine.kv_usage
 
     def _step(self, index: int) -> None:
         step = self.engines[index].step()

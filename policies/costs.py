@@ -39,6 +39,7 @@ _WALK = 1e-3               # share of the way back to the prior's covariance, pe
 _NOISE = 0.05              # variance of log(observed / predicted) that is not the model's fault
 _BOUND = 100.0              # a coefficient stays within a hundredfold of its prior
 _SMOOTH = 0.1              # of the running error sizes
+_FORGET = 0.99             # of the log speed stays, each turn without a request
 
 
 class Fit:
@@ -113,8 +114,8 @@ class Speed:
     def forget(self) -> None:
         """Called now and then: a replica not heard of since the last call goes back to its group's speed."""
         if not self._heard:
-            self.value **= 0.95
-            self._bias *= 0.95
+            self.value **= _FORGET
+            self._bias *= _FORGET
         self._heard = False
 
 

@@ -47,6 +47,7 @@ def run(blocks: int) -> dict:
     conversations = Conversations(blocks // CHAIN)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}"
     result = {"blocks": blocks, "replicas": REPLICAS, "machine": machine}
+    result["load_average"] = os.getloadavg()[0]  # other work on the machine when it began
     result |= measure_map(conversations, blocks)
     result |= measure_small_map() | measure_events()
     result |= {f"dict_{name}": value for name, value in measure_dict(conversations).items()}
@@ -227,7 +228,7 @@ def resident() -> int:
 
 def report(result: dict) -> None:
     print(f"{result['blocks']:,} blocks, {REPLICAS} replicas, {os.cpu_count()} cores, "
-          f"load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
+          f"load {result['load_average']:.1f}\n")  # fmt: skip
     print(f"{'':28}{'map':>12}{'dict':>12}{'map / dict':>12}")
     for name in (
         "blocks_per_s", "resident_bytes_per_block", "match_512_us_p50", "match_512_us_p99",

@@ -1,0 +1,140 @@
+"""How exact the gateway is: predicted against delivered cache hits, and tokens against the plain way.
+
+    python -m bench.exactness [--quick] [--json FILE]
+
+Two simulated engines with caches large enough for everything, a real gateway process before them, and the shared
+tau-bench and MT-Bench-101 conversations turn by turn, eight conversations at a time. Two figures:
+
+  equal_share        of all requests, those whose predicted cached tokens equal what the engine reported
+  token_mismatches   requests whose token ids differ between the gateway's pipeline (compiled template, known
+                     prefixes, fastokens) and Hugging Face `tokenizers` on the template as Jinja renders it
+
+As baseline the same share is printed for a guess that always says "nothing is cached".
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import json
+import random
+import sys
+import tempfile
+from array import array
+from pathlib import Path
+
+import httpx
+import jinja2.sandbox
+import tokenizers
+
+from bench.conversations import MTBENCH, TAU, conversations, missing, turns
+from gateway.prompt.pipeline import Pipeline
+from loadgen.stack import Stack
+from replicas.simulated.model import sim_model_dir
+
+CONCURRENT = 8
+PROFILE = "engine: sim\nspeedup: 20\nnum_blocks: 200000\n"
+
+
+def select(count: int, rng: random.Random) -> list[list[list[dict]]]:
+    """Conversations as lists of prompts, half of the requests from each file."""
+    chosen = []
+    for name in (TAU, MTBENCH):
+        some, left = [turns(messages) for messages in conversations(name)], count // 2
+        rng.shuffle(some)
+        for prompts in some:
+            if left <= 0:
+                break
+            chosen.append(prompts[:left])
+            left -= len(prompts)
+    rng.shuffle(chosen)
+    return chosen
+
+
+class Plain:
+    """The slow way to token ids, with nothing of the gateway's in it."""
+
+    def __init__(self, directory: Path):
+        env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        env.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        config = json.loads((directory / "tokenizer_config.json").read_text())
+        self.names = {key: config.get(key) for key in ("bos_token", "eos_token")}
+        self.template = env.from_string((directory / "chat_template.jinja").read_text())
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+    def ids(self, messages: list[dict]) -> list[int]:
+        messages = copy.deepcopy(messages)
+        for message in messages:  # the API carries arguments as JSON text, templates expect the object
+            for call in message.get("tool_calls") or ():
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+        text = self.template.render(messages=messages, add_generation_prompt=True, tools=None, **self.names)
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def token_mismatches(chosen: list[list[list[dict]]]) -> int:
+    directory = sim_model_dir()
+    plain, pipeline, wrong = Plain(directory), Pipeline(directory, "sim", 16), 0
+    for prompts in chosen:
+        for messages in prompts:
+            body = json.dumps({"model": "sim", "messages": messages}).encode()
+            prompt = pipeline.prepare("/v1/chat/completions", body)
+            wrong += prompt.mode != "exact" or array("I", prompt.token_ids).tolist() != plain.ids(messages)
+    return wrong
+
+
+async def ask_all(url: str, chosen: list[list[list[dict]]]) -> list[tuple[int, int, int]]:
+    """(predicted, reported, prompt tokens) of each request."""
+    todo, seen = list(chosen), []
+
+    async def talk(client: httpx.AsyncClient) -> None:
+        while todo:
+            for messages in todo.pop():
+                answer = await client.post("/v1/chat/completions", json={"model": "sim", "messages": messages, "max_tokens": 1})
+                answer.raise_for_status()
+                usage = answer.json()["usage"]
+                seen.append((int(answer.headers["x-hitherto-cached-tokens"]), usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]))
+
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        await asyncio.gather(*(talk(client) for _ in range(CONCURRENT)))
+    return seen
+
+
+async def measure(count: int, seed: int) -> dict:
+    chosen = select(count, random.Random(seed))
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as profile:
+        profile.write(PROFILE)
+        profile.flush()
+        async with Stack("least_time", 2, profile.name, isolated=True) as stack:
+            seen = await ask_all(stack.base_url, chosen)
+    share = lambda right: round(sum(right) / len(seen), 5)  # noqa: E731
+    return {
+        "requests": len(seen),
+        "equal_share": share([predicted == reported for predicted, reported, _ in seen]),
+        "equal_share_baseline": share([reported == 0 for _, reported, _ in seen]),
+        "predicted_hit_rate": round(sum(one[0] for one in seen) / sum(one[2] for one in seen), 5),
+        "reported_hit_rate": round(sum(one[1] for one in seen) / sum(one[2] for one in seen), 5),
+        "token_mismatches": token_mismatches(chosen),
+        "seed": seed,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="400 requests instead of 2,000")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    if why := missing():
+        print(why)
+        return 3
+    out = asyncio.run(measure(400 if args.quick else 2000, args.seed))
+    for name, figure in out.items():
+        print(f"{name:22} {figure}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(out, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,7 +19,6 @@ from cachemap.sequence import Order, classify
 from cachemap.sockets import WAKE_SECONDS, Inbox, connected, replay
 
 RETRY_SECONDS = (1.0, 30.0)  # between attempts to have all replayed, doubling
-TURN_BATCHES = 32  # then others get the loop: 32 batches of 4 blocks take about 2 ms
 SILENT_REQUESTS = 4  # requests with new blocks that finish without a BlockStored ...
 SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 0.1 s
 
@@ -101,7 +100,7 @@ class EventIntake:
             while True:
                 if self._replay_wanted and _now() >= self._replay_at:
                     await self._replay_all()
-                while messages := inbox.take(TURN_BATCHES):
+                while messages := inbox.take():
                     await self._take(messages)
                     await asyncio.sleep(0)
                 await inbox.changed(WAKE_SECONDS)
@@ -218,7 +217,7 @@ class EventIntake:
         return self.last_seq >= number - 1
 
     async def _record(self, start: int) -> AsyncIterator[list[Numbered]]:
-        async for messages in replay(self._replay_endpoint, start, TURN_BATCHES):
+        async for messages in replay(self._replay_endpoint, start):
             if run := self._numbered(messages):
                 self.replayed += len(run)
                 yield run

@@ -28,6 +28,9 @@ class Multimodal(Exception):
 # Roles whose messages, when they hold only a text, reach the template as they came.
 PLAIN_ROLES = frozenset({"system", "user", "assistant"})
 
+# Nearly all messages have just these keys and need no more than a copy.
+_PLAIN_KEYS = {"user": {"role", "content"}, "assistant": {"role", "content"}, "tool": {"role", "content", "tool_call_id"}}
+
 
 def is_plain(system_text: str) -> bool:
     """False for the system text that vLLM edits."""
@@ -82,6 +85,11 @@ def _message(message: Any, as_parts: bool, by_schema: bool, index: int) -> dict[
     if not isinstance(role, str):
         raise bad(f"{where} must have a string 'role'", f"{where}.role")
     content = message.get("content")
+    if type(content) is str and not as_parts and _PLAIN_KEYS.get(role) == message.keys():
+        if role != "tool":
+            return {"role": role, "content": content}
+        if message["tool_call_id"] is not None:
+            return {"role": role, "content": content, "tool_call_id": message["tool_call_id"]}
     if isinstance(content, str):
         parts: list[Any] = [content]
     elif content is None:

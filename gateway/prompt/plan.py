@@ -57,6 +57,21 @@ class Segment:
         return slots[self.slot] if self.slot >= 0 else ""
 
 
+class Piece:
+    """A segment of kind 0 from a text that is rendered already: no literals, no questions."""
+
+    __slots__ = ("_text",)
+    before = after = ""
+    questions = ()
+    quick = (0, -1, 0)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def text(self, slots: Sequence[Any]) -> str:
+        return self._text
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     segments: list[Segment]

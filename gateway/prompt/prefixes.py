@@ -12,25 +12,26 @@ the budget it becomes the old one, and what was old and unused is gone.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from sys import getsizeof
 from typing import Any, NamedTuple
 
 from cachemap import hash_blocks
 
-from .plan import Segment
+from .plan import Piece, Segment
 from .tokenizer import Tokenizer
 from .trace import answered
 
 _NODE_BYTES = 500          # a node, its key, its serial and its place in the dictionary
-_HASH_BYTES = 40           # a Python int above 2**60 and its pointer
 
 Key = tuple[int, int, str]                       # parent's serial, kind of segment, text
-# serial (never used twice), tokens, hashes of the blocks it completes, bytes of tokens up to its
-# end, the last of them that fill no block, characters up to its end, number of the questions its
-# text has answered. A plain tuple of plain things: the garbage collector stops tracking it, so a
-# memo of a million nodes costs nothing at each full collection.
-Node = tuple[int, bytes, tuple[int, ...], int, bytes, int, int]
+# serial (never used twice), tokens, hashes of the blocks it completes (uint64; as Python ints they
+# would take five times the space, each in a cache line of its own), bytes of tokens up to its end,
+# the last of them that fill no block, characters up to its end, number of the questions its text
+# has answered. A plain tuple of plain things: the garbage collector stops tracking it, so a memo
+# of a million nodes costs nothing at each full collection.
+Node = tuple[int, bytes, bytes, int, bytes, int, int]
 _ASKED = 6
 
 
@@ -61,13 +62,13 @@ class Prefixes:
         self.hit_chars = 0                 # characters of prompts found here, of all that came
         self.all_chars = 0
 
-    def tokens(self, seed: int, segments: Sequence[Segment], slots: Sequence[Any], lead: bytes = b"") -> Found:
+    def tokens(self, seed: int, segments: Sequence[Segment | Piece], slots: Sequence[Any], lead: bytes = b"") -> Found:
         """Raises Mismatch. `lead`: special tokens (always the same) that stand before the text."""
         young, old = self._young, self._old
         # Serials are positive, so that no chain's start is ever taken for a node.
         parent = -1 - seed if not lead else -1 - (1 << 64) - seed
         found = [lead]
-        hashes: list[int] = []
+        packed: list[bytes] = []
         end, tail, chars = len(lead), lead, 0
         known = 0
         for segment in segments:
@@ -85,15 +86,16 @@ class Prefixes:
                 young[key] = (*node[:_ASKED], asks)
             parent, tokens, new, end, tail, chars, _ = node
             found.append(tokens)
-            hashes += new
+            packed.append(new)
             known += 1
         self.hit_chars += chars
+        hashes = memoryview(b"".join(packed)).cast("Q").tolist()
         if known < len(segments):
             chars = self._add(parent, segments[known:], slots, found, hashes, seed, end, tail, chars)
         self.all_chars += chars
         return Found(b"".join(found), hashes, chars)
 
-    def _add(self, parent: int, segments: Sequence[Segment], slots: Sequence[Any], found: list[bytes],
+    def _add(self, parent: int, segments: Sequence[Segment | Piece], slots: Sequence[Any], found: list[bytes],
              hashes: list[int], seed: int, end: int, tail: bytes, chars: int) -> int:
         """Tokenize and hash what is new, append it to `found` and `hashes`, remember it -> characters."""
         texts, rendered = [], []
@@ -115,14 +117,15 @@ class Prefixes:
             full = (end - start) // width
             kind, _, asks = segment.quick
             serial = next(self._serials)
-            node = (serial, ids, tuple(new[done:full]), end, data[full * width:end - start], chars, asks)
+            mine = array("Q", new[done:full]).tobytes()
+            node = (serial, ids, mine, end, data[full * width:end - start], chars, asks)
             self._keep((parent, kind, text), node)
             parent, done = serial, full
         return chars
 
     def _keep(self, key: Key, node: Node) -> None:
         self._young[key] = node
-        self._young_bytes += _NODE_BYTES + getsizeof(key[2]) + len(node[1]) + _HASH_BYTES * len(node[2])
+        self._young_bytes += _NODE_BYTES + getsizeof(key[2]) + len(node[1]) + len(node[2])
         if self._young_bytes > self._half:
             self._old, self._young, self._young_bytes = self._young, {}, 0
 
@@ -139,7 +142,7 @@ class Prefixes:
                 "hit_chars": self.hit_chars, "all_chars": self.all_chars}
 
 
-def _ask(segment: Segment, text: str) -> None:
+def _ask(segment: Segment | Piece, text: str) -> None:
     slots = (text,)
     for question in segment.questions:
         if not answered(question, slots):

@@ -14,7 +14,7 @@ import orjson
 
 from .chat import Chat
 from .conversation import PLAIN_ROLES, conversation, is_plain
-from .plan import Compiled, Plan, Segment, fits
+from .plan import Compiled, Piece, Plan, fits
 from .prefixes import Found, Mismatch, Prefixes
 from .shape import describe
 from .template import ChatTemplate
@@ -100,28 +100,24 @@ class Renderer:
             self.compiled.give_up("a compiled prompt differed from the rendered one")
             log.error("the compiled chat template gave other tokens than Jinja: compiling is off from now on")
         self._prefixes.forget()
-        return self._prefixes.tokens(seed, [_piece(text)], (), lead)
+        return self._prefixes.tokens(seed, [Piece(text)], (), lead)
 
-    def _pieces(self, text: str) -> list[Segment]:
+    def _pieces(self, text: str) -> list[Piece]:
         """Rendered text -> segments, cut before each occurrence of the token that occurs most."""
         cut = self._text_cut
         if not cut:
             if not self._cuts:
-                return [_piece(text)]
+                return [Piece(text)]
             best = max(self._cuts, key=text.count)
             if text.count(best) < 2:
-                return [_piece(text)]
+                return [Piece(text)]
             cut = self._text_cut = best
         first, *rest = text.split(cut)
-        return [_piece(first), *(_piece(cut + one) for one in rest)] if first else [_piece(cut + one) for one in rest]
+        return [Piece(first), *(Piece(cut + one) for one in rest)] if first else [Piece(cut + one) for one in rest]
 
 
 # What vLLM passes when a chat request says nothing.
 DEFAULTS: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False}
-
-
-def _piece(text: str) -> Segment:
-    return Segment(0, -1, "", "", (text,), ())
 
 
 def _plain(messages: Any) -> tuple[tuple[str, ...], list[Any]] | None:

@@ -17,9 +17,14 @@ Visit = Callable[[Any], Any]
 def describe(conversation: list[dict[str, Any]]) -> tuple[tuple, list[Any]]:
     """Conversation -> (shape, slots in reading order). A plain message's shape is its role."""
     slots: list[Any] = []
-    shape = tuple(message["role"] if _is_plain(message) and not slots.append(message["content"])
-                  else _structure(message, slots.append) for message in conversation)
-    return shape, slots
+    shape = []
+    for message in conversation:
+        if len(message) == 2 and type(message.get("content")) is str:
+            slots.append(message["content"])
+            shape.append(message["role"])
+        else:
+            shape.append(_structure(message, slots.append))
+    return tuple(shape), slots
 
 
 def put_in(conversation: list[dict[str, Any]], stand_ins: list[Any]) -> list[dict[str, Any]]:
@@ -28,23 +33,20 @@ def put_in(conversation: list[dict[str, Any]], stand_ins: list[Any]) -> list[dic
     return [_replace(message, lambda _: next(following)) for message in conversation]
 
 
-def _is_plain(message: dict[str, Any]) -> bool:
-    return len(message) == 2 and isinstance(message.get("content"), str)
-
-
 def _structure(value: Any, visit: Visit) -> Any:
     """Nested tuples that say everything but the texts; `visit` gets the texts."""
     if isinstance(value, dict):
-        return tuple((key, _leaf(key, item, visit) if _is_slot(key, item) else _structure(item, visit))
-                     for key, item in value.items())
+        parts: list[Any] = []
+        for key, item in value.items():
+            if _is_slot(key, item):
+                visit(item)
+                parts += (key, str if type(item) is str else dict)      # a type, which no other value here is
+            else:
+                parts += (key, _structure(item, visit))
+        return tuple(parts)
     if isinstance(value, list):
-        return ("list", *(_structure(item, visit) for item in value))
+        return (list, *[_structure(item, visit) for item in value])
     return (type(value).__name__, repr(value))     # repr tells 0.0 from -0.0
-
-
-def _leaf(key: str, item: Any, visit: Visit) -> str:
-    visit(item)
-    return "slot" if isinstance(item, str) else "object"
 
 
 def _replace(value: Any, visit: Visit) -> Any:

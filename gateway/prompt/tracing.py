@@ -13,7 +13,6 @@ from typing import Any
 import jinja2
 import jinja2.nodes as nodes
 import jinja2.runtime
-import jinja2.sandbox
 
 from . import template as plain
 from .trace import CLOSE, MARKER, OPEN, Json, Text, Trace, Untraceable, holds_stand_in, raw_of
@@ -29,14 +28,13 @@ _TESTS = frozenset({"defined", "undefined", "none", "string", "mapping", "number
 _NEVER = frozenset({"random", "urlize", "pprint", "xmlattr"})      # not the same answer every time, or the buffer
 
 
-class TracingEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+class TracingEnvironment(plain.Sandbox):
     """`trace` is set for the length of one run; `concat` is what every block and macro ends in."""
 
     trace = Trace([])           # an empty one while Jinja folds constants
 
     def __init__(self) -> None:
-        super().__init__(**plain.ENVIRONMENT)
-        plain.prepare_environment(self)
+        super().__init__()
         self.concat = self._lifting_concat                    # type: ignore[method-assign]
         self.globals["strftime_now"] = self._strftime_now
         self.globals.pop("lipsum", None)

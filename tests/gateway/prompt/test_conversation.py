@@ -25,6 +25,7 @@ def one(message, **options):
      {"role": "assistant", "content": "x", "reasoning": "r", "reasoning_content": "r", "thinking": "r"}),
     ({"role": "assistant", "content": "x", "tool_calls": []}, {"role": "assistant", "content": "x"}),
     ({"role": "tool", "content": "x", "tool_call_id": "1"}, {"role": "tool", "content": "x", "tool_call_id": "1"}),
+    ({"role": "tool", "content": "x", "tool_call_id": None}, {"role": "tool", "content": "x"}),
     ({"role": "system", "content": "x-anthropic-billing-header: cc=1;\nYou are"}, {"role": "system", "content": "You are"}),
     ({"role": "system", "content": "x-anthropic-billing-header"}, {"role": "system", "content": ""}),
 ])

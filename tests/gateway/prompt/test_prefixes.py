@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
-from gateway.prompt.plan import Segment
+from gateway.prompt.plan import Piece, Segment
 from gateway.prompt.prefixes import Mismatch, Prefixes
 from gateway.prompt.tokenizer import Tokenizer
 
@@ -23,8 +23,7 @@ def tokenizer():
     return Tokenizer(model_dir("sim"))
 
 
-def piece(text: str) -> Segment:
-    return Segment(0, -1, "", "", (text,), ())
+piece = Piece
 
 
 def expected(tokenizer, pieces, block_size=16, seed=SEED, lead=b""):

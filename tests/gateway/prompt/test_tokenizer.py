@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
-from tokenizers import AddedToken, Tokenizer as Real, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer as Real, decoders, models, normalizers, pre_tokenizers, processors
 
 from gateway.prompt.model import ModelError
 from gateway.prompt.tokenizer import Tokenizer, TokenizerError
@@ -22,6 +22,8 @@ def made(directory, *added, normalizer=None):
     real = Real(models.BPE(vocab=vocab, merges=[("a", "b")] if "ab" in vocab else []))
     real.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     real.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        real.normalizer = normalizer
     for token in added:
         real.add_special_tokens([token]) if token.special else real.add_tokens([token])
     directory.mkdir(parents=True, exist_ok=True)
@@ -63,10 +65,17 @@ def backends(made=[]):
 
 
 @pytest.mark.parametrize("token", [
-    special("<x>", lstrip=True), special("<x>", single_word=True), special("<x>", normalized=True), special("\nx>"), special(" <x>"),
+    special("<x>", lstrip=True), special("<x>", single_word=True), special("\nx>"), special(" <x>"),
 ])
 def test_tokens_that_reach_to_their_left_are_no_cuts(tmp_path, token):
     assert not made(tmp_path, token).safe_cuts()
+
+
+def test_tokens_matched_on_normalized_text_are_cuts_where_normalizing_changes_nothing(tmp_path):
+    token = special("<x>", normalized=True)
+    for name, normalizer, cuts in (("none", None, {"<x>"}), ("empty", normalizers.Sequence([]), {"<x>"}), ("nfc", normalizers.NFC(), set()),
+                                   ("lower", normalizers.Sequence([normalizers.Lowercase()]), set())):
+        assert made(tmp_path / name, token, normalizer=normalizer).safe_cuts() == cuts
 
 
 def test_tokens_that_others_reach_into_are_no_cuts(tmp_path):

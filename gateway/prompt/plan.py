@@ -1,9 +1,9 @@
 """Compiled chat templates: per shape of conversation, the literals around its texts.
 
 A *shape* is everything about a request that is not text: the roles, which fields each message
-has, the tools, the template variables. When a shape comes for the second time, the template is
-run on stand-ins (`trace`), and what it printed becomes a plan: segments of literals and places
-for texts, and the questions it asked of them. Filling a plan takes microseconds where Jinja
+has, the tools, the template variables. When a shape has come a few times, the template is run
+on stand-ins (`trace`), and what it printed becomes a plan: segments of literals and places for
+texts, and the questions it asked of them. Filling a plan takes microseconds where Jinja
 takes tens to hundreds, and gives the same text, because the questions are asked again each time.
 
 Segments end only immediately before an added token that may be cut at (`tokenizer.safe_cuts`),
@@ -23,6 +23,9 @@ from .tracing import TracingEnvironment
 
 _MAX_PLANS = 2048          # shapes kept; the oldest goes first
 _MAX_WAYS = 6              # plans per shape: ways its texts answered the template's questions
+# Compiling takes as long as 4 to 6 renderings, and most shapes of agents (who called what when)
+# come once or twice: wait until rendering has cost as much.
+_PATIENCE = 5
 _RESERVED = re.compile("[\ufdd0-\ufdd2]|\\\\ufdd[0-2]")     # as they are, and as repr writes them
 
 
@@ -87,6 +90,7 @@ class Compiled:
         alternatives = "|".join(map(re.escape, sorted(cuts, key=len, reverse=True)))
         self._cut = re.compile(alternatives or "(?!)")
         self._plans: dict[Any, list[Plan]] = {}
+        self._seen: dict[Any, int] = {}            # shapes that no plan fitted, how often
         self._kinds: dict[Any, int] = {}
         self._asked: dict[tuple, int] = {(): 0}
         self._lock = threading.Lock()
@@ -108,26 +112,20 @@ class Compiled:
 
     def learn(self, shape: Any, conversation: list[dict[str, Any]], slots: list[Any],
               tools: Any, variables: dict[str, Any]) -> None:
-        """Note a request that no plan fitted; compile its shape when it has been seen before.
-
-        Compiling costs about three renderings, and many an agent's shape never comes again.
-        """
+        """Note a request that no plan fitted; compile its shape if that is worth it."""
         with self._lock:
-            known = self._plans.get(shape)
-            if self.why_not or (known is not None and len(known) >= _MAX_WAYS):
+            known = self._plans.get(shape, [])
+            if self.why_not or len(known) >= _MAX_WAYS:
                 return
-            if known is None:
-                self._remember(shape, [])
+            seen = self._seen.pop(shape, 0) + 1
+            if seen < _PATIENCE:
+                _put(self._seen, shape, seen)
                 return
             try:
-                self._remember(shape, [*known, self._compile(shape, conversation, slots, tools, variables)])
+                plan = self._compile(shape, conversation, slots, tools, variables)
             except Exception:       # Untraceable, or a refusal that plain Jinja will word
-                self._remember(shape, [*known, _NEVER])
-
-    def _remember(self, shape: Any, plans: list[Plan]) -> None:
-        self._plans[shape] = plans
-        while len(self._plans) > _MAX_PLANS:
-            self._plans.pop(next(iter(self._plans)))
+                plan = _NEVER
+            _put(self._plans, shape, [*known, plan])
 
     def _compile(self, shape: Any, conversation: list[dict[str, Any]], slots: list[Any],
                  tools: Any, variables: dict[str, Any]) -> Plan:
@@ -180,6 +178,12 @@ class Compiled:
         key = (segment.before, segment.after)
         kind = self._kinds.setdefault(key, len(self._kinds) + 1)
         return replace(segment, kind=kind, questions=own, asks=asks)
+
+
+def _put(shapes: dict[Any, Any], shape: Any, value: Any) -> None:
+    shapes[shape] = value
+    while len(shapes) > _MAX_PLANS:
+        shapes.pop(next(iter(shapes)))
 
 
 def _segment(pieces: list[Any]) -> Segment:

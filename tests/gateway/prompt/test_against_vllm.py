@@ -22,8 +22,9 @@ def test_same_ids_as_vllm(name, load_model, monkeypatch):
     cases = [case for case in CASES if case["model"] == name]
     assert len(cases) >= 60
     for case in cases:
-        for time in ("first", "learnt", "planned"):
+        for time in range(7):                  # by Jinja, compiled the fifth time, then by plan
             prompt = pipeline.prepare(case["path"], json.dumps(case["body"]).encode())
             assert prompt.mode == "exact", (time, prompt.note, case["body"])
             assert prompt.tokens == case["tokens"], (time, case["body"])
             assert xxh3_64_hexdigest(prompt.token_ids) == case["ids"], (time, case["body"])
+    assert pipeline.renderers["default"].by_plan > len(cases) / 2

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -188,7 +189,7 @@ def test_without_a_tokenizer_prompts_are_matched_as_text():
 def test_plans_that_turn_out_wrong_are_given_up_at_once(load_model, tmp_path, monkeypatch, caplog):
     pipeline = Pipeline(model_dir("sim"), "m", 16)
     renderer = pipeline.renderers["default"]
-    for _ in range(3):
+    for _ in range(6):
         ask(pipeline)
     assert renderer.by_plan
     right = renderer.template.render
@@ -206,6 +207,17 @@ def test_checks_thin_out_but_never_stop(sim, monkeypatch):
     rendered = []
     right = renderer.template.render
     monkeypatch.setattr(renderer.template, "render", lambda *args: rendered.append(1) or right(*args))
-    for _ in range(2 + 1024):
+    for _ in range(5 + 1024):
         ask(pipeline)
-    assert len(rendered) == 2 + 32 + 4
+    assert len(rendered) == 5 + 32 + 4
+
+
+def test_many_threads_prepare_at_once(sim):
+    pipeline = Pipeline(model_dir("sim"), "m", 16, prefix_bytes=200_000)
+    _, reference = sim
+    talks = [alternate([f"{i % 7} words " * 20, f"{i % 3}", f"{i}" * 30][: i % 3 + 1 - i % 2], "system" if i % 2 else None) or HI for i in range(300)]
+    with ThreadPoolExecutor(8) as threads:
+        prompts = list(threads.map(lambda talk: ask(pipeline, messages=talk), talks))
+    assert pipeline.renderers["default"].by_plan > 100
+    for talk, prompt in zip(talks, prompts, strict=True):
+        assert prompt.mode == "exact" and ids_of(prompt) == reference.ids(reference.render(talk))

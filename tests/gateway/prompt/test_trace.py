@@ -186,14 +186,31 @@ def test_shapes_tell_apart_all_that_is_not_text():
     assert shape(plain) == shape({**plain, "content": "y"})
 
 
-def test_a_shape_is_compiled_when_it_comes_again_and_forgotten_when_many_came():
+def test_a_shape_is_compiled_when_it_has_come_five_times_and_forgotten_when_many_came():
     compiled = Compiled(looped("{{ m.content }}"), {}, ["<s>"])
     messages = talk("x")
     shape, slots = describe(messages)
-    compiled.learn(shape, messages, slots, None, VARIABLES)
-    assert compiled.plans(shape) == []
-    compiled.learn(shape, messages, slots, None, VARIABLES)
+    for seen in range(5):
+        assert compiled.plans(shape) == [], seen
+        compiled.learn(shape, messages, slots, None, VARIABLES)
     assert len(compiled.plans(shape)) == 1
-    for i in range(3000):
-        compiled.learn((shape, i), messages, slots, None, VARIABLES)
+    for i in range(2100):
+        for _ in range(5):
+            compiled.learn((shape, i), messages, slots, None, VARIABLES)
     assert compiled.plans(shape) == [] and len(compiled._plans) == 2048
+    for i in range(3000):
+        compiled.learn((shape, "once", i), messages, slots, None, VARIABLES)
+    assert len(compiled._seen) == 2048
+
+
+def test_a_shape_has_so_many_ways_and_no_more():
+    compiled = Compiled(looped("{{ m.content | length }}"), {}, ["<s>"])
+    shape = ("user",)
+    for length in range(10):
+        for _ in range(5):
+            compiled.learn(shape, talk("x" * length), ["x" * length], None, VARIABLES)
+    assert len(compiled.plans(shape)) == 6
+    lost = Compiled(looped("{% for c in m.content %}{{ c }}{% endfor %}"), {}, ["<s>"])
+    for _ in range(5):
+        lost.learn(shape, talk("x"), ["x"], None, VARIABLES)
+    assert [filled(plan, ["x"]) for plan in lost.plans(shape)] == [None]

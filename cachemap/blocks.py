@@ -138,16 +138,18 @@ class BlockTable:
                 result[i] |= bits << shift
         return result
 
-    def store(self, slot: int, hashes: np.ndarray, tags: np.ndarray, heads: Heads) -> None:
+    def store(self, slot: int, hashes: np.ndarray, tags: np.ndarray, heads: Heads) -> list[int]:
         """The replica now holds these blocks, known to it under these tags.
 
         The blocks form chains; `heads` has for each chain the index of its first block and
-        the hash of the block before that, 0 if the chain starts a prompt.
+        the hash of the block before that, 0 if the chain starts a prompt. Gives the indices
+        of those it held already: a further copy of each.
         """
         places = self._settle(slot, hashes, heads)
         if places is None:
             self.refused += len(hashes)
-            return
+            return []
+        again: list[int] = []
         words, bit = self._bit(slot)
         words[places] |= bit
         alias = self.aliases[slot]
@@ -156,6 +158,7 @@ class BlockTable:
         known = at >= 0
         if known.any():
             before = (alias.words[at[known]] & self._place_mask).view(np.int64)
+            again = known.nonzero()[0][before == places[known]].tolist()
             alias.words[at[known]] = packed[known]
             at[~known] = alias.add(packed[~known])
             if (before != places[known]).any():
@@ -166,6 +169,7 @@ class BlockTable:
         if lost.any():  # one tag for two blocks: a key given twice, or a clash
             kept = alias.words[at[lost]] & self._place_mask
             self._release(slot, np.setdiff1d(places[lost], kept.view(np.int64)))
+        return again
 
     def _settle(self, slot: int, hashes: np.ndarray, heads: Heads) -> np.ndarray | None:
         """The places of these blocks, new ones put in; None if they cannot fit."""

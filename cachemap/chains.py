@@ -7,7 +7,6 @@ come by the prompt and go within seconds (`Routed`) or that exist only for engin
 events (`EngineModel`).
 """
 
-from array import array
 from collections import deque
 
 BYTES_PER_BLOCK = 110  # dict entry 50 (at mid fill), hash 32, chain 8 and slack
@@ -90,7 +89,7 @@ class EngineModel:
 
     def clear(self) -> None:
         self._blocks: dict[int, int] = {}  # block -> stamp of its last use
-        self._chains: deque[tuple[int, array]] = deque()
+        self._chains: deque[tuple[int, list[int]]] = deque()
         self._chained = 0
         self._clock = 0
 
@@ -98,7 +97,7 @@ class EngineModel:
         """The replica computed, or used, this chain just now."""
         self._clock += 1
         self._blocks.update(dict.fromkeys(hashes, self._clock))
-        self._chains.append((self._clock, array("Q", hashes)))
+        self._chains.append((self._clock, hashes))
         self._chained += len(hashes)
         limit = min(self.limit, self.most)
         while len(self._blocks) > limit:
@@ -131,21 +130,21 @@ class EngineModel:
 
     def _drop_oldest(self, count: int) -> None:
         """Drop up to `count` blocks from the tail of the chain longest unused."""
-        stamp, chain = self._chains[0]
-        while chain and count:
-            block = chain.pop()
-            self._chained -= 1
-            if self._blocks.get(block) == stamp:
-                del self._blocks[block]
-                count -= 1
-        if not chain:
-            self._chains.popleft()
+        stamp, chain = self._chains.popleft()
+        self._chained -= len(chain)
+        blocks = self._blocks
+        live = [block for block in chain if blocks.get(block) == stamp]  # the rest was used again since
+        for block in live[-count:]:
+            del blocks[block]
+        if len(live) > count:
+            self._chains.appendleft((stamp, live[:-count]))
+            self._chained += len(live) - count
 
     def _compact(self) -> None:
         """Forget the parts of chains that a later chain has used again."""
         chains = deque()
         for stamp, chain in self._chains:
-            live = array("Q", (b for b in chain if self._blocks.get(b) == stamp))
+            live = [block for block in chain if self._blocks.get(block) == stamp]
             if live:
                 chains.append((stamp, live))
         self._chains = chains

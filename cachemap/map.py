@@ -165,22 +165,24 @@ class CacheMap:
         engine_keys: list[int] | list[bytes],
         tier: str = "gpu",
         heads: list[tuple[int, int]] | None = None,
-    ) -> None:
+    ) -> list[int]:
         """The replica reports that it now has these blocks, under these keys of its own.
 
         They are taken to be one chain from a prompt's start, unless `heads` says where
         chains begin: (index of the first block, hash of the block before it or 0), in order.
+        Gives the indices of those it was known to have under the same key already.
         """
         if not self._replica(slot).observed:
-            return
-        table, heads = self._table(tier), heads or [(0, 0)]
+            return []
+        table, heads, again = self._table(tier), heads or [(0, 0)], []
         for start in range(0, len(hashes), PIECE):
             end = start + PIECE
             part = [(at - start, parent) for at, parent in heads if start <= at < end]
             if not part or part[0][0]:
                 part.insert(0, (0, hashes[start - 1]))
             tags = table.tags(engine_keys[start:end])
-            table.store(slot, u64(hashes[start:end]), tags, part)
+            again += [start + i for i in table.store(slot, u64(hashes[start:end]), tags, part)]
+        return again
 
     def remove(self, slot: int, engine_keys: list[int] | list[bytes], tier: str = "gpu") -> int:
         """The replica reports that it dropped these; gives how many of them were known."""

@@ -292,7 +292,7 @@ class Dispatcher:
         if prompt is not None and life.status == 200:
             self._compare(life, backend, prompt, usage)
             if backend.intake is not None:
-                backend.intake.request_finished(len(prompt.hashes))
+                backend.intake.request_finished(len(prompt.hashes) - life.overlap // self.pipeline.block_size)
             tokens = usage.completion or life.pieces
             if life.streams and tokens > 8 and now >= backend.learn_at:
                 load = backend.load

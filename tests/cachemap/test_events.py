@@ -121,6 +121,29 @@ def test_removed_and_stored_again_in_one_batch_ends_as_it_was_sent(setting):
     assert held(setting, hashes()) == 1
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_a_block_computed_twice_is_held_until_both_copies_went(setting, together):
+    """Engines publish each copy's coming and going; seen at prompts that end on a block's edge."""
+    first, second = stored([1, 2], TOKENS[:8]), stored([2], TOKENS[4:8], 1)
+    if together:
+        apply(setting, first, second)
+    else:
+        apply(setting, first)
+        apply(setting, second)
+    apply(setting, removed(2))
+    assert held(setting, hashes()) == 2
+    apply(setting, removed(2))
+    assert held(setting, hashes()) == 1
+    apply(setting, stored([2], TOKENS[4:8], 1), removed(2))
+    assert held(setting, hashes()) == 1
+
+
+def test_clearing_forgets_copies_too(setting):
+    apply(setting, stored([1], TOKENS[:4]), stored([1], TOKENS[:4]), {"type": "AllBlocksCleared"})
+    apply(setting, stored([1], TOKENS[:4]), removed(1))
+    assert held(setting, hashes()) == 0
+
+
 def test_other_cache_groups_and_kinds_are_counted_not_used(setting):
     apply(setting, stored([1], TOKENS[:4], group_idx=1))
     apply(setting, stored([1], TOKENS[:4], kv_cache_spec_kind="sliding_window"))

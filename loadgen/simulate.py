@@ -156,7 +156,7 @@ class Fleet:
         """What a gateway reads off /metrics, as old as it would be."""
         self._scrape_at = self.now + _SCRAPE_SECONDS
         for candidate, engine in zip(self.candidates, self.engines):
-            candidate.load.waiting, candidate.load.kv_usage = engine.waiting, engine.kv_usage
+            candidate.load.scraped(engine.waiting, engine.kv_usage)
 
     def _step(self, index: int) -> None:
         step = self.engines[index].step()
@@ -195,20 +195,20 @@ class Fleet:
 
     def _events(self, index: int, events: list) -> None:
         """One step's events to the map, in order; stores that follow each other in one call."""
-        slot, keys, parents = self.slots[index], [], []
+        slot, keys, heads = self.slots[index], [], []
         for event in events:
             if type(event) is Stored:
+                heads.append((len(keys), event.parent or 0))
                 keys += event.keys
-                parents += [event.parent or 0, *event.keys[:-1]]
             elif type(event) is Removed:
-                self._store(slot, keys, parents)
-                keys, parents = [], []
+                self._store(slot, keys, heads)
+                keys, heads = [], []
                 self.map.remove(slot, event.keys)
-        self._store(slot, keys, parents)
+        self._store(slot, keys, heads)
 
-    def _store(self, slot: int, keys: list[int], parents: list[int]) -> None:
+    def _store(self, slot: int, keys: list[int], heads: list[tuple[int, int]]) -> None:
         if keys:
-            self.map.store(slot, keys, keys, parents=parents)
+            self.map.store(slot, keys, keys, heads=heads)
 
 
 def play(fleet: Fleet, conversations: Sequence[Conversation], starts: Sequence[float]) -> Result:

@@ -100,14 +100,14 @@ class Speed:
         self._bias, self._spread = 0.0, 0.3    # running log error, and its size
         self._heard = False
 
-    def observe(self, predicted: float, seconds: float) -> None:
-        """`predicted` with this speed in it."""
+    def observe(self, predicted: float, seconds: float, trust: float = 1.0) -> None:
+        """`predicted` with this speed in it; `trust` 0..1: how much the replica's speed explains of it."""
         gap = log(seconds / predicted)
         self._spread += _SMOOTH * (min(abs(gap), 5 * self._spread) - self._spread)
         gap = max(-3 * self._spread, min(3 * self._spread, gap))
         self._bias += _SMOOTH * (gap - self._bias)
         signal = self._bias / max(self._spread, 0.02)
-        self.value *= exp(min(0.5, 0.5 * signal * signal) * gap)
+        self.value *= exp(trust * min(0.5, 0.5 * signal * signal) * gap)
         self.value = min(max(self.value, 1 / _BOUND), _BOUND)
         self._heard = True
 
@@ -167,7 +167,9 @@ class Costs:
         self.count += 1
         self.error += max(0.05, 1 / self.count) * (abs(predicted - seconds) - self.error)
         speed = self.ttft.value
-        self.ttft.observe(predicted, seconds)
+        # A queue's length in seconds is the engine's luck with batches more than its speed.
+        own = predicted - self.queue_seconds(before) - self.group.ttft.coefficients[5] * self.step_seconds(before)
+        self.ttft.observe(predicted, seconds, own / predicted)
         self.group.learn("ttft", (1.0, uncached, uncached * (cached + 0.5 * uncached), before.prefill_tokens,
                                   1.0 if before.prefilling else 0.0, self.step_seconds(before) / speed),
                          seconds / speed)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 from .vocabulary import Load
 
-_COUNTS = tuple(f.name for f in fields(Load) if f.name not in ("waiting", "kv_usage"))
+_COUNTS = tuple(f.name for f in fields(Load) if f.name not in ("waiting", "kv_usage", "capacity_tokens"))
 
 
 @dataclass(slots=True, eq=False)

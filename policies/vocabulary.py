@@ -17,6 +17,21 @@ class Load:
     context_tokens: int = 0   # prompt tokens of the decoding ones
     waiting: int | None = None      # the engine's own waiting queue, last scrape
     kv_usage: float | None = None   # share of its KV blocks in use by running requests, 0..1
+    capacity_tokens: float | None = None   # what its blocks hold, in this ledger's tokens; None: not known to be short
+
+    def scraped(self, waiting: int | None, kv_usage: float | None) -> None:
+        """Take over a scrape; either may be missing.
+
+        The capacity follows from what the ledger counts now and the share of blocks that takes, so prompts
+        that share blocks are allowed for. Below half full the quotient says little and nobody needs it.
+        """
+        self.waiting, self.kv_usage = waiting, kv_usage
+        held = self.context_tokens + self.prefill_tokens
+        if kv_usage is None or kv_usage < 0.5 or not held:
+            self.capacity_tokens = None
+            return
+        capacity = held / kv_usage
+        self.capacity_tokens = capacity if self.capacity_tokens is None else (self.capacity_tokens + capacity) / 2
 
 
 @dataclass(slots=True)

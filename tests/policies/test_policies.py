@@ -1,23 +1,208 @@
-"""What every policy must hold, and each one's own rule."""
+"""Each policy's own rule, and what every sensible one must hold."""
+import random
+from collections import Counter
+
 import pytest
+from hypothesis import given, settings, strategies as st
 
-from policies import NAMES, Candidate, CostGroup, Demand, Load, make
+from policies import NAMES, Candidate, CostGroup, Demand, Ledger, Load, make
+from policies.least_time import TERMS
 
 
-def fleet(n, **loads):
+def fleet(count, **loads):
+    """`count` candidates; loads={"requests": [..]} sets that field of each."""
     group = CostGroup()
-    return [Candidate(f"r{i}", 0, Load(**{k: v[i] for k, v in loads.items()}), group.add(f"r{i}")) for i in range(n)]
+    return [Candidate(f"r{i}", 0, Load(**{name: values[i] for name, values in loads.items()}), group.add(f"r{i}"))
+            for i in range(count)]
+
+
+def spread(policy, candidates, demands):
+    return Counter(policy.choose(demand, candidates).index for demand in demands)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("count", [1, 2, 8, 70])
-def test_chooses_a_candidate(name, count):
-    policy = make(name, 3)
-    candidates = fleet(count)
-    for root in range(20):
-        assert 0 <= policy.choose(Demand(100, root=root), candidates, explain=root % 2 == 0).index < count
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 900),
+                          st.none() | st.floats(0, 1)), min_size=1, max_size=70), st.booleans(), st.integers(0, 9))
+def test_any_fleet_gets_one_of_its_candidates_and_the_same_one_again(name, replicas, explain, seed):
+    group = CostGroup()
+    candidates = []
+    for i, (prefilling, decoding, tokens, overlap, usage) in enumerate(replicas):
+        load = Load(prefilling + decoding, prefilling, tokens * bool(prefilling), decoding, tokens * bool(decoding),
+                    None, usage)
+        candidates.append(Candidate(f"r{i}", overlap, load, group.add(f"r{i}"), (("cpu", 16),) if i % 3 else ()))
+    demand = Demand(1000, 16, root=7, session=None if seed % 2 else "s")
+    choice = make(name, seed).choose(demand, candidates, explain)
+    assert 0 <= choice.index < len(candidates) and choice.reason
+    assert choice == make(name, seed).choose(demand, candidates, explain)
 
 
 def test_unknown_name_says_what_there_is():
     with pytest.raises(ValueError, match="least_time"):
         make("fastest")
+
+
+def test_round_robin_takes_turns():
+    policy = make("round_robin")
+    assert [policy.choose(Demand(10), fleet(3)).index for _ in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_random_spreads_evenly():
+    counts = spread(make("random", 1), fleet(4), [Demand(10)] * 4000)
+    assert all(850 < counts[i] < 1150 for i in range(4))
+
+
+def test_least_load_takes_the_fewest_and_counts_strangers():
+    candidates = fleet(3, requests=[4, 2, 3])
+    assert make("least_load").choose(Demand(10), candidates).index == 1
+    candidates[1].load.waiting = 9
+    assert make("least_load").choose(Demand(10), candidates).index == 2
+
+
+def test_power_of_two_never_takes_the_busiest_and_needs_no_third():
+    counts = spread(make("power_of_two", 2), fleet(3, requests=[0, 1, 9]), [Demand(10)] * 900)
+    assert counts[2] == 0 and counts[0] > counts[1] > 200
+    assert make("power_of_two").choose(Demand(10), fleet(1)).index == 0
+
+
+def homes(policy, candidates, keys):
+    return {key: candidates[policy.choose(Demand(10, session=key), candidates).index].replica for key in keys}
+
+
+def test_consistent_hash_moves_only_the_keys_of_a_replica_that_left():
+    policy, candidates, keys = make("consistent_hash"), fleet(8), [f"s{i}" for i in range(800)]
+    before = homes(policy, candidates, keys)
+    assert all(60 < n < 140 for n in Counter(before.values()).values())
+    after = homes(policy, candidates[:3] + candidates[4:], keys)
+    moved = {key for key in keys if before[key] != after[key]}
+    assert moved == {key for key in keys if before[key] == "r3"}
+
+
+def test_consistent_hash_spills_at_its_bound_and_without_a_key_takes_the_fewest():
+    policy, candidates = make("consistent_hash"), fleet(4)
+    home = policy.choose(Demand(10, root=99), candidates).index
+    for candidate in candidates:
+        candidate.load.requests = 4
+    candidates[home].load.requests = 6      # the bound is ceil(1.25 x 19 / 4) = 6
+    assert policy.choose(Demand(10, root=99), candidates).index != home
+    candidates[(home + 1) % 4].load.requests = 1
+    assert policy.choose(Demand(10), candidates).index == (home + 1) % 4
+
+
+def test_prefix_affinity_follows_long_matches_only_and_only_in_balance():
+    policy, candidates = make("prefix_affinity"), fleet(3, requests=[69, 5, 5])
+    candidates[0].overlap = 310
+    assert policy.choose(Demand(1000), candidates).index == 0
+    candidates[0].load.requests = 70        # 70 - 5 > 64 and 70 > 1.5 x 5
+    assert policy.choose(Demand(1000), candidates).index != 0
+    candidates[0].load.requests, candidates[0].overlap = 69, 300
+    assert policy.choose(Demand(1000), candidates).index != 0
+
+
+def test_overlap_cost_weighs_tiers_and_decoding():
+    policy, candidates = make("overlap_cost"), fleet(3)
+    candidates[0].overlap, candidates[1].lower = 400, (("cpu", 600),)
+    assert policy.choose(Demand(1000), candidates).index == 1      # 0.75 x 600 > 400
+    candidates[1].load.context_tokens = 100
+    assert policy.choose(Demand(1000), candidates).index == 0
+
+
+def test_least_time_explains_its_terms_in_seconds():
+    candidates = fleet(2, prefilling=[1, 0], prefill_tokens=[5000, 0], decoding=[0, 3], context_tokens=[0, 900])
+    choice = make("least_time").choose(Demand(1000), candidates, explain=True)
+    assert [tuple(terms) for terms in choice.terms] == [TERMS, TERMS]
+    totals = [sum(terms.values()) for terms in choice.terms]
+    assert choice.index == totals.index(min(totals)) == 1
+    for terms, candidate in zip(choice.terms, candidates):
+        ttft = candidate.costs.ttft_seconds(candidate.load, 1000, 0)
+        assert terms["prefill"] + terms["queue"] + terms["crowd"] == pytest.approx(ttft)
+    assert make("least_time").choose(Demand(1000), candidates).terms is None
+
+
+def test_least_time_follows_the_prefix_until_its_queue_costs_more_than_computing_it():
+    candidates = fleet(2)
+    candidates[0].overlap = 3984
+    policy = make("least_time")
+    assert policy.choose(Demand(4000), candidates).index == 0
+    candidates[0].load.prefilling, candidates[0].load.prefill_tokens = 4, 20_000
+    assert policy.choose(Demand(4000), candidates).index == 1
+
+
+def test_least_time_prefers_room_for_a_prompt_that_does_not_fit():
+    candidates = fleet(2, decoding=[10, 10], context_tokens=[20_000, 20_000])
+    candidates[0].overlap = 512
+    for candidate, usage in zip(candidates, (0.95, 0.6)):
+        candidate.load.scraped(0, usage)
+    assert make("least_time").choose(Demand(4000), candidates).index == 1
+    candidates[0].load.scraped(None, None)      # not known: no reason to avoid it
+    assert make("least_time").choose(Demand(4000), candidates).index == 0
+
+
+def test_a_scrape_tells_capacity_only_where_it_may_be_short():
+    load = Load(decoding=4, context_tokens=8000, prefill_tokens=1000)
+    load.scraped(3, 0.9)
+    assert load.waiting == 3 and load.capacity_tokens == pytest.approx(10_000)
+    load.scraped(0, 0.2)
+    assert load.capacity_tokens is None and load.kv_usage == 0.2
+    load.scraped(None, None)
+    assert load.capacity_tokens is load.kv_usage is load.waiting is None
+
+
+def test_least_time_fetches_from_a_slower_tier_rather_than_computing():
+    candidates = fleet(2)
+    candidates[1].lower = (("cpu", 2000),)
+    assert make("least_time").choose(Demand(4000), candidates).index == 1
+
+
+@given(st.integers(2, 16), st.integers(0, 15), st.integers(16, 20_000), st.integers(1, 200_000))
+def test_an_idle_replica_is_never_starved_while_others_queue(count, idle, tokens, queued):
+    """Without sharing: whatever the others queue, the one that has nothing to do is taken."""
+    idle %= count
+    ahead = [0 if i == idle else queued + 16 for i in range(count)]
+    candidates = fleet(count, prefilling=[int(a > 0) for a in ahead], prefill_tokens=ahead)
+    assert make("least_time").choose(Demand(tokens), candidates).index == idle
+
+
+def play(name, count, demands):
+    """Reserve each choice without ever finishing: how a burst is placed."""
+    ledger, group, policy = Ledger(), CostGroup(), make(name, 1)
+    candidates = [Candidate(f"r{i}", 0, ledger.add(f"r{i}"), group.add(f"r{i}")) for i in range(count)]
+    held, counts = [set() for _ in candidates], Counter()
+    for demand in demands:
+        for candidate, roots in zip(candidates, held):
+            candidate.overlap = demand.tokens - 200 if demand.root in roots else 0
+        index = policy.choose(demand, candidates).index
+        held[index].add(demand.root)
+        ledger.reserve(candidates[index].replica, demand.tokens - candidates[index].overlap, demand.tokens)
+        counts[index] += 1
+    return counts
+
+
+@pytest.mark.parametrize("name", ["least_time", "overlap_cost"])
+def test_one_hot_root_does_not_pin_one_replica(name):
+    counts = play(name, 4, [Demand(4000, root=1)] * 200)
+    assert len(counts) == 4 and max(counts.values()) < 100
+
+
+def test_a_burst_of_equal_prompts_is_placed_as_evenly_as_least_load():
+    demands = [Demand(1000, root=root) for root in range(1, 81)]
+    assert set(play("least_time", 8, demands).values()) == {10} == set(play("least_load", 8, demands).values())
+
+
+def test_a_new_replica_gets_traffic():
+    rng, ledger, group, policy = random.Random(1), Ledger(), CostGroup(), make("least_time", 1)
+    candidates = [Candidate(f"r{i}", 2000, ledger.add(f"r{i}"), group.add(f"r{i}")) for i in range(3)]
+    for candidate in candidates:        # known, warm, and with a little to do
+        for _ in range(60):
+            tokens = rng.randrange(100, 3000)
+            candidate.costs.observe_ttft(0.01 + 2e-5 * tokens, tokens, 0, Load())
+        for _ in range(3):
+            ledger.reserve(candidate.replica, 2000, 2000)
+    new = Candidate("new", 0, ledger.add("new"), group.add("new"))
+    counts = Counter()
+    for _ in range(12):
+        choice = policy.choose(Demand(2200), [*candidates, new])
+        chosen = [*candidates, new][choice.index]
+        ledger.reserve(chosen.replica, 2200 - chosen.overlap, 2200)
+        counts[chosen.replica] += 1
+    assert counts["new"] >= 2

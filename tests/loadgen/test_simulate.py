@@ -1,0 +1,138 @@
+"""The virtual fleet: deterministic, complete, and true to what its parts say."""
+import random
+from dataclasses import replace
+
+import pytest
+
+from loadgen.simulate import Fleet, Turn, backlog, ideal_hit_rate, pace, play
+from replicas.simulated.profile import load_profile
+
+PROFILE = load_profile("gpu-8b", num_blocks=4096)
+
+
+def turn(hashes, tail=8, output=24, think=0.0):
+    """A prompt of these blocks and `tail` tokens; the reply's blocks are its own."""
+    tokens = 16 * len(hashes) + tail
+    full = (tokens + output) // 16
+    return Turn(hashes, tokens, output, hashes + [(hashes[-1] * 31 + i) % 2**62 + 1 for i in range(full - len(hashes))], think)
+
+
+def conversations(count, seed=0, turns=4, shared=40):
+    """Conversations behind one common beginning; each turn extends the one before it."""
+    rng, result = random.Random(seed), []
+    for number in range(count):
+        hashes, talk = [1 + i for i in range(shared)], []
+        for _ in range(turns):
+            hashes = hashes + [rng.getrandbits(62) + 1 for _ in range(rng.randrange(4, 30))]
+            talk.append(turn(hashes, think=0.2))
+            hashes = list(talk[-1].all_hashes)
+        result.append(talk)
+    return result
+
+
+def run(policy, work, rate=40.0, replicas=4, seed=1, profiles=None):
+    fleet = Fleet(profiles or [PROFILE] * replicas, policy, seed)
+    pace(fleet, work, rate, 20, seed)
+    return fleet
+
+
+def mean_ttft(fleet):
+    records = fleet.result.records
+    return sum(r.first - r.sent for r in records) / len(records)
+
+
+def hit_rate(fleet):
+    records = fleet.result.records
+    return sum(r.cached for r in records) / sum(r.tokens for r in records)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_time"])
+def test_every_request_ends_and_the_ledger_reads_zero(policy):
+    work = conversations(40)
+    fleet = run(policy, work)
+    records = fleet.result.records
+    assert len(records) == sum(map(len, work))
+    assert all(r.sent < r.first < r.end <= fleet.result.seconds for r in records)
+    total = fleet.ledger.total()
+    assert (total.requests, total.prefill_tokens, total.context_tokens) == (0, 0, 0)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not():
+    work = conversations(30)
+    runs = [[(r.replica, r.sent, r.first, r.end, r.cached) for r in run("least_time", work, seed=s).result.records]
+            for s in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_turns_follow_their_replies_and_think():
+    work = conversations(6)
+    fleet = Fleet([PROFILE] * 2, "least_load", 1)
+    play(fleet, work, [0.1 * i for i in range(6)])
+    by_turn = {id(r.turn): r for r in fleet.result.records}
+    for talk in work:
+        for before, after in zip(talk, talk[1:]):
+            assert by_turn[id(after)].sent == pytest.approx(by_turn[id(before)].end + 0.2)
+
+
+def test_predictions_are_what_the_engine_delivers_once_events_arrived():
+    fleet = run("least_time", conversations(40), rate=10.0)
+    records = fleet.result.records
+    exact = sum(r.predicted == r.cached for r in records) / len(records)
+    assert exact > 0.95 and hit_rate(fleet) > 0.5
+
+
+def test_predicted_ttft_is_close_to_the_engines():
+    records = run("least_time", conversations(150), rate=40.0).result.records[100:]
+    errors = sorted(abs(r.expected_ttft / (r.first - r.sent) - 1) for r in records)
+    assert errors[len(errors) // 2] < 0.15
+
+
+def test_one_replica_with_room_reaches_the_ideal():
+    fleet = run("round_robin", conversations(20), rate=5.0, replicas=1)
+    assert hit_rate(fleet) == pytest.approx(ideal_hit_rate(fleet.result.records), abs=0.01)
+
+
+def test_least_time_beats_blind_policies_where_prefixes_are_shared():
+    work = conversations(120, shared=150)
+    ours = run("least_time", work)
+    assert hit_rate(ours) > 0.95 * ideal_hit_rate(ours.result.records)
+    for other in ("round_robin", "least_load"):
+        assert mean_ttft(ours) < mean_ttft(run(other, work))
+
+
+def test_least_time_is_no_worse_than_least_load_where_nothing_is_shared():
+    rng = random.Random(3)
+    work = [[turn([rng.getrandbits(62) + 1 for _ in range(60)])] for _ in range(800)]
+    for rate in (20.0, 80.0):
+        assert mean_ttft(run("least_time", work, rate)) < 1.02 * mean_ttft(run("least_load", work, rate))
+
+
+def test_slower_replicas_get_less_and_the_fleet_is_faster_for_it():
+    work = conversations(150)
+    mixed = [PROFILE] * 2 + [replace(PROFILE, speedup=0.33)] * 2
+    ours, blind = run("least_time", work, profiles=mixed), run("least_load", work, profiles=mixed)
+    slow = sum(r.replica >= 2 for r in ours.result.records) / len(ours.result.records)
+    assert 0.02 < slow < 0.4
+    assert mean_ttft(ours) < 0.8 * mean_ttft(blind)
+
+
+def test_a_replica_that_turns_slow_is_noticed_and_used_less():
+    work = conversations(300, turns=2, shared=2)
+    fleet = Fleet([PROFILE] * 3, "least_time", 1)
+
+    def turn_slow():
+        fleet.engines[0].profile = replace(PROFILE, speedup=0.2)
+    fleet.at(6.0, turn_slow)
+    pace(fleet, work, 40.0, 20, 1)
+    before = [r.replica for r in fleet.result.records if r.sent < 6.0]
+    after = [r.replica for r in fleet.result.records if r.sent > 9.0]
+    assert before.count(0) / len(before) > 0.2
+    assert after.count(0) / len(after) < 0.15
+    assert fleet.candidates[0].costs.ttft.value > 1.5 * fleet.candidates[1].costs.ttft.value
+
+
+def test_backlog_measures_a_rate_that_more_replicas_raise():
+    work = conversations(200, turns=2, shared=4)
+    one = backlog(Fleet([PROFILE], "round_robin", 1, event_delay=None), work, 32)
+    two = backlog(Fleet([PROFILE] * 2, "round_robin", 1, event_delay=None), work, 64)
+    assert one > 0 and 1.5 * one < two < 2.5 * one

@@ -1,0 +1,138 @@
+"""The cost model learns an engine, stays bounded under noise, and follows a change of speed."""
+import random
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from policies import CostGroup, Load
+from policies.costs import TTFT_PRIOR, Fit
+
+ENGINE = (0.004, 60e-6, 9e-9, 45e-6, 0.003, 1.3)     # unlike the prior in every coefficient
+
+
+def request(rng):
+    """A random request and the load it met."""
+    ahead = rng.choice([0, 0, 0, int(rng.lognormvariate(6, 1))])
+    load = Load(requests=5, prefilling=1 if ahead else 0, prefill_tokens=ahead,
+                decoding=rng.randrange(8), context_tokens=rng.randrange(8000))
+    return load, int(rng.lognormvariate(6, 1.5)) + 1, rng.choice([0, 0, 1024, 4096])
+
+
+def truth(load, uncached, cached, step):
+    base, token, pair, queued, busy, crowd = ENGINE
+    return (base + uncached * (token + pair * (cached + uncached / 2)) + queued * load.prefill_tokens
+            + (busy if load.prefilling else 0) + crowd * step)
+
+
+def teach(costs, rng, count, noise=0.0, slow=1.0):
+    """Show `count` requests; returns the relative errors of the predictions made before each."""
+    errors = []
+    for _ in range(count):
+        load, uncached, cached = request(rng)
+        if load.decoding:
+            costs.observe_itl(slow * (0.002 + 0.0002 * load.decoding), load.decoding, load.context_tokens)
+        step = 0.002 + 0.0002 * load.decoding if load.decoding else 0.0
+        seconds = slow * truth(load, uncached, cached, step) * rng.lognormvariate(0, noise)
+        errors.append(abs(costs.ttft_seconds(load, uncached, cached) / seconds - 1))
+        costs.observe_ttft(seconds, uncached, cached, load)
+    return errors
+
+
+def median(values):
+    return sorted(values)[len(values) // 2]
+
+
+def test_learns_an_engine_unlike_its_prior():
+    errors = teach(CostGroup().add("a"), random.Random(1), 1500)
+    assert median(errors[:10]) > 0.2            # it had something to learn
+    assert median(errors[50:150]) < 0.15
+    assert median(errors[-300:]) < 0.05
+
+
+@pytest.mark.parametrize("noise", [0.3, 1.0])
+def test_noise_does_not_make_it_worse_than_its_prior(noise):
+    rng, group = random.Random(2), CostGroup()
+    costs = group.add("a")
+    learned = teach(costs, rng, 1500, noise)[-500:]
+    prior = teach_nothing(random.Random(3), 500, noise)
+    assert median(learned) < median(prior)
+    # and the bias it ends with is far below the noise
+    assert median(teach(costs, rng, 100)) < 0.5 * noise
+
+
+def teach_nothing(rng, count, noise):
+    errors = []
+    for _ in range(count):
+        load, uncached, cached = request(rng)
+        step = 0.002 + 0.0002 * load.decoding if load.decoding else 0.0
+        seconds = truth(load, uncached, cached, step) * rng.lognormvariate(0, noise)
+        errors.append(abs(CostGroup().add("a").ttft_seconds(load, uncached, cached) / seconds - 1))
+    return errors
+
+
+def test_a_few_absurd_answers_move_nothing_far():
+    rng, costs = random.Random(4), CostGroup().add("a")
+    teach(costs, rng, 500)
+    for _ in range(3):
+        load, uncached, cached = request(rng)
+        costs.observe_ttft(600.0, uncached, cached, load)
+    assert median(teach(costs, rng, 15)) < 0.5
+
+
+@pytest.mark.parametrize("slow", [0.25, 4.0])
+def test_follows_a_change_of_speed_within_30_answers(slow):
+    rng, group = random.Random(5), CostGroup()
+    costs, other = group.add("a"), group.add("b")
+    for _ in range(30):
+        teach(costs, rng, 10, 0.1)
+        teach(other, rng, 10, 0.1)
+    assert median(teach(costs, rng, 5, 0.1, slow)) > 0.5    # not known yet
+    teach(costs, rng, 25, 0.1, slow)
+    assert median(teach(costs, rng, 40, 0.1, slow)) < 0.25
+    assert median(teach(other, rng, 40, 0.1)) < 0.25        # its neighbour's figures stand
+
+
+def test_two_kinds_of_replica_in_one_group_are_told_apart():
+    rng, group = random.Random(6), CostGroup()
+    fast, slow = group.add("fast"), group.add("slow")
+    for _ in range(100):
+        teach(fast, rng, 4, 0.1)
+        teach(slow, rng, 4, 0.1, 2.0)
+    ratio = slow.ttft_seconds(Load(), 2000, 0) / fast.ttft_seconds(Load(), 2000, 0)
+    assert 1.7 < ratio < 2.3
+
+
+def test_a_new_replica_starts_from_its_group():
+    rng, group = random.Random(7), CostGroup()
+    teach(group.add("a"), rng, 800)
+    assert median(teach(group.add("b"), rng, 20)) < 0.1
+
+
+def test_a_replica_found_slow_and_left_alone_is_believed_again():
+    rng, group = random.Random(8), CostGroup()
+    slow, other = group.add("slow"), group.add("other")
+    teach(other, rng, 300)
+    teach(slow, rng, 60, 0.1, 4.0)
+    found = slow.ttft_seconds(Load(), 500, 0) / other.ttft_seconds(Load(), 500, 0)
+    teach(other, rng, 400)
+    later = slow.ttft_seconds(Load(), 500, 0) / other.ttft_seconds(Load(), 500, 0)
+    assert found > 2.5 and later < 1.3
+
+
+def test_unusable_seconds_are_ignored():
+    group = CostGroup()
+    costs = group.add("a")
+    costs.observe_ttft(0.0, 100, 0, Load())
+    costs.observe_itl(-1.0, 3, 100)
+    assert group.ttft.count == group.step.count == 0 and group.ttft.coefficients == TTFT_PRIOR
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-9, 1e6), st.integers(1, 200_000), st.integers(0, 200_000),
+                          st.integers(0, 10**6)), max_size=60))
+def test_coefficients_stay_within_their_bounds(answers):
+    fit = Fit(TTFT_PRIOR)
+    for seconds, uncached, cached, ahead in answers:
+        fit.observe((1.0, uncached, uncached * (cached + uncached / 2), ahead, float(ahead > 0), 0.01), seconds)
+        for value, prior in zip(fit.coefficients, TTFT_PRIOR):
+            assert prior / 100.001 <= value <= prior * 100.001

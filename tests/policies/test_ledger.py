@@ -1,0 +1,60 @@
+"""The ledger reads zero when idle, whatever lives its reservations had."""
+from dataclasses import astuple
+
+import pytest
+from hypothesis import given, strategies as st
+
+from policies import Ledger, Load
+
+ACTIONS = st.lists(st.tuples(st.sampled_from(["reserve", "first_byte", "release", "remove", "add"]),
+                             st.integers(0, 30), st.integers(0, 2), st.integers(0, 5000)), max_size=80)
+
+
+def counts(load):
+    return astuple(load)[:5]
+
+
+@given(ACTIONS)
+def test_random_lives_end_at_zero(actions):
+    ledger, reservations = Ledger(), []
+    for replica in "012":
+        ledger.add(replica)
+    for action, number, replica, tokens in actions:
+        if action == "reserve":
+            ledger.add(str(replica))
+            reservations.append(ledger.reserve(str(replica), tokens // 2, tokens))
+        elif action in ("add", "remove"):
+            getattr(ledger, action)(str(replica))
+        elif reservations:
+            getattr(ledger, action)(reservations[number % len(reservations)])
+        live = [r for r in reservations if r.stage != "done"]
+        prefill = [r for r in live if r.stage == "prefill"]
+        decode = [r for r in live if r.stage == "decode"]
+        assert counts(ledger.total()) == (len(live), len(prefill), sum(r.uncached for r in prefill),
+                                          len(decode), sum(r.tokens for r in decode))
+    for reservation in reservations:
+        ledger.release(reservation)
+    assert counts(ledger.total()) == (0, 0, 0, 0, 0)
+
+
+def test_a_reservation_remembers_the_load_it_met():
+    ledger = Ledger()
+    load = ledger.add("a")
+    ledger.reserve("a", 100, 160)
+    second = ledger.reserve("a", 50, 50)
+    assert counts(second.before) == (1, 1, 100, 0, 0)
+    ledger.first_byte(second)
+    assert counts(second.before) == (1, 1, 100, 0, 0)
+    assert counts(load) == (2, 1, 100, 1, 50)
+
+
+def test_a_replica_that_comes_back_starts_empty_and_old_requests_do_not_touch_it():
+    ledger = Ledger()
+    ledger.add("a")
+    old = ledger.reserve("a", 10, 10)
+    ledger.remove("a")
+    with pytest.raises(KeyError):
+        ledger.reserve("a", 1, 1)
+    fresh = ledger.add("a")
+    ledger.release(old)
+    assert fresh == Load()

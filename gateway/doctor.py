@@ -28,7 +28,8 @@ import aiohttp
 from gateway.config import Config, ConfigError, Settings
 from gateway.model import model_dir
 from gateway.prompt.pipeline import Pipeline
-from gateway.trial import WORDS, Finding, Trial, chat, trials, turns
+from gateway.prompt.report import template_report
+from gateway.trial import WORDS, Finding, Trial, trials
 from replicas.adopt import Facts, probe
 from replicas.replica import Address, parse_url
 
@@ -197,27 +198,24 @@ def _tokenizer(pipeline: Pipeline) -> Finding:
 
 
 def _template(pipeline: Pipeline) -> list[Finding]:
-    first = chat(pipeline, turns(1))
-    if isinstance(first, str):
-        return [Finding("fail", "chat template", f"a plain conversation cannot be rendered: {first}",
+    report = template_report(pipeline)
+    if report.refused:
+        return [Finding("fail", "chat template", f"a plain conversation cannot be rendered: {report.refused}",
                         "give --chat-template the file the engines were started with")]  # fmt: skip
-    findings = [Finding("ok", "chat template", f"renders: {len(first) // 4} tokens for a system prompt and one turn")]
-    for name, talk in (("turn by turn", turns), ("turns with reasoning", _reasoning_turns)):
-        before, after = chat(pipeline, talk(1)), chat(pipeline, talk(2))
-        if isinstance(before, str) or isinstance(after, str):
-            continue  # a template that knows no reasoning refuses it: nothing to say
-        kept = next((i for i in range(0, len(before), 4) if before[i : i + 4] != after[i : i + 4]), len(before)) // 4
-        total = len(before) // 4
-        if kept == total:
+    how = f"by Jinja each time ({report.not_compiled})" if report.not_compiled else "compiled, and checked against Jinja"
+    reuse = f"known prefixes end at any of {report.cuts} special tokens" if report.cuts else "nothing of a prompt is reused"
+    findings = [Finding("ok", "chat template", f"renders {how}; {reuse}")]
+    if report.prints_date:
+        findings.append(Finding("warn", "date in the prompt", "the template prints the date: every cached prefix is new after midnight",
+                                "nothing to mend in the gateway; a template without the date would keep its cache"))  # fmt: skip
+    for turn in report.turns:
+        name = "turn by turn" if turn.what == "plain" else f"turns {turn.what}"
+        if turn.extends:
             findings.append(Finding("ok", name, "each turn extends the one before, so its cache can be used"))
         else:
-            findings.append(Finding("warn", name, f"the second turn keeps only {kept} of the first one's {total} tokens",
+            findings.append(Finding("warn", name, f"the second turn keeps only {turn.kept} of the first one's {turn.total} tokens",
                                     "the template rewrites earlier turns; hits end there on any router. Nothing to mend in the gateway"))  # fmt: skip
     return findings
-
-
-def _reasoning_turns(count: int) -> list[dict[str, str]]:
-    return [{**m, "reasoning_content": "Let me add these."} if m["role"] == "assistant" else m for m in turns(count)]
 
 
 # --- the replicas, as they describe themselves

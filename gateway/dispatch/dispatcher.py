@@ -44,6 +44,7 @@ PROMPT_PATHS = {
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
+NO_PREFILL = ("tokenize", "detokenize")
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 # A collected body is sent with its length; Host is the replica's.
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
@@ -174,7 +175,7 @@ class Dispatcher:
             life.refused(Failure(error.status, error.message, type=error.type, param=error.param, code=error.code))
             return
         self.metrics.stage_seconds.observe(stage, seconds)
-        if prompt.mode == "load":
+        if prompt.mode == "load" and life.label not in NO_PREFILL:
             self.metrics.prompt_failures.inc(prompt.path)
         life.prepared(prompt)
 

@@ -4,10 +4,11 @@
 
 Work: tau-bench airline (200 tool conversations behind one long system prompt) and MT-Bench-101
 (1,388 dialogues without one), tokenised and mixed. Requests arrive as a Poisson process; each is the
-next turn of one of 400 open conversations (100 with --quick). Fleet: 8 simulated engines whose caches together hold
-1.5 x the blocks of the whole work. Load: 70 % of saturation, which is the rate at which `round_robin`,
-blind to caches, gets through a backlog (64 conversations open per replica, none thinking). The ideal hit rate is that of one
-infinite cache seeing the requests in the order in which they were sent.
+next turn of one of 400 open conversations (100 with --quick). Fleet: 8 simulated engines whose
+caches together hold 1.5 x the blocks of the whole work. Load: 70 % of saturation, which is the rate
+at which `round_robin`, blind to caches, gets through a backlog of the same work (64 conversations
+open per replica, none thinking). The ideal hit rate is that of one infinite cache seeing the
+requests in the order in which they were sent.
 
 Second work: the same lengths with nothing shared, where `least_time` must not lose to `least_load`.
 """

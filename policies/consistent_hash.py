@@ -16,8 +16,8 @@ from xxhash import xxh3_64_intdigest
 from .least_load import LeastLoad, busy
 from .vocabulary import Candidate, Choice, Demand
 
-# 1.25: the bound Vimeo and HAProxy settled on (hash-balance-factor 125 in its manual's example);
-# lower evens out load and moves more sessions away from their cache.
+# A session's home may hold a quarter more than its share; lower evens out load and moves more
+# sessions away from their cache.
 _BOUND = 1.25
 
 

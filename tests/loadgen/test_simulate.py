@@ -14,7 +14,8 @@ def turn(hashes, tail=8, output=24, think=0.0):
     """A prompt of these blocks and `tail` tokens; the reply's blocks are its own."""
     tokens = 16 * len(hashes) + tail
     full = (tokens + output) // 16
-    return Turn(hashes, tokens, output, hashes + [(hashes[-1] * 31 + i) % 2**62 + 1 for i in range(full - len(hashes))], think)
+    reply = [(hashes[-1] * 31 + i) % 2**62 + 1 for i in range(full - len(hashes))]
+    return Turn(hashes, tokens, output, hashes + reply, think)
 
 
 def conversations(count, seed=0, turns=4, shared=40):

@@ -231,7 +231,7 @@ class Gateway:
                 if scrape is None or seen.get(backend.id) == scrape.at:
                     continue
                 seen[backend.id] = scrape.at
-                backend.load.waiting, backend.load.kv_usage = scrape.waiting, scrape.kv_usage
+                backend.load.scraped(scrape.waiting, scrape.kv_usage)
                 idle = backend.load.requests == 0 and monotonic() - scrape.at < 0.5
                 if backend.drift.counted(scrape.prefix_hits, idle):
                     self.dispatcher.heal(backend, "the engine's own count of cached tokens differs from what was predicted")

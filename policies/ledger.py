@@ -6,7 +6,7 @@ settle it and the others do no harm. Not thread safe: one event loop owns a ledg
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from .vocabulary import Load
 
@@ -45,7 +45,7 @@ class Ledger:
     def reserve(self, replica: str, uncached: int, tokens: int) -> Reservation:
         """Count a request of `tokens` prompt tokens, `uncached` of which must be computed."""
         load = self._loads[replica]
-        reservation = Reservation(replica, load, replace(load), uncached, tokens)
+        reservation = Reservation(replica, load, load.copy(), uncached, tokens)
         load.requests += 1
         load.prefilling += 1
         load.prefill_tokens += uncached

@@ -19,6 +19,11 @@ class Load:
     kv_usage: float | None = None   # share of its KV blocks in use by running requests, 0..1
     capacity_tokens: float | None = None   # what its blocks hold, in this ledger's tokens; None: not known to be short
 
+    def copy(self) -> Load:
+        """As it is now. `dataclasses.replace` takes five times as long, once a request."""
+        return Load(self.requests, self.prefilling, self.prefill_tokens, self.decoding, self.context_tokens,
+                    self.waiting, self.kv_usage, self.capacity_tokens)
+
     def scraped(self, waiting: int | None, kv_usage: float | None) -> None:
         """Take over a scrape; either may be missing.
 

@@ -149,6 +149,9 @@ class Gateway:
     def _meet(self, replica: Replica) -> None:
         """A replica is ready, for the first time or again: know it, and listen to its events."""
         backend = self.dispatcher.backends.get(replica.id)
+        if backend is not None and backend.replica is not replica:  # removed, and added again before we saw it
+            self._forget(backend)
+            backend = None
         if backend is not None and backend.incarnation == replica.incarnation:
             self._learn_from(replica)
             if backend.source != replica.events:
@@ -224,7 +227,7 @@ class Gateway:
         while True:
             await asyncio.sleep(0.25)
             for backend in list(self.dispatcher.backends.values()):
-                if backend.id not in self.fleet.replicas:
+                if self.fleet.replicas.get(backend.id) is not backend.replica:
                     self._forget(backend)
                     continue
                 scrape = backend.replica.scrape
@@ -237,7 +240,6 @@ class Gateway:
                     self.dispatcher.heal(backend, "the engine's own count of cached tokens differs from what was predicted")
 
     def _forget(self, backend: Backend) -> None:
-        backend.stop()
         self.dispatcher.remove(backend.id)
         self.slots.pop(backend.id, None)
         self.intakes.pop(backend.id, None)
@@ -288,7 +290,7 @@ def _model(settings: Settings, profile: Profile | None) -> tuple[Path | None, st
 def _access(life: Life, outcome: str, usage: Usage | None) -> None:
     prompt, request = life.prompt, life.request
     lines.access(
-        request.method, request.path, life.status, monotonic() - request.begun,
+        request.method, request.path, life.status, monotonic() - life.begun,
         outcome=outcome,
         replica=life.backend.id if life.backend else None,
         id=life.id.decode("latin-1"),

@@ -222,7 +222,9 @@ class Fleet:
 
     async def _remove(self, id: str, drained: asyncio.Task) -> None:
         await drained
-        task = self._tasks.pop(id)
+        task = self._tasks.pop(id, None)
+        if task is None:
+            return  # asked twice: the first one did it
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         for table in (self._watches, self._supervisors, self._drains, self.replicas):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "learn_at", "source", "intake", "intake_task", "host_line", "incarnation", "note")
+    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "learn_at", "source", "intake", "intake_task", "host_line", "incarnation", "gone", "note")
 
     def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
         self.replica = replica
@@ -36,6 +36,7 @@ class Backend:
         self.intake_task: asyncio.Task[None] | None = None
         self.host_line = b"host: %b:%d\r\n" % (replica.host.encode(), replica.port)
         self.incarnation: str | None = None
+        self.gone = False  # removed; what still runs on it settles without a trace
         self.note = ""
 
     def serves(self, model: str | None) -> bool:
@@ -43,6 +44,7 @@ class Backend:
         return model is None or not self.replica.models or model in self.replica.models
 
     def stop(self) -> None:
+        self.gone = True
         self.pool.close()
         if self.intake_task is not None:
             self.intake_task.cancel()

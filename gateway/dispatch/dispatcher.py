@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from time import monotonic, perf_counter
@@ -25,13 +26,15 @@ from ..wire.downstream import Downstream
 from ..wire.http import HOP_BY_HOP, Headers, Request, end_to_end
 from .backend import Backend
 from .errors import JSON, error_body
-from .life import Failure, Life
+from .life import RETRYABLE, Failure, Life
 from .usage import Usage
 
 if TYPE_CHECKING:
     from replicas import Replica
 
     from ..telemetry.metrics import Metrics
+
+log = logging.getLogger("hitherto.dispatch")
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 # What is read for its prompt, and the label it has in metrics; anything else goes through by load alone.
@@ -101,6 +104,7 @@ class Dispatcher:
     def remove(self, replica: str) -> Backend | None:
         backend = self.backends.pop(replica, None)
         if backend is not None:
+            backend.stop()
             self.ledger.remove(replica)
             self.costs.remove(replica)
             self.map.detach(backend.slot)
@@ -121,7 +125,7 @@ class Dispatcher:
                 found = [b for b in self.backends.values() if b.replica.state is state and b.serves(model)]
                 if found:
                     break
-            if len(self._serving) < 1000:  # a client may ask for any name
+            if model is None or model in self.models:  # a client may ask for any name; those are not kept
                 self._serving[model] = found
         return found
 
@@ -139,8 +143,12 @@ class Dispatcher:
         self.lives.add(life)
         if self.draining:
             life.refused(Failure(503, "the gateway is shutting down; ask another one", code="shutting_down"))
-        elif request.method not in METHODS or (path in PROMPT_PATHS and request.method not in ("POST", "OPTIONS")) or local is not None:
-            life.refused(Failure(405, f"{request.method} is not supported for {path}"))
+        elif local is not None:
+            life.refused(Failure(405, f"{request.method} is not supported for {path}", allow=b"GET, HEAD"))
+        elif path in PROMPT_PATHS and request.method not in ("POST", "OPTIONS"):
+            life.refused(Failure(405, f"{request.method} is not supported for {path}", allow=b"POST, OPTIONS"))
+        elif request.method not in METHODS:
+            life.refused(Failure(405, f"{request.method} is not supported", allow=", ".join(sorted(METHODS)).encode()))
         elif path not in PROMPT_PATHS or request.method != "POST":
             life.prepared(None)
         elif len(request.body) <= self.pipeline.offload_bytes:
@@ -149,13 +157,16 @@ class Dispatcher:
             thread = asyncio.get_running_loop().run_in_executor(None, self._prepare, request)
             thread.add_done_callback(lambda done: self._prepared(life, done.result, "prepare_offloaded"))
 
-    def refuse(self, status: int, message: str) -> tuple[Headers, bytes]:
+    def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
         self.metrics.rejections.inc(str(status))
-        return JSON, error_body("", status, message)
+        return JSON, error_body(target.decode("latin-1"), status, message)
 
     def sweep(self, now: float) -> None:
         for life in list(self.lives):
-            life.check(now)
+            try:
+                life.check(now)
+            except Exception:
+                log.exception("the sweep failed on a request")
         for backend in self.backends.values():
             backend.pool.sweep(now)
 
@@ -173,6 +184,11 @@ class Dispatcher:
             prompt, seconds = make()
         except PromptError as error:
             life.refused(Failure(error.status, error.message, type=error.type, param=error.param, code=error.code))
+            return
+        except Exception:  # a bug of ours: the request still deserves an answer
+            log.exception("preparing a request failed; it goes by load")
+            self.metrics.prompt_failures.inc(life.request.path)
+            life.prepared(None)
             return
         self.metrics.stage_seconds.observe(stage, seconds)
         if prompt.mode == "load" and life.label not in NO_PREFILL:
@@ -221,7 +237,7 @@ class Dispatcher:
     def _nobody(self, model: str | None) -> Failure:
         known = self.models
         if model is not None and known and model not in known:
-            return Failure(404, f"the model {model!r} does not exist; served here: {', '.join(sorted(known))}", param="model", code="model_not_found")
+            return Failure(404, f"the model {model[:200]!r} does not exist; served here: {', '.join(sorted(known))}", param="model", code="model_not_found")
         states = "; ".join(f"{one.id} is {one.state}: {one.reason}" for one in self.replicas.values())
         return Failure(503, f"no replica is ready ({states or 'none is known'})")
 
@@ -264,15 +280,19 @@ class Dispatcher:
     # --- what is learned from an answer
 
     def failed(self, backend: Backend | None, kind: str) -> None:
-        if backend is not None:
+        if backend is not None and not backend.gone:
             self.metrics.upstream_errors.inc(backend.id, kind)
             self.on_traffic(backend.id, kind)
 
     def first_byte(self, life: Life) -> None:
         backend = life.backend
         self.ledger.first_byte(life.reservation)
-        self.on_traffic(backend.id, None)
-        self.metrics.ttft.observe(backend.id, life.first_at - life.request.begun)
+        if life.status >= 500:
+            self.failed(backend, f"status {life.status}" if life.status in RETRYABLE else "status 5xx")
+        else:
+            self.on_traffic(backend.id, None)
+        if not backend.gone:
+            self.metrics.ttft.observe(backend.id, life.first_at - life.begun)
         if life.streams and life.status == 200 and life.prompt is not None and life.first_at >= backend.learn_at:
             backend.learn_at = life.first_at + LEARN_SECONDS
             taken = life.reservation
@@ -290,14 +310,15 @@ class Dispatcher:
         """A complete answer: compare what was predicted with what was delivered."""
         now = monotonic()
         backend, prompt = life.backend, life.prompt
-        if prompt is not None and life.status == 200:
+        if prompt is not None and life.status == 200 and not backend.gone:
             self._compare(life, backend, prompt, usage)
             if backend.intake is not None:
                 backend.intake.request_finished(len(prompt.hashes) - life.overlap // self.pipeline.block_size)
             tokens = usage.completion or life.pieces
             if life.streams and tokens > 8 and now >= backend.learn_at:
                 load = backend.load
-                backend.costs.observe_itl((now - life.first_at) / (tokens - 1), load.decoding, load.context_tokens)
+                # itself included: it decoded until now
+                backend.costs.observe_itl((now - life.first_at) / (tokens - 1), load.decoding + 1, load.context_tokens + prompt.tokens)
         self.ended(life, "complete", usage)
 
     def _compare(self, life: Life, backend: Backend, prompt: Prompt, usage: Usage) -> None:
@@ -338,13 +359,13 @@ class Dispatcher:
         metrics = self.metrics
         status = outcome if outcome in ("aborted", "cut") else STATUS_CLASS[life.status // 100]
         metrics.requests.inc(life.label, status)
-        if life.backend is not None:
+        if life.backend is not None and not life.backend.gone:
             metrics.replica_requests.inc(life.backend.id, status)
         if outcome == "aborted":
             metrics.client_aborts.inc(life.label)
         if life.prompt is not None:
             metrics.prompts.inc(life.prompt.mode)
-        metrics.request_seconds.observe(life.label, monotonic() - life.request.begun)
+        metrics.request_seconds.observe(life.label, monotonic() - life.begun)
         if self.on_end is not None:
             self.on_end(life, outcome, usage)
 

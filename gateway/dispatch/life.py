@@ -31,9 +31,9 @@ RETRYABLE = frozenset((500, 502, 503, 504))
 class Failure(Exception):
     """Why a request is answered with an error of ours: an HTTP status and the words for the client."""
 
-    def __init__(self, status: int, message: str, **fields: str | None):
+    def __init__(self, status: int, message: str, *, allow: bytes = b"", **fields: str | None):
         super().__init__(message)
-        self.status, self.message, self.fields = status, message, fields
+        self.status, self.message, self.allow, self.fields = status, message, allow, fields
 
 
 class Life:
@@ -47,7 +47,7 @@ class Life:
         # the answer as it passes
         "previous", "last", "pieces", "seen_pieces", "seen_at",
         # times, monotonic seconds
-        "sent_at", "first_at",
+        "begun", "sent_at", "first_at",
     )  # fmt: skip
 
     def __init__(self, dispatcher: Dispatcher, client: Downstream, request: Request, request_id: bytes, label: str):
@@ -70,7 +70,8 @@ class Life:
         self.reconnected = False
         self.previous = self.last = b""
         self.pieces = self.seen_pieces = 0
-        self.seen_at = request.begun
+        # The clock starts when the request is there: what its upload took is the client's.
+        self.begun = self.seen_at = monotonic()
         self.sent_at = self.first_at = 0.0
 
     def advance(self, event: Event, detail: object = None) -> None:
@@ -109,14 +110,22 @@ class Life:
             if self.pieces != self.seen_pieces:
                 self.seen_pieces, self.seen_at = self.pieces, now
             elif now - self.seen_at > self.dispatcher.idle_timeout:
-                self.advance(Event.TIMED_OUT, UpstreamError("stalled", f"no byte for {self.dispatcher.idle_timeout:g} s"))
-        elif self.state is not State.PREPARING:
-            if now - self.request.begun > self.dispatcher.request_timeout:
-                where = f"replica {self.backend.id} sent" if self.backend else "no replica sent"
+                self._stalled()
+        elif self.state is not State.ENDED:
+            if now - self.begun > self.dispatcher.request_timeout:
                 self.dispatcher.failed(self.backend, "timeout")
+                where = f"replica {self.backend.id} sent" if self.backend else "no replica sent"
                 self.advance(Event.TIMED_OUT, Failure(504, f"{where} no byte of an answer within {self.dispatcher.request_timeout:g} s"))
             elif self.state is State.AWAITING and not self.streams:
                 self.dispatcher.assume_prefilled(self, now)
+
+    def _stalled(self) -> None:
+        if self.client.writing_paused:  # it is the client that does not take what is there
+            client = self.client
+            self.advance(Event.GONE)
+            client.abort()
+        else:
+            self.advance(Event.TIMED_OUT, UpstreamError("stalled", f"no byte for {self.dispatcher.idle_timeout:g} s"))
 
     # --- what the replica's side calls
 
@@ -182,11 +191,11 @@ class Life:
 
     def _retry(self, error: UpstreamError) -> None:
         upstream, self.upstream = self.upstream, None
-        self.held = None
+        unanswered, self.held = self.held is None, None
         if upstream is not None:
             upstream.drop()
         dispatcher = self.dispatcher
-        if upstream is not None and upstream.used and not self.reconnected and error.kind == "closed":
+        if upstream is not None and upstream.used and unanswered and not self.reconnected and error.kind == "closed":
             # A kept connection may die of old age under the request; that says nothing about the replica.
             self.reconnected = True
             dispatcher.metrics.retries.inc("reconnect")
@@ -211,15 +220,12 @@ class Life:
         self.client.transport.write(self.held.block(self.dispatcher.response_lines(self)) + data)
 
     def _settle(self, _: object) -> None:
-        usage = read_usage(self.previous + self.last)
-        self.dispatcher.settle(self, usage)
         self._leave()
         self.client.finish(not self.held.until_close)
+        self.dispatcher.settle(self, read_usage(self.previous + self.last))
 
     def _cut(self, error: UpstreamError) -> None:
-        self.dispatcher.failed(self.backend, error.kind)
         self._leave()
-        self.dispatcher.ended(self, "cut")
         message = f"the answer broke off: replica {self.backend.id} {error}"
         # Only where the chunk before is whole can another one follow; else the cut itself must tell.
         if self.streams and self.last.endswith(b"\n\n\r\n") and self.held.get(b"transfer-encoding") == b"chunked":
@@ -231,17 +237,19 @@ class Life:
             self.client.finish(keep_alive=False)
         else:
             self.client.abort()
+        self.dispatcher.failed(self.backend, error.kind)
+        self.dispatcher.ended(self, "cut")
 
     def _report(self, failure: Failure) -> None:
         self._leave()
         self.status = failure.status
-        self.dispatcher.ended(self, "refused")
         headers = JSON + [(b"x-request-id", self.id)]
         if failure.status == 503:
             headers.append((b"retry-after", b"1"))
         elif failure.status == 405:
-            headers.append((b"allow", b"POST"))
+            headers.append((b"allow", failure.allow))
         self.client.reply(failure.status, error_body(self.request.path, failure.status, failure.message, **failure.fields), headers)
+        self.dispatcher.ended(self, "refused")
 
     def _abandon(self, _: object) -> None:
         self._leave()

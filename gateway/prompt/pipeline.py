@@ -119,9 +119,9 @@ class Pipeline:
         if path in _FREE:
             prompt.mode, prompt.note = "load", "needs no prefill"
             return prompt
-        if self.tokenizer is None:
-            return self._as_text(prompt, request)
         try:
+            if self.tokenizer is None:
+                return self._as_text(prompt, request)
             self._fill(prompt, request)
         except PromptError:
             raise

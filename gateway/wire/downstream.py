@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
-from .http import Headers, Request, response
+from .http import Headers, Request, end_to_end, response
 
 if TYPE_CHECKING:
     from .server import Server
@@ -35,18 +35,19 @@ class Exchange(Protocol):
 class Refusal:
     """An answer the wire itself gives to a request that can't be read on."""
 
-    __slots__ = ("status", "message")
+    __slots__ = ("status", "message", "target")
 
-    def __init__(self, status: int, message: str):
-        self.status, self.message = status, message
+    def __init__(self, status: int, message: str, target: bytes):
+        self.status, self.message, self.target = status, message, target
 
 
 class Downstream(asyncio.Protocol):
     __slots__ = (
         # for the connection's life
-        "server", "transport", "parser", "closing", "close_at", "active_at", "reading_paused", "writing_paused",
+        "server", "transport", "parser", "closing", "close_at", "close_last", "active_at", "reading_paused", "writing_paused",
         # the request being read
-        "reading", "read_begun", "head_bytes", "head_done", "target", "headers", "body", "body_bytes", "refused", "expects",
+        "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
+        "refused", "expects", "again",
         # the request being answered, and those behind it
         "exchange", "current", "waiting",
     )  # fmt: skip
@@ -56,11 +57,13 @@ class Downstream(asyncio.Protocol):
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
         self.parser = httptools.HttpRequestParser(self)
         self.closing = False
-        self.close_at = 0.0
+        self.close_at = self.close_last = 0.0
         self.active_at = monotonic()
         self.reading_paused = False
         self.writing_paused = False
         self.refused = False
+        self.again = b""
+        self.told = 0
         self.exchange: Exchange | None = None
         self.current: Request | None = None
         self.waiting: deque[Request | Refusal] = deque()
@@ -69,19 +72,22 @@ class Downstream(asyncio.Protocol):
     def _clear(self) -> None:
         self.reading = False
         self.read_begun = 0.0
-        self.head_bytes = 0
+        self.head_bytes = self.unfinished = 0
         self.head_done = False
         self.expects = False
         self.target = b""
         self.headers: Headers = []
-        self.body: list[bytes] = []
+        self.body: bytes | bytearray = b""
         self.body_bytes = 0
 
     # --- the transport's calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
-        self.server.connections.add(self)
+        if self.server.closed:
+            self.transport.abort()
+        else:
+            self.server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.connections.discard(self)
@@ -104,26 +110,40 @@ class Downstream(asyncio.Protocol):
             self._next()
 
     def data_received(self, data: bytes) -> None:
-        if self.closing or self.refused:
+        now = monotonic()
+        if self.closing:
+            self.close_at = min(now + self.server.limits.linger_seconds, self.close_last)
             return
-        self.active_at = monotonic()
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # Some clients offer h2c on every request. It was handed over as the plain request it also is;
-            # the parser can't go on after it.
-            self.refused = True
-        except httptools.HttpParserCallbackError as error:
-            self._failed(error)
-        except httptools.HttpParserError as error:
-            self._refuse(400, f"malformed HTTP request: {error}")
-        if self.reading and not self.head_done:
-            self.head_bytes += len(data)
-            if self.head_bytes > self.server.limits.head_bytes:
-                self._refuse_head()
+        if self.refused:
+            return
+        self.active_at = now
+        self._feed(data)
         if len(self.waiting) > 1 and not self.reading_paused and not self.closing:
             self.reading_paused = True
             self.transport.pause_reading()
+
+    def _feed(self, data: bytes) -> None:
+        self.told = 0
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # Some clients offer h2c on every request, and llhttp stops at such a head. The request is also a
+            # plain one: read it again without the offer.
+            head, self.again = self.again, b""
+            self.parser = httptools.HttpRequestParser(self)
+            self._feed(head)
+            if not self.refused:
+                self._feed(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserCallbackError as error:
+            self._failed(error.__context__ or error)
+        except httptools.HttpParserError as error:
+            self._refuse(400, f"malformed HTTP request: {error}")
+        if self.reading and not self.head_done:
+            # The parser tells of a header when it has the whole line; one that never ends must end here.
+            self.unfinished = (0 if self.told else self.unfinished) + len(data) - self.told
+            if self.unfinished > self.server.limits.head_bytes:
+                self._refuse_head()
 
     # --- the parser's calls
 
@@ -134,21 +154,29 @@ class Downstream(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self.target += url
-        if len(self.target) > self.server.limits.head_bytes:
-            self._refuse_head()
+        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.head_done:
             return  # a trailer; none is defined for these requests
         self.headers.append((name.lower(), value))
-        self.head_bytes += len(name) + len(value)
+        self._count_head(len(name) + len(value))
+        if len(self.headers) > self.server.limits.header_count:
+            self._refuse(431, f"more than {self.server.limits.header_count} headers")
+
+    def _count_head(self, size: int) -> None:
+        self.told += size
+        self.head_bytes += size
         if self.head_bytes > self.server.limits.head_bytes:
             self._refuse_head()
-        elif len(self.headers) > self.server.limits.header_count:
-            self._refuse(431, f"more than {self.server.limits.header_count} headers")
 
     def on_headers_complete(self) -> None:
         self.head_done = True
+        if self.parser.should_upgrade():
+            return  # read again in a moment, see `_feed`
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._refuse(505, f"HTTP/{version} is not spoken here; HTTP/1.1 is")
         hosts = 0
         for name, value in self.headers:
             if name == b"host":
@@ -156,12 +184,15 @@ class Downstream(asyncio.Protocol):
             elif name == b"content-length":
                 if int(value) > self.server.limits.body_bytes:
                     self._refuse_body()
-            elif name == b"expect":
+            elif name == b"transfer-encoding":
+                if value.strip().lower() != b"chunked":
+                    self._refuse(501, f"transfer coding {value.decode('latin-1')!r} is not known; only chunked is")
+            elif name == b"expect" and version == "1.1":
                 if value.lower() == b"100-continue":
                     self.expects = True
                 else:
                     self._refuse(417, f"unknown expectation {value.decode('latin-1')!r}; only 100-continue is known")
-        if hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
             self._refuse(400, "a request needs exactly one Host header")
         if self.expects and not self.refused and self.current is None and not self.waiting:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -169,23 +200,35 @@ class Downstream(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         if self.refused:
             return
-        self.body.append(body)
+        self.told += len(body)
         self.body_bytes += len(body)
         if self.body_bytes > self.server.limits.body_bytes:
-            self.body.clear()
             self._refuse_body()
+        elif not self.body:
+            self.body = body
+        else:  # in one piece: kept as a list, 2-byte chunks would take 20 times their size
+            if type(self.body) is bytes:
+                self.body = bytearray(self.body)
+            self.body += body
 
     def on_message_complete(self) -> None:
         if self.refused:
             return
-        body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
+        method = self.parser.get_method().decode("ascii")
+        if self.parser.should_upgrade():
+            if method == "CONNECT":
+                self._refuse(405, "CONNECT is not supported: this is no forward proxy")
+            version = self.parser.get_http_version().encode()
+            kept = end_to_end(self.headers, frozenset((b"upgrade", b"connection", b"http2-settings")))
+            self.again = b"%b %b HTTP/%b\r\n%b\r\n" % (method.encode(), self.target, version, kept)
+            return
         request = Request(
-            self.parser.get_method().decode("ascii"),
+            method,
             self.target,
             self.headers,
-            body,
+            bytes(self.body),
             self.parser.get_http_version() == "1.0",
-            self.parser.should_keep_alive() and not self.parser.should_upgrade(),
+            self.parser.should_keep_alive(),
             self.read_begun,
         )
         self._clear()
@@ -195,10 +238,6 @@ class Downstream(asyncio.Protocol):
             self.waiting.append(request)
 
     # --- what a request's exchange does
-
-    @property
-    def gone(self) -> bool:
-        return self.closing
 
     def reply(self, status: int, body: bytes, headers: Headers) -> None:
         """Answer the current request with a whole response of our own."""
@@ -233,7 +272,10 @@ class Downstream(asyncio.Protocol):
 
     def _begin(self, request: Request) -> None:
         self.current = request
-        self.server.handler.handle(self, request)
+        try:
+            self.server.handler.handle(self, request)
+        except Exception as error:
+            self._failed(error)
 
     def _next(self) -> None:
         if self.closing or self.current is not None or self.writing_paused or not self.waiting:
@@ -241,15 +283,16 @@ class Downstream(asyncio.Protocol):
         item = self.waiting.popleft()
         if self.reading_paused and len(self.waiting) <= 1:
             self.reading_paused = False
+            self.active_at = self.read_begun = monotonic()
             self.transport.resume_reading()
         if isinstance(item, Refusal):
             self._answer_refusal(item)
         else:
             self._begin(item)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         """A bug of ours, not the client's: say so in the log, and end this connection cleanly."""
-        log.error("a request made the gateway fail", exc_info=error.__context__ or error)
+        log.error("a request made the gateway fail", exc_info=error)
         self.waiting.clear()
         exchange, self.exchange, self.current = self.exchange, None, None
         if exchange is not None:
@@ -260,6 +303,7 @@ class Downstream(asyncio.Protocol):
         self._refuse(431, f"request head larger than {self.server.limits.head_bytes} bytes")
 
     def _refuse_body(self) -> None:
+        self.body = b""
         self._refuse(413, f"request body larger than {self.server.limits.body_bytes} bytes (max_body_bytes)")
 
     def _refuse(self, status: int, message: str) -> None:
@@ -268,35 +312,46 @@ class Downstream(asyncio.Protocol):
             return
         self.refused = True
         self.reading = False
-        refusal = Refusal(status, message)
+        refusal = Refusal(status, message, self.target)
         if self.current is None and not self.waiting:
             self._answer_refusal(refusal)
         else:
             self.waiting.append(refusal)
 
     def _answer_refusal(self, refusal: Refusal) -> None:
-        headers, body = self.server.handler.refuse(refusal.status, refusal.message)
+        headers, body = self.server.handler.refuse(refusal.status, refusal.message, refusal.target)
         self.transport.write(response(refusal.status, body, headers, close=True))
-        # Closing at once with unread data in the socket would reset it, and the client would lose the
-        # answer: half-close, and read on into nothing until the client closes or `linger_seconds` end.
+        # Closing at once with unread data in the socket would reset it, and the client would lose the answer: half-close,
+        # and read on into nothing until the client closes, pauses for `linger_seconds`, or `flush_seconds` are over.
+        limits, now = self.server.limits, monotonic()
         self.closing = True
-        self.close_at = monotonic() + self.server.limits.linger_seconds
+        self.close_at, self.close_last = now + limits.linger_seconds, now + limits.flush_seconds
         if self.transport.can_write_eof():
             self.transport.write_eof()
 
     def _close(self) -> None:
+        """Close once everything is sent, or has not been for `flush_seconds`."""
         self.closing = True
+        self.close_at = self.close_last = monotonic() + self.server.limits.flush_seconds
         self.transport.close()
+
+    @property
+    def busy(self) -> bool:
+        """A request is being answered, or its answer is not all sent."""
+        return self.current is not None or self.transport.get_write_buffer_size() > 0
 
     def check(self, now: float) -> None:
         """Called by the server's sweep, a few times a second."""
         limits = self.server.limits
         if self.closing:
-            if self.close_at and now > self.close_at:
+            if now > self.close_at:
                 self.transport.abort()
-        elif self.reading and not self.head_done and now - self.read_begun > limits.head_seconds:
-            self._refuse(408, f"request head not complete after {limits.head_seconds:g} s")
-        elif self.reading and self.head_done and now - self.active_at > limits.body_gap_seconds:
-            self._refuse(408, f"no byte of the request body for {limits.body_gap_seconds:g} s")
-        elif self.current is None and not self.reading and now - self.active_at > limits.keep_alive_seconds:
+        elif self.reading:
+            if self.reading_paused or (self.expects and (self.current is not None or self.waiting)):
+                return  # it waits for us
+            if not self.head_done and now - self.read_begun > limits.head_seconds:
+                self._refuse(408, f"request head not complete after {limits.head_seconds:g} s")
+            elif self.head_done and now - self.active_at > limits.body_gap_seconds:
+                self._refuse(408, f"no byte of the request body for {limits.body_gap_seconds:g} s")
+        elif self.current is None and now - self.active_at > limits.keep_alive_seconds:
             self._close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -22,6 +23,8 @@ HOP_BY_HOP = frozenset(
     )
 )
 
+ABSOLUTE = re.compile(rb"^[a-zA-Z][\w+.-]*://[^/?]*")
+
 STATUS_LINE = {s.value: b"HTTP/1.1 %d %s\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 
 
@@ -35,7 +38,8 @@ class Limits:
     head_seconds: float = 10.0
     body_gap_seconds: float = 30.0
     keep_alive_seconds: float = 75.0
-    linger_seconds: float = 2.0
+    linger_seconds: float = 2.0  # after a refusal: how long a client may pause while we read on into nothing
+    flush_seconds: float = 30.0  # how long a closing connection may take to send what is left, or to linger in all
 
 
 class Request:
@@ -46,7 +50,8 @@ class Request:
     def __init__(self, method: str, target: bytes, headers: Headers, body: bytes, http10: bool, keep_alive: bool, begun: float):
         self.method = method
         if target[:1] != b"/" and b"://" in target:  # absolute form, which a server must accept (RFC 9112, 3.2.2)
-            target = b"/" + target.partition(b"://")[2].partition(b"/")[2]
+            target = ABSOLUTE.sub(b"", target)
+            target = target if target[:1] == b"/" else b"/" + target
         self.target = target
         self.path = target.partition(b"?")[0].decode("latin-1")
         self.headers = headers

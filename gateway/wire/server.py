@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from time import monotonic
 from typing import Protocol
 
 from .downstream import Downstream
 from .http import Headers, Limits, Request
+
+log = logging.getLogger("hitherto.wire")
 
 SWEEP_SECONDS = 0.25
 
@@ -19,8 +22,8 @@ class Handler(Protocol):
     def handle(self, client: Downstream, request: Request) -> None:
         """Answer `request`: at once with `client.reply`, or later as `client.exchange`."""
 
-    def refuse(self, status: int, message: str) -> tuple[Headers, bytes]:
-        """The body (and its headers) of an answer that the wire itself gives."""
+    def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
+        """The body (and its headers) of an answer that the wire itself gives; `target` is b"" where none was read."""
 
     def sweep(self, now: float) -> None:
         """A few times a second: whatever has a deadline."""
@@ -32,6 +35,7 @@ class Server:
         self.limits = limits
         self.connections: set[Downstream] = set()
         self.draining = False
+        self.closed = False
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -43,16 +47,20 @@ class Server:
         return self._listener.sockets[0].getsockname()[1]
 
     def _sweep(self) -> None:
+        # First of all the next one: whatever goes wrong in this, deadlines must go on being kept.
+        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
         now = monotonic()
         for connection in list(self.connections):
-            connection.check(now)
+            try:
+                connection.check(now)
+            except Exception:
+                log.exception("the sweep failed on a connection")
         self.handler.sweep(now)
-        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
 
     @property
     def busy(self) -> int:
-        """Connections with a request in progress."""
-        return sum(c.current is not None for c in self.connections)
+        """Connections with an answer in progress."""
+        return sum(connection.busy for connection in self.connections)
 
     async def drain(self, seconds: float) -> int:
         """Refuse new work (the handler answers 503), let exchanges end; returns how many were cut at the deadline.
@@ -68,14 +76,16 @@ class Server:
         return cut
 
     async def close(self) -> None:
+        """Cut every connection and stop listening."""
+        self.closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
         if self._listener is not None:
             self._listener.close()
         for connection in list(self.connections):
             connection.transport.abort()
-        while self.connections:
-            await asyncio.sleep(0)
+        while self.connections:  # their connection_lost comes with the loop's next turns
+            await asyncio.sleep(0.001)
         if self._listener is not None:
             await self._listener.wait_closed()
 

@@ -163,7 +163,7 @@ class Upstream(asyncio.Protocol):
             self._finish(sink)
 
     def _forward_head(self, sink: Sink) -> None:
-        buffer, self.buffer = self.buffer, b""
+        buffer, self.buffer = self.buffer.lstrip(b"\r\n"), b""
         end = buffer.index(b"\r\n\r\n") + 4
         while buffer[9:10] == b"1":  # interim responses (100, 102, 103) are between the replica and us
             buffer = buffer[end:]
@@ -175,21 +175,25 @@ class Upstream(asyncio.Protocol):
     def _until_close(self) -> bool:
         if self.head_only or self.status in (204, 304):
             return False
-        return not any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+        return not any(
+            name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
+            for name, value in self.headers
+        )
 
     def _finish(self, sink: Sink) -> None:
         self.sink = None
-        reusable = self.keep and not self.closed and not self.transport.is_closing()
+        # An early answer may leave part of the request unsent: the next one would queue up behind it.
+        unsent = self.transport.get_write_buffer_size()
+        reusable = self.keep and not unsent and not self.closed and not self.transport.is_closing()
         if self.head_only:
             self.parser = httptools.HttpResponseParser(self)  # it still waits for the body it was promised
         self._clear()
-        self.used = True
         self.resume()
         if reusable:
             self.pool.release(self)
         else:
             self.closed = True
-            self.transport.close()
+            self.transport.abort()
         sink.end()
 
     def _broken(self, message: str) -> None:
@@ -236,6 +240,7 @@ class Pool:
         self.port = port
         self.tls = tls
         self.idle: list[Upstream] = []
+        self.closed = False
         self._connecting: set[asyncio.Task[None]] = set()
 
     def acquire(self) -> Upstream | None:
@@ -264,10 +269,18 @@ class Pool:
             sink.lost(UpstreamError("connect", f"no connection to {self.host}:{self.port} within {CONNECT_SECONDS:g} s"))
         except OSError as error:
             sink.lost(UpstreamError("connect", f"no connection to {self.host}:{self.port}: {error}"))
+        except asyncio.CancelledError:
+            sink.lost(UpstreamError("removed", "the replica was removed while a connection to it was being opened"))
+            raise
         else:
             sink.connected(upstream)
 
     def release(self, upstream: Upstream) -> None:
+        if self.closed:
+            upstream.closed = True
+            upstream.transport.close()
+            return
+        upstream.used = True
         upstream.idle_since = monotonic()
         self.idle.append(upstream)
 
@@ -283,6 +296,7 @@ class Pool:
             upstream.transport.close()
 
     def close(self) -> None:
+        self.closed = True
         for task in self._connecting:
             task.cancel()
         while self.idle:

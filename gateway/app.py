@@ -188,12 +188,15 @@ class Gateway:
     async def _learn_model(self, name: str) -> None:
         """No --model was given: try what the replicas call theirs."""
         loop, old = asyncio.get_running_loop(), self.dispatcher.pipeline
+        self.view.waiting_for = f"the tokenizer of {name}, which is being loaded"
         try:
             directory = await loop.run_in_executor(None, model_dir, name)
             pipeline = await loop.run_in_executor(None, self._pipeline, directory, self.served_name)
         except ConfigError as error:
-            log.error("no tokenizer: requests are routed by load alone. %s", error)
+            log.error("no tokenizer: prompts are matched as text. %s", error)
             return
+        finally:
+            self.view.waiting_for = None
         pipeline.block_size, pipeline.max_model_len = old.block_size, old.max_model_len
         self.model_dir, self.dispatcher.pipeline = directory, pipeline
         log.info("tokenizer and chat template of %s from %s", name, directory)

@@ -31,7 +31,7 @@ _SCRAPED = {"replica_waiting_requests": "waiting", "replica_running_requests": "
 class View:
     """`slots`: replica id -> its slot in the map; `intakes`: replica id -> its EventIntake, for those
     with events. Both, like `replicas`, are the gateway's own dicts and may change under way. Set
-    `draining` when the gateway stops taking new work."""
+    `draining` when the gateway stops taking new work, `waiting_for` while something it needs is on its way."""
 
     def __init__(
         self,
@@ -48,11 +48,14 @@ class View:
         self.slots, self.intakes = slots, intakes
         self.started = time.monotonic()
         self.draining = False
+        self.waiting_for: str | None = None
 
     def why_not_ready(self) -> str | None:
         """None when requests can be served, else what is missing and what to do."""
         if self.draining:
             return "the gateway is stopping and finishes what it has"
+        if self.waiting_for:
+            return f"waiting for {self.waiting_for}"
         if any(replica.state in TAKES_TRAFFIC for replica in self.replicas.values()):
             return None
         if not self.replicas:

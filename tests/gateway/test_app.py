@@ -140,6 +140,21 @@ async def test_killing_a_replica_under_load_fails_no_request_and_it_comes_back()
         assert (await gateway.status())["totals"]["inflight"] == 0
 
 
+async def test_a_replica_that_is_removed_and_added_again_at_once_serves_again():
+    async with running("--launch", "1") as engines:
+        url = (await engines.ready(1))["replicas"][0]["url"]
+        async with running("--replica-url", url) as gateway:
+            name = (await gateway.until(lambda status: status["ready"]))["replicas"][0]["id"]
+            assert (await gateway.chat([user("Hello")])).status_code == 200
+            both = await asyncio.gather(gateway.admin.delete(f"/replicas/{name}"), gateway.admin.delete(f"/replicas/{name}"))
+            assert both[0].status_code == 200 and both[1].status_code < 500
+            assert (await gateway.admin.post("/replicas", json={"url": url})).status_code == 201
+            await gateway.ready(1)
+            again = await gateway.chat([user("Hello")])
+            assert again.status_code == 200, again.text
+            assert (await gateway.status())["totals"]["prompts"] == {"exact": 2}
+
+
 async def test_a_gateway_starts_before_its_engines_and_says_what_it_waits_for():
     async with running("--model", await bundled(), "--replica-url", "http://127.0.0.1:9") as gateway:
         answer = await gateway.chat([user("Anybody?")])

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import random
+import socket
 
 import pytest
 
+from gateway.wire.http import Limits
 from gateway.wire.server import free_port
 
 from ..wire.talk import eventually, read_request
@@ -493,3 +495,159 @@ async def test_after_any_mix_of_lives_nothing_is_left():
         await asyncio.gather(*(client(s) for _ in range(25)), return_exceptions=False)
         await eventually(s.idle)
         assert s.metrics.requests.total() == 1000
+
+
+LONG = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi " * 100}]}).encode()
+USAGE = b'{"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":0}}}'
+
+
+async def test_a_replica_removed_under_a_life_lets_it_end_and_leaves_no_trace():
+    go = asyncio.Event()
+
+    async def script(reader, writer):
+        while True:
+            await read_request(reader)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(USAGE) + USAGE[:10])
+            await go.wait()
+            writer.write(USAGE[10:])
+
+    async with stack(script, answers()) as s:
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await talk.until(b"\r\n\r\n")
+        (life,) = s.dispatcher.lives
+        gone = s.dispatcher.remove(life.backend.id)
+        s.metrics.forget(gone.id)
+        go.set()
+        await talk.until(b"}}}")
+        await eventually(s.idle)
+        assert not gone.pool.idle
+        assert gone.id not in str(s.metrics.replica_requests.values)
+        await talk.say(post())
+        assert (await talk.response())[0] == 200
+
+
+async def test_a_replica_removed_while_it_is_being_connected_to_is_left_for_another():
+    with socket.socket() as deaf:  # its backlog is full: connecting to it takes for ever
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(deaf.getsockname())
+        async with stack(answers(), ports=[deaf.getsockname()[1]]) as s:
+            talks = [await s.talk() for _ in range(2)]
+            for talk in talks:
+                await talk.say(post())
+            await eventually(lambda: len(s.dispatcher.lives) == 1)
+            (life,) = s.dispatcher.lives
+            s.dispatcher.remove(life.backend.id)
+            assert [(await talk.response())[0] for talk in talks] == [200, 200]
+        for filler in fillers:
+            filler.close()
+
+
+@pytest.mark.parametrize("padding", [0, 100_000], ids=["at once", "in a thread"])
+async def test_a_bug_in_preparing_routes_the_request_by_load(padding, monkeypatch, caplog):
+    def fails(*args):
+        raise ZeroDivisionError("a bug")
+
+    async with stack(answers()) as s:
+        monkeypatch.setattr(s.dispatcher.pipeline, "prepare", fails)
+        talk = await s.talk()
+        await talk.say(post() + post(BODY[:-1] + b',"pad":"' + b"x" * padding + b'"}'))
+        assert [(await talk.response())[0] for _ in range(2)] == [200, 200]
+        assert s.metrics.prompt_failures.total() == 2 and "ZeroDivisionError: a bug" in caplog.text
+
+
+async def test_a_client_that_does_not_read_is_dropped_and_the_replica_not_blamed():
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD)
+        for _ in range(400):
+            writer.write(chunk(b"d" * 65536))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        await reader.read()
+
+    async with stack(script, idle_timeout=0.3) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: s.metrics.client_aborts.total() == 1)
+        await eventually(s.idle)
+        assert s.faults == []
+
+
+async def test_an_early_answer_to_a_large_body_does_not_poison_the_connection():
+    asked = 0
+
+    async def script(reader, writer):
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            return await answers()(reader, writer)
+        await reader.readuntil(b"\r\n\r\n")
+        reader._transport.pause_reading()
+        writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno")
+        await asyncio.sleep(30)
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post(b"x" * 30_000_000, path=b"/other"))
+        assert (await talk.response())[0] == 413
+        await talk.say(post())
+        assert (await talk.response())[0] == 200
+        assert s.faults == []
+
+
+async def test_a_5xx_that_reaches_the_client_counts_against_the_replica():
+    async with stack(answers(b"{}", b"500 Internal Server Error")) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 500
+        assert s.faults == ["status 500"]
+
+
+async def test_a_slow_upload_does_not_use_up_the_replicas_time():
+    async def script(reader, writer):
+        await read_request(reader)
+        await asyncio.sleep(0.3)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await reader.read()
+
+    async with stack(script, request_timeout=0.8) as s:
+        talk = await s.talk()
+        raw = post()
+        for at in range(8):
+            await talk.say(raw[at * 10 : (at + 1) * 10])
+            await asyncio.sleep(0.1)
+        await talk.say(raw[80:])
+        assert (await talk.response())[0] == 200
+        assert s.faults == []
+
+
+async def test_names_that_clients_make_up_are_not_kept():
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        for i in range(5):
+            await talk.say(post(json.dumps({"model": f"{i}" + "x" * 100_000, "messages": []}).encode()))
+            status, _, body = await talk.response()
+            assert status == 404 and len(body) < 1000
+        assert set(s.dispatcher._serving) <= {None, "m"}
+
+
+async def test_errors_of_the_wire_have_the_shape_of_the_api_that_was_asked():
+    async with stack(answers(), limits=Limits(body_bytes=10)) as s:
+        talk = await s.talk()
+        await talk.say(post(path=b"/v1/messages"))
+        status, _, body = await talk.response()
+        assert status == 413 and json.loads(body) == {"type": "error", "error": {"type": "request_too_large", "message": json.loads(body)["error"]["message"]}}
+
+
+@pytest.mark.parametrize(("line", "allow"), [(b"GET /v1/chat/completions", "POST, OPTIONS"), (b"POST /v1/models", "GET, HEAD"), (b"TRACE /x", "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT")])
+async def test_405_says_what_would_do(line, allow):
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        await talk.say(line + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+        status, headers, _ = await talk.response()
+        assert (status, headers["allow"]) == (405, allow)

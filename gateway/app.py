@@ -183,12 +183,12 @@ class Gateway:
                 pipeline.block_size = size
         if self.model_dir is None and replica.models and self._learning is None:
             name = next(name for name, parent in replica.models.items() if parent is None)
+            self.view.waiting_for = f"the tokenizer of {name}, which is being loaded"
             self._learning = asyncio.create_task(self._learn_model(name))
 
     async def _learn_model(self, name: str) -> None:
         """No --model was given: try what the replicas call theirs."""
         loop, old = asyncio.get_running_loop(), self.dispatcher.pipeline
-        self.view.waiting_for = f"the tokenizer of {name}, which is being loaded"
         try:
             directory = await loop.run_in_executor(None, model_dir, name)
             pipeline = await loop.run_in_executor(None, self._pipeline, directory, self.served_name)

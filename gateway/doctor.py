@@ -170,7 +170,7 @@ def _model(settings: Settings, facts: list[Facts]) -> tuple[str, Path | None, Fi
     try:
         directory = model_dir(wanted)
     except ConfigError as error:
-        return served, None, Finding("fail", "model", f"requests would be routed by load alone: {error}")
+        return served, None, Finding("fail", "model", f"prompts would be matched as text, not as tokens: {error}")
     return served, directory, Finding("ok", "model", f"{served}, tokenizer and template from {directory}")
 
 

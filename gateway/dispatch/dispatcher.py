@@ -291,7 +291,7 @@ class Dispatcher:
             self.failed(backend, f"status {life.status}" if life.status in RETRYABLE else "status 5xx")
         else:
             self.on_traffic(backend.id, None)
-        if not backend.gone:
+        if life.streams and not backend.gone:  # the first byte of an answer in one piece is its last as well
             self.metrics.ttft.observe(backend.id, life.first_at - life.begun)
         if life.streams and life.status == 200 and life.prompt is not None and life.first_at >= backend.learn_at:
             backend.learn_at = life.first_at + LEARN_SECONDS

@@ -144,8 +144,8 @@ class Metrics:
     def __init__(self) -> None:
         # requests, as clients see them
         self.requests = Counter("requests", "Requests answered", "path", "status")  # status: 2xx, 4xx, 5xx, aborted
-        self.request_seconds = Histogram("request_seconds", "From the request's head to the answer's last byte", "path", LATENCY_BUCKETS)
-        self.ttft = Histogram("ttft_seconds", "From the request's head to the answer's first byte", "replica", LATENCY_BUCKETS)
+        self.request_seconds = Histogram("request_seconds", "From the complete request to the answer's last byte", "path", LATENCY_BUCKETS)
+        self.ttft = Histogram("ttft_seconds", "From the complete request to the first byte of a streamed answer", "replica", LATENCY_BUCKETS)
         self.client_aborts = Counter("client_aborts", "Clients that left before their answer was complete", "path")
         self.stage_seconds = Histogram("stage_seconds", "Time in the gateway's own stages", "stage", STAGE_BUCKETS)
         # prompts

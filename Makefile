@@ -9,10 +9,19 @@ setup: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: apt-get install python3 python3-venv"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.11"; exit 1; }
-	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { rm -rf .venv; echo "python3 -m venv failed; on Debian: apt-get install python3-venv"; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv >/dev/null 2>&1 || $(MAKE) --no-print-directory venv-from-debian
 	@echo "Setting up .venv (once, about half a minute) ..."
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]' --constraint constraints.txt
 	@touch $@
+
+# Debian keeps the part of `venv` that brings pip in a package of its own.
+.PHONY: venv-from-debian
+venv-from-debian:
+	@rm -rf .venv
+	@command -v apt-get >/dev/null && test "$$(id -u)" = 0 || { echo "$(PYTHON) -m venv does not work here. On Debian, as root: apt-get install python3-venv"; exit 1; }
+	@echo "Installing python3-venv ..."
+	@apt-get install -y -qq python3-venv >/dev/null 2>&1 || { apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null; }
+	@$(PYTHON) -m venv .venv
 
 demo: setup
 	@$(BIN)/loadgen demo $(ARGS)

@@ -92,6 +92,7 @@ class Dispatcher:
         self.models: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
         self._serving: dict[str | None, list[Backend]] = {}
+        self._tiered = False  # some candidate has blocks in a slower tier from the last request
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._local = {"/v1/models": self._models, "/health": self._health}
 
@@ -211,14 +212,20 @@ class Dispatcher:
             demand = Demand(tokens=0)
             for backend in backends:
                 backend.candidate.overlap = 0
+                backend.candidate.lower = ()
         else:
             size = self.pipeline.block_size
             hashes = prompt.hashes
             demand = Demand(prompt.tokens, size, hashes[0] if hashes else 0, prompt.session, prompt.max_tokens)
-            held = self.map.match(hashes, monotonic()).held if hashes else None
+            match = self.map.match(hashes, monotonic()) if hashes else None
             most = (prompt.tokens - 1) // size  # the last prompt token is always computed
             for backend in backends:
-                backend.candidate.overlap = min(held[backend.slot], most) * size if held else 0
+                backend.candidate.overlap = min(match.held[backend.slot], most) * size if match else 0
+            if match and (match.lower or self._tiered):
+                self._tiered = bool(match.lower)
+                for backend in backends:
+                    runs = match.lower.get(backend.slot, ())
+                    backend.candidate.lower = tuple((tier, blocks * size) for tier, blocks in runs)
         return demand, backends, [b.candidate for b in backends]
 
     def reserve(self, life: Life) -> None:

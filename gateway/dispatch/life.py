@@ -7,6 +7,7 @@ task is made for a request unless its prompt is long or a connection has to be o
 
 from __future__ import annotations
 
+from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 # 501 means the engine can't do it at all, and neither can its siblings.
 RETRYABLE = frozenset((500, 502, 503, 504))
+# Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
+# chunk one by one, and each may be a read of its own. One more, should a read end within the usage.
+TAIL = 4
 
 
 class Failure(Exception):
@@ -45,7 +49,7 @@ class Life:
         # retries
         "tried", "last_error", "reconnected",
         # the answer as it passes
-        "previous", "last", "pieces", "seen_pieces", "seen_at",
+        "tail", "pieces", "seen_pieces", "seen_at",
         # times, monotonic seconds
         "begun", "sent_at", "first_at",
     )  # fmt: skip
@@ -68,7 +72,7 @@ class Life:
         self.tried: tuple[Backend, ...] = ()
         self.last_error = ""
         self.reconnected = False
-        self.previous = self.last = b""
+        self.tail: deque[bytes] = deque(maxlen=TAIL)
         self.pieces = self.seen_pieces = 0
         # The clock starts when the request is there: what its upload took is the client's.
         self.begun = self.seen_at = monotonic()
@@ -149,7 +153,7 @@ class Life:
 
     def data(self, data: bytes) -> None:
         if self.state is State.STREAMING:
-            self.previous, self.last = self.last, data
+            self.tail.append(data)
             self.pieces += 1
             self.client.transport.write(data)
         else:
@@ -215,24 +219,25 @@ class Life:
 
     def _relay(self, data: bytes) -> None:
         self.first_at = self.seen_at = monotonic()
-        self.last, self.pieces = data, 1
+        self.tail.append(data)
+        self.pieces = 1
         self.dispatcher.first_byte(self)
         self.client.transport.write(self.held.block(self.dispatcher.response_lines(self)) + data)
 
     def _settle(self, _: object) -> None:
         self._leave()
         self.client.finish(not self.held.until_close)
-        self.dispatcher.settle(self, read_usage(self.previous + self.last))
+        self.dispatcher.settle(self, read_usage(b"".join(self.tail)))
 
     def _cut(self, error: UpstreamError) -> None:
         self._leave()
         message = f"the answer broke off: replica {self.backend.id} {error}"
         # Only where the chunk before is whole can another one follow; else the cut itself must tell.
-        if self.streams and self.last.endswith(b"\n\n\r\n") and self.held.get(b"transfer-encoding") == b"chunked":
+        if self.streams and self.tail[-1].endswith(b"\n\n\r\n") and self.held.get(b"transfer-encoding") == b"chunked":
             event = error_event(self.request.path, 502, message)
             self.client.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
             self.client.finish(keep_alive=False)
-        elif self.streams and self.held.until_close and self.last.endswith(b"\n\n"):
+        elif self.streams and self.held.until_close and self.tail[-1].endswith(b"\n\n"):
             self.client.write(error_event(self.request.path, 502, message))
             self.client.finish(keep_alive=False)
         else:

@@ -53,6 +53,8 @@ class Action(Enum):
     REPORT = "answer with an error"
     ABANDON = "close the upstream connection, release"
 
+    __hash__ = object.__hash__
+
 
 S, E, A = State, Event, Action
 TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {

@@ -12,10 +12,14 @@ from typing import NamedTuple
 # OpenAI chat, completions and responses; Anthropic messages.
 CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d+)')
 PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d+)')
+# Anthropic's input_tokens are what is neither of these, and vLLM's Messages keep to that.
+BESIDES = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d+)')
 COMPLETION = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d+)')
 
 
 class Usage(NamedTuple):
+    """`prompt`: all tokens of the prompt, cached or not."""
+
     prompt: int | None
     completion: int | None
     cached: int | None
@@ -30,7 +34,10 @@ def read_usage(tail: bytes) -> Usage:
     if at < 0:
         return NOTHING
     tail = tail[at:]
-    return Usage(_number(PROMPT, tail), _number(COMPLETION, tail), _number(CACHED, tail))
+    prompt = _number(PROMPT, tail)
+    if prompt is not None:
+        prompt += sum(map(int, BESIDES.findall(tail)))
+    return Usage(prompt, _number(COMPLETION, tail), _number(CACHED, tail))
 
 
 def _number(pattern: re.Pattern[bytes], data: bytes) -> int | None:

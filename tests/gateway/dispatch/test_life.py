@@ -651,3 +651,20 @@ async def test_405_says_what_would_do(line, allow):
         await talk.say(line + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
         status, headers, _ = await talk.response()
         assert (status, headers["allow"]) == (405, allow)
+
+
+async def test_blocks_in_a_slower_tier_reach_the_policy_for_that_request_only():
+    async with stack(answers(), answers()) as s:
+        dispatcher = s.dispatcher
+        slow, _ = dispatcher.backends.values()
+        dispatcher.map.observed(slow.slot, True)
+        prompt = dispatcher.pipeline.prepare("/v1/chat/completions", LONG)
+        keys = list(range(1, len(prompt.hashes) + 1))
+        dispatcher.map.store(slow.slot, prompt.hashes[:2], keys[:2])
+        dispatcher.map.store(slow.slot, prompt.hashes, keys, "cpu")
+        _, _, candidates = dispatcher.weigh(prompt)
+        size = dispatcher.pipeline.block_size
+        assert (candidates[0].overlap, candidates[0].lower) == (2 * size, (("cpu", (len(keys) - 2) * size),))
+        assert candidates[1].lower == ()
+        _, _, candidates = dispatcher.weigh(dispatcher.pipeline.prepare("/v1/chat/completions", LONG.replace(b"hi ", b"ho ")))
+        assert candidates[0].lower == ()

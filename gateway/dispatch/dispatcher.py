@@ -356,6 +356,7 @@ class Dispatcher:
         """Forget what is believed about a replica and learn it again from its events, or from scratch."""
         self.metrics.heals.inc(backend.id)
         backend.note = f"map rebuilt: {why}"
+        log.warning("replica %s: map rebuilt: %s", backend.id, why)
         backend.drift.reset()
         if backend.intake is not None:
             backend.intake.resync()

@@ -1,8 +1,9 @@
 """Predict, then check: does a replica's part of the map still tell the truth?
 
-Two witnesses. A response that reports its cached tokens is compared at once. Engines that report
-nothing still count `prefix_cache_hits` (in tokens); the growth of that counter is compared with what was
-predicted for the requests sent there meanwhile. Pure: numbers in, a verdict out.
+Two witnesses. A response that reports its cached tokens is compared at once. Those that report nothing
+(streams whose clients did not ask for usage, engines without the flag) are still in the engine's counts of
+prompt tokens looked up and found; their growth is compared with what was predicted for the requests sent there
+meanwhile. Pure: numbers in, a verdict out.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ WINDOW = 32
 class Drift:
     """Running comparison for one replica. All figures in tokens."""
 
-    __slots__ = ("_count", "_error", "_tokens", "_promised", "_prompts", "_hits", "verdicts")
+    __slots__ = ("_count", "_error", "_tokens", "_promised", "_prompts", "_silent", "_before", "verdicts")
 
     def __init__(self) -> None:
         self.verdicts = 0
-        self._hits: float | None = None
         self.reset()
 
     def reset(self) -> None:
         """Begin a new window, after a heal or a new incarnation."""
         self._count = self._error = self._tokens = 0
-        self._promised = self._prompts = 0
+        self._promised = self._prompts = self._silent = 0
+        self._before: tuple[float | None, float | None] = (None, None)
 
     def reported(self, predicted: int, cached: int, tokens: int) -> bool:
         """One response told its cached tokens. True: the map has drifted, heal it."""
+        self._promised += cached  # the engine counted it as well
+        self._prompts += tokens
         self._count += 1
         self._error += abs(predicted - cached)
         self._tokens += tokens
@@ -44,21 +47,24 @@ class Drift:
         """One response that did not: the engine's counters will have to tell."""
         self._promised += predicted
         self._prompts += tokens
+        self._silent += tokens
 
-    def counted(self, hits: float | None, idle: bool) -> bool:
-        """The engine's total of hit tokens, scraped; `idle`: nothing is in flight that it may have counted already.
+    def counted(self, queries: float | None, hits: float | None, idle: bool) -> bool:
+        """The engine's totals of tokens looked up and of those found, scraped; `idle`: nothing is in flight that
+        it may have counted already.
 
-        True: the map has drifted. Only judged when idle, so that both sides speak of the same requests.
+        True: the map has drifted. Only judged when idle and when the engine looked up just the prompts known here:
+        others' requests, aborted ones and several choices of one prompt are in its counts too.
         """
         if hits is None or not idle:
             return False
-        before, self._hits = self._hits, hits
-        if before is None or hits < before:
-            self._promised = self._prompts = 0
+        (queried, hit), self._before = self._before, (queries, hits)
+        promised, prompts, silent = self._promised, self._prompts, self._silent
+        self._promised = self._prompts = self._silent = 0
+        if hit is None or hits < hit or not silent:
             return False
-        if self._prompts == 0:
+        if queries is not None and queried is not None and queries - queried != prompts:
             return False
-        drifted = abs(hits - before - self._promised) > TOLERATED * self._prompts
-        self._promised = self._prompts = 0
+        drifted = abs(hits - hit - promised) > TOLERATED * silent
         self.verdicts += drifted
         return drifted

@@ -14,16 +14,43 @@ def test_a_map_that_is_wrong_is_found_out_within_a_window():
 
 def test_counters_speak_for_engines_that_report_nothing():
     drift = Drift()
-    assert not drift.counted(5000.0, idle=True)  # where it began is not known
+    assert not drift.counted(9000, 5000, idle=True)  # where it began is not known
     drift.unreported(800, 1000)
-    assert not drift.counted(5400.0, idle=False)  # requests in flight: not comparable
-    assert not drift.counted(5800.0, idle=True)  # as promised
+    assert not drift.counted(9500, 5400, idle=False)  # requests in flight: not comparable
+    assert not drift.counted(10000, 5800, idle=True)  # as promised
     drift.unreported(800, 1000)
-    assert drift.counted(5800.0, idle=True)  # promised 800, delivered none
+    assert drift.counted(11000, 5800, idle=True)  # promised 800, delivered none
+
+
+def test_counters_speak_also_where_an_engine_counts_no_lookups():
+    drift = Drift()
+    drift.counted(None, 5000, idle=True)
+    drift.unreported(800, 1000)
+    assert drift.counted(None, 5000, idle=True)
+
+
+def test_what_responses_reported_is_in_the_counters_too():
+    drift = Drift()
+    drift.counted(0, 0, idle=True)
+    drift.reported(992, 992, 1000)
+    drift.unreported(800, 1000)
+    assert not drift.counted(2000, 1792, idle=True)
+    drift.reported(992, 992, 1000)
+    drift.unreported(800, 1000)
+    assert drift.counted(4000, 2784, idle=True)  # 992 of them reported: for the other nothing was found
+
+
+def test_counters_are_not_compared_when_they_speak_of_other_requests_too():
+    drift = Drift()
+    drift.counted(0, 0, idle=True)
+    drift.unreported(0, 1000)
+    assert not drift.counted(2000, 992, idle=True)  # another gateway's, or one whose client left
+    drift.unreported(800, 1000)
+    assert drift.counted(3000, 992, idle=True)  # alone again
 
 
 def test_a_counter_that_falls_is_a_restart_not_drift():
     drift = Drift()
-    drift.counted(5000.0, idle=True)
+    drift.counted(9000, 5000, idle=True)
     drift.unreported(800, 1000)
-    assert not drift.counted(0.0, idle=True)
+    assert not drift.counted(0, 0, idle=True)

@@ -501,6 +501,17 @@ LONG = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi " 
 USAGE = b'{"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":0}}}'
 
 
+async def test_usage_is_found_though_what_ends_the_stream_comes_apart_from_it():
+    end = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'  # as vLLM does: each its own write, often its own read
+    pieces = [chunk(EVENT), chunk(b"data: " + USAGE + b"\n\n"), chunk(end)]
+    async with stack(streams(*pieces, end=b"0\r\n\r\n", pause=lambda: asyncio.sleep(0.02))) as s:
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await talk.until(b"0\r\n\r\n")
+        await eventually(s.idle)
+        assert s.metrics.reported_prompt_tokens.total() == 9
+
+
 async def test_a_replica_removed_under_a_life_lets_it_end_and_leaves_no_trace():
     go = asyncio.Event()
 

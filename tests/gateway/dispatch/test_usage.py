@@ -17,7 +17,7 @@ def test_usage_is_read_from_the_last_event_of_a_stream():
 
 
 def test_anthropic_and_responses_spell_it_their_way():
-    assert read_usage(b'{"usage":{"input_tokens":10,"output_tokens":3,"cache_read_input_tokens":8}}') == Usage(10, 3, 8)
+    assert read_usage(b'{"usage":{"input_tokens":10,"output_tokens":3,"cache_creation_input_tokens":32,"cache_read_input_tokens":96}}') == Usage(138, 3, 96)
     assert read_usage(b'{"usage":{"input_tokens":10,"input_tokens_details":{"cached_tokens":8},"output_tokens":3}}') == Usage(10, 3, 8)
 
 

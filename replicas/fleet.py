@@ -25,7 +25,7 @@ from replicas import profile as profiles
 from replicas.health import Limits
 from replicas.lifecycle import Event, State
 from replicas.ports import holder, is_free, pick
-from replicas.profile import Model, Ports, Profile
+from replicas.profile import Command, Model, Ports, Profile
 from replicas.replica import EventSource, Replica, parse_url
 from replicas.supervisor import Supervisor
 from replicas.watch import Watch
@@ -99,18 +99,20 @@ class Fleet:
         model_dir: Path | None = None,
         served_name: str | None = None,
     ) -> list[Replica]:
-        """Start `count` engines; returns them STARTING. Raises ProfileError, and OSError when no
-        ports are free."""
+        """Start `count` engines; returns them STARTING. Raises ProfileError (also for too few devices), and
+        OSError when no ports are free."""
         if isinstance(profile, str):
             profile = profiles.load(profile)
+        profile, places = await asyncio.to_thread(profile.place, count)  # asks the driver
         taken = {replica.port for replica in self.replicas.values()}
-        numbers = pick(3 * count, HOST, taken)
+        firsts = pick(count, HOST, taken, run=Ports.width(profile.ranks))
         model = Model(Path(model_dir) if model_dir else None, served_name)
         return [
-            self._launch(profile, Ports(*numbers[3 * i : 3 * i + 3]), model) for i in range(count)
+            self._launch(profile, Ports.run(first, profile.ranks), model, place)
+            for first, place in zip(firsts, places)
         ]
 
-    def _launch(self, profile: Profile, ports: Ports, model: Model) -> Replica:
+    def _launch(self, profile: Profile, ports: Ports, model: Model, place: dict[str, str]) -> Replica:
         name = f"{HOST}:{ports.http}"
         replica = Replica(name, f"http://{name}", HOST, ports.http, managed=True, since=monotonic())
         replica.reason = "its process is being started"
@@ -128,13 +130,13 @@ class Fleet:
                 log.warning("replica %s: its last lines:\n  %s", replica.id, "\n  ".join(last))
 
         def obstacle() -> str:
-            for port in filter(lambda port: not is_free(HOST, port), ports):
+            for port in filter(lambda port: not is_free(HOST, port), ports.all()):
                 return f"port {port} is taken by {holder(port) or 'another process'}: stop that"
             return ""
 
-        supervisor = Supervisor(
-            profile.command(HOST, ports, model), on_start=started, on_exit=exited, obstacle=obstacle
-        )
+        argv, env = profile.command(HOST, ports, model)
+        command = Command(argv, {**place, **env})
+        supervisor = Supervisor(command, on_start=started, on_exit=exited, obstacle=obstacle)
         self._supervisors[name] = supervisor
         self._follow(
             replica,

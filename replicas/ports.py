@@ -18,22 +18,28 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def pick(count: int, host: str, taken: set[int], seed: int | None = None) -> list[int]:
-    """`count` free ports, none of them in `taken`. Raises OSError when there are not enough.
+def pick(count: int, host: str, taken: set[int], seed: int | None = None, run: int = 1) -> list[int]:
+    """The first ports of `count` runs of `run` free ports each, none of them in `taken`. Raises OSError when there
+    are not enough.
 
     Below the kernel's ephemeral range: a port from within it may be given to one of our own outgoing
     connections while its engine restarts. From a random start: two gateways on one machine rarely meet.
     """
     top = _ephemeral_start()
-    start = random.Random(seed).randrange(15_000, top - 1)
+    port = random.Random(seed).randrange(15_000, top - 1)
     found: list[int] = []
-    for step in range(top - 15_000):
-        port = 15_000 + (start - 15_000 + step) % (top - 15_000)
-        if port not in taken and is_free(host, port):
-            found.append(port)
+    free = 0  # how many in a row
+    for _ in range(top - 15_000):
+        free = free + 1 if port not in taken and is_free(host, port) else 0
+        if free == run:
+            found.append(port - run + 1)
+            free = 0
         if len(found) == count:
             return found
-    raise OSError(f"no {count} free ports between 15000 and {top} on {host}")
+        port += 1
+        if port == top:
+            port, free = 15_000, 0
+    raise OSError(f"no {count * run} free ports between 15000 and {top} on {host}")
 
 
 def _ephemeral_start() -> int:

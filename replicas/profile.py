@@ -1,41 +1,23 @@
 """Launch profiles: typed YAML that says how an engine is started, and the command line it makes.
 
-One pydantic class per engine, told apart by the field `engine`; `command` is all the supervisor needs
-to know about an engine. Unknown fields are refused with the name that was probably meant.
+One pydantic class per engine, told apart by the field `engine`; `place` and `command` are all the fleet needs to
+know about an engine. Unknown fields are refused with the name that was probably meant.
 """
 
 import difflib
 import os
 import sys
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from replicas.command import Command, Model, Ports, ProfileError
 from replicas.replica import EventSource
+from replicas.vllm import VllmProfile
 
 SHIPPED = Path(__file__).parent / "profiles"
-
-
-class ProfileError(ValueError):
-    """A profile that is missing or wrong; the message says where and what to do."""
-
-
-class Ports(NamedTuple):
-    http: int
-    events: int
-    replay: int
-
-
-class Model(NamedTuple):
-    directory: Path | None  # None: the engine's own default
-    served_name: str | None
-
-
-class Command(NamedTuple):
-    argv: list[str]
-    env: dict[str, str]  # on top of the gateway's own environment
 
 
 class SimProfile(BaseModel):
@@ -56,6 +38,14 @@ class SimProfile(BaseModel):
     extra_args: list[str] = []
     env: dict[str, str] = {}
     start_timeout_s: float = Field(30.0, gt=0)
+
+    @property
+    def ranks(self) -> int:
+        return 1
+
+    def place(self, count: int) -> tuple[Self, list[dict[str, str]]]:
+        """The profile as this machine can run it, and each replica's own environment."""
+        return self, [{}] * count
 
     def command(self, host: str, ports: Ports, model: Model) -> Command:
         argv = [sys.executable, "-m", "replicas.simulated", "--host", host, "--port", str(ports.http)]
@@ -87,9 +77,9 @@ class SimProfile(BaseModel):
         return EventSource(f"tcp://{host}:{ports.events}", f"tcp://{host}:{ports.replay}", "")
 
 
-Profile = SimProfile  # a union over `engine` once there is a second one
+Profile = SimProfile | VllmProfile
 
-_CLASSES: dict[str, type[BaseModel]] = {"sim": SimProfile}
+_CLASSES: dict[str, type[SimProfile | VllmProfile]] = {"sim": SimProfile, "vllm": VllmProfile}
 
 
 def _with_import_path(env: dict[str, str]) -> dict[str, str]:
@@ -125,7 +115,7 @@ def parse(text: str, where: str = "profile") -> Profile:
     except yaml.YAMLError as error:
         raise ProfileError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
-        raise ProfileError(f"{where}: a profile is a mapping of fields, beginning with `engine: sim`")
+        raise ProfileError(f"{where}: a profile is a mapping of fields, beginning with `engine: vllm`")
     kind = raw.get("engine")
     if kind not in _CLASSES:
         raise ProfileError(f"{where}: engine is {kind!r}, must be one of: {', '.join(_CLASSES)}")
@@ -137,8 +127,19 @@ def parse(text: str, where: str = "profile") -> Profile:
 
 
 def _complaint(item: dict, kind: type[BaseModel]) -> str:
-    field = ".".join(str(part) for part in item["loc"])
+    place = [str(part) for part in item["loc"]]
+    field = ".".join(place)
+    if item["type"] == "value_error":  # our own words
+        return f"{field}: {item['ctx']['error']}" if field else str(item["ctx"]["error"])
     if item["type"] != "extra_forbidden":
         return f"{field}: {item['msg']}, got {item['input']!r}"
-    close = difflib.get_close_matches(field, kind.model_fields, 1)
-    return f"unknown field {field!r}" + (f", did you mean {close[0]!r}?" if close else "")
+    close = difflib.get_close_matches(place[-1], _fields(kind, place[:-1]), 1)
+    return f"unknown field {field!r}" + (f", did you mean {'.'.join([*place[:-1], close[0]])!r}?" if close else "")
+
+
+def _fields(kind: type[BaseModel], place: list[str]) -> list[str]:
+    """The fields known at a place within a profile."""
+    for part in place:
+        inner = [one for one in get_args(kind.model_fields[part].annotation) if isinstance(one, type)]
+        kind = next(one for one in inner if issubclass(one, BaseModel))
+    return list(kind.model_fields)

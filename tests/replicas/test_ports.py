@@ -32,6 +32,14 @@ def test_nobody_holds_a_free_port():
     assert holder(pick(1, HOST, set())[0]) == ""
 
 
+def test_runs_of_ports_are_consecutive_and_do_not_overlap():
+    middle = pick(1, HOST, set(), seed=1)[0] + 5
+    firsts = pick(3, HOST, {middle}, seed=1, run=10)
+    runs = [set(range(first, first + 10)) for first in firsts]
+    assert len(set.union(*runs)) == 30 and middle not in set.union(*runs)
+    assert all(is_free(HOST, port) for run in runs for port in run)
+
+
 def test_more_than_there_are():
     with pytest.raises(OSError, match="no 1 free ports"):
         pick(1, HOST, set(range(65536)))

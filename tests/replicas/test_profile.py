@@ -5,7 +5,7 @@ import pytest
 from replicas import profile
 from replicas.profile import Model, Ports, ProfileError
 
-PORTS = Ports(20000, 20001, 20002)
+PORTS = Ports.run(20000, 1)
 
 
 def test_the_shipped_profile_makes_a_command_line():
@@ -55,7 +55,7 @@ def test_every_field_reaches_the_command_line(tmp_path):
         ("engine: sim\nzzz: 3", "unknown field 'zzz'"),
         ("engine: sim\nspeedup: 0", "speedup: Input should be greater than 0, got 0"),
         ("engine: sim\nnum_blocks: many", "num_blocks: Input should be a valid integer"),
-        ("engine: llama.cpp", "engine is 'llama.cpp', must be one of: sim"),
+        ("engine: llama.cpp", "engine is 'llama.cpp', must be one of: sim, vllm"),
         ("speedup: 2", "engine is None"),
         ("- a", "a profile is a mapping"),
         ("engine: [", "not YAML"),
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_refused_with_the_place(text, said):
 
 
 def test_an_unknown_profile_names_the_known_ones():
-    with pytest.raises(ProfileError, match="one of sim, or the path of a YAML file"):
+    with pytest.raises(ProfileError, match="one of 8-gpu, cpu, .*sim, .*or the path of a YAML file"):
         profile.load("smi")
     with pytest.raises(ProfileError, match="No such file"):
         profile.load("/nowhere/x.yaml")

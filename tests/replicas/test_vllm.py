@@ -1,0 +1,279 @@
+import json
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from replicas import devices, profile
+from replicas.command import Model, Ports, ProfileError
+from replicas.vllm import QUIET, find_executable, weights
+
+PORTS = Ports.run(20000, 1)
+MODEL = Model(Path("/models/tiny"), "tiny")
+EXAMPLES = [name for name in profile.names() if profile.load(name).engine == "vllm"]
+
+
+def parse(fields: str):
+    return profile.parse("engine: vllm\n" + textwrap.dedent(fields))
+
+
+def argv(fields: str, ports: Ports = PORTS) -> list[str]:
+    return parse(fields).command("127.0.0.1", ports, MODEL).argv
+
+
+def after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def have(*ids: str):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(ids))
+
+    return have
+
+
+def test_the_plain_profile_makes_a_command_line_the_gateway_can_follow():
+    plain = parse("executable: /venv/bin/vllm")
+    words, env = plain.command("127.0.0.1", PORTS, MODEL)
+    assert words[:-1] == [
+        "/venv/bin/vllm", "serve", "/models/tiny", "--host", "127.0.0.1", "--port", "20000", "--served-model-name", "tiny",
+        "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", QUIET, "--enable-prefix-caching",
+        "--kv-events-config",
+    ]  # fmt: skip
+    assert json.loads(words[-1]) == {
+        "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:20001", "replay_endpoint": "tcp://*:20002",
+    }  # fmt: skip
+    assert env == {}
+    assert plain.events("127.0.0.1", PORTS) == ("tcp://127.0.0.1:20001", "tcp://127.0.0.1:20002", "")
+
+
+def test_every_field_reaches_the_command_line():
+    words = argv("""
+      dtype: float16
+      quantization: awq
+      max_model_len: auto
+      tensor_parallel_size: 4
+      pipeline_parallel_size: 2
+      data_parallel_size: 2
+      prefill_context_parallel_size: 2
+      decode_context_parallel_size: 8
+      enable_expert_parallel: true
+      enable_eplb: true
+      all2all_backend: deepep_low_latency
+      attention_backend: FLASHMLA
+      kv_cache_dtype: fp8
+      block_size: 64
+      gpu_memory_utilization: 0.85
+      num_gpu_blocks_override: 100
+      prefix_caching_hash_algo: xxhash
+      kv_transfer_config: {kv_connector: NixlConnector, kv_role: kv_producer, kv_connector_extra_config: {a: 1}}
+      cpu_offload_gb: 8
+      scheduling_policy: priority
+      enable_chunked_prefill: false
+      max_num_batched_tokens: 4096
+      max_num_seqs: 32
+      speculative_config: {method: eagle3, model: org/draft, num_speculative_tokens: 3}
+      cudagraph_capture_sizes: [1, 2, 4]
+      compilation_config: {mode: 3}
+      enable_sleep_mode: true
+      lora_modules: {sql: /a/sql, chat: /a/chat}
+      max_lora_rank: 32
+      extra_args: [--reasoning-parser, qwen3]
+    """)
+    line = " ".join(words)
+    for part in [
+        "--dtype float16", "--quantization awq", "--max-model-len auto", "--tensor-parallel-size 4", "--pipeline-parallel-size 2",
+        "--data-parallel-size 2", "--prefill-context-parallel-size 2", "--decode-context-parallel-size 8",
+        "--enable-expert-parallel", "--enable-eplb", "--all2all-backend deepep_low_latency", "--attention-backend FLASHMLA",
+        "--kv-cache-dtype fp8", "--block-size 64", "--gpu-memory-utilization 0.85", "--num-gpu-blocks-override 100",
+        "--prefix-caching-hash-algo xxhash", "--cpu-offload-gb 8", "--scheduling-policy priority", "--no-enable-chunked-prefill",
+        "--max-num-batched-tokens 4096", "--max-num-seqs 32", "--cudagraph-capture-sizes 1 2 4", "--enable-sleep-mode",
+        "--enable-lora", "--lora-modules sql=/a/sql chat=/a/chat", "--max-lora-rank 32", "--reasoning-parser qwen3",
+    ]:  # fmt: skip
+        assert part in line
+    assert json.loads(after(words, "--kv-transfer-config")) == {
+        "kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {"a": 1},
+    }  # fmt: skip
+    assert json.loads(after(words, "--speculative-config")) == {
+        "method": "eagle3", "model": "org/draft", "num_speculative_tokens": 3,
+    }  # fmt: skip
+    assert json.loads(after(words, "--compilation-config")) == {"mode": 3}
+
+
+def test_without_events_or_with_what_is_theirs():
+    quiet = parse("kv_events: false\nenable_prefix_caching: false")
+    words, _ = quiet.command("127.0.0.1", PORTS, Model(Path("/m"), None))
+    assert "--kv-events-config" not in words and "--served-model-name" not in words
+    assert "--no-enable-prefix-caching" in words and quiet.events("127.0.0.1", PORTS) is None
+
+
+def test_each_rank_has_ports_of_its_own():
+    ranks = parse("data_parallel_size: 4")
+    ports = Ports.run(20000, ranks.ranks)
+    assert (ports.events, ports.replay, ports.side) == (20001, 20005, 20009) and len(ports.all()) == 13
+    assert '"tcp://*:20005"' in ranks.command("127.0.0.1", ports, MODEL).argv[-1]
+
+
+def test_engines_that_hand_over_kv_meet_on_ports_of_their_own():
+    nixl = parse("kv_transfer_config: {kv_connector: NixlConnector}")
+    assert nixl.command("127.0.0.1", PORTS, MODEL).env == {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(PORTS.side)}
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ("tensor_paralel_size: 2", "unknown field 'tensor_paralel_size', did you mean 'tensor_parallel_size'?"),
+        ("speculative_config: {mehtod: ngram}", "unknown field 'speculative_config.mehtod', did you mean 'speculative_config.method'?"),
+        ("kv_transfer_config: {kv_connectr: x}", "did you mean 'kv_transfer_config.kv_connector'?"),
+        ("attention_backend: FLASHMAL", "attention_backend: 'FLASHMAL' is not known; did you mean 'FLASHMLA'?"),
+        ("kv_cache_dtype: int8", "kv_cache_dtype: Input should be 'auto'"),
+        ("tensor_parallel_size: 0", "tensor_parallel_size: Input should be greater than 0, got 0"),
+        ("scheduling_policy: lifo", "scheduling_policy: Input should be 'fcfs' or 'priority', got 'lifo'"),
+        ("gpu_memory_utilization: 92", "gpu_memory_utilization: Input should be less than or equal to 1"),
+        ("enable_expert_parallel: true", "both sizes are 1"),
+        ("enable_expert_parallel: true\npipeline_parallel_size: 4", "both sizes are 1"),
+        ("enable_eplb: true", "set enable_expert_parallel: true"),
+        ("all2all_backend: pplx", "needs enable_expert_parallel"),
+        ("tensor_parallel_size: 4\ndecode_context_parallel_size: 3", "tensor_parallel_size 4 must be a multiple"),
+        ("prefill_context_parallel_size: 2\ntensor_parallel_size: 4\ndecode_context_parallel_size: 4", "must be one of 1, 2, 8"),
+        ("distributed_executor_backend: uni\ntensor_parallel_size: 2", "use mp"),
+        ("kv_cache_dtype: fp8_ds_mla", "attention_backend is not set"),
+        ("kv_cache_dtype: fp8_ds_mla\nattention_backend: FLASHINFER", "attention_backend is FLASHINFER"),
+        ("kv_cache_dtype: fp8\nattention_backend: FLEX_ATTENTION", "leave out kv_cache_dtype fp8"),
+        ("kv_cache_dtype: fp8_e5m2\nattention_backend: TRITON_MLA", "use kv_cache_dtype fp8"),
+        ("block_size: 16\nattention_backend: FLASHMLA", "multiples of 64, not 16"),
+        ("gpu_memory_utilization: 0.9\nkv_cache_memory_bytes: 8G", "keep one"),
+        ("kv_cache_memory_bytes: plenty", "kv_cache_memory_bytes"),
+        ("kv_offloading_size: 8\nkv_transfer_config: {kv_connector: NixlConnector}", "would replace NixlConnector"),
+        ("kv_offloading_backend: native", "needs kv_offloading_size"),
+        ("enable_sleep_mode: true\nenv: {PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}", "leave it out"),
+        ("enable_chunked_prefill: false\nmax_num_batched_tokens: 2048\nmax_model_len: 8192", "2048 is less than max_model_len 8192"),
+        ("enable_chunked_prefill: false\nlong_prefill_token_threshold: 512", "cuts prompts into chunks"),
+        ("max_num_batched_tokens: 64\nmax_num_seqs: 128", "at least max_num_seqs 128"),
+        ("long_prefill_token_threshold: 9000\nmax_model_len: 8192", "above max_model_len 8192"),
+        ("enforce_eager: true\ncudagraph_capture_sizes: [1, 2]", "cudagraph_capture_sizes is about them"),
+        ("enforce_eager: true\ncompilation_config: {mode: 3}", "compilation_config is about them"),
+        ("cudagraph_capture_sizes: [1, 2]\nmax_cudagraph_capture_size: 4", "leave that out"),
+        ("speculative_config: {num_speculative_tokens: 2}", "name a method"),
+        ("speculative_config: {method: eagle3, num_speculative_tokens: 2}", "needs a model that drafts"),
+        ("speculative_config: {method: ngram}", "num_speculative_tokens is missing"),
+        ("speculative_config: {method: mtp, num_speculative_tokens: 1, prompt_lookup_max: 3}", "belong to method ngram"),
+        ("speculative_config: {method: ngram, num_speculative_tokens: 1, prompt_lookup_max: 3, prompt_lookup_min: 4}", "is above"),
+        ("tensor_parallel_size: 4\nspeculative_config: {method: draft_model, model: m, num_speculative_tokens: 1, draft_tensor_parallel_size: 2}",
+         "must be 1 or tensor_parallel_size 4"),
+        ("async_scheduling: true\nspeculative_config: {method: ngram, num_speculative_tokens: 4}", "has not seen yet"),
+        ("max_lora_rank: 16", "without adapters"),
+        ("enable_lora: true\nmax_loras: 4\nmax_cpu_loras: 2", "at least max_loras 4"),
+        ("enable_prefix_caching: false", "set kv_events: false too"),
+        ("env: {CUDA_VISIBLE_DEVICES: '0'}", "every replica the same devices"),
+        ("device: cpu\nenable_sleep_mode: true", "no sleep mode on CPU"),
+        ("device: cpu\nkv_offloading_size: 4", "no device memory to offload from"),
+        ("device: cpu\ncudagraph_capture_sizes: [1]", "no CUDA graphs"),
+        ("device: cpu\nattention_backend: FLASHINFER", "runs on GPUs"),
+        ("device: cpu\nkv_cache_dtype: nvfp4", "not stored on CPU"),
+        ("device: cpu\ntensor_parallel_size: 2\ndecode_context_parallel_size: 2", "are for GPUs"),
+        ("device: cpu\ntensor_parallel_size: 2\nenable_expert_parallel: true\nenable_eplb: true", "on GPUs only"),
+        ("extra_args: [--port, '8000']", "--port: the gateway chooses a free port"),
+        ("extra_args: [--api-key=secret]", "--api-key: the gateway's own probes carry no key"),
+        ("tensor_parallel_size: 2\nextra_args: [-tp, '4']", "is given by the field tensor_parallel_size already"),
+        ("enforce_eager: true\nextra_args: [--no-enforce-eager]", "given by the field enforce_eager already"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_the_reason(fields, said):
+    with pytest.raises(ProfileError) as caught:
+        parse(fields)
+    assert said in str(caught.value)
+
+
+def test_every_contradiction_is_told_at_once():
+    with pytest.raises(ProfileError) as caught:
+        parse("device: cpu\nenable_sleep_mode: true\nenable_eplb: true\nextra_args: [--uds, /x]")
+    for part in ("no sleep mode", "set enable_expert_parallel", "--uds"):
+        assert part in str(caught.value)
+
+
+def test_a_flag_newer_than_us_goes_past_the_fields():
+    assert argv("extra_args: [--attention-backend, BRAND_NEW]")[-2:] == ["--attention-backend", "BRAND_NEW"]
+
+
+def test_devices_are_shared_out(gpus):
+    gpus(*map(str, range(8)))
+    pairs = parse("tensor_parallel_size: 2\npipeline_parallel_size: 2")
+    _, places = pairs.place(2)
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["0,1,2,3", "4,5,6,7"]
+    gpus("MIG-a", "MIG-b")
+    _, places = parse("").place(2)
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["MIG-a", "MIG-b"]
+    gpus("0")
+    _, places = parse("gpu_memory_utilization: 0.45").place(2)
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["0", "0"]
+    with pytest.raises(ProfileError, match="gpu_memory_utilization: 0.45"):
+        parse("gpu_memory_utilization: 0.9").place(2)
+
+
+def test_decode_context_parallelism_takes_no_devices_of_its_own():
+    sizes = "tensor_parallel_size: 4\nprefill_context_parallel_size: {}\ndecode_context_parallel_size: {}\ndata_parallel_size: 2"
+    assert parse(sizes.format(1, 4)).world == 8 and parse(sizes.format(2, 8)).world == 16
+
+
+def test_a_profile_that_needs_gpus_is_refused_without(gpus):
+    gpus()
+    with pytest.raises(ProfileError, match="2 replicas of 4 GPUs need 8, this machine shows none"):
+        profile.load("8-gpu").place(2)
+
+
+def test_the_plain_profile_runs_on_a_cpu_as_cpu_yaml_says(gpus):
+    gpus()
+    placed, places = profile.load("vllm").place(2)
+    words, cpu_words = (one.command("127.0.0.1", PORTS, MODEL).argv for one in (placed, profile.load("cpu")))
+    assert words == cpu_words and placed.env == profile.load("cpu").env
+    assert places == [{"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}] * 2
+
+
+def test_what_the_profile_says_itself_wins_on_a_cpu_too(gpus):
+    gpus()
+    placed, _ = parse("max_model_len: 4096\ngpu_memory_utilization: 0.9\nenv: {VLLM_NO_USAGE_STATS: '0'}").place(1)
+    assert placed.max_model_len == 4096 and placed.env["VLLM_NO_USAGE_STATS"] == "0" and placed.enforce_eager
+    with pytest.raises(ProfileError, match="shows no GPU, and on a CPU this profile cannot run: enable_sleep_mode"):
+        parse("enable_sleep_mode: true").place(1)
+
+
+def test_on_a_cpu_no_devices_are_assigned(gpus):
+    gpus("0", "1")
+    assert devices.find() == ["0", "1"]
+    placed, places = profile.load("cpu").place(1)
+    assert placed == profile.load("cpu") and "CUDA_VISIBLE_DEVICES" not in places[0]
+
+
+def test_a_model_is_needed():
+    with pytest.raises(ProfileError, match="give --model"):
+        parse("").command("127.0.0.1", PORTS, Model(None, None))
+
+
+def test_a_snapshot_with_the_tokenizer_alone_is_named_to_vllm(tmp_path):
+    snapshot = tmp_path / "hub/models--Qwen--Qwen3-8B/snapshots/abc123"
+    assert weights(snapshot) == ["Qwen/Qwen3-8B", "--revision", "abc123"]
+    assert weights(tmp_path) == [str(tmp_path)]
+
+
+def test_the_executable_is_found_as_the_shell_would_or_beside_our_python(tmp_path, monkeypatch):
+    program = tmp_path / "vllm"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert find_executable(str(program)) == str(program)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_executable("vllm") == str(program)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert find_executable("vllm") == "vllm"
+    monkeypatch.setattr("replicas.vllm.sys.executable", str(tmp_path / "python3"))
+    assert find_executable("vllm") == str(program)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_executable("~/vllm") == str(program)
+
+
+def test_an_example_for_every_kind_of_machine():
+    assert set(EXAMPLES) == {"vllm", "cpu", "small-gpu", "8-gpu", "moe-expert-parallel", "mla", "long-context"}
+    worlds = {name: profile.load(name).world for name in EXAMPLES}
+    assert worlds == {"vllm": 1, "cpu": 1, "small-gpu": 1, "8-gpu": 4, "moe-expert-parallel": 8, "mla": 8, "long-context": 4}

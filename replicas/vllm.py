@@ -29,7 +29,7 @@ KvCacheDtype = Literal[
     "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
 ]  # fmt: skip
 Backend = Annotated[str, BeforeValidator(lambda name: unknown_value(name, ATTENTION_BACKENDS))]
-Bytes = PositiveInt | Annotated[str, Field(pattern=r"^\d+(\.\d+)?[kKmMgGtT]?$")]  # 8G, as vLLM reads it
+Bytes = PositiveInt | Annotated[str, Field(pattern=r"^(\d+[kKmMgGtT]?|\d+\.\d+[kmgt])$")]  # 8G is binary, 1.5g decimal
 
 
 class Strict(BaseModel):
@@ -55,7 +55,6 @@ class KvTransfer(Strict):
     kv_connector: str
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
     kv_buffer_device: Literal["cuda", "cpu", "xpu"] | None = None
-    kv_buffer_size: float | None = Field(None, gt=0)
     kv_connector_module_path: str | None = None
     kv_connector_extra_config: dict = {}
     kv_load_failure_policy: Literal["recompute", "fail"] | None = None

@@ -93,6 +93,11 @@ class EventIntake:
         """Blocks left out because they are of another cache group or kind of attention."""
         return self._events.ignored
 
+    @property
+    def unreplayed(self) -> bool:
+        """The engine's record is wanted and has not come."""
+        return self._replay_wanted
+
     async def run(self) -> None:
         """Read events until cancelled."""
         with connected(zmq.SUB, self._endpoint) as inbox:

@@ -198,7 +198,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
         for slot, (address, fact) in zip(slots, up, strict=True)
         if (source := _source(address, fact)) and source.replay
     ))  # fmt: skip
-    held = cachemap.match(prompt.hashes, 0.0).held if prompt.hashes else []
+    held = cachemap.match(prompt.hashes, 0.0).held if prompt.hashes and prompt.reads_cache else []
     most = max(0, prompt.tokens - 1) // size  # the engine computes the last prompt token in any case
     candidates = [
         Candidate(address.id, min(held[slot], most) * size if held else 0, _load(fact), costs.add(address.id))

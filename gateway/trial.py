@@ -148,6 +148,8 @@ async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]
         found = await _until(lambda: cachemap.match(hashes, 0.0).confirmed[slot] >= len(hashes), EVENT_SECONDS)
         if found:
             yield Finding("ok", subject, f"{len(hashes)} of {len(hashes)} blocks of a new prompt arrived from {source.endpoint}")
+            if source.replay is None or intake.unreplayed:
+                yield _no_replay(trial, source)
         elif intake.batches == before:
             yield _silent(subject, source)
         else:
@@ -163,6 +165,12 @@ def _silent(subject: str, source: EventSource) -> Finding:
     return Finding("fail", subject, f"silent: the engine stored new blocks, but nothing came from {source.endpoint} within {EVENT_SECONDS:g} s",
                    "check that this address can be reached from here, and that the engine binds it (tcp://*:PORT) with prefix caching on; "
                    "else say where events are: --replica-url URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT")  # fmt: skip
+
+
+def _no_replay(trial: Trial, source: EventSource) -> Finding:
+    what = f"nothing answers at {source.replay}" if source.replay else "no replay endpoint is known"
+    return Finding("warn", f"replay {trial.id}", f"{what}: the gateway starts cold, and forgets this replica's cache when an event is lost",
+                   'add "replay_endpoint":"tcp://*:PORT" to --kv-events-config, and replay=tcp://HOST:PORT if events= is given in the URL')  # fmt: skip
 
 
 def _cached_tokens(trial: Trial, reply: dict[str, Any]) -> Finding:

@@ -217,7 +217,7 @@ class Dispatcher:
             size = self.pipeline.block_size
             hashes = prompt.hashes
             demand = Demand(prompt.tokens, size, hashes[0] if hashes else 0, prompt.session, prompt.max_tokens)
-            match = self.map.match(hashes, monotonic()) if hashes else None
+            match = self.map.match(hashes, monotonic()) if hashes and prompt.reads_cache else None
             most = (prompt.tokens - 1) // size  # the last prompt token is always computed
             for backend in backends:
                 backend.candidate.overlap = min(match.held[backend.slot], most) * size if match else 0
@@ -333,7 +333,9 @@ class Dispatcher:
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
         metrics.predicted_cached_tokens.inc(name, by=life.overlap)
         saved = life.overlap
-        if usage.cached is None:
+        if prompt.several:
+            backend.drift.aside()
+        elif usage.cached is None:
             backend.drift.unreported(life.overlap, prompt.tokens)
         else:
             saved = usage.cached

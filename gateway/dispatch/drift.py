@@ -17,7 +17,7 @@ WINDOW = 32
 class Drift:
     """Running comparison for one replica. All figures in tokens."""
 
-    __slots__ = ("_count", "_error", "_tokens", "_promised", "_prompts", "_silent", "_before", "verdicts")
+    __slots__ = ("_count", "_error", "_tokens", "_promised", "_prompts", "_silent", "_aside", "_before", "verdicts")
 
     def __init__(self) -> None:
         self.verdicts = 0
@@ -27,6 +27,7 @@ class Drift:
         """Begin a new window, after a heal or a new incarnation."""
         self._count = self._error = self._tokens = 0
         self._promised = self._prompts = self._silent = 0
+        self._aside = False
         self._before: tuple[float | None, float | None] = (None, None)
 
     def reported(self, predicted: int, cached: int, tokens: int) -> bool:
@@ -49,19 +50,25 @@ class Drift:
         self._prompts += tokens
         self._silent += tokens
 
+    def aside(self) -> None:
+        """One response to a request of several prompts or choices: its report speaks of one of them, and what was
+        predicted of another. The counters mean nothing until the next look."""
+        self._aside = True
+
     def counted(self, queries: float | None, hits: float | None, idle: bool) -> bool:
         """The engine's totals of tokens looked up and of those found, scraped; `idle`: nothing is in flight that
         it may have counted already.
 
         True: the map has drifted. Only judged when idle and when the engine looked up just the prompts known here:
-        others' requests, aborted ones and several choices of one prompt are in its counts too.
+        others' requests and aborted ones are in its counts too.
         """
         if hits is None or not idle:
             return False
         (queried, hit), self._before = self._before, (queries, hits)
-        promised, prompts, silent = self._promised, self._prompts, self._silent
+        promised, prompts, silent, aside = self._promised, self._prompts, self._silent, self._aside
         self._promised = self._prompts = self._silent = 0
-        if hit is None or hits < hit or not silent:
+        self._aside = False
+        if hit is None or hits < hit or not silent or aside:
             return False
         if queries is not None and queried is not None and queries - queried != prompts:
             return False

@@ -264,6 +264,9 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
         limit = get("max_output_tokens" if path == _RESPONSES else "max_tokens")
     prompt.max_tokens = _count(limit, "max_tokens")
     prompt.n = _count(get("n"), "n") or 1
+    given = get("prompt" if path == _COMPLETIONS else "input") if path in (_COMPLETIONS, _EMBEDDINGS) else None
+    prompt.several = prompt.n > 1 or (type(given) is list and len(given) > 1 and type(given[0]) is not int)
+    prompt.reads_cache = not _wants_prompt_logprobs(request)
     salt = get("cache_salt")
     if salt is not None and type(salt) is not str:
         raise bad("'cache_salt' must be a string", "cache_salt")
@@ -275,6 +278,13 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
         session = value if type(value) is str else None
     prompt.session = session or None
     return prompt
+
+
+def _wants_prompt_logprobs(request: dict[str, Any]) -> bool:
+    """What a cache holds has no logprobs, so for these vLLM computes the whole prompt (and stores it)."""
+    if request.get("prompt_logprobs") is not None:
+        return True
+    return bool(request.get("echo")) and request.get("top_logprobs" if "messages" in request else "logprobs") is not None
 
 
 def _count(value: Any, key: str) -> int | None:

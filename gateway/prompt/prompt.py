@@ -50,6 +50,8 @@ class Prompt:
     hashes: list[int] = field(default_factory=list)   # one per full block
     max_tokens: int | None = None
     n: int = 1
+    several: bool = False                 # several prompts or choices: usage speaks of one, no telling which
+    reads_cache: bool = True              # False: the engine computes all of it, whatever it holds
     session: str | None = None
     mode: Mode = "exact"
     rendered_chars: int = 0               # length of the rendered text, 0 where ids came in

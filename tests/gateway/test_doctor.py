@@ -1,8 +1,10 @@
 """`hitherto doctor` against real simulated engines, healthy and broken in one way each."""
 
 import functools
+import json
 import re
 import socket
+import urllib.request
 
 import pytest
 from aiohttp import web
@@ -11,6 +13,11 @@ from gateway import cli, doctor, trial
 from gateway.prompt.pipeline import Pipeline
 from gateway.trial import Finding
 from replicas.simulated.model import sim_model_dir
+
+
+def told_by(url: str) -> dict:
+    with urllib.request.urlopen(url) as answer:
+        return json.load(answer)
 
 
 def free_port() -> int:
@@ -81,6 +88,14 @@ def test_events_configured_but_silent(capsys, engines, monkeypatch):
     assert code == 1
     level, text = found["events"]
     assert level == "fail" and "silent" in text and "#events=tcp://HOST:PORT" in text
+
+
+@pytest.mark.parametrize("replay", ["", ",replay=tcp://127.0.0.1:9"])
+def test_events_without_their_replay(capsys, engines, replay):
+    published = told_by(engines[0].url + "/kv_event_sources")["0"]["endpoint"].rpartition(":")[2]
+    code, found = examine(capsys, "--replica-url", f"{engines[0].url}#events=tcp://127.0.0.1:{published}{replay}")
+    assert code == 0 and found["events"][0] == "ok"
+    assert found["replay"][0] == "warn" and '"replay_endpoint"' in found["replay"][1]
 
 
 def test_block_sizes_that_do_not_fit(capsys, engines, monkeypatch):

@@ -49,6 +49,16 @@ def test_counters_are_not_compared_when_they_speak_of_other_requests_too():
     assert drift.counted(3000, 992, idle=True)  # alone again
 
 
+def test_counters_are_not_compared_when_a_request_had_several_prompts():
+    drift = Drift()
+    drift.counted(0, 0, idle=True)
+    drift.unreported(0, 1000)
+    drift.aside()
+    assert not drift.counted(1000, 992, idle=True)
+    drift.unreported(0, 1000)
+    assert drift.counted(2000, 1984, idle=True)
+
+
 def test_a_counter_that_falls_is_a_restart_not_drift():
     drift = Drift()
     drift.counted(9000, 5000, idle=True)

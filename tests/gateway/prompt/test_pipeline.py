@@ -41,6 +41,21 @@ def test_output_limits(sim, path, limits, expected):
     assert ask(sim[0], path, **limits).max_tokens == expected
 
 
+@pytest.mark.parametrize("path, body, reads", [
+    (CHAT, {}, True), (CHAT, {"logprobs": True, "top_logprobs": 2}, True), (CHAT, {"prompt_logprobs": 0}, False),
+    (CHAT, {"echo": True, "top_logprobs": 1}, False), (COMPLETIONS, {"prompt": "x", "echo": True}, True),
+    (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, False), (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1}, False)])
+def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole(sim, path, body, reads):
+    assert ask(sim[0], path, **body).reads_cache is reads
+
+
+@pytest.mark.parametrize("path, body, several", [
+    (CHAT, {}, False), (CHAT, {"n": 2}, True), (COMPLETIONS, {"prompt": "x", "n": 1}, False),
+    (COMPLETIONS, {"prompt": ["x"]}, False), (COMPLETIONS, {"prompt": ["x", "y"]}, True)])
+def test_several_prompts_or_choices_are_told(sim, path, body, several):
+    assert ask(sim[0], path, **body).several is several
+
+
 @pytest.mark.parametrize("headers, body, session", [
     ({"x-session-id": "h"}, {"user": "u"}, "h"), ({}, {"session_id": "s", "prompt_cache_key": "k"}, "s"),
     (None, {"prompt_cache_key": "k", "user": "u"}, "k"), ({"x-session-id": ""}, {"user": "u"}, "u"), ({}, {"user": 3}, None)])

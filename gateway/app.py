@@ -210,7 +210,8 @@ class Gateway:
         if source is None:
             backend.intake = None
             self.intakes.pop(backend.id, None)
-            log.warning("replica %s publishes no KV events: its cache is guessed from what is sent to it", backend.id)
+            why = next((one for one in backend.replica.problems if "events" in one), "no KV events are known of it")
+            log.warning("replica %s: its cache is guessed from what is sent to it. %s", backend.id, why)
             return
         backend.intake = self.intakes[backend.id] = EventIntake(
             self.map,

@@ -210,11 +210,14 @@ class Responses(Dialect):
 
 
 class Messages(Dialect):
-    """Anthropic's Messages. As in vLLM, its usage counts all prompt tokens and says nothing of cached ones."""
+    """Anthropic's Messages. Its `input_tokens` leave out what was cached, which is told beside them. (vLLM 0.28 and
+    0.32 take what was newly stored out as well, as `cache_creation_input_tokens`.)"""
 
-    @staticmethod
-    def _usage(generation: Generation, sent: int) -> dict:
-        return {"input_tokens": len(generation.prompt), "output_tokens": sent}
+    def _usage(self, generation: Generation, sent: int) -> dict:
+        if not self.show_cached:
+            return {"input_tokens": len(generation.prompt), "output_tokens": sent}
+        return {"input_tokens": len(generation.prompt) - generation.cached, "output_tokens": sent,
+                "cache_read_input_tokens": generation.cached}
 
     @staticmethod
     def _stop(generation: Generation) -> str:

@@ -67,6 +67,10 @@ async def test_every_endpoint_goes_through_with_exact_tokens():
             answer = await gateway.client.post(path, json={"model": "sim", **body})
             assert answer.status_code == 200, (path, answer.text)
             assert "x-hitherto-replica" in answer.headers
+        again = (await gateway.client.post("/v1/messages", json={"model": "sim", **bodies["/v1/messages"]})).json()["usage"]
+        assert again["cache_read_input_tokens"] > 300 > again["input_tokens"]
+        metrics = (await gateway.admin.get("/metrics")).text
+        assert 'outcome="over"' not in metrics and 'outcome="under"' not in metrics
         assert (await gateway.client.get("/version")).status_code == 200
         assert [one["id"] for one in (await gateway.client.get("/v1/models")).json()["data"]] == ["sim"]
 

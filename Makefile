@@ -2,7 +2,10 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: setup demo test clean
+# Versions of vLLM that `make test-vllm` asks, one after the other: make test-vllm VLLM=0.32.0
+VLLM ?= 0.28.0
+
+.PHONY: setup demo test test-vllm clean
 
 setup: .venv/ready
 
@@ -28,6 +31,14 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)
+
+# Against real vLLM (its CPU build), kept in ~/.cache/hitherto. Not part of `make test`.
+test-vllm: setup
+	@for version in $(VLLM); do \
+	  folder=$$(PYTHON="$(PYTHON)" tests/vllm/install.sh $$version) || { code=$$?; \
+	    test $$code = 3 && echo "SKIPPED: make test-vllm for vLLM $$version" && continue; exit $$code; }; \
+	  HITHERTO_VLLM=$$folder $(BIN)/python -m pytest tests/vllm $(ARGS) || exit; \
+	done
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .hypothesis

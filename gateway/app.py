@@ -110,8 +110,10 @@ class Gateway:
                 self.fleet.add(url)
             if settings.launch:
                 await self.fleet.launch(settings.launch, self.profile, self.model_dir, self.served_name)
-        except BaseException:
-            await self.server.close()
+        except BaseException as error:
+            await self.stop(0)
+            if isinstance(error, profiles.ProfileError):
+                raise ConfigError(f"--profile {error}") from None
             raise
         self._caring = asyncio.create_task(self._care())
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "learn_at", "source", "intake", "intake_task", "host_line", "incarnation", "gone", "note")
+    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "learn_at", "source", "intake", "intake_task", "host_line", "incarnation", "gone")
 
     def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
         self.replica = replica
@@ -37,7 +37,6 @@ class Backend:
         self.host_line = b"host: %b:%d\r\n" % (replica.host.encode(), replica.port)
         self.incarnation: str | None = None
         self.gone = False  # removed; what still runs on it settles without a trace
-        self.note = ""
 
     def serves(self, model: str | None) -> bool:
         """Whether it can answer for that model. A replica that has told no names yet is taken at its word."""

@@ -25,6 +25,7 @@ from ..prompt.pipeline import Pipeline
 from ..wire.downstream import Downstream
 from ..wire.http import HOP_BY_HOP, Headers, Request, end_to_end
 from .backend import Backend
+from .drift import TOLERATED
 from .errors import JSON, error_body
 from .life import RETRYABLE, Failure, Life
 from .usage import Usage
@@ -351,13 +352,12 @@ class Dispatcher:
                 size = self.pipeline.block_size
                 self.map.learn(backend.slot, prompt.hashes, life.overlap // size, saved // size)
                 if backend.drift.reported(life.overlap, saved, prompt.tokens):
-                    self.heal(backend, f"predicted and reported cached tokens differ by more than {int(100 * 0.1)} %")
+                    self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
         metrics.prefill_saved_tokens.inc(name, by=saved)
 
     def heal(self, backend: Backend, why: str) -> None:
         """Forget what is believed about a replica and learn it again from its events, or from scratch."""
         self.metrics.heals.inc(backend.id)
-        backend.note = f"map rebuilt: {why}"
         log.warning("replica %s: map rebuilt: %s", backend.id, why)
         backend.drift.reset()
         if backend.intake is not None:

@@ -17,10 +17,9 @@ WINDOW = 32
 class Drift:
     """Running comparison for one replica. All figures in tokens."""
 
-    __slots__ = ("_count", "_error", "_tokens", "_promised", "_prompts", "_silent", "_aside", "_before", "verdicts")
+    __slots__ = ("_count", "_error", "_tokens", "_promised", "_prompts", "_silent", "_aside", "_before")
 
     def __init__(self) -> None:
-        self.verdicts = 0
         self.reset()
 
     def reset(self) -> None:
@@ -41,7 +40,6 @@ class Drift:
             return False
         drifted = self._error > TOLERATED * self._tokens
         self._count = self._error = self._tokens = 0
-        self.verdicts += drifted
         return drifted
 
     def unreported(self, predicted: int, tokens: int) -> None:
@@ -73,5 +71,4 @@ class Drift:
         if queries is not None and queried is not None and queries - queried != prompts:
             return False
         drifted = abs(hits - hit - promised) > TOLERATED * silent
-        self.verdicts += drifted
         return drifted

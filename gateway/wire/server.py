@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from time import monotonic
 from typing import Protocol
 
@@ -88,9 +87,3 @@ class Server:
             await asyncio.sleep(0.001)
         if self._listener is not None:
             await self._listener.wait_closed()
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return s.getsockname()[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -96,3 +97,10 @@ async def eventually(true: Callable[[], bool], seconds: float = 5) -> None:
     while not true():
         assert asyncio.get_running_loop().time() < end, "did not become true in time"
         await asyncio.sleep(0.005)
+
+
+def free_port() -> int:
+    """A port where nobody listens."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]

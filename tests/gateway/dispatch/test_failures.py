@@ -1,0 +1,385 @@
+"""Lives that go wrong: what is retried, what the client is told, that nothing is left behind and nobody blamed in vain."""
+
+import asyncio
+import json
+import random
+import socket
+
+import pytest
+
+from ..wire.talk import eventually, free_port, read_request
+from .replies import BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, silent, streams
+from .stack import stack
+
+
+async def test_a_kept_connection_that_died_is_replaced_without_blaming_the_replica():
+    async with stack(answers(close_after=True), retries=0) as s:
+        talk = await s.talk()
+        for _ in range(4):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+        assert s.faults == []
+
+
+async def test_no_connection_moves_the_request_to_another_replica():
+    async with stack(answers(), ports=[free_port()]) as s:
+        talk = await s.talk()
+        for _ in range(4):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+        assert "connect" in s.faults and set(s.faults) == {"connect"}
+
+
+@pytest.mark.parametrize("status", [b"500 Internal Server Error", b"502 Bad Gateway", b"503 Service Unavailable"])
+async def test_an_unwell_replica_is_passed_over(status):
+    async with stack(answers(status=status), answers(b'{"fine":1}')) as s:
+        talk = await s.talk()
+        for _ in range(4):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, b'{"fine":1}')
+        assert s.metrics.retries.total() >= 2
+        await eventually(s.idle)
+
+
+async def test_the_last_replicas_own_error_reaches_the_client():
+    body = b'{"error":{"message":"full","code":503}}'
+    async with stack(answers(body, b"503 Service Unavailable"), answers(body, b"503 Service Unavailable")) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0::2] == (503, body)
+
+
+async def test_a_4xx_is_the_clients_and_is_never_retried():
+    async with stack(answers(b"{}", b"422 Unprocessable"), answers()) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 422
+        assert s.faults == [] and s.metrics.retries.total() == 0
+
+
+async def test_death_before_the_first_byte_is_retried_and_502_when_all_fail():
+    async def dies(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD)  # engines send the head before the prefill: still nothing has been answered
+        await writer.drain()
+
+    async with stack(dies, answers()) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+    async with stack(dies, dies, dies, dies, retries=2) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, _, body = await talk.response()
+        error = json.loads(body)["error"]
+        assert (status, error["code"], error["type"]) == (502, "replica_failed", "server_error")
+        assert "after 3 attempt(s)" in error["message"]
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize(
+    ("path", "marks"),
+    [
+        (b"/v1/chat/completions", [b'"code":"replica_failed"']),
+        (b"/v1/responses", [b"event: error", b'"type":"error"']),
+        (b"/v1/messages", [b"event: error", b'"type":"api_error"']),
+    ],
+)
+async def test_death_in_the_stream_ends_it_with_an_error_event_and_no_done(path, marks):
+    async with stack(streams(chunk(EVENT), chunk(EVENT), end=None)) as s:
+        talk = await s.talk()
+        await talk.say(post(path=path))
+        status, _, body = await talk.response()
+        assert status == 200 and body.startswith(EVENT + EVENT)
+        assert all(mark in body for mark in marks) and b"[DONE]" not in body
+        assert await talk.rest() == b""
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("torn", [b"ff\r\ndata: half", b"ff"])
+async def test_death_inside_a_chunk_cuts_the_connection(torn):
+    async with stack(streams(chunk(EVENT), torn, end=None)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        raw = await talk.rest()
+        assert EVENT in raw and not raw.endswith(b"0\r\n\r\n") and b"[DONE]" not in raw
+        await eventually(s.idle)
+
+
+async def test_death_inside_a_plain_body_cuts_the_connection():
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
+        await writer.drain()
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert not (await talk.rest()).endswith(b"}")
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("garbage", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000])
+async def test_a_replica_that_does_not_speak_http_is_passed_over(garbage):
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(garbage)
+        await reader.read()
+
+    async with stack(script, answers()) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+
+
+async def test_bytes_after_the_end_of_an_answer_never_reach_another_request():
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
+        await reader.read()
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, _, body = await talk.response()
+        assert status == 502 and b"evil" not in body
+        assert not any(backend.pool.idle for backend in s.dispatcher.backends.values())
+
+
+async def test_no_first_byte_in_time_is_a_504():
+    async with stack(silent, request_timeout=0.2) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, _, body = await talk.response()
+        assert (status, json.loads(body)["error"]["code"]) == (504, "replica_timeout")
+        assert s.faults == ["timeout"]
+        await eventually(s.idle)
+
+
+async def test_a_stream_that_stalls_is_ended_with_an_error_event():
+    async with stack(streams(chunk(EVENT), pause=lambda: asyncio.sleep(30)), idle_timeout=0.2) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        _, _, body = await talk.response()
+        assert b"no byte for 0.2 s" in body and b"[DONE]" not in body
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("after", ["request", "first event"])
+async def test_a_client_that_leaves_aborts_the_request_upstream(after):
+    left = asyncio.Event()
+    arrived = asyncio.Event()
+
+    async def script(reader, writer):
+        await read_request(reader)
+        if after == "first event":
+            writer.write(SSE_HEAD + chunk(EVENT))
+        arrived.set()
+        assert await reader.read() == b""
+        left.set()
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await arrived.wait()
+        if after == "first event":
+            await talk.until(EVENT)
+        await talk.close()
+        await asyncio.wait_for(left.wait(), 5)
+        await eventually(s.idle)
+        assert s.metrics.client_aborts.total() == 1
+
+
+async def test_no_replica_is_a_503_with_retry_after():
+    async with stack() as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, headers, body = await talk.response()
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert json.loads(body)["error"]["code"] == "no_replica_ready"
+
+
+async def test_while_draining_new_work_gets_503_on_old_connections():
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await talk.response()
+        s.dispatcher.draining = True
+        await talk.say(post())
+        status, headers, _ = await talk.response()
+        assert status == 503 and headers["retry-after"]
+
+
+async def test_after_any_mix_of_lives_nothing_is_left():
+    """Clients that leave, replicas that die at every point, retries: the ledger reads zero in the end."""
+    rng = random.Random(3)
+
+    async def chaos(reader, writer):
+        while True:
+            await read_request(reader)
+            fate = rng.random()
+            if fate < 0.1:
+                return
+            if fate < 0.2:
+                writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
+                continue
+            writer.write(SSE_HEAD)
+            if fate < 0.3:
+                return
+            for _ in range(rng.randrange(1, 6)):
+                writer.write(chunk(EVENT))
+                await writer.drain()
+                await asyncio.sleep(0)
+            if fate < 0.4:
+                return
+            if fate < 0.5:
+                writer.write(b"ff\r\ntorn")
+                await writer.drain()
+                return
+            writer.write(b"0\r\n\r\n")
+
+    async def client(s):
+        for _ in range(40):
+            talk = await s.talk()
+            await talk.say(post())
+            if rng.random() < 0.3:
+                if rng.random() < 0.5:
+                    await talk.until(b"\r\n")
+            else:
+                try:
+                    await talk.response()
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    pass
+            await talk.close()
+
+    async with stack(chaos, chaos, chaos, ports=[free_port()]) as s:
+        await asyncio.gather(*(client(s) for _ in range(25)), return_exceptions=False)
+        await eventually(s.idle)
+        assert s.metrics.requests.total() == 1000
+
+
+async def test_a_replica_removed_under_a_life_lets_it_end_and_leaves_no_trace():
+    go = asyncio.Event()
+
+    async def script(reader, writer):
+        while True:
+            await read_request(reader)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(USAGE) + USAGE[:10])
+            await go.wait()
+            writer.write(USAGE[10:])
+
+    async with stack(script, answers()) as s:
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await talk.until(b"\r\n\r\n")
+        (life,) = s.dispatcher.lives
+        gone = s.dispatcher.remove(life.backend.id)
+        s.metrics.forget(gone.id)
+        go.set()
+        await talk.until(b"}}}")
+        await eventually(s.idle)
+        assert not gone.pool.idle
+        assert gone.id not in str(s.metrics.replica_requests.values)
+        await talk.say(post())
+        assert (await talk.response())[0] == 200
+
+
+async def test_a_replica_removed_while_it_is_being_connected_to_is_left_for_another():
+    with socket.socket() as deaf:  # its backlog is full: connecting to it takes for ever
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(deaf.getsockname())
+        async with stack(answers(), ports=[deaf.getsockname()[1]]) as s:
+            talks = [await s.talk() for _ in range(2)]
+            for talk in talks:
+                await talk.say(post())
+            await eventually(lambda: len(s.dispatcher.lives) == 1)
+            (life,) = s.dispatcher.lives
+            s.dispatcher.remove(life.backend.id)
+            assert [(await talk.response())[0] for talk in talks] == [200, 200]
+        for filler in fillers:
+            filler.close()
+
+
+@pytest.mark.parametrize("padding", [0, 100_000], ids=["at once", "in a thread"])
+async def test_a_bug_in_preparing_routes_the_request_by_load(padding, monkeypatch, caplog):
+    def fails(*args):
+        raise ZeroDivisionError("a bug")
+
+    async with stack(answers()) as s:
+        monkeypatch.setattr(s.dispatcher.pipeline, "prepare", fails)
+        talk = await s.talk()
+        await talk.say(post() + post(BODY[:-1] + b',"pad":"' + b"x" * padding + b'"}'))
+        assert [(await talk.response())[0] for _ in range(2)] == [200, 200]
+        assert s.metrics.prompt_failures.total() == 2 and "ZeroDivisionError: a bug" in caplog.text
+
+
+async def test_a_client_that_does_not_read_is_dropped_and_the_replica_not_blamed():
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD)
+        for _ in range(400):
+            writer.write(chunk(b"d" * 65536))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        await reader.read()
+
+    async with stack(script, idle_timeout=0.3) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: s.metrics.client_aborts.total() == 1)
+        await eventually(s.idle)
+        assert s.faults == []
+
+
+async def test_an_early_answer_to_a_large_body_does_not_poison_the_connection():
+    asked = 0
+
+    async def script(reader, writer):
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            return await answers()(reader, writer)
+        await reader.readuntil(b"\r\n\r\n")
+        reader._transport.pause_reading()
+        writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno")
+        await asyncio.sleep(30)
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post(b"x" * 30_000_000, path=b"/other"))
+        assert (await talk.response())[0] == 413
+        await talk.say(post())
+        assert (await talk.response())[0] == 200
+        assert s.faults == []
+
+
+async def test_a_5xx_that_reaches_the_client_counts_against_the_replica():
+    async with stack(answers(b"{}", b"500 Internal Server Error")) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 500
+        assert s.faults == ["status 500"]
+
+
+async def test_a_slow_upload_does_not_use_up_the_replicas_time():
+    async def script(reader, writer):
+        await read_request(reader)
+        await asyncio.sleep(0.3)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await reader.read()
+
+    async with stack(script, request_timeout=0.8) as s:
+        talk = await s.talk()
+        raw = post()
+        for at in range(8):
+            await talk.say(raw[at * 10 : (at + 1) * 10])
+            await asyncio.sleep(0.1)
+        await talk.say(raw[80:])
+        assert (await talk.response())[0] == 200
+        assert s.faults == []

@@ -1,9 +1,22 @@
-"""The vLLM these tests ask. They are no part of `make test`: an environment has 2.3 GB."""
+"""The vLLM these tests ask, and engines that they share. They are no part of `make test`: an environment has 2.3 GB."""
 
 import os
 from pathlib import Path
 
 import pytest
+
+from .engines import Engine, block_size, lora, tiny_model
+
+ADAPTERS = ("red", "blue")  # LoRA adapters of the shared engines, beside the base model "tiny"
+# Tokens in the cache of a shared engine: of prompts of a few hundred tokens, some ten.
+SHARED_TOKENS = 4096
+
+
+def pytest_collection_modifyitems(items):
+    """Whoever asks first for an engine waits for its start: 40 s for two, more where the machine has other work."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +26,43 @@ def vllm_python() -> Path:
     if not given:
         pytest.skip("needs a vLLM: `make test-vllm` installs one and runs this, HITHERTO_VLLM names another's folder")
     return Path(given) / "bin" / "python"
+
+
+@pytest.fixture(scope="session")
+def model(vllm_python, tmp_path_factory) -> Path:
+    """A tiny model with a tokenizer of its own; `tiny_model` makes others."""
+    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def start_engine(model, tmp_path_factory):
+    """`start_engine(*flags, model=..., blocks=..., ...)` starts one and does not wait; all are ended with the session."""
+    started: list[Engine] = []
+
+    def start(*flags: str, model: Path = model, **options) -> Engine:
+        log = tmp_path_factory.mktemp("logs") / "engine.log"
+        started.append(Engine(model, *flags, log=log, **options))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.stop()
+
+
+@pytest.fixture(scope="session")
+def engines(start_engine, tmp_path_factory) -> list[Engine]:
+    """Two engines for all tests: small caches, two adapters, resettable. One writes block hashes as integers, one as
+    bytes. They hold what the tests before put there; a new gateway learns it from their replay."""
+    folder = tmp_path_factory.mktemp("adapters")
+    paths = [f"{name}={lora(folder / name, seed)}" for seed, name in enumerate(ADAPTERS)]
+    both = []
+    for events in ("ints", "bytes"):
+        flags = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *paths)
+        both.append(start_engine(*flags, events=events, blocks=SHARED_TOKENS // block_size()))
+    return [engine.wait() for engine in both]
+
+
+@pytest.fixture(scope="session")
+def engine(engines) -> Engine:
+    """One of the two."""
+    return engines[0]

@@ -13,7 +13,7 @@ from .power_of_two import PowerOfTwo
 from .prefix_affinity import PrefixAffinity
 from .random import Random
 from .round_robin import RoundRobin
-from .vocabulary import Candidate, Choice, Demand, Load, Policy
+from .vocabulary import Bid, Bidder, Candidate, Choice, Demand, Load, Policy
 
 _POLICIES = {p.name: p for p in (RoundRobin, Random, LeastLoad, PowerOfTwo, ConsistentHash,
                                  PrefixAffinity, OverlapCost, LeastTime)}
@@ -29,5 +29,5 @@ def make(name: str, seed: int = 0) -> Policy:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(NAMES)}") from None
 
 
-__all__ = ["Candidate", "Choice", "CostGroup", "Costs", "DEFAULT", "Demand", "Ledger", "Load",
+__all__ = ["Bid", "Bidder", "Candidate", "Choice", "CostGroup", "Costs", "DEFAULT", "Demand", "Ledger", "Load",
            "NAMES", "Policy", "Reservation", "make"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Sequence
 
-from .vocabulary import Candidate, Choice, Demand, Load
+from .vocabulary import Bid, Candidate, Choice, Demand, Load
 
 
 def busy(load: Load) -> int:
@@ -17,8 +17,14 @@ def busy(load: Load) -> int:
     return max(load.requests, load.waiting or 0)
 
 
+def busy_bid(load: Load) -> Bid:
+    """`busy` as a bid."""
+    return Bid(0.0, 0.0, least=load.waiting or 0, per_request=1.0)
+
+
 class LeastLoad:
     name = "least_load"
+    slack = (1.0, 0.0)
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed).random
@@ -28,3 +34,9 @@ class LeastLoad:
         least = min(loads)
         ties = [index for index, load in enumerate(loads) if load == least]
         return Choice(ties[int(self._random() * len(ties))], f"{least} requests there")
+
+    def bids(self, demand: Demand, candidates: Sequence[Candidate]) -> list[Bid | None]:
+        return [busy_bid(candidate.load) for candidate in candidates]
+
+    def own_after(self, demand: Demand, overlap: int, candidates: Sequence[Candidate]) -> float:
+        return 0.0

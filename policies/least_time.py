@@ -30,7 +30,7 @@ from __future__ import annotations
 import random
 from typing import Sequence
 
-from .vocabulary import Candidate, Choice, Demand
+from .vocabulary import Bid, Candidate, Choice, Demand
 
 _INTERFERENCE = 0.05    # seconds of TTFT that a second of one stream's standstill is worth
 _EVICTION = 0.2         # chance that what is pushed out of a full cache is asked for again
@@ -69,8 +69,32 @@ def lost_seconds(tokens: int, candidate: Candidate) -> tuple[float, ...]:
             crowd * streams * marginal, _EVICTION * usage * own)
 
 
+def bid(tokens: int, candidate: Candidate) -> Bid:
+    """The sum of `lost_seconds` as a linear form in the load; `room` and `eviction`, which need a scrape, as they are now."""
+    load, costs = candidate.load, candidate.costs
+    base, token, pair, queued, busy, crowd = costs.group.ttft.coefficients
+    step_base, step_stream, step_context = costs.group.step.coefficients
+    speed, pace, usage = costs.ttft.value, costs.step.value, load.kv_usage or 0.0
+    cached = candidate.overlap + sum(count for _, count in candidate.lower)
+    _, _, _, fetch, room, _, _, _ = lost_seconds(tokens, candidate)
+    scale = speed * (1.0 + _EVICTION * usage)
+    uncached = tokens - cached
+    return Bid(
+        own=scale * uncached * (token + pair * (cached + 0.5 * uncached)),
+        pace=scale,
+        fixed=speed * base + fetch + room,
+        if_prefilling=speed * busy,
+        per_prefill_token=speed * queued,
+        if_decoding=crowd * pace * step_base,
+        per_stream=crowd * pace * (2 * step_stream + step_context * tokens),
+        per_context_token=crowd * pace * step_context,
+        own_per_stream=_INTERFERENCE * speed / scale,
+    )
+
+
 class LeastTime:
     name = "least_time"
+    slack = (1.001, 1e-4)
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed).random
@@ -79,8 +103,16 @@ class LeastTime:
         lost = [lost_seconds(demand.tokens, candidate) for candidate in candidates]
         totals = [sum(terms) for terms in lost]
         least = min(totals)
-        limit = least * 1.001 + 1e-4
+        limit = least * self.slack[0] + self.slack[1]
         ties = [index for index, total in enumerate(totals) if total <= limit]
         index = ties[int(self._random() * len(ties))]
         reason = f"{least * 1e3:.1f} ms, {candidates[index].overlap} of {demand.tokens} tokens held"
         return Choice(index, reason, [dict(zip(TERMS, terms)) for terms in lost] if explain else None)
+
+    def bids(self, demand: Demand, candidates: Sequence[Candidate]) -> list[Bid | None]:
+        return [bid(demand.tokens, candidate) for candidate in candidates]
+
+    def own_after(self, demand: Demand, overlap: int, candidates: Sequence[Candidate]) -> float:
+        _, token, pair, _, _, _ = candidates[0].costs.group.ttft.coefficients
+        uncached = demand.tokens - overlap
+        return uncached * (token + pair * (overlap + 0.5 * uncached))

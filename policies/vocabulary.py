@@ -65,6 +65,29 @@ class Choice(NamedTuple):
     terms: list[dict[str, float]] | None = None   # seconds, one dict a candidate, when explained
 
 
+class Bid(NamedTuple):
+    """A candidate's cost as a linear form in its load, for a decision made where the load of all gateways is
+    known: see `cost`. The unit is the policy's own; a bid is compared with bids of the same policy only."""
+    own: float                      # its own prefill after the overlap this gateway knows of
+    pace: float                     # own prefill here / `own_after` the same overlap
+    fixed: float = 0.0
+    least: float = 0.0              # the cost is never below this
+    per_request: float = 0.0
+    if_prefilling: float = 0.0
+    per_prefill_token: float = 0.0
+    if_decoding: float = 0.0
+    per_stream: float = 0.0
+    per_context_token: float = 0.0
+    own_per_stream: float = 0.0     # x own prefill x streams
+
+    def cost(self, load: Load, own: float) -> float:
+        """With this load there, and `own` for the prefill. The same arithmetic is in the Redis script."""
+        linear = (self.per_request * load.requests + self.per_prefill_token * load.prefill_tokens
+                  + self.per_stream * load.decoding + self.per_context_token * load.context_tokens)
+        steps = self.if_prefilling * (load.prefilling > 0) + self.if_decoding * (load.decoding > 0)
+        return max(self.least, own * (1 + self.own_per_stream * load.decoding) + self.fixed + linear + steps)
+
+
 class Policy(Protocol):
     """A pure choice: the same candidates, seed and history give the same answer.
 
@@ -73,3 +96,16 @@ class Policy(Protocol):
     name: str
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice: ...
+
+
+class Bidder(Policy, Protocol):
+    """A policy whose choice is the least of costs that are linear in the load."""
+    slack: tuple[float, float]    # costs up to least x slack[0] + slack[1] are equal; one of them at random
+
+    def bids(self, demand: Demand, candidates: Sequence[Candidate]) -> list[Bid | None]:
+        """One for each candidate; None: not to be chosen."""
+        ...
+
+    def own_after(self, demand: Demand, overlap: int, candidates: Sequence[Candidate]) -> float:
+        """The own prefill of a replica of pace 1 that holds `overlap` of the prompt's tokens."""
+        ...

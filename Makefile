@@ -2,8 +2,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-# Versions of vLLM that `make test-vllm` asks, one after the other: make test-vllm VLLM=0.32.0
-VLLM ?= 0.28.0
+# Versions of vLLM that `make test-vllm` asks, one after the other: the last whose CPU build takes 16-token blocks, and a
+# newer one with 32. One alone: make test-vllm VLLM=0.32.0
+VLLM ?= 0.28.0 0.32.0
 
 .PHONY: setup demo test test-vllm clean
 

@@ -65,7 +65,7 @@ class Engine:
         buffer_steps: int = 10_000,
         env: dict[str, str] = {},
     ):
-        self.name, self.log, self.blocks, self.block_size = name, log, blocks, size or block_size()
+        self.model, self.name, self.log, self.blocks, self.block_size = model, name, log, blocks, size or block_size()
         self.port, *publishing = ports.pick(3, "127.0.0.1", set())
         self.url = f"http://127.0.0.1:{self.port}"
         self.events, self.replay = (f"tcp://127.0.0.1:{port}" for port in publishing)
@@ -146,7 +146,10 @@ class Engine:
 
 @asynccontextmanager
 async def gateway(*engines: Engine | str, ready: bool = True, env: dict[str, str] = {}, **settings: object):
-    """`hitherto serve` in front of engines (or URLs of replicas), settings by name; by default all are ready and heard."""
+    """`hitherto serve` in front of engines (or URLs of replicas), settings by name; by default all are ready and heard.
+    The tokenizer is the first engine's, unless `model` names another."""
+    if engines and isinstance(engines[0], Engine):
+        settings = {"model": engines[0].model} | settings
     urls = [one.replica_url if isinstance(one, Engine) else one for one in engines]
     flags = [word for name, value in settings.items() for word in ("--" + name.replace("_", "-"), str(value))]
     async with running(*(["--replica-url", *urls] if urls else []), *flags, env=env) as process:

@@ -6,11 +6,13 @@ settle it and the others do no harm. Not thread safe: one event loop owns a ledg
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from .vocabulary import Load
 
 _COUNTS = tuple(f.name for f in fields(Load) if f.name not in ("waiting", "kv_usage", "capacity_tokens"))
+NOTHING = (0,) * len(_COUNTS)
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +27,14 @@ class Reservation:
 
 
 class Ledger:
+    """The load of this gateway's requests, and beside it what is known of other gateways' (`others`); a
+    `Load` has the sum. `moved`, if set, hears of every change of this gateway's own part."""
+
     def __init__(self) -> None:
         self._loads: dict[str, Load] = {}
-        self._leaving: list[Load] = []    # replicas removed while requests were still on them
+        self._others: dict[str, tuple[int, ...]] = {}
+        self._leaving: list[tuple[str, Load]] = []    # replicas removed while requests were still on them
+        self.moved: Callable[..., None] | None = None
 
     def add(self, replica: str) -> Load:
         """The replica's load; the same object until `remove`."""
@@ -35,20 +42,43 @@ class Ledger:
 
     def remove(self, replica: str) -> None:
         """Forget a replica. Requests still on it settle against its old load."""
-        load = self._loads.pop(replica, None)
-        self._leaving = [one for one in (*self._leaving, load) if one and one.requests]
+        self.others(replica, NOTHING)
+        self._others.pop(replica, None)
+        if (load := self._loads.pop(replica, None)) is not None:
+            self._leaving.append((replica, load))
+        self._leaving = [one for one in self._leaving if one[1].requests]
 
     def load(self, replica: str) -> Load:
         """KeyError if it was never added."""
         return self._loads[replica]
 
-    def reserve(self, replica: str, uncached: int, tokens: int) -> Reservation:
-        """Count a request of `tokens` prompt tokens, `uncached` of which must be computed."""
+    def own(self, replica: str) -> tuple[int, ...]:
+        """What this gateway has there: requests, prefilling, prefill tokens, decoding, context tokens."""
+        load = self._loads.get(replica)
+        if load is None:
+            return NOTHING
+        others = self._others.get(replica, NOTHING)
+        return tuple(getattr(load, name) - count for name, count in zip(_COUNTS, others, strict=True))
+
+    def others(self, replica: str, counts: tuple[int, ...]) -> None:
+        """What other gateways have there, in the order of `own`."""
+        load = self._loads.get(replica)
+        if load is None:
+            return
+        for name, before, count in zip(_COUNTS, self._others.get(replica, NOTHING), counts, strict=True):
+            setattr(load, name, getattr(load, name) - before + count)
+        self._others[replica] = counts
+
+    def reserve(self, replica: str, uncached: int, tokens: int, counted: bool = False) -> Reservation:
+        """Count a request of `tokens` prompt tokens, `uncached` of which must be computed. `counted`: where
+        `moved` would tell of it, it is known already."""
         load = self._loads[replica]
         reservation = Reservation(replica, load, load.copy(), uncached, tokens)
         load.requests += 1
         load.prefilling += 1
         load.prefill_tokens += uncached
+        if self.moved is not None and not counted:
+            self.moved(replica, (1, 1, uncached, 0, 0))
         return reservation
 
     def first_byte(self, reservation: Reservation) -> None:
@@ -56,11 +86,13 @@ class Ledger:
         if reservation.stage != "prefill":
             return
         reservation.stage = "decode"
-        load = reservation.load
+        load, uncached, tokens = reservation.load, reservation.uncached, reservation.tokens
         load.prefilling -= 1
-        load.prefill_tokens -= reservation.uncached
+        load.prefill_tokens -= uncached
         load.decoding += 1
-        load.context_tokens += reservation.tokens
+        load.context_tokens += tokens
+        if self.moved is not None:
+            self.moved(reservation.replica, (0, -1, -uncached, 1, tokens))
 
     def release(self, reservation: Reservation) -> None:
         """It has ended, however it ended."""
@@ -72,11 +104,22 @@ class Ledger:
         if stage == "prefill":
             load.prefilling -= 1
             load.prefill_tokens -= reservation.uncached
+            change = (-1, -1, -reservation.uncached, 0, 0)
         else:
             load.decoding -= 1
             load.context_tokens -= reservation.tokens
+            change = (-1, 0, 0, -1, -reservation.tokens)
+        if self.moved is not None:
+            self.moved(reservation.replica, change)
+
+    def outstanding(self) -> dict[str, tuple[int, ...]]:
+        """What this gateway has on each replica, in the order of `own`, removed replicas included."""
+        found = {replica: self.own(replica) for replica in self._loads}
+        for replica, load in self._leaving:
+            counts = (getattr(load, name) for name in _COUNTS)
+            found[replica] = tuple(map(sum, zip(found.get(replica, NOTHING), counts)))
+        return found
 
     def total(self) -> Load:
-        """The sum over all replicas, removed ones with requests left included: zero when idle."""
-        loads = (*self._loads.values(), *self._leaving)
-        return Load(**{name: sum(getattr(load, name) for load in loads) for name in _COUNTS})
+        """This gateway's sum over all replicas, removed ones with requests left included: zero when idle."""
+        return Load(*map(sum, zip(NOTHING, *self.outstanding().values())))

@@ -58,3 +58,47 @@ def test_a_replica_that_comes_back_starts_empty_and_old_requests_do_not_touch_it
     fresh = ledger.add("a")
     ledger.release(old)
     assert fresh == Load()
+
+
+@given(ACTIONS, st.lists(st.tuples(st.integers(0, 80), st.integers(0, 2), st.integers(0, 9)), max_size=9))
+def test_what_moved_adds_up_to_what_is_outstanding(actions, elsewhere):
+    """A shared ledger is kept by its changes alone, whatever other gateways do meanwhile."""
+    ledger, told, reservations = Ledger(), {}, []
+    ledger.moved = lambda replica, change: told.update({replica: tuple(map(sum, zip(told.get(replica, (0,) * 5), change)))})
+    for replica in "012":
+        ledger.add(replica)
+    for at, (action, number, replica, tokens) in enumerate(actions):
+        for when, where, many in elsewhere:
+            if when == at:
+                ledger.others(str(where), (many, 0, 0, many, 7 * many))
+        if action == "reserve":
+            ledger.add(str(replica))
+            reservations.append(ledger.reserve(str(replica), tokens // 2, tokens))
+        elif action in ("add", "remove"):
+            getattr(ledger, action)(str(replica))
+        elif reservations:
+            getattr(ledger, action)(reservations[number % len(reservations)])
+        outstanding = {name: counts for name, counts in ledger.outstanding().items() if any(counts)}
+        assert {name: counts for name, counts in told.items() if any(counts)} == outstanding
+    for reservation in reservations:
+        ledger.release(reservation)
+    assert not any(map(any, told.values())) and counts(ledger.total()) == (0, 0, 0, 0, 0)
+
+
+def test_a_load_is_the_sum_of_all_gateways_and_own_is_told_apart():
+    ledger = Ledger()
+    load = ledger.add("a")
+    ledger.others("a", (3, 1, 500, 2, 900))
+    ledger.reserve("a", 40, 100)
+    assert counts(load) == (4, 2, 540, 2, 900) and ledger.own("a") == (1, 1, 40, 0, 0)
+    ledger.others("a", (0, 0, 0, 0, 0))
+    assert counts(load) == (1, 1, 40, 0, 0)
+
+
+def test_what_the_one_who_decided_has_counted_is_not_told_again():
+    ledger, told = Ledger(), []
+    ledger.add("a")
+    ledger.moved = lambda *change: told.append(change)
+    reservation = ledger.reserve("a", 40, 100, counted=True)
+    ledger.release(reservation)
+    assert told == [("a", (-1, -1, -40, 0, 0))]

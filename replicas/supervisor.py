@@ -26,18 +26,26 @@ ORPHAN_GRACE = 5.0  # seconds an engine has after its gateway died; nobody waits
 
 
 class Backoff:
-    """Seconds to wait before the next start: 0.5, 1, 2 ... 30, and back to 0.5 once a run was stable."""
+    """Seconds to wait before the next start: 0.5, 1, 2 ... 30, and back to 0.5 once a run was stable.
+
+    A vLLM that cannot start burns a core for half a minute and more before it says so: after runs that never
+    worked the wait goes on doubling, until a tenth of the time is spent on them."""
 
     FIRST, LONGEST, STABLE = 0.5, 30.0, 60.0
+    SHARE, LONGEST_IN_VAIN = 0.1, 300.0
 
     def __init__(self) -> None:
         self._next = self.FIRST
 
-    def after(self, ran: float) -> float:
-        """The wait after a run of `ran` seconds, without jitter."""
-        if ran >= self.STABLE:
+    def after(self, ran: float, worked: float) -> float:
+        """The wait after a run of `ran` seconds, during the last `worked` of which it worked; without jitter."""
+        if worked >= self.STABLE:
             self._next = self.FIRST
-        wait, self._next = self._next, min(self._next * 2, self.LONGEST)
+        longest = self.LONGEST
+        if not worked:
+            longest = min(max(longest, ran * (1 - self.SHARE) / self.SHARE), self.LONGEST_IN_VAIN)
+        wait = min(self._next, longest)
+        self._next = min(wait * 2, self.LONGEST_IN_VAIN)
         return wait
 
 
@@ -60,6 +68,7 @@ class Supervisor:
         self._keeper: asyncio.subprocess.Process | None = None
         self._control: asyncio.StreamWriter | None = None
         self._why = ""  # why we ended it ourselves
+        self._worked_at: float | None = None
         self._task: asyncio.Task | None = None
 
     def start(self) -> None:
@@ -70,6 +79,11 @@ class Supervisor:
     def no_restart(self) -> None:
         """Let the process be; should it end by itself, leave it at that."""
         self._last_life = True
+
+    def works(self) -> None:
+        """The engine of now answers and serves: its start was not in vain."""
+        if self._worked_at is None:
+            self._worked_at = monotonic()
 
     async def stop(self, grace: float) -> None:
         """SIGTERM, `grace` seconds, SIGKILL; returns when the process and its children are gone."""
@@ -102,19 +116,22 @@ class Supervisor:
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def _run(self) -> None:
-        backoff = Backoff()
+        backoff, in_vain = Backoff(), 0
         while not self._stopping.is_set():
-            began, self._why = monotonic(), ""
+            began, self._why, self._worked_at = monotonic(), "", None
             try:
                 reason = self._obstacle() or await self._one_life()
             except OSError as error:  # out of descriptors, processes or memory
                 reason = f"cannot start a process: {error.strerror}; check the gateway's limits (`ulimit -a`)"
             if self._stopping.is_set():
                 return
-            wait = backoff.after(monotonic() - began) * random.uniform(0.9, 1.1)
+            now, worked_at = monotonic(), self._worked_at
+            in_vain = in_vain + 1 if worked_at is None else 0
+            wait = backoff.after(now - began, now - worked_at if worked_at else 0.0) * random.uniform(0.9, 1.1)
             if self._last_life:
                 return self._on_exit(reason)
-            self._on_exit(f"{reason}; next start in {wait:.1f} s")
+            again = f" ({in_vain} starts in a row failed)" if in_vain > 1 else ""
+            self._on_exit(f"{reason}; next start in {wait:.1f} s{again}")
             try:
                 await asyncio.wait_for(self._stopping.wait(), wait)
             except TimeoutError:
@@ -139,7 +156,9 @@ class Supervisor:
         self.tail.close()
         if self._why or said:
             return self._why or said
-        return explain(code, monotonic() - began, self.tail.lines, oom_kills() > kills)
+        now = oom_kills()
+        oom = None if now is None or kills is None else now > kills
+        return explain(code, monotonic() - began, self.tail.lines, oom)
 
     async def _start_keeper(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
         ours, theirs = socket.socketpair()
@@ -174,7 +193,7 @@ class Supervisor:
             elif word == "exit":
                 return "", int(rest)
             elif word == "error":
-                return f"cannot start {self.command.argv[0]}: {rest}; is it installed and on PATH?", 0
+                return f"cannot start {self.command.argv[0]}: {rest}; is it installed? A profile's `executable` may name its path", 0
         self._kill()
         return "its keeper process was killed, and the engine with it", 0
 

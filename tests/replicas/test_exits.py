@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.exits import KEPT_LINES, LONGEST_LINE, Tail, explain
+from replicas.exits import KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN, Tail, explain, oom_kills, said
 
 
 @pytest.mark.parametrize(
     "lines, remedy",
     [
         (["INFO loading", "OSError: [Errno 98] Address already in use", "INFO bye"], "ss -ltnp"),
-        (["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"], "too little free memory"),
+        (["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"], "lower gpu_memory_utilization"),
         (["ModuleNotFoundError: No module named 'vllm'"], "install it"),
         (["vllm serve: error: unrecognized arguments: --enable-scale-out"], "extra_args"),
         (["OSError: /models/x does not appear to have a file named config.json"], "check --model"),
@@ -34,11 +34,57 @@ def test_an_unknown_failure_shows_the_line_that_says_most():
 
 def test_signals_are_told_apart():
     kill = explain(-signal.SIGKILL, 5, ["fine"], oom=False)
-    assert "SIGKILL" in kill and "someone killed it" in kill
+    assert "SIGKILL" in kill and "by someone" in kill and "no kill for memory" in kill
     assert "the kernel killed it for memory" in explain(-signal.SIGKILL, 5, ["fine"], oom=True)
+    assert "for memory probably" in explain(-signal.SIGKILL, 5, ["fine"], oom=None)
     assert "crashed in native code" in explain(-signal.SIGSEGV, 5, [], oom=False)
     assert "asked it to stop" in explain(-signal.SIGTERM, 5, [], oom=False)
     assert "signal 250" in explain(-250, 5, [], oom=False)
+
+
+def test_a_process_below_it_that_was_killed_for_memory_is_the_reason():
+    """vLLM's API server ends by itself, with code 0 or 1, when its engine core is gone."""
+    lines = ["(APIServer pid=1) ERROR 11-20 13:02:39 [core_client.py:600] Engine core proc EngineCore_DP0 died unexpectedly, shutting down client."]
+    assert "the kernel killed one of its processes for memory" in explain(0, 5, lines, oom=True)
+    assert "one of its processes was killed or crashed (`dmesg`)" in explain(0, 5, lines, oom=False)
+    assert "for memory perhaps" in explain(1, 5, lines, oom=None)
+
+
+def write(root, path, text):
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def test_kills_for_memory_are_counted_where_they_are_told_best(tmp_path):
+    assert oom_kills(tmp_path) is None
+    write(tmp_path, "proc/vmstat", "nr_free_pages 9\noom_kill 3\nend 1\n")
+    assert oom_kills(tmp_path) == 3
+    write(tmp_path, "proc/self/cgroup", "4:memory:/job\n1:cpu,cpuacct:/\n")
+    assert oom_kills(tmp_path) == 3
+    write(tmp_path, "sys/fs/cgroup/memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert oom_kills(tmp_path) == 2
+    write(tmp_path, "proc/self/cgroup", "0::/host/path/of/a/container\n")
+    write(tmp_path, "sys/fs/cgroup/memory.events", "low 0\noom 1\noom_kill 1\n")
+    assert oom_kills(tmp_path) == 1
+
+
+def test_a_line_is_shown_without_who_wrote_it_where():
+    assert said("(EngineCore pid=7) ERROR 11-20 12:58:51 [core.py:12] ValueError: no") == "ValueError: no"
+    assert said("(APIServer pid=7) INFO:     Shutting down") == "INFO:     Shutting down"
+    assert said("plain (text) [here]") == "plain (text) [here]"
+    assert len(said("x" * LONGEST_LINE)) == LONGEST_SHOWN and said("x" * LONGEST_LINE).endswith("...")
+
+
+def test_a_tail_keeps_each_processes_last_lines_and_no_access_log():
+    """The API server's complaint, once for each request it had, does not push out the engine's."""
+    tail = Tail()
+    tail.feed(b"(EngineCore pid=7) ValueError: the cause\n")
+    for number in range(3 * KEPT_LINES):
+        tail.feed(b"(APIServer pid=1) EngineDeadError: See stack trace (above) for the root cause. %d\n" % number)
+        tail.feed(b'(APIServer pid=1) INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 500 Internal Server Error\n')
+    assert tail.lines[0] == "(EngineCore pid=7) ValueError: the cause" and len(tail.lines) == 1 + KEPT_LINES
+    assert tail.lines[-1] == tail.last and tail.last.endswith(f"cause. {3 * KEPT_LINES - 1}")
+    assert explain(1, 2, tail.lines, oom=False).endswith('; log: "ValueError: the cause"')
 
 
 @given(st.lists(st.binary(max_size=30)))

@@ -36,14 +36,23 @@ async def following(events: asyncio.Queue):
 
 def test_backoff_doubles_to_half_a_minute_and_starts_over_after_a_stable_run():
     backoff = Backoff()
-    assert [backoff.after(1.0) for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    assert [backoff.after(60.0), backoff.after(59.0), backoff.after(1.0)] == [0.5, 1, 2]
+    assert [backoff.after(20.0, 1.0) for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert [backoff.after(80.0, 60.0), backoff.after(80.0, 59.0), backoff.after(20.0, 1.0)] == [0.5, 1, 2]
 
 
-@given(st.lists(st.floats(0, 1000)))
+def test_starts_in_vain_take_a_tenth_of_the_time_at_most():
+    """However long each of them takes: 20 s are not stable, and neither are two minutes."""
+    for took, longest in ((0.1, 30), (20.0, 180), (120.0, 300)):
+        backoff = Backoff()
+        waits = [backoff.after(took, 0.0) for _ in range(12)]
+        assert waits == sorted(waits) and waits[0] == 0.5 and waits[-1] == longest
+    assert backoff.after(20.0, 5.0) == 30  # one that worked, if not for long, is missed
+
+
+@given(st.lists(st.tuples(st.floats(0, 1000), st.floats(0, 1000))))
 def test_backoff_is_bounded(runs):
     backoff = Backoff()
-    assert all(0.5 <= backoff.after(ran) <= 30 for ran in runs)
+    assert all(0.5 <= backoff.after(ran, worked) <= 300 for ran, worked in runs)
 
 
 async def test_it_starts_again_and_says_why_it_ended(supervise):
@@ -55,6 +64,16 @@ async def test_it_starts_again_and_says_why_it_ended(supervise):
     assert '; log: "ValueError: no KV cache"; next start in 0.' in reason
     assert supervisor.tail.lines == ["one", "ValueError: no KV cache"]
     assert isinstance(second := await following(events), int) and second != first
+    assert (await following(events)).endswith(" s (2 starts in a row failed)")
+
+
+async def test_a_start_that_worked_is_none_in_vain(supervise):
+    supervisor, events = supervise(python("import time; time.sleep(60)"))
+    for _ in range(2):
+        await following(events)
+        supervisor.works()
+        supervisor.restart("enough")
+        assert (await following(events)).endswith(" s")
 
 
 async def test_the_environment_reaches_the_engine(supervise):
@@ -67,7 +86,7 @@ async def test_a_missing_command_is_named(supervise):
     _, events = supervise(Command(["/nowhere/vllm", "serve"], {}))
     reason = await following(events)
     assert reason.startswith("cannot start /nowhere/vllm: No such file or directory")
-    assert "is it installed and on PATH?" in reason
+    assert "is it installed?" in reason and "`executable`" in reason
 
 
 async def test_an_obstacle_keeps_it_from_starting_until_it_is_gone(supervise):

@@ -177,6 +177,8 @@ class Watch:
                 replica.reason = wrong
                 return
             self.health = Health(self.limits)
+            if self.supervisor:
+                self.supervisor.works()
             self.tell(replica, Event.SERVES, "answers and serves " + (", ".join(replica.models) or "any model"))
         self.health.probed(now, "refused" if wrong else "", wrong)
         self._judge(now)

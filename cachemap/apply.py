@@ -6,8 +6,6 @@ the engine hashes with. Runs of events of one kind reach the map as one call, si
 costs about 40 us and a further block in it 0.3.
 """
 
-from collections import Counter
-
 import xxhash
 
 from cachemap.events import Cleared, Removed, Stored
@@ -35,9 +33,7 @@ class EventApplier:
         self._heads: list[tuple[int, int]] = []  # where chains begin among them
         self._tail = 0  # the last of them
         self._removing: list[int] | list[bytes] = []
-        # Two requests that compute the same block leave two copies, and engines tell of each, when it
-        # comes and when it goes. The block is gone with the last; here are the copies beyond the first.
-        self._copies: Counter[tuple[str, int | bytes]] = Counter()
+        self._twice: list[tuple[int | bytes, int, int]] = []  # key, hash and parent of pending blocks told again
         self._tier = "gpu"
         self.stored = 0
         self.removed = 0
@@ -60,8 +56,11 @@ class EventApplier:
         """Hand over what is pending."""
         if self._own:
             hashes, keys = list(self._own.values()), list(self._own)
-            for again in self._map.store(self._slot, hashes, keys, self._tier, self._heads):
-                self._copies[self._tier, keys[again]] += 1
+            self._map.store(self._slot, hashes, keys, self._tier, self._heads)
+            if self._twice:
+                keys, hashes, parents = map(list, zip(*self._twice, strict=True))
+                self._map.store(self._slot, hashes, keys, self._tier, list(enumerate(parents)))
+                self._twice = []
             self._own, self._heads, self._tail = {}, [], 0
         if self._removing:
             self.removed += self._map.remove(self._slot, self._removing, self._tier)
@@ -70,8 +69,7 @@ class EventApplier:
     def forget(self) -> None:
         """The replica holds nothing, and nothing pending counts."""
         self._own, self._above, self._removing = {}, {}, []
-        self._copies.clear()
-        self._heads, self._tail = [], 0
+        self._twice, self._heads, self._tail = [], [], 0
         self.fault = None
         self._map.clear(self._slot)
 
@@ -121,7 +119,7 @@ class EventApplier:
                 self._begin(above)
                 self._own[key] = self._tail = block
             else:
-                self._copies[self._tier, key] += 1
+                self._twice.append((key, self._own[key], above))
 
     def _store_known(self, event: Stored) -> None:
         """Blocks named by key alone, as when one is copied to a slower tier."""
@@ -146,17 +144,7 @@ class EventApplier:
         if self._own or event.tier != self._tier:
             self.flush()
             self._tier = event.tier
-        keys = [key for key in event.keys if not self._fewer(key)] if self._copies else event.keys
-        self._removing = self._removing + keys if self._removing else keys
-
-    def _fewer(self, key: int | bytes) -> bool:
-        """One copy went; whether there are others."""
-        held = self._copies.get((self._tier, key), 0)
-        if held > 1:
-            self._copies[self._tier, key] = held - 1
-        elif held:
-            del self._copies[self._tier, key]
-        return held > 0
+        self._removing = self._removing + event.keys if self._removing else event.keys
 
     def _hash_of(self, key: int | bytes) -> int:
         own = self._own.get(key) or self._above.get(key)

@@ -24,7 +24,11 @@ SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
 BYTES_PER_BLOCK = 36  # with one holder: 20.7 in the table, 10.1 its alias, and some slack
 BITS = [tuple(i for i in range(8) if byte >> i & 1) for byte in range(256)]
 NONE = np.empty(0, np.int64)
+NO_BLOCKS = np.empty(0, U64)
 HEAD = 256  # blocks of a long prompt looked up before the rest is
+# Bits of an alias that name a place: enough for tables of 2 GiB. Gateways that share what their
+# replicas hold exchange the rest, the fingerprint of an engine's key, so it must be as wide in all.
+PLACE_BITS = 28
 
 
 Heads = list[tuple[int, int]]
@@ -53,9 +57,8 @@ class BlockTable:
     def __init__(self, budget: Budget):
         self._budget = budget
         budget.tables.append(self)
-        # a place takes at least 8 bytes, so the budget bounds how many bits name one;
-        # what is left of an alias's 64 bits is fingerprint: 37 at 512 MiB
-        self._place_bits = (budget.total // 8).bit_length()
+        # a place takes at least 8 bytes, so the budget bounds how many bits name one
+        self._place_bits = max(PLACE_BITS, (budget.total // 8).bit_length())
         self._place_mask = U64((1 << self._place_bits) - 1)
         self._tag_top = U64(1 << (63 - self._place_bits))
         self._tag_shift = U64(self._place_bits)
@@ -70,6 +73,11 @@ class BlockTable:
         self._pressed = False
         self.evicted = 0
         self.refused = 0
+
+    @property
+    def tag_bits(self) -> int:
+        """How wide a fingerprint is, its top bit, which is always set, included."""
+        return 64 - self._place_bits
 
     @property
     def nbytes(self) -> int:
@@ -235,6 +243,25 @@ class BlockTable:
         hashes = self.blocks.words[(alias.words[at] & self._place_mask).view(np.int64)]
         hashes[at < 0] = 0
         return hashes
+
+    def contents(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Hashes and tags of all the replica holds, those longest unused first."""
+        alias = self.aliases[slot]
+        words = alias.words[alias.words.nonzero()]
+        places = (words & self._place_mask).view(np.int64)
+        order = np.argsort(OLDEST * 2 - 1 - self._ages(places), kind="stable")
+        return self.blocks.words[places[order]], (words >> self._tag_shift)[order]
+
+    def differing(self, slot: int, hashes: np.ndarray, tags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What stands between what the replica holds and these: which of these it does not hold, as
+        indices, and the tags it has besides."""
+        alias = self.aliases[slot]
+        at = alias.find(tags)
+        held = self.blocks.words[(alias.words[at] & self._place_mask).view(np.int64)] == hashes
+        missing = ((at < 0) | ~held).nonzero()[0]
+        besides = alias.words != 0
+        besides[at[at >= 0]] = False
+        return missing, alias.words[besides] >> self._tag_shift
 
     def clear(self, slot: int) -> None:
         """The replica holds nothing."""

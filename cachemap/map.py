@@ -5,11 +5,14 @@ Predicted blocks, those of prompts just routed, lie apart and expire. A replica 
 events has neither: it has a model of the engine's own cache instead.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from cachemap.blocks import BlockTable, Budget, u64
+from cachemap.blocks import NO_BLOCKS, BlockTable, Budget, u64
+from cachemap.changes import Change, Clear, Contents, Observe, Remove, Store
 from cachemap.chains import BYTES_PER_BLOCK, EngineModel, Routed
 
 PREDICTED_SECONDS = 5.0  # longer than a queue and a prefill take, shorter than a cache turns over
@@ -45,6 +48,19 @@ class _Replica:
     routed: Routed
     model: EngineModel
     observed: bool
+    # Two requests that compute the same block leave two copies, and engines tell of each, when it comes
+    # and when it goes. The block is gone with the last; here, by tier and tag, the copies beyond the first.
+    copies: Counter[tuple[str, int]] = field(default_factory=Counter)
+    journal: Callable[[Change], None] | None = None
+
+    def fewer(self, tier: str, tag: int) -> bool:
+        """One copy went; whether there are others."""
+        beyond = self.copies.get((tier, tag), 0)
+        if beyond > 1:
+            self.copies[tier, tag] = beyond - 1
+        elif beyond:
+            del self.copies[tier, tag]
+        return beyond > 0
 
 
 class CacheMap:
@@ -165,35 +181,107 @@ class CacheMap:
         engine_keys: list[int] | list[bytes],
         tier: str = "gpu",
         heads: list[tuple[int, int]] | None = None,
-    ) -> list[int]:
+    ) -> None:
         """The replica reports that it now has these blocks, under these keys of its own.
 
         They are taken to be one chain from a prompt's start, unless `heads` says where
         chains begin: (index of the first block, hash of the block before it or 0), in order.
-        Gives the indices of those it was known to have under the same key already.
+        A key known for the same block already means one more copy of it, if it comes in a call of its own.
         """
-        if not self._replica(slot).observed:
-            return []
-        table, heads, again = self._table(tier), heads or [(0, 0)], []
+        table, heads = self._table(tier), heads or [(0, 0)]
         for start in range(0, len(hashes), PIECE):
             end = start + PIECE
             part = [(at - start, parent) for at, parent in heads if start <= at < end]
             if not part or part[0][0]:
                 part.insert(0, (0, hashes[start - 1]))
             tags = table.tags(engine_keys[start:end])
-            again += [start + i for i in table.store(slot, u64(hashes[start:end]), tags, part)]
-        return again
+            self.change(slot, Store(tier, u64(hashes[start:end]), tags, part))
 
     def remove(self, slot: int, engine_keys: list[int] | list[bytes], tier: str = "gpu") -> int:
-        """The replica reports that it dropped these; gives how many of them were known."""
-        replica = self._replica(slot)
+        """The replica reports that it dropped these; gives how many of them were known and are gone."""
+        self._replica(slot)
         if not engine_keys or (tier != "gpu" and tier not in self._lower):
             return 0
-        table = self._table(tier)
-        hashes = table.remove(slot, table.tags(engine_keys))
+        return self.change(slot, Remove(tier, self._gpu.tags(engine_keys)))
+
+    def change(self, slot: int, change: Change) -> int:
+        """One change to what a replica is known to hold, in terms that mean the same in every map.
+
+        All changes pass here, those of `store`, `remove`, `clear` and `observed` too, so a map that is told
+        the same ones in the same order holds the same. Gives how many blocks are gone for a Remove.
+        """
+        replica = self._replica(slot)
+        if isinstance(change, Store) and not replica.observed:
+            return 0
+        if replica.journal is not None:
+            replica.journal(change)
+        if isinstance(change, Store):
+            tier, hashes, tags, heads = change
+            for again in self._table(tier).store(slot, hashes, tags, heads):
+                replica.copies[tier, int(tags[again])] += 1
+        elif isinstance(change, Remove):
+            return self._remove(slot, replica, change)
+        elif isinstance(change, Clear):
+            self._clear(slot, replica)
+        elif replica.observed != change.observed:
+            self._clear(slot, replica)
+            replica.observed = change.observed
+            self._recount()
+        return 0
+
+    def _remove(self, slot: int, replica: _Replica, change: Remove) -> int:
+        tier, tags = change
+        if replica.copies:
+            tags = u64(tag for tag in tags.tolist() if not replica.fewer(tier, tag))
+        hashes = self._table(tier).remove(slot, tags)
         if tier == "gpu" and replica.routed:
             replica.routed.discard(hashes.tolist())
         return len(hashes)
+
+    def _clear(self, slot: int, replica: _Replica) -> None:
+        for table in (self._gpu, *self._lower.values()):
+            table.clear(slot)
+        replica.copies.clear()
+        replica.routed.clear()
+        replica.model.clear()
+        self._last = ([], [])
+
+    def record(self, slot: int, journal: Callable[[Change], None] | None) -> None:
+        """Tell `journal` of every change to this replica from now on, before it is made."""
+        self._replica(slot).journal = journal
+
+    @property
+    def tag_bits(self) -> int:
+        """Maps can exchange changes and contents if this is equal."""
+        return self._gpu.tag_bits
+
+    def contents(self, slot: int) -> Contents:
+        """All that events told of this replica."""
+        replica = self._replica(slot)
+        tiers = {"gpu": self._gpu, **self._lower}
+        held = {tier: table.contents(slot) for tier, table in tiers.items() if table.aliases[slot].count}
+        return Contents(replica.observed, held, dict(replica.copies))
+
+    def become(self, slot: int, contents: Contents) -> Iterator[None]:
+        """Make a replica's part equal to contents, in steps of a millisecond: between them others may look
+        things up. Only what differs is touched. Not journaled."""
+        replica = self._replica(slot)
+        if replica.observed != contents.observed:
+            self._clear(slot, replica)
+            replica.observed = contents.observed
+            self._recount()
+        replica.copies = Counter(contents.copies)
+        for tier in {"gpu", *self._lower, *contents.held}:
+            table = self._table(tier)
+            hashes, tags = contents.held.get(tier, (NO_BLOCKS, NO_BLOCKS))
+            missing, besides = table.differing(slot, hashes, tags)
+            if len(besides):
+                table.remove(slot, besides)
+                yield
+            for start in range(0, len(missing), PIECE):
+                piece = missing[start : start + PIECE]
+                table.store(slot, hashes[piece], tags[piece], [(0, 0)])
+                yield
 
     def resolve(self, slot: int, engine_keys: list[int] | list[bytes]) -> list[int]:
         """Hashes of the blocks the replica holds in any tier under these keys, 0 if unknown."""
@@ -208,19 +296,12 @@ class CacheMap:
 
     def clear(self, slot: int) -> None:
         """The replica holds nothing: it said so, restarted, or we lost track of it."""
-        replica = self._replica(slot)
-        for table in (self._gpu, *self._lower.values()):
-            table.clear(slot)
-        replica.routed.clear()
-        replica.model.clear()
-        self._last = ([], [])
+        self.change(slot, Clear())
 
     def observed(self, slot: int, observed: bool) -> None:
         """Follow the replica's events from now on, or model its cache; starts from nothing."""
         if self._replica(slot).observed != observed:
-            self.clear(slot)
-            self._replicas[slot].observed = observed
-            self._recount()
+            self.change(slot, Observe(observed))
 
     def learn(
         self, slot: int, hashes: list[int], predicted_blocks: int, reported_blocks: int

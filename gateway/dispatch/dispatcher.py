@@ -54,6 +54,8 @@ STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
 # One observation costs 15 to 20 us; a coefficient does not move within this time.
 LEARN_SECONDS = 0.05
+# Seconds that a request without a first byte stays where it was sent once that replica is in this state.
+PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
 
 
 class Dispatcher:
@@ -257,6 +259,19 @@ class Dispatcher:
         """Whether a failing answer may be thrown away: an attempt and another replica are left."""
         tried = (*life.tried, life.backend)
         return len(tried) <= self.retries and any(b not in tried for b in self.serving(life.prompt.model or None if life.prompt else None))
+
+    def better_elsewhere(self, life: Life, now: float) -> bool:
+        """Whether an unanswered request should leave a replica that is lost, or that is unwell and has had its time,
+        for one that is ready. What was computed for it is computed again: slowness alone is no reason."""
+        patience = PATIENCE.get(life.backend.replica.state)
+        if patience is None or now - life.sent_at < patience or not self.may_retry(life):
+            return False
+        return self.serving(life.prompt.model or None if life.prompt else None)[0].replica.state is ReplicaState.READY
+
+    def waited(self, replica: str, now: float) -> float:
+        """Seconds since the oldest prompt there that has no answer was sent."""
+        sent = (life.sent_at for life in self.lives if life.unanswered and life.prompt is not None and life.backend.id == replica)
+        return now - min(sent, default=now)
 
     def has_attempts(self, life: Life) -> bool:
         return len(life.tried) <= self.retries

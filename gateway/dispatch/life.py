@@ -98,6 +98,11 @@ class Life:
 
     # --- what the dispatcher calls
 
+    @property
+    def unanswered(self) -> bool:
+        """Sent, and nothing of an answer has gone to the client."""
+        return self.state is State.AWAITING
+
     def prepared(self, prompt: Prompt | None) -> None:
         if self.state is State.PREPARING:
             self.prompt = prompt
@@ -120,8 +125,11 @@ class Life:
                 self.dispatcher.failed(self.backend, "timeout")
                 where = f"replica {self.backend.id} sent" if self.backend else "no replica sent"
                 self.advance(Event.TIMED_OUT, Failure(504, f"{where} no byte of an answer within {self.dispatcher.request_timeout:g} s"))
-            elif self.state is State.AWAITING and not self.streams:
-                self.dispatcher.assume_prefilled(self, now)
+            elif self.state is State.AWAITING:
+                if self.dispatcher.better_elsewhere(self, now):
+                    self.advance(Event.LOST, UpstreamError("hung", f"is {self.backend.replica.state} and sent no byte for {now - self.sent_at:.0f} s"))
+                elif not self.streams:
+                    self.dispatcher.assume_prefilled(self, now)
 
     def _stalled(self) -> None:
         if self.client.writing_paused:  # it is the client that does not take what is there
@@ -236,7 +244,7 @@ class Life:
         if self.streams and self.tail[-1].endswith(b"\n\n\r\n") and self.held.get(b"transfer-encoding") == b"chunked":
             event = error_event(self.request.path, 502, message)
             self.client.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
-            self.client.finish(keep_alive=False)
+            self.client.finish()  # whole to HTTP: closing would fail the next request of a client that keeps connections
         elif self.streams and self.held.until_close and self.tail[-1].endswith(b"\n\n"):
             self.client.write(error_event(self.request.path, 502, message))
             self.client.finish(keep_alive=False)

@@ -7,6 +7,8 @@ import socket
 
 import pytest
 
+from replicas import State
+
 from ..wire.talk import eventually, free_port, read_request
 from .replies import BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, silent, streams
 from .stack import stack
@@ -78,6 +80,49 @@ async def test_death_before_the_first_byte_is_retried_and_502_when_all_fail():
         await eventually(s.idle)
 
 
+@pytest.mark.parametrize(("state", "patience"), [(State.FAILED, 0.0), (State.DEGRADED, 10.0)])
+async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state, patience):
+    """The head alone is no first byte."""
+
+    async def hangs(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD)
+        await reader.read()
+
+    async with stack(hangs, answers(b'{"fine":1}'), request_timeout=60.0) as s:
+        ill, well = s.dispatcher.backends.values()
+        well.replica.state = State.DRAINING
+        s.dispatcher.changed()
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: any(life.held for life in s.dispatcher.lives))
+        (life,) = s.dispatcher.lives
+        assert s.dispatcher.waited(ill.id, life.sent_at + 3) == 3 and s.dispatcher.waited(well.id, life.sent_at + 3) == 0
+        ill.replica.state = state
+        s.dispatcher.changed()
+        s.dispatcher.sweep(life.sent_at + 2)
+        assert s.metrics.retries.total() == 0, "nobody is better"
+        well.replica.state = State.READY
+        s.dispatcher.changed()
+        if patience:
+            s.dispatcher.sweep(life.sent_at + patience - 0.1)
+            assert s.metrics.retries.total() == 0, "it has its time"
+        s.dispatcher.sweep(life.sent_at + patience)
+        assert (await talk.response())[0::2] == (200, b'{"fine":1}')
+        assert s.faults == ["hung"] and s.metrics.retries.total() == 1
+        await eventually(s.idle)
+
+
+async def test_a_request_stays_where_it_is_only_waited_for():
+    async with stack(silent, answers()) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: any(life.sent_at for life in s.dispatcher.lives))
+        (life,) = s.dispatcher.lives
+        s.dispatcher.sweep(life.sent_at + 4.9)
+        assert s.metrics.retries.total() == 0 and s.faults == []
+
+
 @pytest.mark.parametrize(
     ("path", "marks"),
     [
@@ -93,8 +138,9 @@ async def test_death_in_the_stream_ends_it_with_an_error_event_and_no_done(path,
         status, _, body = await talk.response()
         assert status == 200 and body.startswith(EVENT + EVENT)
         assert all(mark in body for mark in marks) and b"[DONE]" not in body
-        assert await talk.rest() == b""
         await eventually(s.idle)
+        await talk.say(post(path=path))  # the connection is as good as before
+        assert (await talk.response())[0] == 200
 
 
 @pytest.mark.parametrize("torn", [b"ff\r\ndata: half", b"ff"])

@@ -22,7 +22,7 @@ _REMEDIES = (
     (r"address already in use", "a port is taken: see who has it with `ss -ltnp`"),
     (r"KV cache is needed, which is larger than the available|max seq len .* is larger than|No available memory for the cache blocks",
      "the KV cache is too small for the model's length: lower max_model_len (or `auto`), or give the cache more memory"),
-    (r"(CUDA|HIP) out of memory|OutOfMemoryError|less than desired (GPU|CPU) memory utilization|DefaultCPUAllocator: can't allocate",
+    (r"(CUDA|HIP) out of memory|OutOfMemoryError|less than (desired (GPU|CPU) memory utilization|requested memory)|DefaultCPUAllocator: can't allocate",
      "too little free memory: stop what else uses it, or lower gpu_memory_utilization, kv_cache_memory_bytes or"
      " max_model_len in the profile"),
     (r"No module named '?[\w.]+", "a Python package is missing: install it into the environment the engine runs in"),
@@ -30,7 +30,7 @@ _REMEDIES = (
      "the engine does not know a flag or its value: check the profile's fields and extra_args against its version"),
     (r"Cannot find any model weights|no weights|No such file or directory|does not appear to have a file|Repository Not Found"
      r"|not a valid model|is not a (local folder|directory)|model directory|Can't load (the )?config|Incorrect path_or_model_id"
-     r"|not the path to a directory|No `?config\.json`?|Invalid repository ID",
+     r"|not the path to a directory|No `?config\.json`?|Invalid repository ID|Repo id must be",
      "a file is missing: check --model and the paths in the profile"),
     (r"No space left on device", "the disk is full: free some space (`df -h`)"),
     (r"Permission denied", "permission denied: check the owner and mode of what it names"),
@@ -39,7 +39,7 @@ _REMEDIES = (
 _LESS_MEMORY = "give it more, or run fewer replicas or smaller caches (kv_cache_memory_bytes, cpu_offload_gb)"
 # Lines that only say that another process failed.
 _ECHO = re.compile(r"[Ss]ee (root cause|stack trace)|EngineDeadError|initialization failed|Failed core proc|leaked \w+ objects")
-_ERROR = re.compile(r"\b\w*(Error|Exception)\b|\berror:")
+_ERROR = re.compile(r"[\w.]*(Error|Exception)\b|.*\berror: ")  # at the line's begin: no `raise RuntimeError(` of a traceback
 _WORKER_DIED = re.compile(r"died unexpectedly|WorkerProc \w+ died|Engine core .*(died|exited)")
 
 
@@ -160,8 +160,7 @@ def _telling(lines: list[str]) -> tuple[str, str]:
         for pattern, remedy in _REMEDIES:
             if re.search(pattern, line, re.IGNORECASE):
                 return line, remedy
-    for said_so in (_ERROR, _WORKER_DIED):
-        for line in reversed(causes):
-            if said_so.search(line):
-                return line, ""
+    for line in reversed(causes):
+        if _ERROR.match(said(line)) or _WORKER_DIED.search(line):
+            return line, ""
     return (causes[-1] if causes else lines[-1] if lines else ""), ""

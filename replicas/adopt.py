@@ -9,17 +9,33 @@ import errno
 import json
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from replicas.metrics import Scrape, parse
+from replicas.metrics import SERIES, Scrape, missing, parse
 from replicas.replica import EventSource
 
-EVENTS_OFF = (
-    "KV events are off, the cache is guessed from traffic: start vLLM with "
-    '--kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq",'
-    '"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"}\''
+
+class Problem(NamedTuple):
+    """Something that an engine does not tell or do, and what the operator can change about it."""
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.remedy}"
+
+
+EVENTS_OFF = Problem(
+    "KV events are off, the cache is guessed from traffic",
+    'start vLLM with --kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq",'
+    '"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"}\'',
+)
+NO_REPLAY = Problem(
+    "KV events cannot be replayed: the gateway starts cold, and forgets this replica's cache when an event is lost",
+    'add "replay_endpoint":"tcp://*:PORT" to --kv-events-config, and replay=tcp://HOST:PORT if events= is given in the URL',
 )
 
 
@@ -39,9 +55,26 @@ class Facts:
     models: dict[str, str | None] = field(default_factory=dict)
     max_model_len: int | None = None
     version: str | None = None
-    sources: dict[int, EventSource] = field(default_factory=dict)  # by data-parallel rank
+    sources: dict[int, EventSource | None] | None = None  # by data-parallel rank; None: /kv_event_sources did not answer
     scrape: Scrape | None = None
-    problems: dict[str, str] = field(default_factory=dict)  # by what is missing: models, metrics, events
+    problems: dict[str, Problem] = field(default_factory=dict)  # by what is amiss: models, metrics, events ...
+
+    @property
+    def engines(self) -> tuple[int, ...]:
+        """The data-parallel ranks behind the URL by the engine's own numbers; () where it tells none."""
+        told = self.scrape.engines if self.scrape else ()
+        return max(told, tuple(sorted(self.sources or ())), key=len)
+
+    def events(self, given: EventSource | None = None, ranks: int = 1) -> list[EventSource | None]:
+        """Where each rank publishes. `given`: where the first one does, as the operator knows; `ranks`: how many there
+        are, for an engine that tells none."""
+        numbers = self.engines or range(ranks)
+        if given:
+            return [given.at_rank(rank) for rank in range(len(numbers))]
+        sources = self.sources or {}
+        if len(numbers) == 1:  # one of several, each with a URL of its own, keeps its number
+            return [next(iter(sources.values()), None)]
+        return [sources.get(number) for number in numbers]
 
     @property
     def block_size(self) -> int | None:
@@ -145,8 +178,15 @@ def _models(facts: Facts, answer: Answer) -> None:
     else:
         # Mocks and engines behind an API key: let requests through and let traffic judge.
         facts.serving = True
-        key = " (it wants an API key)" if answer.status in (401, 403) else ""
-        facts.problems["models"] = f"/v1/models tells no model names{key}: any model name is sent there"
+        if answer.status in (401, 403):
+            facts.problems["models"] = Problem(
+                "/v1/models wants an API key: models and adapters are unknown, any model name is sent there",
+                "start vLLM without --api-key (and VLLM_API_KEY) where only the gateway reaches it; clients' keys are passed on",
+            )
+        else:
+            facts.problems["models"] = Problem(
+                "/v1/models tells no model names, any model name is sent there", "is this an OpenAI-compatible engine?"
+            )
 
 
 def _version(facts: Facts, answer: Answer) -> None:
@@ -155,49 +195,94 @@ def _version(facts: Facts, answer: Answer) -> None:
 
 
 def _metrics(facts: Facts, answer: Answer) -> None:
-    if answer.status == 200:
-        facts.scrape = parse(answer.body, monotonic())
-    if facts.scrape is None or facts.scrape.block_size is None:
-        facts.problems["metrics"] = (
-            "/metrics has no vllm:cache_config_info: block size and cache size are unknown, set "
-            "block_size in the gateway's config (vLLM: do not start it with --disable-log-stats)"
+    if answer.status != 200:
+        why = answer.error or f"answers {answer.status}"
+        facts.problems["metrics"] = Problem(
+            f"/metrics cannot be read ({why}): block size, cache size, queue and data-parallel ranks are unknown",
+            "let the gateway reach /metrics, or set block_size in its config",
+        )
+        return
+    scrape = facts.scrape = parse(answer.body, monotonic())
+    gone = missing(answer.body)
+    if scrape.block_size is None and len(gone) == len(SERIES):
+        facts.problems["metrics"] = Problem(
+            "/metrics has no vllm: series: block size, cache size, queue and data-parallel ranks are unknown",
+            "start vLLM without --disable-log-stats, or set block_size in the gateway's config",
+        )
+    elif scrape.block_size is None:
+        facts.problems["metrics"] = Problem(
+            "/metrics has no vllm:cache_config_info with a block_size: block size and cache size are unknown",
+            "set block_size in the gateway's config as the engine was started with",
+        )
+    elif gone or scrape.num_blocks is None:
+        facts.problems["metrics"] = Problem(
+            f"/metrics lacks {', '.join(gone + ['num_gpu_blocks'] * (scrape.num_blocks is None))}: done without",
+            "a vLLM that names them differently needs a newer Hitherto",
+        )
+    if scrape.prefix_caching is False:
+        facts.problems["caching"] = Problem(
+            "prefix caching is off: nothing is ever found again, and no KV events come",
+            "start vLLM without --no-enable-prefix-caching",
         )
 
 
 def _events(facts: Facts, answer: Answer, host: str) -> None:
+    if answer.status == 0 or answer.status >= 500:
+        facts.problems["events"] = Problem(
+            f"/kv_event_sources cannot be read ({answer.error or f'answers {answer.status}'})",
+            "give the address as URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT",
+        )
+        return
+    facts.sources = {}
     listed = answer.json() if answer.status == 200 else {}
     for rank, config in listed.items():
         if not (rank.isdigit() and isinstance(config, dict)):
             continue
         source, problem = _source(config, host)
-        if source:
-            facts.sources[int(rank)] = source
-        else:
+        facts.sources[int(rank)] = source
+        if problem:
             facts.problems["events"] = problem
-    if len(facts.sources) > 1:
-        facts.problems["ranks"] = f"{len(facts.sources)} data-parallel ranks behind one URL: only rank 0's events are read"
-    if facts.sources or "events" in facts.problems:
+        elif source.replay is None:
+            facts.problems["replay"] = NO_REPLAY
+    if facts.sources:
         return
-    if answer.status == 404:
-        facts.problems["events"] = (
-            "/kv_event_sources is not there (older vLLM): if KV events are on, give their address "
-            "as URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT"
+    if answer.status != 200:
+        facts.problems["events"] = Problem(
+            f"/kv_event_sources answers {answer.status} (older vLLM has none), so no KV events are known and the cache is guessed",
+            "if KV events are on, give their address as URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT; else start vLLM with --kv-events-config",
         )
     else:
         facts.problems["events"] = EVENTS_OFF
 
 
-def _source(config: dict, host: str) -> tuple[EventSource | None, str]:
+def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSource | None]) -> dict[str, Problem]:
+    """What is amiss, once it is known where events come from: `given` by the operator, in all `sources`, one a rank."""
+    found = dict(facts.problems)
+    if given:
+        found.pop("events", None)
+        found.pop("replay", None)
+        if given.replay is None:
+            found["replay"] = NO_REPLAY
+    silent = [str(rank) for rank, source in enumerate(sources) if source is None]
+    if silent and len(silent) < len(sources):
+        found["ranks"] = Problem(
+            f"no KV events are known of data-parallel rank {', '.join(silent)}, its cache is guessed from traffic",
+            "publish over tcp://*:PORT, to which vLLM adds the rank, and let all ranks run one version",
+        )
+    return found
+
+
+def _source(config: dict, host: str) -> tuple[EventSource | None, Problem | None]:
     """One publisher's config -> where to connect to, or the problem with it."""
     endpoint = config.get("endpoint")
     if config.get("enable_kv_cache_events") is False or config.get("publisher") == "null":
         return None, EVENTS_OFF
     if not isinstance(endpoint, str):
-        return None, "/kv_event_sources names no endpoint; give it as URL#events=tcp://HOST:PORT"
+        return None, Problem("/kv_event_sources names no endpoint", "give it as URL#events=tcp://HOST:PORT")
     if not _binds(endpoint):
-        return None, (
-            f"KV events go to {endpoint}, which vLLM connects to rather than binds (no * in it), so "
-            "nobody can subscribe: write the endpoint as tcp://*:PORT"
+        return None, Problem(
+            f"KV events go to {endpoint}, which vLLM connects to rather than binds (no * in it), so nobody can subscribe",
+            "write the endpoint in --kv-events-config as tcp://*:PORT",
         )
     replay = config.get("replay_endpoint")
     topic = config.get("topic")
@@ -205,7 +290,7 @@ def _source(config: dict, host: str) -> tuple[EventSource | None, str]:
         _reachable(endpoint, host),
         _reachable(replay, host) if isinstance(replay, str) else None,
         topic if isinstance(topic, str) else "",
-    ), ""
+    ), None
 
 
 def _binds(endpoint: str) -> bool:

@@ -3,6 +3,8 @@
 import os
 import re
 import subprocess
+from collections import Counter
+from collections.abc import Sequence
 
 from replicas.command import ProfileError
 
@@ -39,28 +41,44 @@ def find() -> list[str]:
     return listed(shown.stdout)
 
 
-def assign(devices: list[str], each: int, count: int, share: int = 1) -> list[list[str]]:
-    """Devices for `count` replicas of `each` devices; `share`: replicas whose memory fits on one device together.
+def assign(devices: list[str], each: int, count: int, share: int = 1, used: Sequence[str] = ()) -> list[list[str]]:
+    """Devices for `count` replicas of `each` devices; `share`: replicas whose memory fits on one device together;
+    `used`: devices of replicas that are there already, one entry for each.
     Neighbours go together, as links between GPUs are best there. Raises ProfileError."""
     if each > 1 and any(device.startswith("MIG-") for device in devices):
         raise ProfileError(
             f"a replica of {each} devices cannot use MIG slices, CUDA shows one of them to a process: set the parallel "
             "sizes to 1, or turn MIG off (`nvidia-smi -mig 0`)"
         )
-    if each * count <= len(devices):
-        return [devices[i * each : (i + 1) * each] for i in range(count)]
-    if each == 1 and devices and count <= share * len(devices):
-        return [[devices[i % len(devices)]] for i in range(count)]
+    free = [device for device in devices if device not in used]
+    if each * count <= len(free):
+        return [free[i * each : (i + 1) * each] for i in range(count)]
+    if each == 1 and devices and count + len(used) <= share * len(devices):
+        holds = Counter({device: used.count(device) for device in devices})
+        return [[_take_emptiest(holds)] for _ in range(count)]
     have = f"this machine shows {len(devices)} ({', '.join(devices)})" if devices else "this machine shows none"
-    remedy = f"launch {len(devices) // each}" if len(devices) >= each else "lower the parallel sizes"
+    if len(free) < len(devices):
+        have += f", {len(devices) - len(free)} in use"
+    remedy = f"launch {len(free) // each}" if len(free) >= each else "lower the parallel sizes" if not used else "stop what runs there"
     if each == 1 and devices:
-        most = 0.9 / -(-count // len(devices))
+        most = 0.9 / -(-(count + len(used)) // len(devices))
         remedy += f", or let them share with gpu_memory_utilization: {most:.2f}"
     if not devices:
         remedy = "check `nvidia-smi -L` and CUDA_VISIBLE_DEVICES, or use `device: cpu`"
     raise ProfileError(f"{count} replicas of {each} GPUs need {each * count}, {have}: {remedy}")
 
 
+def _take_emptiest(holds: Counter[str]) -> str:
+    device = min(holds, key=holds.__getitem__)  # the first of them
+    holds[device] += 1
+    return device
+
+
 def environment(devices: list[str]) -> dict[str, str]:
     """What shows an engine its devices only. Indices mean the order in which nvidia-smi counts."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def shown_by(environment: dict[str, str]) -> tuple[str, ...]:
+    """The devices that `environment` names."""
+    return tuple(filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")))

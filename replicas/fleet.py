@@ -11,6 +11,10 @@
 Callbacks run in the event loop, at once, in the order of the changes; the replica already is in
 its new state. A restart that nobody saw as a failure shows as READY -> WARMING -> READY with a
 new `incarnation`; READY -> READY means that it serves other models or publishes elsewhere than before.
+
+An engine with data-parallel ranks is one replica for each of them, known once it has answered. What happens to the
+process happens to all its ranks. A replica that is called back about and no longer in `replicas` is gone: the engine
+came back with other ranks.
 """
 
 import asyncio
@@ -21,12 +25,14 @@ from time import monotonic
 
 import aiohttp
 
+from replicas import devices
 from replicas import profile as profiles
+from replicas.engine import Engine
 from replicas.health import Limits
 from replicas.lifecycle import Event, State
 from replicas.ports import holder, is_free, pick
 from replicas.profile import Command, Model, Ports, Profile
-from replicas.replica import EventSource, Replica, parse_url
+from replicas.replica import Replica, parse_url
 from replicas.supervisor import Supervisor
 from replicas.watch import Watch
 
@@ -35,27 +41,36 @@ log = logging.getLogger("replicas")
 Change = Callable[[Replica, State, State], None]
 HOST = "127.0.0.1"  # where our own engines listen
 STOP_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+# What a rank that joins late has missed, by the state its engine is in.
+MISSED = {
+    State.WARMING: (Event.ANSWERS,),
+    State.READY: (Event.ANSWERS, Event.SERVES),
+    State.DEGRADED: (Event.ANSWERS, Event.SERVES, Event.TROUBLE),
+    State.FAILED: (Event.GONE,),
+}
 
 
 class Fleet:
     def __init__(
         self,
         inflight: Callable[[str], int] = lambda replica: 0,
+        waited: Callable[[str], float] = lambda replica: 0.0,
         *,
         interval: float = 1.0,
         drain_timeout: float = 30.0,
         limits: Limits = Limits(),
+        model: str | None = None,
     ):
-        """`inflight(id)`: the gateway's open requests to a replica. Times in seconds."""
+        """`inflight(id)`: the gateway's open requests to a replica; `waited(id)`: for how long the oldest of its prompts
+        there has had no answer. `model`: the name that adopted engines have to serve. Times in seconds."""
         self.replicas: dict[str, Replica] = {}
         self.on_change: list[Change] = []
-        self._inflight, self._interval = inflight, interval
-        self._drain_timeout, self._limits = drain_timeout, limits
+        self._inflight, self._waited, self._interval = inflight, waited, interval
+        self._drain_timeout, self._limits, self._model = drain_timeout, limits, model
         self._session: aiohttp.ClientSession | None = None
-        self._watches: dict[str, Watch] = {}
-        self._tasks: dict[str, asyncio.Task] = {}
-        self._drains: dict[str, asyncio.Task] = {}
-        self._supervisors: dict[str, Supervisor] = {}
+        self.engines: dict[str, Engine] = {}  # by "host:port"; `replicas` are theirs
+        self._drains: dict[str, asyncio.Task] = {}  # of single ranks
+        self._launching = asyncio.Lock()
 
     async def start(self) -> None:
         """Open the session that all probes share. Does not wait for any replica."""
@@ -67,29 +82,31 @@ class Fleet:
 
     async def stop(self) -> None:
         """Stop every engine of our own (no drain: `drain` is for that) and all watching."""
-        await asyncio.gather(*(s.stop(STOP_GRACE) for s in self._supervisors.values()))
-        tasks = [*self._tasks.values(), *self._drains.values()]
+        engines = list(self.engines.values())
+        await asyncio.gather(*(one.supervisor.stop(STOP_GRACE) for one in engines if one.supervisor))
+        tasks = [*(one.task for one in engines), *(one.drain for one in engines if one.drain), *self._drains.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for replica in self.replicas.values():
-            replica.pid = None
-            self._tell(replica, Event.STOPPED, "the gateway stopped")
+        for engine in engines:
+            engine.lead.pid = None
+            self._tell(engine.lead, Event.STOPPED, "the gateway stopped")
         if self._session:
             await self._session.close()
             self._session = None
 
     def add(self, url: str) -> Replica:
         """Adopt an engine that may or may not run yet; see `parse_url` for what a URL may carry.
-        One that is known already is returned, and wanted again if it was stopped. Raises
+        One that is known already is returned (its first rank), and wanted again if it was stopped. Raises
         ValueError for a URL nobody could use."""
         address = parse_url(url)
-        if known := self.replicas.get(address.id):
-            if known.state is State.STOPPED:
-                self.resume(known.id)
-            return known
+        if known := self.engines.get(address.id):
+            self.resume(known.lead.id)
+            for replica in known.replicas:
+                self.resume(replica.id)
+            return known.replicas[0]
         replica = Replica(address.id, address.url, address.host, address.port, since=monotonic())
-        self._follow(replica, given=address.source, model=address.model)
+        self._follow(replica, given=address.source, model=address.model or self._model)
         return replica
 
     async def launch(
@@ -99,20 +116,23 @@ class Fleet:
         model_dir: Path | None = None,
         served_name: str | None = None,
     ) -> list[Replica]:
-        """Start `count` engines; returns them STARTING. Raises ProfileError (also for too few devices), and
+        """Start `count` engines; returns their replicas STARTING. Raises ProfileError (also for too few devices), and
         OSError when no ports are free."""
         if isinstance(profile, str):
             profile = profiles.load(profile)
-        profile, places = await asyncio.to_thread(profile.place, count)  # asks the driver
-        taken = {replica.port for replica in self.replicas.values()}
-        firsts = pick(count, HOST, taken, run=Ports.width(profile.ranks))
-        model = Model(Path(model_dir) if model_dir else None, served_name)
-        return [
-            self._launch(profile, Ports.run(first, profile.ranks), model, place)
-            for first, place in zip(firsts, places)
-        ]
+        async with self._launching:
+            used = [device for engine in self.engines.values() for device in engine.devices]  # also of stopped ones: they may come back
+            profile, places = await asyncio.to_thread(profile.place, count, used)  # asks the driver
+            taken = {port for engine in self.engines.values() for port in (engine.lead.port, *engine.ports)}
+            firsts = pick(count, HOST, taken, run=Ports.width(profile.ranks))
+            model = Model(Path(model_dir) if model_dir else None, served_name)
+            engines = [
+                self._launch(profile, Ports.run(first, profile.ranks), model, place)
+                for first, place in zip(firsts, places)
+            ]
+        return [replica for engine in engines for replica in engine.replicas]
 
-    def _launch(self, profile: Profile, ports: Ports, model: Model, place: dict[str, str]) -> Replica:
+    def _launch(self, profile: Profile, ports: Ports, model: Model, place: dict[str, str]) -> Engine:
         name = f"{HOST}:{ports.http}"
         replica = Replica(name, f"http://{name}", HOST, ports.http, managed=True, since=monotonic())
         replica.reason = "its process is being started"
@@ -137,102 +157,182 @@ class Fleet:
         argv, env = profile.command(HOST, ports, model)
         command = Command(argv, {**place, **env})
         supervisor = Supervisor(command, on_start=started, on_exit=exited, obstacle=obstacle)
-        self._supervisors[name] = supervisor
-        self._follow(
+        engine = self._follow(
             replica,
             given=profile.events(HOST, ports),
             model=model.served_name,
             supervisor=supervisor,
             start_timeout=profile.start_timeout_s,
         )
+        engine.supervisor, engine.ports, engine.devices = supervisor, ports.all(), devices.shown_by(place)
+        engine.watch.sources = [engine.watch.given and engine.watch.given.at_rank(rank) for rank in range(profile.ranks)]
+        self._looked(engine)
         supervisor.start()
-        return replica
+        return engine
 
-    def _follow(self, replica: Replica, **known) -> None:
+    def _follow(self, replica: Replica, **known) -> Engine:
         if self._session is None:
             raise RuntimeError("Fleet.start() comes before the first replica")
-        self.replicas[replica.id] = replica
         watch = Watch(
             replica,
             self._session,
             self._tell,
-            lambda replica: self._call_back(replica, replica.state),
-            busy=lambda: self._inflight(replica.id) > 0,
+            lambda _: self._changed(engine),
+            lambda: self._looked(engine),
+            busy=lambda: any(self._inflight(one.id) > 0 for one in engine.replicas),
+            waited=lambda: max(self._waited(one.id) for one in engine.replicas),
             interval=self._interval,
             limits=self._limits,
             **known,
         )
-        self._watches[replica.id] = watch
-        self._tasks[replica.id] = asyncio.create_task(watch.run(), name=f"watch {replica.id}")
+        task = asyncio.create_task(watch.run(), name=f"watch {replica.id}")
+        engine = self.engines[replica.id] = Engine(replica, watch, task)
+        self.replicas[replica.id] = replica
+        return engine
+
+    def _engine(self, id: str) -> Engine:
+        """Of a replica, or by its own id. Raises KeyError."""
+        return self.engines.get(id) or self.engines[self.replicas[id].engine]
 
     def succeeded(self, id: str) -> None:
         """A request was answered by the replica, with whatever status below 500."""
-        if watch := self._watches.get(id):
-            watch.succeeded(monotonic())
+        if id in self.replicas:
+            self._engine(id).watch.succeeded(monotonic())
 
     def failed(self, id: str, kind: str) -> None:
         """A request failed by the engine's fault: connect, closed (before the answer's end), timeout or
         5xx. Not for 4xx, and not for a 503 that says "full": those say nothing about health."""
-        if watch := self._watches.get(id):
-            watch.failed(monotonic(), kind)
+        if id in self.replicas:
+            self._engine(id).watch.failed(monotonic(), kind)
 
     def logs(self, id: str) -> list[str]:
         """The last lines an engine of our own wrote; [] for adopted ones."""
-        supervisor = self._supervisors.get(id)
+        supervisor = self._engine(id).supervisor
         return supervisor.tail.lines if supervisor else []
 
     def drain(self, id: str) -> asyncio.Task:
         """No new traffic now; STOPPED when its requests are done, or after the drain timeout. An engine of
-        our own is then stopped. Raises KeyError for an unknown id. The task need not be awaited."""
-        replica = self.replicas[id]
-        running = self._drains.get(id)
-        if running is None or running.done():
-            self._tell(replica, Event.DRAIN, "drained on request")
-            if supervisor := self._supervisors.get(id):
-                supervisor.no_restart()
-            running = asyncio.create_task(self._drain(replica), name=f"drain {id}")
-            self._drains[id] = running
+        our own is then stopped; one of several ranks only gets no more traffic. `id`: a replica's, or an engine's for
+        all its ranks. Raises KeyError for an unknown id. The task need not be awaited."""
+        engine = self._engine(id)
+        if id != engine.lead.id:
+            return self._drain_rank(self.replicas[id])
+        if engine.drain is None or engine.drain.done():
+            self._tell(engine.lead, Event.DRAIN, "drained on request")
+            if engine.supervisor:
+                engine.supervisor.no_restart()
+            engine.drain = asyncio.create_task(self._drain(engine), name=f"drain {id}")
+        return engine.drain
+
+    async def _drain(self, engine: Engine) -> None:
+        left = await self._emptied(engine.lead, engine.replicas)
+        if engine.supervisor:
+            await engine.supervisor.stop(STOP_GRACE)
+            engine.lead.pid = None
+        self._tell(engine.lead, Event.STOPPED, self._drained(left))
+
+    def _drain_rank(self, replica: Replica) -> asyncio.Task:
+        async def run() -> None:
+            left = await self._emptied(replica, [replica])
+            self._apply(replica, Event.STOPPED, self._drained(left))
+
+        if (running := self._drains.get(replica.id)) is None or running.done():
+            self._apply(replica, Event.DRAIN, "drained on request")
+            running = self._drains[replica.id] = asyncio.create_task(run(), name=f"drain {replica.id}")
         return running
 
-    async def _drain(self, replica: Replica) -> None:
+    async def _emptied(self, watched: Replica, replicas: list[Replica]) -> int:
+        """Wait until the requests to these replicas are done; how many were left at the deadline."""
         deadline = monotonic() + self._drain_timeout
-        while (left := self._inflight(replica.id)) and monotonic() < deadline:
-            if replica.state is not State.DRAINING:
+        while (left := sum(self._inflight(one.id) for one in replicas)) and monotonic() < deadline:
+            if watched.state is not State.DRAINING:
                 break  # its process died
-            replica.reason = f"draining: {left} requests to finish"
+            watched.reason = f"draining: {left} requests to finish"
             await asyncio.sleep(0.05)
-        if supervisor := self._supervisors.get(replica.id):
-            await supervisor.stop(STOP_GRACE)
-            replica.pid = None
-        late = f", {left} requests did not finish within {self._drain_timeout:g} s" if left else ""
-        self._tell(replica, Event.STOPPED, f"drained on request{late}")
+        return left
+
+    def _drained(self, left: int) -> str:
+        return "drained on request" + (f", {left} requests did not finish within {self._drain_timeout:g} s" if left else "")
 
     def resume(self, id: str) -> None:
-        """Take a stopped replica back. Raises KeyError for an unknown id."""
-        replica = self.replicas[id]
-        if replica.state is not State.STOPPED:
-            return
-        if supervisor := self._supervisors.get(id):
-            supervisor.start()
-        else:
-            self._tell(replica, Event.LAUNCHED, "wanted again")
-            self._watches[id].nudge()
+        """Take a stopped replica or engine back. Raises KeyError for an unknown id."""
+        engine = self._engine(id)
+        if engine.lead.state is State.STOPPED:
+            if engine.supervisor:
+                engine.supervisor.start()
+            else:
+                self._tell(engine.lead, Event.LAUNCHED, "wanted again")
+        elif id in self.replicas and self.replicas[id].state is State.STOPPED:
+            self._apply(self.replicas[id], Event.LAUNCHED, "wanted again")
+            self._catch_up(self.replicas[id], engine.lead)
 
     def remove(self, id: str) -> asyncio.Task:
-        """Drain and forget. Raises KeyError for an unknown id. The task need not be awaited."""
-        return asyncio.create_task(self._remove(id, self.drain(id)), name=f"remove {id}")
+        """Drain and forget. Raises KeyError for an unknown id, ValueError for one of several ranks. The task need not
+        be awaited."""
+        engine = self._engine(id)
+        if id != engine.lead.id:
+            raise ValueError(f"{id} is one of {len(engine.replicas)} ranks of one engine: drain it, or remove {engine.lead.id}")
+        return asyncio.create_task(self._remove(engine, self.drain(id)), name=f"remove {id}")
 
-    async def _remove(self, id: str, drained: asyncio.Task) -> None:
+    async def _remove(self, engine: Engine, drained: asyncio.Task) -> None:
         await drained
-        task = self._tasks.pop(id, None)
-        if task is None:
+        if self.engines.pop(engine.lead.id, None) is None:
             return  # asked twice: the first one did it
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        for table in (self._watches, self._supervisors, self._drains, self.replicas):
-            table.pop(id, None)
+        engine.task.cancel()
+        await asyncio.gather(engine.task, return_exceptions=True)
+        for replica in engine.replicas:
+            self.replicas.pop(replica.id, None)
+            self._drains.pop(replica.id, None)
 
-    def _tell(self, replica: Replica, event: Event, reason: str) -> None:
+    def _looked(self, engine: Engine) -> None:
+        """Something new may be known of an engine."""
+        before = engine.replicas
+        if len(engine.watch.sources) != len(before):
+            engine.resize(len(engine.watch.sources))
+            gone = [one for one in before if one not in engine.replicas]
+            come = [one for one in engine.replicas if one not in before]
+            for replica in gone:
+                del self.replicas[replica.id]
+            self.replicas |= {replica.id: replica for replica in come}
+            engine.follow()
+            for replica in gone:
+                self._call_back(replica, replica.state)
+            for replica in come:
+                log.info("replica %s: one of %d behind %s", replica.id, len(engine.replicas), engine.lead.url)
+                self._catch_up(replica, engine.lead)
+        engine.follow()
+
+    def _catch_up(self, replica: Replica, lead: Replica) -> None:
+        """One that joins is in the state its engine is in."""
+        if replica is lead:
+            return self._call_back(replica, replica.state)
+        for event in MISSED.get(lead.state, ()):
+            self._apply(replica, event, lead.reason)
+
+    def _changed(self, engine: Engine) -> None:
+        """What a READY engine serves, or where it publishes."""
+        self._looked(engine)
+        for replica in engine.replicas:
+            if replica.state is State.READY:
+                self._call_back(replica, replica.state)
+
+    def _tell(self, lead: Replica, event: Event, reason: str) -> None:
+        """What happens to an engine happens to each of its ranks, but for those that an operator took out: they
+        stay out when the process starts again."""
+        engine = self.engines.get(lead.id)
+        was_stopped = lead.state is State.STOPPED
+        if engine and engine.ranked:
+            lead.apply(event, reason, monotonic())
+            engine.follow()
+            for replica in engine.replicas:
+                if event is not Event.LAUNCHED or was_stopped or replica.state is not State.STOPPED:
+                    self._apply(replica, event, reason)
+        else:
+            self._apply(lead, event, reason)
+        if engine and event is Event.LAUNCHED:
+            engine.watch.nudge()
+
+    def _apply(self, replica: Replica, event: Event, reason: str) -> None:
         """The one place where a replica changes state."""
         before = replica.apply(event, reason, monotonic())
         if before is None:
@@ -243,8 +343,6 @@ class Fleet:
             "replica %s: %s -> %s: %s", replica.id, before, replica.state, reason,
         )
         self._call_back(replica, before)
-        if event is Event.LAUNCHED:
-            self._watches[replica.id].nudge()
 
     def _call_back(self, replica: Replica, before: State) -> None:
         for callback in self.on_change:

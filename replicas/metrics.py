@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 
 class Scrape(NamedTuple):
-    """Counts are summed over the data-parallel ranks of one server, use is the fullest rank's."""
+    """What one server tells. With several data-parallel ranks `ranks` has one scrape for each, in their order;
+    here counts are summed over them and use is the fullest one's."""
 
     at: float  # monotonic seconds
     running: int | None
@@ -21,9 +22,32 @@ class Scrape(NamedTuple):
     started: float | None  # unix time at which the process began
     block_size: int | None
     num_blocks: int | None
+    prefix_caching: bool | None = None
+    ranks: tuple["Scrape", ...] = ()
+    engines: tuple[int, ...] = ()  # the ranks' numbers as the engine counts them
+    prompted: int | None = None  # prompt tokens of requests that came to their first token
+    generated: int | None = None  # tokens
 
+
+# What is asked for: the field, how ranks are put together, today's name, older ones.
+SERIES = (
+    ("running", sum, (b"vllm:num_requests_running",)),
+    ("waiting", sum, (b"vllm:num_requests_waiting",)),
+    ("kv_usage", max, (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")),
+    ("prefix_queries", sum, (b"vllm:prefix_cache_queries_total", b"vllm:gpu_prefix_cache_queries_total")),
+    ("prefix_hits", sum, (b"vllm:prefix_cache_hits_total", b"vllm:gpu_prefix_cache_hits_total")),
+)
+# Only for whether they change: nobody misses them.
+MOVING = (
+    ("prompted", sum, (b"vllm:prompt_tokens_total",)),
+    ("generated", sum, (b"vllm:generation_tokens_total",)),
+)
+# Some deployments export no process metrics; a counter's creation time moves with a restart too.
+STARTED = (b"process_start_time_seconds", b"vllm:prompt_tokens_created")
+CACHE_CONFIG = b"vllm:cache_config_info"
 
 _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+_ENGINE = re.compile(rb'(?:^|,)\s*engine="(\d{1,6})"')
 
 
 def _lines(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
@@ -47,12 +71,17 @@ def _lines(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
     return found
 
 
-def _pick(page: bytes, combine, *names: bytes) -> float | None:
+def _found(page: bytes, names: tuple[bytes, ...]) -> list[tuple[int | None, float]]:
+    """(rank, value) of each sample of the first of these names that has any."""
     for name in names:
-        values = [value for _, value in _lines(page, name)]
-        if values:
-            return combine(values)
-    return None
+        if samples := _lines(page, name):
+            return [(_rank(labels), value) for labels, value in samples]
+    return []
+
+
+def _rank(labels: bytes) -> int | None:
+    engine = _ENGINE.search(labels)
+    return int(engine[1]) if engine else None
 
 
 def _count(value: float | None) -> int | None:
@@ -60,31 +89,50 @@ def _count(value: float | None) -> int | None:
     return int(value) if value is not None and abs(value) < 2**63 else None
 
 
-def _cache_config(page: bytes) -> tuple[int | None, int | None]:
-    for labels, _ in _lines(page, b"vllm:cache_config_info"):
-        given = dict(_LABEL.findall(labels))
-        size, blocks = given.get(b"block_size", b""), given.get(b"num_gpu_blocks", b"")
-        if size.isdigit():
-            return int(size), int(blocks) if blocks.isdigit() else None
-    return None, None
+def _cache_configs(page: bytes) -> list[tuple[int | None, dict[bytes, bytes]]]:
+    found = [(_rank(labels), dict(_LABEL.findall(labels))) for labels, _ in _lines(page, CACHE_CONFIG)]
+    return [(rank, config) for rank, config in found if config.get(b"block_size", b"").isdigit()]
 
 
 def parse(page: bytes, now: float) -> Scrape:
     """Read a Prometheus text page. Never raises: what is not there is None."""
-    usage = _pick(page, max, b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
-    # Some deployments export no process metrics; a counter's creation time moves with a restart too.
-    started = _pick(page, min, b"process_start_time_seconds", b"vllm:prompt_tokens_created")
-    queries = _pick(page, sum, b"vllm:prefix_cache_queries_total", b"vllm:gpu_prefix_cache_queries_total")
-    hits = _pick(page, sum, b"vllm:prefix_cache_hits_total", b"vllm:gpu_prefix_cache_hits_total")
-    block_size, num_blocks = _cache_config(page)
+    samples = {field: _found(page, names) for field, _, names in SERIES + MOVING}
+    configs = _cache_configs(page)
+    began = _found(page, STARTED[:1]) or _found(page, STARTED[1:])
+    started = min((value for _, value in began), default=None)
+    # With several API servers gauges come with a rank's first request; counters and the configuration are there at once.
+    numbers = sorted({rank for one in (configs, *samples.values()) for rank, _ in one if rank is not None})
+    whole = _scrape(now, started, samples, configs)
+    if len(numbers) < 2:
+        return whole._replace(engines=tuple(numbers))
+    ranks = tuple(
+        _scrape(
+            now, started,
+            {field: [one for one in values if one[0] == number] for field, values in samples.items()},
+            [one for one in configs if one[0] in (number, None)],
+        )
+        for number in numbers
+    )  # fmt: skip
+    return whole._replace(ranks=ranks, engines=tuple(numbers))
+
+
+def _scrape(now: float, started: float | None, samples: dict[str, list], configs: list) -> Scrape:
+    told = {field: combine(value for _, value in samples[field]) if samples[field] else None for field, combine, _ in SERIES + MOVING}
+    usage = told.pop("kv_usage")
+    config = configs[0][1] if configs else {}
+    blocks, caching = config.get(b"num_gpu_blocks", b""), config.get(b"enable_prefix_caching")
     return Scrape(
         at=now,
-        running=_count(_pick(page, sum, b"vllm:num_requests_running")),
-        waiting=_count(_pick(page, sum, b"vllm:num_requests_waiting")),
         kv_usage=min(max(usage, 0.0), 1.0) if usage is not None and usage == usage else None,
-        prefix_queries=_count(queries),
-        prefix_hits=_count(hits),
         started=started,
-        block_size=block_size,
-        num_blocks=num_blocks,
+        block_size=int(config[b"block_size"]) if config else None,
+        num_blocks=int(blocks) if blocks.isdigit() else None,
+        prefix_caching={b"True": True, b"False": False}.get(caching),
+        **{field: _count(value) for field, value in told.items()},
     )
+
+
+def missing(page: bytes) -> list[str]:
+    """Names of the series wanted that the page does not know, under any name. One that is only described counts as
+    known: with several API servers a gauge has no sample before the first request."""
+    return [names[0].decode() for _, _, names in SERIES if not any(name in page for name in names)]

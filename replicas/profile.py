@@ -7,6 +7,7 @@ know about an engine. Unknown fields are refused with the name that was probably
 import difflib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self, get_args
 
@@ -43,7 +44,7 @@ class SimProfile(BaseModel):
     def ranks(self) -> int:
         return 1
 
-    def place(self, count: int) -> tuple[Self, list[dict[str, str]]]:
+    def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
         """The profile as this machine can run it, and each replica's own environment."""
         return self, [{}] * count
 

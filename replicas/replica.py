@@ -15,6 +15,13 @@ class EventSource(NamedTuple):
     replay: str | None
     topic: str
 
+    def at_rank(self, rank: int) -> "EventSource | None":
+        """Where data-parallel rank `rank` publishes if the first one does here: vLLM adds the rank to both ports."""
+        if rank == 0:
+            return self
+        endpoint = _port_plus(self.endpoint, rank)
+        return EventSource(endpoint, self.replay and _port_plus(self.replay, rank), self.topic) if endpoint else None
+
 
 class Address(NamedTuple):
     """A replica's URL taken apart; `source` and `model` come from its fragment, if any."""
@@ -27,16 +34,27 @@ class Address(NamedTuple):
     model: str | None
 
 
+def _port_plus(endpoint: str, rank: int) -> str | None:
+    """None where there is no port to add to (ipc)."""
+    where, _, port = endpoint.rpartition(":")
+    return f"{where}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdigit() else None
+
+
+# What the ranks of one engine have in common.
+SHARED = ("incarnation", "models", "block_size", "num_blocks", "max_model_len", "version", "pid", "restarts", "problems")
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
     """Fields other than `state`, `reason` and `since` may be read at any time and are None (or
     empty) until the engine told them. Times are monotonic seconds."""
 
-    id: str  # "host:port", the same for life
+    id: str  # "host:port", and "-dp0", "-dp1" ... behind it if the engine has data-parallel ranks; the same for life
     url: str
     host: str
     port: int
     managed: bool = False  # launched by us
+    rank: int | None = None  # which of the ranks behind its URL, as X-data-parallel-rank counts; None: there is one
     state: State = State.STARTING
     reason: str = "not heard yet"
     since: float = 0.0  # when the state began
@@ -48,10 +66,32 @@ class Replica:
     version: str | None = None
     events: EventSource | None = None
     cached_tokens: bool | None = None  # usage reports cached tokens; learned from traffic
+    takes_ids: str = "not tried yet"  # token ids in place of text, and why not; learned from traffic
     pid: int | None = None
     restarts: int = 0
     scrape: Scrape | None = None  # the last /metrics, see `scrape.at`
     problems: tuple[str, ...] = ()  # what could not be learned, each with its remedy
+
+    @property
+    def engine(self) -> str:
+        """The id of the engine whose rank this is; its own if it is alone."""
+        return self.id if self.rank is None else self.id.removesuffix(f"-dp{self.rank}")
+
+    def at_rank(self, rank: int, now: float) -> "Replica":
+        """A new replica for one rank of this engine."""
+        return Replica(f"{self.id}-dp{rank}", self.url, self.host, self.port, self.managed, rank, since=now)
+
+    def follow(self, engine: "Replica", events: EventSource | None) -> None:
+        """Take over what is the whole engine's, and this rank's part of what is not."""
+        for name in SHARED:
+            setattr(self, name, getattr(engine, name))
+        if self.state is engine.state:
+            self.reason = engine.reason
+        self.events = events
+        ranks = engine.scrape.ranks if engine.scrape else ()
+        if self.rank < len(ranks):
+            self.scrape = ranks[self.rank]
+            self.num_blocks = self.scrape.num_blocks or engine.num_blocks
 
     def apply(self, event: Event, reason: str, now: float) -> State | None:
         """Take `event`; returns the state before if the state changed, else None. The reason is

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -141,12 +142,13 @@ class VllmProfile(Flags):
         per_rank = self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
         return per_rank * self.data_parallel_size
 
-    def place(self, count: int) -> tuple[Self, list[dict[str, str]]]:
-        """The profile as this machine can run it, and each replica's own environment. Raises ProfileError."""
+    def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
+        """The profile as this machine can run it, and each replica's own environment; `used`: devices that others
+        have already. Raises ProfileError."""
         found = [] if self.device == "cpu" else devices.find()
         if self.device == "cuda" or found:
             share = int(1 / (self.gpu_memory_utilization or 1))
-            given = devices.assign(found, self.world, count, share)
+            given = devices.assign(found, self.world, count, share, used)
             return self, [devices.environment(ids) for ids in given]
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
         return self.on_cpu(), [threads] * count
@@ -189,7 +191,7 @@ class VllmProfile(Flags):
         return ["--enable-lora", *argv] if self.lora_modules and not self.enable_lora else argv
 
     def events(self, host: str, ports: Ports) -> EventSource | None:
-        """Where the engine publishes; with data parallel ranks its first one."""
+        """Where the engine publishes; with data parallel ranks its first one (`EventSource.at_rank` has the others)."""
         if not self.kv_events:
             return None
         return EventSource(f"tcp://{host}:{ports.events}", f"tcp://{host}:{ports.replay}", "")

@@ -13,10 +13,11 @@ from time import monotonic
 
 import aiohttp
 
-from replicas.adopt import Facts, get, health, probe
+from replicas.adopt import Facts, get, health, probe, problems_of
 from replicas.health import Health, Limits, Verdict
 from replicas.lifecycle import Event, State
 from replicas.metrics import Scrape, parse
+from replicas.progress import Progress, computes
 from replicas.replica import EventSource, Replica
 from replicas.supervisor import Supervisor
 
@@ -34,8 +35,10 @@ class Watch:
         session: aiohttp.ClientSession,
         tell: Callable[[Replica, Event, str], None],
         changed: Callable[[Replica], None],
+        looked: Callable[[], None] = lambda: None,
         *,
         busy: Callable[[], bool],
+        waited: Callable[[], float] = lambda: 0.0,
         interval: float = 1.0,
         limits: Limits = Limits(),
         given: EventSource | None = None,
@@ -43,14 +46,16 @@ class Watch:
         supervisor: Supervisor | None = None,
         start_timeout: float = 0.0,
     ):
-        """`changed` is told when a READY replica serves something else than before.
+        """`changed` is told when a READY replica serves something else than before; `looked` whenever something new
+        may be known of it, before any `tell`. `waited`: seconds since the oldest unanswered prompt was sent.
         `given`: the event source as the operator or the profile knows it, instead of asking.
         `model`: the served name that must be listed. The last two for replicas of our own."""
-        self.replica, self.session, self.tell, self.changed = replica, session, tell, changed
-        self.busy, self.interval, self.limits = busy, interval, limits
+        self.replica, self.session, self.tell, self.changed, self.looked = replica, session, tell, changed, looked
+        self.busy, self.waited, self.interval, self.limits = busy, waited, interval, limits
         self.given, self.model = given, model
         self.supervisor, self.start_timeout = supervisor, start_timeout
-        self.health = Health(limits)
+        self.sources: list[EventSource | None] = [given]  # one for each data-parallel rank
+        self.health, self.progress = Health(limits), Progress()
         self._nudged = asyncio.Event()
         self._lives = 0  # how often it came back, for engines that do not tell when they began
         self._was_refused = self._tells_start = False
@@ -89,7 +94,7 @@ class Watch:
 
     def succeeded(self, now: float) -> None:
         self.health.succeeded(now)
-        if self.replica.state is State.DEGRADED:
+        if self.replica.state is State.DEGRADED and not self.progress.stalled(now):
             self.tell(self.replica, Event.SERVES, "answers requests again")
 
     def failed(self, now: float, kind: str) -> None:
@@ -121,8 +126,9 @@ class Watch:
             replica.reason = facts.error
         elif facts.fault:
             self._missed(now, facts)
-        else:
+        elif not await self._stalls(now, facts):
             self._answered(now, facts, full)
+        self.looked()
 
     async def _brief(self, now: float) -> Facts:
         answer = await health(self.session, self.replica.url, SHORT_DEADLINE)
@@ -134,6 +140,24 @@ class Watch:
                 facts.scrape = parse(page.body, monotonic())
             self._scraped_at = monotonic()
         return facts
+
+    async def _stalls(self, now: float, facts: Facts) -> bool:
+        """Whether it answers and yet does nothing; then this was told."""
+        replica, progress = self.replica, self.progress
+        if replica.state not in (State.READY, State.DEGRADED) or not facts.scrape:
+            return False
+        progress.look(now, facts.scrape, self.waited())
+        if not progress.stalled(now):
+            return False
+        name = next(iter(replica.models), "")
+        if await computes(self.session, replica.url, name, DEADLINE):  # nobody else asks it, so nothing else would show
+            progress.answered()
+            return False
+        reason = f"answers /health, but has computed nothing for {progress.still(now):.0f} s with requests waiting"
+        self.tell(replica, Event.TROUBLE, f"{reason}: its engine core hangs" + ("" if self.supervisor else "; restart it"))
+        if self.supervisor and progress.hung(now):
+            self.supervisor.restart(f"{reason}: its engine core hangs, so it was killed")
+        return True
 
     def _missed(self, now: float, facts: Facts) -> None:
         replica = self.replica
@@ -167,6 +191,7 @@ class Watch:
             self._learn(facts)
         if facts.scrape:
             replica.scrape = facts.scrape
+        self.looked()
         if self._follow_incarnation(facts.scrape) and not full:
             return self.nudge()  # what the old process served says nothing about this one
         wrong = facts.error if not facts.serving else self._wrong_model()
@@ -176,7 +201,7 @@ class Watch:
             if wrong:
                 replica.reason = wrong
                 return
-            self.health = Health(self.limits)
+            self.health, self.progress = Health(self.limits), Progress()
             if self.supervisor:
                 self.supervisor.works()
             self.tell(replica, Event.SERVES, "answers and serves " + (", ".join(replica.models) or "any model"))
@@ -194,7 +219,7 @@ class Watch:
 
     def _learn(self, facts: Facts) -> None:
         replica = self.replica
-        before = (replica.models, replica.events, replica.max_model_len, replica.block_size)
+        before = self._told()
         replica.models = facts.models
         replica.max_model_len = facts.max_model_len
         replica.version = facts.version
@@ -202,13 +227,16 @@ class Watch:
             self._scraped_at = monotonic()
             replica.block_size = facts.block_size or replica.block_size
             replica.num_blocks = facts.num_blocks or replica.num_blocks
-        replica.events = self.given or facts.sources.get(0)
-        missing = facts.problems if not self.given else {k: v for k, v in facts.problems.items() if k != "events"}
-        replica.problems = tuple(missing.values())
-        if replica.state is State.READY and before != (
-            replica.models, replica.events, replica.max_model_len, replica.block_size
-        ):
+        if self.given or facts.sources is not None:  # a late answer is no news about where events are
+            self.sources = facts.events(self.given, len(self.sources))
+        replica.events = self.sources[0]
+        replica.problems = tuple(map(str, problems_of(facts, self.given, self.sources).values()))
+        if replica.state is State.READY and before != self._told():
             self.changed(replica)
+
+    def _told(self) -> tuple:
+        replica = self.replica
+        return replica.models, self.sources, replica.max_model_len, replica.block_size
 
     def _follow_incarnation(self, scrape: Scrape | None) -> bool:
         """Another process behind the port means another, empty cache; whether it is one."""
@@ -217,7 +245,7 @@ class Watch:
         self._was_refused = False
         if not before or before == replica.incarnation:
             return False
-        self.health = Health(self.limits)
+        self.health, self.progress = Health(self.limits), Progress()
         self.tell(replica, Event.RESTARTED, "another process answers: it was restarted, its cache is empty")
         return True
 

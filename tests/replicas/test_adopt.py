@@ -6,7 +6,7 @@ import resource
 import pytest
 from aiohttp import web
 
-from replicas.adopt import probe
+from replicas.adopt import probe, problems_of
 from replicas.ports import pick
 from replicas.replica import EventSource
 
@@ -16,7 +16,15 @@ MODELS = {
         {"id": "sql", "root": "/adapters/sql", "parent": "llama", "max_model_len": None},
     ]
 }
-METRICS = 'process_start_time_seconds 12.5\nvllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
+METRICS = """process_start_time_seconds 12.5
+vllm:cache_config_info{block_size="32",enable_prefix_caching="True",engine="0",num_gpu_blocks="100"} 1.0
+vllm:num_requests_running{engine="0",model_name="llama"} 0.0
+vllm:num_requests_waiting{engine="0",model_name="llama"} 0.0
+vllm:kv_cache_usage_perc{engine="0",model_name="llama"} 0.0
+vllm:prefix_cache_queries_total{engine="0",model_name="llama"} 0.0
+vllm:prefix_cache_hits_total{engine="0",model_name="llama"} 0.0
+"""
+TWO_RANKS = METRICS + "".join(line.replace('engine="0"', 'engine="1"') + "\n" for line in METRICS.splitlines()[1:])
 SOURCES = {
     "0": {
         "enable_kv_cache_events": True,
@@ -48,7 +56,7 @@ async def test_a_vllm_tells_everything(serve, session):
     assert facts.models == {"llama": None, "sql": "llama"}
     assert (facts.max_model_len, facts.version) == (8192, "0.32.0")
     assert (facts.block_size, facts.num_blocks, facts.scrape.started) == (32, 100, 12.5)
-    assert facts.sources == {0: EventSource("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558", "kv@r0@llama")}
+    assert facts.events() == [EventSource("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558", "kv@r0@llama")]
 
 
 async def test_a_mock_that_answers_everything_alike_is_served(serve, session):
@@ -56,7 +64,7 @@ async def test_a_mock_that_answers_everything_alike_is_served(serve, session):
         return web.json_response({})
 
     facts = await probe(await serve(handler), session)
-    assert facts.alive and facts.serving and facts.models == {} and facts.sources == {}
+    assert facts.alive and facts.serving and facts.models == {} and facts.events() == [None]
     assert set(facts.problems) == {"models", "metrics", "events"}
 
 
@@ -85,7 +93,7 @@ async def test_no_model_listed_yet_is_not_serving(serve, session, data):
 )
 async def test_whatever_is_missing_is_named_with_its_remedy(serve, session, path, key, remedy):
     facts = await probe(await serve(pages({**VLLM, path: 404})), session)
-    assert facts.serving and remedy in facts.problems.pop(key) and not facts.problems
+    assert facts.serving and remedy in str(facts.problems.pop(key)) and not facts.problems
 
 
 async def test_version_may_be_missing(serve, session):
@@ -95,7 +103,8 @@ async def test_version_may_be_missing(serve, session):
 
 async def test_an_api_key_hides_the_models_only(serve, session):
     facts = await probe(await serve(pages({**VLLM, "/v1/models": 401})), session)
-    assert facts.serving and "API key" in facts.problems["models"]
+    said = facts.problems["models"]
+    assert facts.serving and "API key" in said.what and "--api-key" in said.remedy and len(facts.problems) == 1
 
 
 async def test_an_engine_without_health_is_judged_by_its_models(serve, session):
@@ -108,25 +117,106 @@ async def test_an_engine_without_health_is_judged_by_its_models(serve, session):
     [
         ({**SOURCES["0"], "enable_kv_cache_events": False}, "--kv-events-config"),
         ({**SOURCES["0"], "publisher": "null"}, "--kv-events-config"),
-        ({**SOURCES["0"], "endpoint": "tcp://127.0.0.1:5557"}, "write the endpoint as tcp://*:PORT"),
+        ({**SOURCES["0"], "endpoint": "tcp://127.0.0.1:5557"}, "--kv-events-config as tcp://*:PORT"),
         ({"publisher": "zmq"}, "names no endpoint"),
     ],
 )
 async def test_events_nobody_can_subscribe_to(serve, session, config, said):
     facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": {"0": config}})), session)
-    assert facts.serving and not facts.sources and said in facts.problems["events"]
+    assert facts.serving and facts.events() == [None] and said in str(facts.problems["events"])
 
 
 async def test_other_endpoints_are_taken_as_they_are(serve, session):
     config = {"endpoint": "ipc:///tmp/kv", "replay_endpoint": "tcp://10.0.0.9:5558"}
     facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": {"0": config}})), session)
-    assert facts.sources == {0: EventSource("ipc:///tmp/kv", "tcp://10.0.0.9:5558", "")}
+    assert facts.events() == [EventSource("ipc:///tmp/kv", "tcp://10.0.0.9:5558", "")]
 
 
-async def test_several_ranks_are_all_known_and_said(serve, session):
-    ranks = {"0": SOURCES["0"], "1": {**SOURCES["0"], "endpoint": "tcp://*:5559"}}
-    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": ranks})), session)
-    assert facts.sources[1].endpoint == "tcp://127.0.0.1:5559" and "2 data-parallel" in facts.problems["ranks"]
+def published(port: int, replay: int | None) -> dict:
+    return {**SOURCES["0"], "endpoint": f"tcp://*:{port}", "replay_endpoint": replay and f"tcp://*:{replay}"}
+
+
+async def test_each_rank_publishes_in_a_place_of_its_own(serve, session):
+    ranks = {"1": published(5601, 5611), "0": published(5600, 5610)}  # vLLM lists them as they came up
+    facts = await probe(await serve(pages({**VLLM, "/metrics": TWO_RANKS, "/kv_event_sources": ranks})), session)
+    assert facts.engines == (0, 1) and [one.endpoint[-4:] + one.replay[-5:] for one in facts.events()] == ["5600:5610", "5601:5611"]
+    assert not facts.problems
+
+
+async def test_ranks_are_counted_by_metrics_or_by_event_sources(serve, session):
+    by_metrics = await probe(await serve(pages({**VLLM, "/metrics": TWO_RANKS, "/kv_event_sources": {}})), session)
+    assert by_metrics.engines == (0, 1) and by_metrics.events() == [None, None]
+    ranks = {"0": published(5600, 5610), "1": published(5601, 5611)}
+    by_sources = await probe(await serve(pages({**VLLM, "/metrics": 404, "/kv_event_sources": ranks})), session)
+    assert by_sources.engines == (0, 1) and by_sources.events()[1].endpoint.endswith("5601")
+
+
+async def test_an_older_vllms_ranks_publish_one_port_further_each(serve, session):
+    facts = await probe(await serve(pages({**VLLM, "/metrics": TWO_RANKS, "/kv_event_sources": 404})), session)
+    given = EventSource("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5567", "")
+    sources = facts.events(given)
+    assert sources == [given, EventSource("tcp://10.0.0.7:5558", "tcp://10.0.0.7:5568", "")]
+    assert not problems_of(facts, given, sources)
+
+
+async def test_an_engine_that_is_one_of_several_ranks_keeps_its_number(serve, session):
+    """External load balancing: each rank has a URL of its own, and counts as the engine's number 3."""
+    page = METRICS.replace('engine="0"', 'engine="3"')
+    facts = await probe(await serve(pages({**VLLM, "/metrics": page, "/kv_event_sources": {"3": published(5603, 5613)}})), session)
+    assert facts.engines == (3,) and [one.endpoint for one in facts.events()] == ["tcp://127.0.0.1:5603"] and not facts.problems
+
+
+async def test_a_rank_without_events_is_named(serve, session):
+    facts = await probe(await serve(pages({**VLLM, "/metrics": TWO_RANKS})), session)
+    sources = facts.events()
+    said = problems_of(facts, None, sources)["ranks"]
+    assert sources[0] and sources[1] is None and "rank 1," in said.what
+    ipc = EventSource("ipc:///tmp/kv", None, "")
+    assert facts.events(ipc) == [ipc, None] and set(problems_of(facts, ipc, [ipc, None])) == {"ranks", "replay"}
+
+
+async def test_ranks_that_a_probe_did_not_hear_of_are_not_gone(serve, session):
+    facts = await probe(await serve(pages({**VLLM, "/metrics": 503, "/kv_event_sources": 404})), session)
+    assert facts.engines == () and len(facts.events(None, 2)) == 2
+
+
+async def test_events_without_replay(serve, session):
+    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": {"0": published(5557, None)}})), session)
+    assert facts.events()[0].replay is None and "replay_endpoint" in facts.problems["replay"].remedy
+
+
+async def test_the_operators_word_goes_before_the_engines(serve, session):
+    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": {}})), session)
+    given = EventSource("tcp://h:1", "tcp://h:2", "")
+    assert facts.events(given) == [given] and not problems_of(facts, given, [given])
+    assert "--kv-events-config" in problems_of(facts, None, [None])["events"].remedy
+
+
+@pytest.mark.parametrize(
+    "page, key, what, remedy",
+    [
+        ("python_info 1.0\n", "metrics", "no vllm: series", "--disable-log-stats"),
+        (METRICS.replace("cache_config_info", "kv_config"), "metrics", "no vllm:cache_config_info", "block_size"),
+        (METRICS.replace("num_requests_waiting", "queued"), "metrics", "lacks vllm:num_requests_waiting:", "newer Hitherto"),
+        (METRICS.replace("num_gpu_blocks", "num_device_blocks"), "metrics", "lacks num_gpu_blocks", "newer Hitherto"),
+        (METRICS.replace('caching="True"', 'caching="False"'), "caching", "prefix caching is off", "--no-enable-prefix-caching"),
+    ],
+)
+async def test_metrics_that_are_not_what_they_were(serve, session, page, key, what, remedy):
+    facts = await probe(await serve(pages({**VLLM, "/metrics": page})), session)
+    assert facts.serving and list(facts.problems) == [key]
+    assert what in str(facts.problems[key]) and remedy in facts.problems[key].remedy
+
+
+async def test_event_sources_that_do_not_answer_are_not_gone(serve, session):
+    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": 500})), session)
+    assert facts.sources is None and "answers 500" in facts.problems["events"].what
+
+
+@pytest.mark.parametrize("listed", [{"0": None}, {"x": SOURCES["0"]}, {"0": {"endpoint": 5, "publisher": "zmq"}}, {"ranks": [1]}])
+async def test_event_sources_of_another_shape(serve, session, listed):
+    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": listed})), session)
+    assert facts.serving and facts.events() == [None] and "events" in facts.problems
 
 
 @pytest.mark.parametrize(

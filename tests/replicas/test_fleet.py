@@ -143,7 +143,7 @@ async def test_many_at_once_and_none_left_over(fleet, fake_profile, comes, alive
         os.kill(pid, signal.SIGKILL)
     for replica in replicas[:3]:
         await comes(replica, FAILED)
-    await asyncio.gather(*(fleet._supervisors[replica.id].stop(0.1) for replica in replicas))
+    await asyncio.gather(*(fleet.engines[replica.id].supervisor.stop(0.1) for replica in replicas))
     assert not [pid for pid in pids if alive(pid)]
 
 
@@ -185,7 +185,7 @@ async def test_an_engine_that_dies_while_draining_is_not_started_again(fleet, fa
     os.kill(replica.pid, signal.SIGKILL)
     await comes(replica, STOPPED)
     assert "killed by SIGKILL" in replica.reason
-    await fleet._drains[replica.id]  # though its requests were not told to have ended
+    await fleet.engines[replica.id].drain  # though its requests were not told to have ended
     assert "killed by SIGKILL" in replica.reason and State.STARTING not in states(fleet, replica)[2:]
 
 
@@ -264,10 +264,10 @@ async def test_a_missing_scrape_does_not_rename_an_incarnation(fleet, engine, co
     replica = await comes(fleet.add(await engine()), READY)
     fleet.seen.clear()
     page = engine.pages.pop("/metrics")
-    fleet._watches[replica.id].nudge()
-    await until(lambda: any("cache_config_info" in problem for problem in replica.problems))
+    fleet.engines[replica.id].watch.nudge()
+    await until(lambda: any("/metrics cannot be read" in problem for problem in replica.problems))
     engine.pages["/metrics"] = page
-    fleet._watches[replica.id].nudge()
+    fleet.engines[replica.id].watch.nudge()
     before = replica.scrape.at
     await until(lambda: replica.scrape.at > before)
     assert replica.incarnation == "1.00" and not states(fleet, replica)
@@ -277,7 +277,7 @@ async def test_a_new_adapter_is_told_to_who_listens(fleet, engine, comes, until)
     replica = await comes(fleet.add(await engine()), READY)
     fleet.seen.clear()
     engine.pages["/v1/models"] = {"data": [{"id": "m"}, {"id": "sql", "parent": "m"}]}
-    fleet._watches[replica.id].nudge()
+    fleet.engines[replica.id].watch.nudge()
     await until(lambda: fleet.seen == [(replica.id, READY, READY)], lambda: str(fleet.seen))
     assert replica.models == {"m": None, "sql": "m"}
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.metrics import Scrape, parse
+from replicas.metrics import Scrape, missing, parse
 
 # Two data-parallel ranks, names and labels as vLLM 0.32 writes them, and neighbours that begin alike.
 PAGE = b"""# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.
@@ -25,7 +25,49 @@ vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_bloc
 
 
 def test_a_page_of_today():
-    assert parse(PAGE, 5.0) == Scrape(5.0, 5, 7, 0.5, 1024, 992, 1795169017.98, 16, 2048)
+    scrape = parse(PAGE, 5.0)
+    assert scrape._replace(ranks=(), engines=()) == Scrape(5.0, 5, 7, 0.5, 1024, 992, 1795169017.98, 16, 2048, True)
+    assert not missing(PAGE)
+
+
+def test_each_data_parallel_rank_has_its_own_figures():
+    scrape = parse(PAGE, 5.0)
+    assert scrape.engines == (0, 1)
+    # what has no engine label, here the configuration, is every rank's
+    assert scrape.ranks[0] == Scrape(5.0, 3, 7, 0.25, 1024, 992, 1795169017.98, 16, 2048, True)
+    assert scrape.ranks[1] == Scrape(5.0, 2, 0, 0.5, None, None, 1795169017.98, 16, 2048, True)
+
+
+# An idle vLLM 0.32 with two ranks and two API servers: gauges have no sample yet, nor has the process a start time.
+IDLE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+vllm:cache_config_info{_block_size_resolved="True",block_size="32",enable_prefix_caching="True",engine="0",num_gpu_blocks="4096"} 1.0
+vllm:cache_config_info{_block_size_resolved="True",block_size="32",enable_prefix_caching="True",engine="1",num_gpu_blocks="2048"} 1.0
+vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 0.0
+vllm:prefix_cache_queries_total{engine="1",model_name="tiny"} 0.0
+vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 0.0
+vllm:prefix_cache_hits_total{engine="1",model_name="tiny"} 0.0
+"""
+
+
+def test_ranks_are_known_before_their_first_request():
+    scrape = parse(IDLE, 0.0)
+    assert scrape.engines == (0, 1) and scrape.running is None and scrape.started is None
+    assert [one.num_blocks for one in scrape.ranks] == [4096, 2048] and [one.prefix_hits for one in scrape.ranks] == [0, 0]
+    assert not missing(IDLE)
+
+
+def test_a_single_engine_has_no_ranks():
+    page = b"".join(line for line in IDLE.splitlines(True) if b'engine="1"' not in line)
+    assert parse(page, 0.0).ranks == () and parse(page, 0.0).engines == (0,)
+    assert parse(page.replace(b'engine="0",', b""), 0.0).engines == ()
+
+
+def test_a_renamed_series_is_named():
+    assert missing(PAGE.replace(b"vllm:num_requests_waiting", b"vllm:requests_queued")) == ["vllm:num_requests_waiting"]
+    assert len(missing(b"python_info 1\n")) == 5
 
 
 def test_older_names():
@@ -39,7 +81,8 @@ def test_a_counters_creation_stands_in_for_the_process_start():
 
 
 def test_each_missing_series_is_none_and_leaves_the_others():
-    full = parse(PAGE, 0.0)._asdict()
+    page = b"\n".join(line for line in PAGE.split(b"\n") if b'engine="1"' not in line)
+    full = parse(page, 0.0)._asdict()
     series = {
         "running": b"vllm:num_requests_running",
         "waiting": b"vllm:num_requests_waiting",
@@ -49,7 +92,7 @@ def test_each_missing_series_is_none_and_leaves_the_others():
         "started": b"process_start_time_seconds",
     }
     for field, name in series.items():
-        rest = b"\n".join(line for line in PAGE.split(b"\n") if not line.startswith(name))
+        rest = b"\n".join(line for line in page.split(b"\n") if not line.startswith(name))
         assert parse(rest, 0.0)._asdict() == {**full, field: None}
 
 

@@ -1,0 +1,79 @@
+"""Whether an engine that answers /health computes as well.
+
+vLLM's API server says it is healthy as long as the process that computes exists. When that one hangs (a kernel, a
+collective, a stopped process), nothing tells but that requests wait and no counter moves. So: while requests
+wait, the engine's own counters have to change. They do with every step, also within a long prefill, whose blocks
+fill the cache chunk by chunk; a step of some seconds, or a kernel compiled at its first use (15 s were seen), is no hang.
+
+Pure but for `computes`, which asks for one token.
+"""
+
+import json
+from dataclasses import dataclass
+
+import aiohttp
+
+from replicas.metrics import Scrape
+
+# Seconds without a step: until it gets no more requests, and until one of our own is started again.
+STALLED, HUNG = 20.0, 120.0
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One data-parallel rank: what its counters said, and since when they have said it with work to do."""
+
+    counters: tuple = ()
+    since: float | None = None
+
+    def still(self, now: float) -> float:
+        return 0.0 if self.since is None else now - self.since
+
+
+class Progress:
+    """Of one incarnation of one engine; make a new one for the next."""
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+
+    def look(self, now: float, scrape: Scrape, waited: float) -> None:
+        """`waited`: seconds for which the gateway's oldest unanswered prompt has been with the engine."""
+        scrapes = scrape.ranks or (scrape,)
+        if len(scrapes) != len(self._ranks):
+            self._ranks = [_Rank() for _ in scrapes]
+        for rank, one in zip(self._ranks, scrapes):
+            counters = (one.running, one.waiting, one.kv_usage, one.prefix_queries, one.prefix_hits, one.prompted, one.generated)
+            if counters != rank.counters or one.generated is None:
+                rank.counters, rank.since = counters, None
+            elif one.running or one.waiting:
+                rank.since = now if rank.since is None else rank.since
+            elif rank.still(now) < STALLED:  # who hangs and has lost its requests to others still hangs
+                # One that hung while idle never heard of what waits: of that, only the gateway knows, and not at which rank.
+                known = waited > 0 and len(scrapes) == 1
+                rank.since = max(now if rank.since is None else rank.since, now - waited) if known else None
+
+    def answered(self) -> None:
+        """It was seen to compute."""
+        self._ranks = []
+
+    def still(self, now: float) -> float:
+        """Seconds for which it has had work and done nothing."""
+        return max((rank.still(now) for rank in self._ranks), default=0.0)
+
+    def stalled(self, now: float) -> bool:
+        return self.still(now) >= STALLED
+
+    def hung(self, now: float) -> bool:
+        return self.still(now) >= HUNG
+
+
+async def computes(session: aiohttp.ClientSession, url: str, model: str, deadline: float) -> bool:
+    """Whether the engine answers a prompt of one token with one more, or at least says why it would not."""
+    body = json.dumps({"model": model, "prompt": [1], "max_tokens": 1})
+    headers = {"content-type": "application/json"}
+    try:
+        timeout = aiohttp.ClientTimeout(total=deadline)
+        async with session.post(f"{url}/v1/completions", data=body, headers=headers, timeout=timeout) as response:
+            return response.status < 500
+    except (TimeoutError, OSError, aiohttp.ClientError):
+        return False

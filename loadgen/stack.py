@@ -58,7 +58,7 @@ class Stack:
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=env,
-                cwd=self._folder.name if self.isolated else None, preexec_fn=_die_with_parent)
+                cwd=self._folder.name if self.isolated else None, preexec_fn=die_with_parent)
         try:
             await self._until_ready()
         except BaseException:
@@ -98,7 +98,7 @@ class Stack:
         return "\n".join(f"  {line}" for line in lines) or "  (it wrote nothing)"
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In the child: get SIGTERM when the generator dies in whatever way (Linux; elsewhere nothing)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

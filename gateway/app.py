@@ -56,7 +56,7 @@ class Gateway:
         self.map = CacheMap(settings.cache_budget)
         self.ledger = Ledger()
         self.costs = CostGroup()
-        self.fleet = Fleet(self._inflight, drain_timeout=settings.drain_timeout_s)
+        self.fleet = Fleet(self._inflight, self._waited, drain_timeout=settings.drain_timeout_s, model=settings.served_model_name)
         self.fleet.on_change.append(self._replica_changed)
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake] = {}
@@ -136,6 +136,9 @@ class Gateway:
     def _inflight(self, replica: str) -> int:
         backend = self.dispatcher.backends.get(replica)
         return backend.load.requests if backend is not None else 0
+
+    def _waited(self, replica: str) -> float:
+        return self.dispatcher.waited(replica, monotonic())
 
     def _traffic(self, replica: str, fault: str | None) -> None:
         if fault is None:

@@ -18,6 +18,7 @@ parser.add_argument("--silent-start", action="store_true", help="never listen")
 parser.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
 parser.add_argument("--children", help="start a child and an escaped grandchild, write the pids here")
 parser.add_argument("--no-start-time", action="store_true")
+parser.add_argument("--stuck", action="store_true", help="answer, and report a request that never ends")
 args = parser.parse_args()
 began = time.time()
 
@@ -55,6 +56,8 @@ class Handler(BaseHTTPRequestHandler):
         pages["/v1/models"] = json.dumps({"data": [{"id": args.model, "max_model_len": 4096}]}).encode()
         started = b"" if args.no_start_time else b"process_start_time_seconds %.3f\n" % began
         pages["/metrics"] = started + b'vllm:cache_config_info{block_size="16",num_gpu_blocks="64"} 1.0\n'
+        if args.stuck:
+            pages["/metrics"] += b"vllm:num_requests_running 1.0\nvllm:generation_tokens_total 7.0\n"
         body = pages.get(self.path)
         self.send_response(404 if body is None else 200)
         self.send_header("Content-Length", str(len(body or b"")))

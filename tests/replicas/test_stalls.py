@@ -1,0 +1,88 @@
+"""The fleet and engines that answer /health and compute nothing, as vLLM does when its core hangs."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from replicas import State, progress, watch
+from replicas.supervisor import Backoff
+
+READY, DEGRADED, FAILED = State.READY, State.DEGRADED, State.FAILED
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(progress, "STALLED", 0.5)
+    monkeypatch.setattr(progress, "HUNG", 1.5)
+    monkeypatch.setattr(watch, "DEADLINE", 0.5)
+    monkeypatch.setattr(watch, "IDLE_SCRAPE", 0.1)
+    monkeypatch.setattr(Backoff, "FIRST", 0.2)
+
+
+@pytest.fixture
+def comes(until):
+    async def comes(replica, state):
+        await until(lambda: replica.state is state, lambda: f"still {replica.state}: {replica.reason}")
+        return replica
+
+    return comes
+
+
+@pytest.fixture
+async def hung(serve):
+    """URL of an engine whose core hangs; `running` and `generated` are what it reports, `wakes` ends its sleep."""
+    told = {"running": 0, "generated": 7}
+    wakes = asyncio.Event()
+
+    async def handler(request):
+        if request.method == "POST":
+            await wakes.wait()
+            return web.json_response({})
+        if request.path == "/metrics":
+            page = f"vllm:num_requests_running {told['running']}\nvllm:generation_tokens_total {told['generated']}\n"
+            return web.Response(text=f"process_start_time_seconds 1\n{page}")
+        return web.json_response({"data": [{"id": "m"}]} if request.path == "/v1/models" else {})
+
+    return SimpleNamespace(url=await serve(handler), told=told, wakes=wakes)
+
+
+async def test_it_gets_no_traffic_until_its_counters_move(fleet, hung, comes):
+    replica = await comes(fleet.add(hung.url), READY)
+    hung.told["running"] = 1
+    await comes(replica, DEGRADED)
+    assert "answers /health, but has computed nothing for" in replica.reason and "restart it" in replica.reason
+    fleet.succeeded(replica.id)  # /tokenize, say: the API server does that alone
+    assert replica.state is DEGRADED
+    hung.told["generated"] += 1
+    await comes(replica, READY)
+
+
+async def test_hung_while_idle_it_is_found_by_the_requests_that_wait(fleet, hung, comes, until):
+    waited = 0.0
+    fleet._waited = lambda id: waited
+    replica = await comes(fleet.add(hung.url), READY)
+    waited = 1.0
+    await comes(replica, DEGRADED)
+    waited = 0.0  # they were sent elsewhere, so that nothing shows when it is well again: a token is asked for
+    hung.wakes.set()
+    await comes(replica, READY)
+
+
+async def test_one_of_our_own_is_killed_and_started_again(fleet, fake_profile, comes, alive):
+    (replica,) = await fleet.launch(1, fake_profile("--stuck"))
+    await comes(replica, READY)
+    pid = replica.pid
+    await comes(replica, DEGRADED)
+    await comes(replica, FAILED)
+    assert "its engine core hangs, so it was killed; next start in" in replica.reason and not alive(pid)
+    await comes(replica, READY)
+    assert replica.pid != pid
+
+
+async def test_an_idle_engine_is_left_alone(fleet, hung, comes, until):
+    replica = await comes(fleet.add(hung.url), READY)
+    scrapes = set()
+    await until(lambda: scrapes.add(replica.scrape.at) or len(scrapes) > 10)
+    assert replica.state is READY and not [new for _, _, new in fleet.seen if new is DEGRADED]

@@ -1,4 +1,4 @@
-"""`hitherto serve | config | replica | explain | doctor`: flags in, exit code out.
+"""`hitherto serve | config | replica | calibrate | explain | doctor`: flags in, exit code out.
 
 Flags are made from the schema in `gateway.config`, so that a setting has one name, one help text
 and one check whether it comes from a file, the environment or the command line. Verbs import
@@ -87,6 +87,7 @@ def build_parser() -> Parser:
     for verb in (serve, config, explain, doctor):
         add_settings(verb)
     verbs.add_parser("replica", help="run one simulated engine", add_help=False)
+    verbs.add_parser("calibrate", help="measure an engine, for simulated ones as fast as it", add_help=False)
     return parser
 
 
@@ -134,6 +135,14 @@ def replica(argv: Sequence[str]) -> int:
     return cli.run(parser.parse_args(argv))
 
 
+def calibrate(argv: Sequence[str]) -> int:
+    from replicas.calibrate import cli
+
+    parser = Parser(prog="hitherto calibrate", description=cli.DESCRIPTION)
+    cli.add_arguments(parser)
+    return cli.run(parser.parse_args(argv))
+
+
 def explain(args: argparse.Namespace) -> int:
     from gateway import explain as room
 
@@ -157,8 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `hitherto` command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv[:1] == ["replica"]:
-            return replica(argv[1:])
+        if argv[:1] in (["replica"], ["calibrate"]):
+            return {"replica": replica, "calibrate": calibrate}[argv[0]](argv[1:])
         args = _parse(argv)
         return VERBS[args.verb](args)
     except ConfigError as error:

@@ -20,7 +20,7 @@ from typing import Callable, Sequence
 from cachemap import CacheMap
 from policies import Candidate, CostGroup, Demand, Ledger, Reservation, make
 from replicas.simulated.engine import Engine, EngineRequest, Removed, Stored
-from replicas.simulated.profile import Profile
+from replicas.simulated.profile import FrontEnd, Profile
 
 _SCRAPE_SECONDS = 1.0     # the gateway's own interval
 
@@ -98,6 +98,7 @@ class Fleet:
     def __init__(self, profiles: Sequence[Profile], policy: str, seed: int = 0, event_delay: float | None = 0.005,
                  block_size: int = 16, map_bytes: int = 1 << 28) -> None:
         self.engines = [Engine(profile) for profile in profiles]
+        self._fronts = [FrontEnd(profile) for profile in profiles]
         self.policy = make(policy, seed)
         self.block_size = block_size
         self.map = CacheMap(map_bytes)
@@ -146,11 +147,18 @@ class Fleet:
         self.result.records.append(record)
         request = next(self._ids)
         self._live[request] = _Live(record, reservation, on_end)
-        self.engines[index].add(EngineRequest(request, turn.hashes, turn.tokens, turn.output,
-                                              turn.all_hashes.__getitem__))
+        asked = EngineRequest(request, turn.hashes, turn.tokens, turn.output, turn.all_hashes.__getitem__)
+        reaches = self._fronts[index].reaches_engine(self.now, turn.tokens)
+        if reaches > self.now:
+            self.at(reaches, self._arrived, index, asked)
+        else:
+            self._arrived(index, asked)
+        return record
+
+    def _arrived(self, index: int, asked: EngineRequest) -> None:
+        self.engines[index].add(asked)
         if not self._stepping[index]:
             self._step(index)
-        return record
 
     def _scrape(self) -> None:
         """What a gateway reads off /metrics, as old as it would be."""

@@ -9,14 +9,15 @@ PROFILES = Path(__file__).parent / "profiles"
 class StepTime:
     """Seconds of one engine step, as a fit. Coefficients are milliseconds.
 
-    A step with prefill in it costs
+    Any step costs `base`. A step with prefill in it costs, on top of that,
         prefill + prefill_token * t + prefill_token_squared * t^2 + attention * sum(t_i * (c_i + t_i / 2))
     for t new prompt tokens in all, t_i of request i on top of c_i tokens in its cache. A step with
-    decoding in it costs, on top of that,
+    decoding in it costs, on top of both,
         max(decode_least, decode + decode_sequence * n + decode_context_token * k
                           + decode_usage * u + decode_usage_squared * u^2)
     for n sequences with k tokens of context in all, u being the share of KV blocks in use.
     """
+    base: float = 0.0
     prefill: float = 0.0
     prefill_token: float = 0.0
     prefill_token_squared: float = 0.0
@@ -30,9 +31,9 @@ class StepTime:
 
     def seconds(self, tokens: int, pairs: float, sequences: int, context: int, usage: float) -> float:
         """Duration of a step: `tokens` prompt tokens, `pairs` = sum of t_i * (c_i + t_i / 2)."""
-        ms = 0.0
+        ms = self.base
         if tokens:
-            ms = self.prefill + tokens * (self.prefill_token + self.prefill_token_squared * tokens) \
+            ms += self.prefill + tokens * (self.prefill_token + self.prefill_token_squared * tokens) \
                 + self.attention * pairs
         if sequences:
             ms += max(self.decode_least, self.decode + self.decode_sequence * sequences
@@ -42,10 +43,40 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTime:
+    """What a request costs beside its steps, in milliseconds: HTTP, tokenizing, the way to the scheduler and back.
+
+    The API server's `work + token * n (+ text_token * n, if the prompt is text)` for a prompt of n tokens is done for
+    one request after the other; `latency` is what nobody else waits for. All of it is spent before the first step.
+    """
+    latency: float = 0.0
+    work: float = 0.0
+    token: float = 0.0
+    text_token: float = 0.0
+
+    def work_seconds(self, tokens: int, text: bool) -> float:
+        return 1e-3 * (self.work + tokens * (self.token + self.text_token * text))
+
+
+class FrontEnd:
+    """Says when requests reach the scheduler. It has no clock: times are what the caller calls now."""
+    __slots__ = ("_time", "_speedup", "_free")
+
+    def __init__(self, profile: "Profile"):
+        self._time, self._speedup, self._free = profile.request, profile.speedup, 0.0
+
+    def reaches_engine(self, arrived: float, tokens: int, text: bool = False) -> float:
+        """The same time as `arrived` for a profile that knows only of steps."""
+        self._free = max(arrived, self._free) + self._time.work_seconds(tokens, text) / self._speedup
+        return self._free + self._time.latency * 1e-3 / self._speedup
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """One kind of engine; the names and meanings are those of vLLM's flags. `speedup` divides every duration."""
     name: str
     step: StepTime
+    request: RequestTime = RequestTime()
     num_blocks: int = 16_384
     block_size: int = 16
     max_num_seqs: int = 256
@@ -91,13 +122,20 @@ def load_profile(name_or_path: str | Path, **changes) -> Profile:
     if not isinstance(given, dict) or not isinstance(given.get("step"), dict):
         raise ValueError(f"{path}: a profile is a mapping with a mapping `step` in it")
     _refuse_unknown(path, given, Profile)
-    _refuse_unknown(path, given["step"], StepTime)
-    try:
-        step = StepTime(**{name: float(value) for name, value in given["step"].items()})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: step: {error}") from None
-    profile = Profile(**{"name": path.stem, **given, "step": step})
+    times = {name: _times(path, name, given.get(name), kind) for name, kind in (("step", StepTime), ("request", RequestTime))}
+    profile = Profile(**{"name": path.stem, **given, **times})
     return replace(profile, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _times(path: Path, name: str, given: dict | None, kind: type):
+    if not isinstance(given, dict | None):
+        raise ValueError(f"{path}: {name} must be a mapping of coefficients, not {given!r}")
+    given = given or {}
+    _refuse_unknown(path, given, kind)
+    try:
+        return kind(**{field: float(value) for field, value in given.items()})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {name}: {error}") from None
 
 
 def _refuse_unknown(path: Path, given: dict, kind: type) -> None:

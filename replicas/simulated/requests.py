@@ -20,6 +20,7 @@ class Asked:
     min_tokens: int = 0
     salt: str | None = None
     clip: bool = False  # a max_tokens beyond the context is cut, not refused
+    text: bool = True   # the prompts came as text, not as token ids
 
 
 def parse(raw: bytes) -> dict:
@@ -61,15 +62,19 @@ def chat(body: dict, tokens: Tokens) -> Asked:
     ids = given.get("prompt_token_ids") if isinstance(given, dict) else None
     prompt = _ids(ids, "kv_transfer_params") if ids is not None else tokens.chat(body)
     most = _whole_number(body, "max_completion_tokens", 1)
-    return _common(body, [prompt], most if most is not None else _whole_number(body, "max_tokens", 1),
-                   body.get("stop"))
+    asked = _common(body, [prompt], most if most is not None else _whole_number(body, "max_tokens", 1),
+                    body.get("stop"))
+    asked.text = ids is None
+    return asked
 
 
 def completion(body: dict, tokens: Tokens) -> Asked:
     most = _whole_number(body, "max_tokens", 1)
     special = body.get("add_special_tokens")
     prompts = texts(body.get("prompt"), tokens, True if special is None else bool(special))
-    return _common(body, prompts, 16 if most is None else most, body.get("stop"))
+    asked = _common(body, prompts, 16 if most is None else most, body.get("stop"))
+    asked.text = isinstance(body["prompt"], str) or isinstance(body["prompt"][0], str)
+    return asked
 
 
 def texts(prompt: Any, tokens: Tokens, add_special_tokens: bool, param: str = "prompt") -> list[list[int]]:

@@ -1,13 +1,17 @@
 """The engine on the wall clock: steps it, sleeps as long as the step took, publishes events, hands out tokens."""
 import asyncio
+import heapq
+import itertools
 import logging
 import time
 from array import array
 from collections.abc import Callable
 
 from . import keys
+from .alarm import Alarm
 from .engine import Engine, EngineRequest, Output
 from .metrics import Metrics
+from .profile import FrontEnd, RequestTime
 from .publisher import Publisher
 from .replies import Replies
 
@@ -18,9 +22,10 @@ log = logging.getLogger(__name__)
 class Generation:
     """One sequence: what it was asked and everything it will say. `tell(generation, output)` is called with tokens."""
     __slots__ = ("id", "prompt", "adapter", "salt", "ids", "pieces", "reason", "stop", "sent", "cached", "tell",
-                 "arrived", "begun", "last", "request", "_all")
+                 "arrived", "text", "begun", "last", "request", "_all")
 
-    def __init__(self, id: str, prompt: list[int], adapter: str | None = None, salt: str | None = None):
+    def __init__(self, id: str, prompt: list[int], adapter: str | None = None, salt: str | None = None,
+                 arrived: float | None = None, text: bool = False):
         self.id, self.prompt = id, array("I", prompt)
         self.adapter, self.salt = adapter, salt
         self.ids: list[int] = []
@@ -30,7 +35,9 @@ class Generation:
         self.sent = 0
         self.cached = 0
         self.tell: Callable[["Generation", Output], None] = lambda generation, output: None
-        self.arrived = self.begun = self.last = 0.0
+        self.arrived = time.monotonic() if arrived is None else arrived
+        self.text = text  # a prompt that came as text takes longer to get to the scheduler
+        self.begun = self.last = 0.0
         self.request: EngineRequest | None = None
         self._all: array | None = None
 
@@ -82,10 +89,14 @@ class Runner:
         self._root = keys.root(seed)
         self._adapters: dict[str, int] = {}
         self._live: dict[str, Generation] = {}
-        self._wake = asyncio.Event()
+        self._front = FrontEnd(engine.profile) if engine.profile.request != RequestTime() else None
+        self._coming: list[tuple[float, int, Generation]] = []  # heap of what has not reached the scheduler yet
+        self._order = itertools.count()
+        self._alarm: Alarm | None = None
 
     def submit(self, generation: Generation) -> None:
-        """Queue it; ValueError if it could never run."""
+        """Send it on its way to the scheduler. What this server itself took since it arrived is part of the way, if the
+        profile knows how long that is."""
         size = self.engine.profile.block_size
         blocks = keys.chain(generation.prompt, size, self._root, generation.adapter, generation.salt)
 
@@ -100,10 +111,13 @@ class Runner:
         generation.request = EngineRequest(generation.id, blocks, len(generation.prompt), len(generation.ids),
                                            output_key, len(generation.ids) if generation.reason == "stop" else None,
                                            owner=generation)
-        self.engine.add(generation.request)
-        generation.arrived = time.monotonic()
+        due = time.monotonic()
+        if self._front is not None:
+            due = self._front.reaches_engine(generation.arrived, len(generation.prompt), generation.text)
+        heapq.heappush(self._coming, (due, next(self._order), generation))
         self._live[generation.id] = generation
-        self._wake.set()
+        if self._alarm is not None:
+            self._alarm.wake()
 
     def abort(self, generation: Generation) -> None:
         """Its client left, or wants no more. Nothing happens if it has ended."""
@@ -123,23 +137,41 @@ class Runner:
 
     async def run(self) -> None:
         """Until cancelled. A step's events go out at its end and before its tokens do, as vLLM has it."""
+        self._alarm = alarm = Alarm()
+        try:
+            await self._run(alarm)
+        finally:
+            self._alarm = None
+            alarm.close()
+
+    async def _run(self, alarm: Alarm) -> None:
         ends = 0.0
         while True:
+            begun = self._admit()
             step = self.engine.step()
             if step is None:
-                self._wake.clear()
-                await self._wake.wait()
-                ends = time.monotonic()
+                await alarm.until(self._coming[0][0] if self._coming else None, disturbed=True)
+                ends = 0.0
                 continue
             now = time.monotonic()
-            ends = max(ends, now - LAG) + step.seconds * self.slow
-            await asyncio.sleep(max(0.0, ends - now))
+            ends = max(ends or begun, now - LAG) + step.seconds * self.slow
+            await alarm.until(ends)
             while (left := self.hang_until - time.monotonic()) > 0:
                 await asyncio.sleep(min(left, 0.05))
             if step.events and self.publisher is not None:
                 self.publisher.publish(step.events, self._tokens_of)
             self._hand_out(step.outputs)
             self.metrics.stepped(step)
+
+    def _admit(self) -> float:
+        """Into the engine with all that is due; returns since when the first of them is."""
+        now = first = time.monotonic()
+        while self._coming and self._coming[0][0] <= now:
+            due, _, generation = heapq.heappop(self._coming)
+            first = min(first, due)
+            if generation.id in self._live:  # else its client has left
+                self.engine.add(generation.request)
+        return first
 
     def _hand_out(self, outputs: list[Output]) -> None:
         now = time.monotonic()

@@ -6,6 +6,7 @@ written straight to the transport: a coroutine per token would cost more than ev
 """
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -92,13 +93,14 @@ class Server:
     # ---- generation
 
     async def _generate(self, ask: Callable, dialect: type, prefix: str, request: web.Request) -> web.StreamResponse:
+        arrived = time.monotonic()
         raw = await request.read()
         self._fail_on_order(request)
         body = requests.parse(raw)
         adapter = self._adapter(body.get("model"))
         asked = await self._asked(ask, body, len(raw))
         id = prefix + (request.headers.get("x-request-id") or uuid.uuid4().hex)
-        generations = self._generations(id, asked, adapter)
+        generations = self._generations(id, asked, adapter, arrived)
         answer = dialect(id, adapter or self.model, body, self.show_cached, asked.n)
         self._load += 1
         try:
@@ -135,7 +137,7 @@ class Server:
             return ask(body, self.tokens)
         return await asyncio.get_running_loop().run_in_executor(None, ask, body, self.tokens)
 
-    def _generations(self, id: str, asked: Asked, adapter: str | None) -> list[Generation]:
+    def _generations(self, id: str, asked: Asked, adapter: str | None, arrived: float) -> list[Generation]:
         made = []
         for prompt in asked.prompts:
             room = self.context_length - len(prompt)
@@ -146,7 +148,8 @@ class Server:
                     f"{len(prompt)} input tokens{wanted}. Please reduce the length of the input messages.",
                     param="input_tokens")
             for _ in range(asked.n):
-                generation = Generation(f"{id}-{len(made)}-{uuid.uuid4().hex[:8]}", prompt, adapter, asked.salt)
+                generation = Generation(f"{id}-{len(made)}-{uuid.uuid4().hex[:8]}", prompt, adapter, asked.salt,
+                                        arrived, asked.text)
                 generation.plan(self.replies, self.tokens.eos_id, asked.max_tokens or room, room, asked.ignore_eos,
                                 asked.min_tokens, asked.stop)
                 made.append(generation)
@@ -207,13 +210,14 @@ class Server:
     # ---- the rest
 
     async def _embeddings(self, request: web.Request) -> web.Response:
+        arrived = time.monotonic()
         raw = await request.read()
         self._fail_on_order(request)
         body = requests.parse(raw)
         adapter = self._adapter(body.get("model"))
         asked = await self._asked(requests.embeddings, body, len(raw))
         id = "embd-" + uuid.uuid4().hex
-        generations = self._generations(id, asked, adapter)
+        generations = self._generations(id, asked, adapter, arrived)
         self._load += 1
         try:
             await self._finish(generations)

@@ -1,0 +1,121 @@
+"""Command line: `hitherto calibrate URL`."""
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+import tempfile
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from time import monotonic
+
+from . import plan, write
+from .client import CalibrationError, Client
+from .fit import Fit, fit
+from .learn import Known, at_work, learn, looked_up
+from .measure import Meter
+
+DESCRIPTION = """Measure a running engine and write a timing profile that the simulated engine takes: time of prompts by length and
+cached prefix, of decode steps by batch and context, of a request's way. The load is bounded and said beforehand. Prompts
+are random token ids, so that the engine's own cache knows none of them; they fill it, and what was cached there is evicted.
+OPENAI_API_KEY in the environment becomes a bearer token."""
+EPILOG = """Use the profile with `hitherto replica --profile FILE` or `hitherto serve --launch 2 --profile FILE`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("url", metavar="URL", help="an OpenAI-compatible engine, best one that serves nobody else now")
+    parser.add_argument("--out", type=Path, default=Path("calibrated.yaml"), metavar="FILE", help="the profile (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=120.0, metavar="N", help="about how long to measure (default: %(default)g)")
+    parser.add_argument("--model", metavar="NAME", help="model or adapter to ask for (default: the first the engine lists)")
+    parser.add_argument("--busy", action="store_true", help="measure even if others' requests are in the engine")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the random prompts; the same again finds them cached")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0: written; 1: it could not be measured; 130: interrupted, nothing is written."""
+    try:
+        if not args.out.resolve().parent.is_dir():
+            raise CalibrationError(f"--out {args.out}: no folder {args.out.resolve().parent}")
+        text = asyncio.run(calibrate(args))
+        save(args.out, text)
+    except CalibrationError as error:
+        print(f"hitherto calibrate: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("hitherto calibrate: interrupted; nothing is written, the engine has nothing of ours left to do", file=sys.stderr)
+        return 130
+    print(f"\nwritten: {args.out}\n{EPILOG.replace('FILE', str(args.out))}")
+    return 0
+
+
+async def calibrate(args: argparse.Namespace) -> str:
+    """The profile's text."""
+    async with Client(args.url, os.environ.get("OPENAI_API_KEY"), args.seed) as client:
+        known = await learn(client, args.model)
+        print(f"{client.url}: {known.model} on vLLM {known.version}, {known.machine}")
+        await _refuse_if_busy(client, args.busy)
+        meter = Meter(client, known.limits)
+        print("probing how fast it is ...", flush=True)
+        found = await meter.probe(args.seconds)
+        meter.limits = limits = await _limits(meter, known, found, args.seconds)
+        for name, source in limits.told.items():
+            print(f"  {name:24} {getattr(limits, name):8,}  {source}")
+        work = plan.make(limits, found, args.seconds, text=True)
+        print(f"will send {work.requests:,} requests with {work.prompt_tokens:,} prompt tokens and {work.output_tokens:,} of output in "
+              f"{work.rounds} rounds, about {work.rounds * work.round_seconds:.0f} s; fewer if the times are sure before", flush=True)  # fmt: skip
+        began, before, sent = monotonic(), await looked_up(client), client.prompt_tokens
+        seen = await meter.run(work, args.seconds, lambda done, found: print(_progress(done, found), flush=True), args.busy)
+        _warn_of_others(before, await looked_up(client), client.prompt_tokens - sent)
+        result = fit(seen)
+        _show(result)
+        facts = {"date": f"{date.today():%Y-%m-%d}", "command": shlex.join(["hitherto", *sys.argv[1:]]),
+                 "sent": f"{client.requests:,} requests, {client.prompt_tokens:,} prompt tokens, {client.output_tokens:,} of output "
+                         f"in {monotonic() - began:.0f} s"}  # fmt: skip
+        return write.profile(known, limits, result, facts)
+
+
+async def _refuse_if_busy(client: Client, busy: bool) -> None:
+    count = await at_work(client)
+    if count is None:
+        print("the engine does not tell how many requests it has (/metrics): make sure that nobody else uses it")
+    elif count and not busy:
+        raise CalibrationError(f"the engine is at work for others ({count} requests): their requests would be measured with ours. Take it "
+                               "out of traffic, or measure all the same with --busy")  # fmt: skip
+
+
+async def _limits(meter: Meter, known: Known, found: Fit, seconds: float) -> plan.Limits:
+    limits = known.limits
+    if limits.told["max_num_batched_tokens"] != "assumed":
+        return limits
+    budget, source = await meter.budget(found, seconds)
+    told = limits.told | {"max_num_batched_tokens": source}
+    if limits.told["max_num_seqs"] == "assumed":
+        told["max_num_seqs"] = "assumed: vLLM's default, which it does not tell"
+    return replace(limits, max_num_batched_tokens=max(budget, limits.max_num_seqs), told=told)
+
+
+def _warn_of_others(before: int | None, after: int | None, sent: int) -> None:
+    if before is not None and after is not None and after - before > 1.05 * sent:
+        print(f"WARNING: the engine looked up {after - before:,} prompt tokens while we sent {sent:,}: others used it too", file=sys.stderr)
+
+
+def _progress(done: int, found: Fit) -> str:
+    worst = max(found.residuals.items(), key=lambda item: item[1].typical)
+    return f"  round {done}: typical error of the fit at most {worst[1].typical:.0%} ({worst[0]})"
+
+
+def _show(result: Fit) -> None:
+    print(f"\n{'':36}{'samples':>8}{'bias':>8}{'typical':>9}{'90 %':>8}")
+    for region, one in result.residuals.items():
+        print(f"{region:36}{one.count:8}{one.bias:+8.1%}{one.typical:9.1%}{one.worst_tenth:8.1%}")
+
+
+def save(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    with tempfile.NamedTemporaryFile("w", dir=path.resolve().parent, prefix=f".{path.name}.", delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)

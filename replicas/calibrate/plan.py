@@ -1,0 +1,124 @@
+"""What will be sent, said before it is: pure, from what the engine tells and from how fast a few probes were.
+
+Every round asks the same kinds of questions in an order of its own, so that a machine that gets busier or warmer for
+a while does not speak about one of them only. Sizes grow by a factor of two or four up to what the engine's context and a
+quarter of its cache hold, and as long as a prompt stays below a share of the time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+
+from . import samples
+from .fit import Fit
+
+SMALLEST = 64
+LONGEST_PROMPT = 0.02  # of the time there is, for one prompt
+STEPS = 32  # decode steps looked at, with all requests decoding
+WORDS_PER_TOKEN = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The engine's. `told` says where each comes from: "told" by it, "seen" or "assumed"."""
+
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    told: dict[str, str]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of one request that leave room for others: a quarter of the cache."""
+        return min(self.max_model_len - 1, self.num_blocks * self.block_size // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One thing to ask. `tokens` a prompt, `extra` new ones on top of it, `count` requests at once, `output` tokens each."""
+
+    region: str
+    tokens: int
+    extra: int = 0
+    count: int = 1
+    output: int = 1
+
+    @property
+    def requests(self) -> int:
+        """Also those that put the prompts into the cache."""
+        return {samples.NEW: 1, samples.CACHED: 2, samples.TEXT: 2, samples.BESIDE: 2}.get(self.region, 2 * self.count)
+
+    @property
+    def prompt_tokens(self) -> int:
+        if self.region == samples.BESIDE:
+            return SMALLEST + self.tokens
+        return (self.tokens * self.requests) + self.extra
+
+    @property
+    def output_tokens(self) -> int:
+        return self.count * (self.output - 1) + self.requests
+
+    def expected(self, fit: Fit, limits: Limits) -> float:
+        """Seconds it will take, about."""
+        budget, alone = limits.max_num_batched_tokens, self.count if self.region in (samples.DECODE, samples.BURST) else 1
+        cold = fit.seconds(samples.prompt(self.region, 0, self.tokens, 0, budget).parts) * alone
+        again = fit.seconds(samples.prompt(self.region, 0, self.tokens + self.extra, self.tokens, budget).parts) * alone
+        step = fit.seconds(samples.decode(0, self.count, self.count * self.tokens).parts)
+        return cold + again * (self.region not in (samples.NEW, samples.BESIDE)) + step * self.output
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    questions: tuple[Question, ...]
+    rounds: int
+    round_seconds: float
+
+    @property
+    def requests(self) -> int:
+        return self.rounds * sum(question.requests for question in self.questions)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.rounds * sum(question.prompt_tokens for question in self.questions)
+
+    @property
+    def output_tokens(self) -> int:
+        return self.rounds * sum(question.output_tokens for question in self.questions)
+
+
+def make(limits: Limits, fit: Fit, seconds: float, text: bool) -> Plan:
+    """At least two rounds, at most ten, in about `seconds`."""
+    affordable = [question for question in _questions(limits, text)
+                  if question.expected(fit, limits) <= 4 * LONGEST_PROMPT * seconds or question.tokens <= 4 * SMALLEST]  # fmt: skip
+    each = sum(question.expected(fit, limits) for question in affordable)
+    return Plan(tuple(affordable), max(2, min(10, int(seconds / each))), each)
+
+
+def sizes(most: int, factor: int = 2) -> list[int]:
+    """Ends at `most`, which is rarely a power of two."""
+    grown = list(takewhile(lambda size: size * 1.4 < most, (SMALLEST * factor**n for n in range(40))))
+    return [*grown, most]
+
+
+def _questions(limits: Limits, text: bool) -> Iterator[Question]:
+    longest, cache = limits.longest, limits.num_blocks * limits.block_size // 2
+    for size in sizes(longest):
+        yield Question(samples.NEW, size)
+    for size in sizes(longest, 4):
+        for extra in (16, max(32, size // 4)):
+            if size + extra < limits.max_model_len:
+                yield Question(samples.CACHED, size, extra)
+        if text:
+            yield Question(samples.TEXT, size)
+    for size in sizes(longest // 2, 4):
+        yield Question(samples.BESIDE, size, output=8)
+    for count in (1, 2, 4, 8, 16, 32, 64):
+        if count <= limits.max_num_seqs:
+            output = STEPS + 2 * count  # they start one after the other
+            for size in sizes(longest // 2, 8):
+                if count * (size + output) <= cache and size + output < limits.max_model_len:
+                    yield Question(samples.DECODE, size, count=count, output=output)
+            if count >= 4:
+                yield Question(samples.BURST, SMALLEST, count=count)

@@ -24,6 +24,37 @@ def test_a_known_failure_has_a_remedy_and_shows_its_line(lines, remedy):
     assert remedy in reason and max(lines, key=len) in reason
 
 
+# What vLLM 0.28 and 0.32 wrote on a CPU when they could not start: the last lines but for frames of tracebacks.
+CORE, SERVER = "(EngineCore pid=5) ERROR 11-20 13:24:01 [core.py:1346] ", "(APIServer pid=3) "
+AFTER = [SERVER + "    raise RuntimeError(", SERVER + "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"]
+LIMIT = SERVER + "WARNING 11-20 13:23:22 [system_utils.py:299] Found ulimit of 20000 and failed to automatically increase with error current limit exceeds maximum limit. This can cause fd limit errors like `OSError: [Errno 24] Too many open files`."
+
+
+@pytest.mark.parametrize(
+    "lines, remedy",
+    [
+        ([CORE + "RuntimeError: Cannot find any model weights with `/models/x`", *AFTER], "check --model"),
+        ([CORE + "ValueError: To serve at least one request with the model's max seq len (16384), (0.01 GiB KV cache is needed, which is larger than the available KV cache memory (0.0 GiB). Based on the available memory, the estimated maximum model length is 2048.", *AFTER],
+         "lower max_model_len"),
+        ([CORE + "ValueError: Available memory on node 0 (13.72/21.21 GiB) on kv cache allocation is less than requested memory for kv (900.0 GiB). Decrease --kv-cache-memory-bytes", *AFTER],
+         "lower gpu_memory_utilization, kv_cache_memory_bytes"),
+        ([CORE + "ValueError: Available memory on node 0 (13.82/21.21 GiB) on startup is less than desired CPU memory utilization (0.99, 21.0 GiB).", *AFTER],
+         "lower gpu_memory_utilization"),
+        ([CORE + "zmq.error.ZMQError: Address already in use (addr='tcp://*:21102')", *AFTER], "ss -ltnp"),
+        ([SERVER + "OSError: [Errno 98] Address already in use"], "ss -ltnp"),
+        ([SERVER + "    raise HFValidationError(", SERVER + "huggingface_hub.errors.HFValidationError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/nowhere'."],
+         "check --model"),
+        (["usage: vllm [-h] [-v]", "            {chat,complete,serve,launch,bench,collect-env,run-batch} ...", "vllm: error: unrecognized arguments: --no-such-flag"],
+         "extra_args"),
+        (["usage: vllm serve [model_tag] [options]", "vllm serve: error: argument --dtype: invalid choice: 'int3' (choose from 'auto', 'half')"], "extra_args"),
+    ],
+)  # fmt: skip
+def test_what_vllm_says_when_it_cannot_start_is_found_among_what_else_it_says(lines, remedy):
+    reason = explain(1, 20, [LIMIT, *lines], oom=False)
+    telling = next(said(line) for line in reversed(lines) if "rror: " in line and line not in AFTER)
+    assert remedy in reason and reason.endswith(f'; log: "{telling}"')
+
+
 def test_an_unknown_failure_shows_the_line_that_says_most():
     assert explain(7, 60, ["x", "ValueError: no common block size for 16", "shutting down"], oom=False) == (
         'exited with code 7 after 60 s; log: "ValueError: no common block size for 16"'

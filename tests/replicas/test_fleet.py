@@ -8,7 +8,7 @@ import socket
 import pytest
 from aiohttp import web
 
-from replicas import State, watch
+from replicas import Fleet, State, watch
 from replicas.health import Limits
 from replicas.ports import pick
 from replicas.supervisor import Backoff
@@ -289,6 +289,23 @@ async def test_the_url_may_name_events_and_model(fleet, engine, comes):
     other = await engine(models=("x",))
     replica = await comes(fleet.add(f"{other}#model=m"), State.WARMING)
     assert "serves x, not 'm'" in replica.reason
+
+
+async def test_adopted_engines_have_to_serve_the_name_that_was_given(engine, comes, until):
+    fleet = Fleet(interval=0.1, model="mine")
+    await fleet.start()
+    try:
+        replica = await comes(fleet.add(await engine(models=("other", "more"))), State.WARMING)
+        await until(lambda: "serves other, more, not 'mine'" in replica.reason, lambda: replica.reason)
+        assert "--served-model-name mine" in replica.reason
+        engine.pages["/v1/models"] = {"data": [{"id": "mine"}]}
+        await comes(replica, READY)
+        engine.pages["/v1/models"] = {"data": [{"id": "other"}]}  # another server took the port
+        fleet.engines[replica.id].watch.nudge()
+        await comes(replica, DEGRADED)
+        assert "serves other, not 'mine'" in replica.reason
+    finally:
+        await fleet.stop()
 
 
 async def test_known_urls_are_not_added_twice_but_wanted_again(fleet, engine, comes):

@@ -2,7 +2,8 @@
 
 A batch is `[timestamp, events, data_parallel_rank]`. Newer vLLM writes an event as a map
 with its type under "type", older as an array with its type first; block hashes are ints or
-bytes. Fields unknown to us are ignored, as are events of unknown type.
+bytes. Fields unknown to us are ignored; events that cannot be read are passed over, with the reason, one by one: the
+numbers of batches must stay gapless, and a block that was not stored here is at worst a miss.
 """
 
 from array import array
@@ -18,6 +19,7 @@ STORED_FIELDS = (
     "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind",
 )  # fmt: skip
 REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
 class EventError(ValueError):
@@ -53,28 +55,42 @@ class Cleared(NamedTuple):
 class Batch(NamedTuple):
     timestamp: float  # seconds, by the engine's clock
     events: list[Stored | Removed | Cleared]
-    unknown: int  # events of types this module does not know
+    passed_over: list[str]  # for each event that could not be read, why
 
 
 def decode(payload: bytes) -> Batch:
     """One batch; raises EventError if it is none."""
     try:
         timestamp, raw, *_ = msgspec.msgpack.decode(payload)
-        events = [_event(one) for one in raw]
-        known = [event for event in events if event is not None]
-        return Batch(float(timestamp), known, len(events) - len(known))
-    except (msgspec.DecodeError, TypeError, ValueError, LookupError, OverflowError) as error:
+        batch = Batch(float(timestamp), [], [])
+        for one in raw:
+            try:
+                batch.events.append(_event(one))
+            except (TypeError, ValueError, LookupError, OverflowError) as error:
+                batch.passed_over.append(_complaint(one, error))
+        return batch
+    except (msgspec.DecodeError, TypeError, ValueError) as error:
         raise EventError(f"not a batch of cache events: {error!r}") from error
 
 
-def _event(raw: dict | list) -> Stored | Removed | Cleared | None:
+def _complaint(raw: Any, error: Exception) -> str:
+    """The same text for the same cause, so that it can be told once."""
+    kind = raw.get("type") if isinstance(raw, dict) else raw[0] if isinstance(raw, list) and raw else None
+    if kind not in KINDS:
+        return f"unknown type {str(kind)[:60]!r}"
+    return f"{kind} without {error}" if isinstance(error, KeyError) else f"{kind}: {str(error)[:100]}"
+
+
+def _event(raw: dict | list) -> Stored | Removed | Cleared:
     kind = raw["type"] if isinstance(raw, dict) else raw[0]
     if kind == "BlockStored":
         return _stored(_fields(raw, STORED_FIELDS))
     if kind == "BlockRemoved":
         fields = _fields(raw, REMOVED_FIELDS)
         return Removed(_keys(fields), _tier(fields), fields.get("group_idx") or 0)
-    return Cleared() if kind == "AllBlocksCleared" else None
+    if kind == "AllBlocksCleared":
+        return Cleared()
+    raise ValueError("unknown type")
 
 
 def _fields(raw: dict | list, names: tuple[str, ...]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 import zmq
 
 from cachemap.apply import EventApplier
-from cachemap.events import Batch, EventError, decode
+from cachemap.events import Batch, EventError, Stored, decode
 from cachemap.map import CacheMap
 from cachemap.sequence import Order, classify
 from cachemap.sockets import WAKE_SECONDS, Inbox, connected, replay
@@ -21,6 +21,8 @@ from cachemap.sockets import WAKE_SECONDS, Inbox, connected, replay
 RETRY_SECONDS = (1.0, 30.0)  # between attempts to have all replayed, doubling
 SILENT_REQUESTS = 4  # requests with new blocks that finish without a BlockStored ...
 SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 0.1 s
+
+COMPLAINTS = 5
 
 SEQUENCE = struct.Struct(">Q")
 
@@ -59,6 +61,7 @@ class EventIntake:
         self._inbox: Inbox | None = None
         self._last_timestamp = 0.0
         self._replay_wanted = replay is not None
+        self._resuming = False  # go on after a batch that another applied, rather than start anew
         self._replay_at = 0.0
         self._replay_pause = RETRY_SECONDS[0]
         self._silent_requests = 0
@@ -71,7 +74,9 @@ class EventIntake:
         self.gaps = 0
         self.replayed = 0
         self.malformed = 0
-        self.unknown = 0
+        self.unreadable = ""  # why, of the last of them
+        self.passed_over = 0  # events that could not be read
+        self.complaints: list[str] = []  # why, each cause once, the first few
         self.last_seq: int | None = None
         self.last_event_at: float | None = None  # by the loop's clock
 
@@ -94,9 +99,35 @@ class EventIntake:
         return self._events.ignored
 
     @property
+    def position(self) -> tuple[int | None, float]:
+        """The last batch applied: its number, None if none was, and when it was sent."""
+        return self.last_seq, self._last_timestamp
+
+    def resume(self, sequence: int | None, timestamp: float, observed: bool) -> None:
+        """Before `run`: the map is as this batch left it, with the replica observed or not; go on from there."""
+        self._want_replay()
+        self.last_seq, self._last_timestamp = sequence, timestamp
+        self._resuming = self._replay_wanted and sequence is not None
+        if observed and self.state == "unobserved":
+            self._change("connecting", "another gateway saw events")
+        elif not observed:
+            self._change("unobserved", "another gateway saw no events")
+
+    @property
     def unreplayed(self) -> bool:
         """The engine's record is wanted and has not come."""
         return self._replay_wanted
+
+    @property
+    def problems(self) -> list[str]:
+        """What of this engine's events was not understood."""
+        found = []
+        if self.malformed:
+            found.append(f"{self.malformed} KV event batches could not be read ({self.unreadable}): its vLLM may need a newer Hitherto")
+        if self.passed_over:
+            why = "; ".join(self.complaints)
+            found.append(f"{self.passed_over} KV events were passed over ({why}): its vLLM may need a newer Hitherto")
+        return found
 
     async def run(self) -> None:
         """Read events until cancelled."""
@@ -104,7 +135,7 @@ class EventIntake:
             self._inbox = inbox
             while True:
                 if self._replay_wanted and _now() >= self._replay_at:
-                    await self._replay_all()
+                    await (self._catch_up() if self._resuming else self._replay_all())
                 while messages := inbox.take():
                     await self._take(messages)
                     await asyncio.sleep(0)
@@ -132,17 +163,17 @@ class EventIntake:
     async def _take(self, messages: list[list[bytes]]) -> None:
         """Apply live messages; where they do not follow on, first what is missing."""
         batches = self._ours(messages)
-        if batches and self.state == "unobserved" and not self._events.fault:
+        if self.state == "unobserved" and not self._events.fault and any(map(_stores, batches)):
             self._observe()
         run: list[Numbered] = []
         for number, batch in batches:
-            last = (run[-1][0], run[-1][1].timestamp) if run else self._position()
+            last = (run[-1][0], run[-1][1].timestamp) if run else self.position
             order = classify(*last, number, batch.timestamp)
             if order is not Order.CONTIGUOUS and order is not Order.STALE:
                 self._apply(run)
                 run = []
                 await self._recover(order, number)
-                order = classify(*self._position(), number, batch.timestamp)
+                order = classify(*self.position, number, batch.timestamp)
             if order is not Order.STALE:
                 run.append((number, batch))
         self._apply(run)
@@ -161,12 +192,10 @@ class EventIntake:
         for frames in messages:
             try:
                 numbered.append((SEQUENCE.unpack(frames[-2])[0], decode(frames[-1])))
-            except (EventError, struct.error, IndexError):
+            except (EventError, struct.error, IndexError) as error:
                 self.malformed += 1
+                self.unreadable = str(error)
         return numbered
-
-    def _position(self) -> tuple[int | None, float]:
-        return self.last_seq, self._last_timestamp
 
     async def _recover(self, order: Order, number: int) -> None:
         """A batch came that does not follow the last: fetch what is missing, or start anew."""
@@ -184,12 +213,35 @@ class EventIntake:
             self._forget()
             self._change("gap", "the engine restarted: cleared", tell=True)
             self._want_replay()
-        if self._replay_wanted:
+        if self._replay_wanted and not self._resuming:
             await self._replay_all()
 
     def _want_replay(self) -> None:
-        self._replay_wanted = self._replay_endpoint is not None
+        self._replay_wanted, self._resuming = self._replay_endpoint is not None, False
         self._replay_at, self._replay_pause = 0.0, RETRY_SECONDS[0]
+
+    async def _catch_up(self) -> None:
+        """What came after the last batch. If the engine no longer has that one, or another under its number, it is
+        not known what was missed: all anew."""
+        follows = False
+        try:
+            async for run in self._record(self.last_seq):
+                if not follows:
+                    follows = (run[0][0], run[0][1].timestamp) == self.position
+                    if not follows:
+                        break
+                    run = run[1:]
+                self._apply([one for one in run if one[0] > self.last_seq])
+        except TimeoutError:
+            self._try_again_later()
+            return
+        if not follows:
+            self._forget()
+            self._change("gap", "the engine no longer has what was missed: cleared", tell=True)
+            self._want_replay()
+            await self._replay_all()
+            return
+        self._replayed("caught up")
 
     async def _replay_all(self) -> None:
         """Start anew from all that the engine still has; without an answer, try again later."""
@@ -201,12 +253,18 @@ class EventIntake:
                     empty = False
                 self._apply(run)
         except TimeoutError:
-            self._replay_at = _now() + self._replay_pause
-            self._replay_pause = min(2 * self._replay_pause, RETRY_SECONDS[1])
+            self._try_again_later()
             return
-        self._replay_wanted = False
+        self._replayed("all replayed")
+
+    def _try_again_later(self) -> None:
+        self._replay_at = _now() + self._replay_pause
+        self._replay_pause = min(2 * self._replay_pause, RETRY_SECONDS[1])
+
+    def _replayed(self, reason: str) -> None:
+        self._replay_wanted = self._resuming = False
         if self.state != "unobserved":
-            self._change("live", "all replayed")
+            self._change("live", reason)
 
     async def _replay_missing(self, number: int) -> bool:
         """Apply what lies between the last batch and batch `number`; whether that was all."""
@@ -234,13 +292,22 @@ class EventIntake:
         self._events.apply([event for _, batch in run for event in batch.events])
         self._events.flush()
         self.batches += len(run)
-        self.unknown += sum(batch.unknown for _, batch in run)
+        for _, batch in run:
+            if batch.passed_over:
+                self._note(batch.passed_over)
         self.last_seq, self._last_timestamp = run[-1][0], run[-1][1].timestamp
         self.last_event_at = _now()
         if self._events.fault:
             self._unobserve(self._events.fault)
         elif self._events.stored > stored:
             self._silent_requests = 0
+
+    def _note(self, complaints: list[str]) -> None:
+        self.passed_over += len(complaints)
+        for why in complaints:
+            if why not in self.complaints and len(self.complaints) < COMPLAINTS:
+                self.complaints.append(why)
+                self._on_change(self.state, f"events that cannot be read are passed over: {why}")
 
     def _forget(self) -> None:
         self._events.forget()
@@ -257,6 +324,7 @@ class EventIntake:
         if self._foreign_topic is not None:
             seen, wanted = self._foreign_topic.decode("utf-8", "replace"), self._topic.decode()
             reason += f"; events come under topic {seen!r}, expected {wanted!r}"
+        reason = "; ".join([reason, *self.problems])
         self._silent_requests = 0
         self._map.observed(self._slot, False)
         self._change("unobserved", reason)
@@ -266,6 +334,10 @@ class EventIntake:
         self.state, self.reason = state, reason
         if tell:
             self._on_change(state, reason)
+
+
+def _stores(one: Numbered) -> bool:
+    return any(isinstance(event, Stored) for event in one[1].events)
 
 
 def _now() -> float:

@@ -167,7 +167,7 @@ async def test_garbage_is_counted_and_survived():
         await publisher.publish_raw([b"kv", (7).to_bytes(8, "big"), b"\xc1\xc1"])
         await publisher.publish(blocks(0, 2))
         await until(lambda: held(table) == 2)
-        assert intake.malformed == 2
+        assert intake.malformed == 2 and "2 KV event batches could not be read" in intake.problems[0]
 
 
 async def test_resync_forgets_and_asks_for_everything():
@@ -254,7 +254,26 @@ async def test_array_events_with_byte_hashes_as_older_engines_send_them():
         await publisher.publish(["BlockStored", keys[8:], keys[7], TOKENS[8 * BLOCK :], BLOCK, None])
         await publisher.publish(["BlockRemoved", [keys[11]], "GPU"], ["SomethingNew", 1, 2])
         await until(lambda: intake.last_seq == 2)
-        assert held(table) == 11 and intake.unknown == 1 and intake.malformed == 0
+        assert held(table) == 11 and intake.passed_over == 1 and intake.malformed == 0
+
+
+async def test_an_engine_that_writes_blocks_in_another_way_is_unobserved_and_the_reason_names_it(monkeypatch):
+    """As a later vLLM might: a field renamed, an event added. It must not flap between the two ways of following."""
+    monkeypatch.setattr(cachemap.intake, "SILENT_SECONDS", 0.0)
+    renamed = blocks(0, 4)
+    renamed["tokens"] = renamed.pop("token_ids")
+    async with publishing() as publisher, following(publisher) as (table, intake, changes):
+        for number in range(6):
+            await publisher.publish(renamed, {"type": "BlockMoved"}, removed(300 + number))
+            await until(lambda number=number: intake.last_seq == number)
+            intake.request_finished(4)
+        assert intake.state == "unobserved" and "BlockStored without 'token_ids'" in intake.reason
+        assert [state for state, reason in changes if "passed over" not in reason].count("live") == 1 and intake.gaps == 0
+        (said,) = intake.problems
+        assert "12 KV events were passed over" in said and "unknown type 'BlockMoved'" in said
+        assert sum("are passed over" in reason for _, reason in changes) == 2  # each cause is told once
+        await publisher.publish(blocks(0, 4))
+        await until(lambda: intake.state == "live" and held(table) == 4)
 
 
 def test_the_payload_of_the_tests_is_that_of_the_engine():

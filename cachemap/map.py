@@ -255,6 +255,10 @@ class CacheMap:
         """Maps can exchange changes and contents if this is equal."""
         return self._gpu.tag_bits
 
+    def held(self, slot: int) -> int:
+        """Blocks that events told of this replica, in all tiers."""
+        return sum(table.aliases[slot].count for table in (self._gpu, *self._lower.values()))
+
     def contents(self, slot: int) -> Contents:
         """All that events told of this replica."""
         replica = self._replica(slot)
@@ -325,8 +329,7 @@ class CacheMap:
             "evicted": sum(table.evicted for table in tables),
             "refused": sum(table.refused for table in tables),
             "slots": {
-                slot: sum(table.aliases[slot].count for table in tables) if replica.observed
-                else len(replica.model)
+                slot: self.held(slot) if replica.observed else len(replica.model)
                 for slot, replica in self._live
             },
         }

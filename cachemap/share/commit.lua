@@ -1,0 +1,29 @@
+-- A snapshot, written beside, takes its place, and deltas it contains go.
+-- KEYS  lease, head, deltas, snapshot, the new snapshot
+-- ARGV  gateway token, number of the last delta the snapshot contains,
+--       'on': the deltas go on; those before the number in ARGV[4] go
+--       or 'anew': nothing that is there counts; the delta in ARGV[4], numbered as the snapshot, sends readers to it
+--       how long unused keys stay (s)
+local lease, head, deltas, snapshot, new = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local n = tonumber(ARGV[2])
+if redis.call('GET', lease) ~= ARGV[1] then
+  redis.call('DEL', new)
+  return 'lost'
+end
+local last = tonumber(redis.call('GET', head) or 0)
+if (ARGV[3] == 'on' and last < n) or (ARGV[3] == 'anew' and last >= n) then
+  redis.call('DEL', new)
+  return 'behind'
+end
+redis.call('RENAME', new, snapshot)
+redis.call('EXPIRE', snapshot, ARGV[5])
+if ARGV[3] == 'on' then
+  redis.call('XTRIM', deltas, 'MINID', ARGV[4] .. '-0')
+else
+  local time = redis.call('TIME')
+  local now = struct.pack('<d', time[1] + time[2] / 1000000)
+  redis.call('DEL', deltas)
+  redis.call('XADD', deltas, string.format('%.0f-0', n), 'd', now .. ARGV[4])
+  redis.call('SET', head, string.format('%.0f', n))
+end
+return 'ok'

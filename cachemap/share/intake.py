@@ -1,0 +1,309 @@
+"""SharedIntake: one replica's part of the map, from its events if this gateway leads, else from who does.
+
+    joining  nothing known yet
+    mirror   another gateway writes; its snapshot and deltas are applied here
+    writer   this gateway holds the lease: it follows the engine's events and publishes what they change
+    alone    nobody leads, Redis is gone, or what lies there is of another kind or of a later incarnation: the events
+             are followed for oneself
+
+In each the map is usable. From one to the other it goes on after the engine's last batch that is included: every delta
+carries its number, and the engine is asked for those after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cachemap.changes import Clear, Observe, Store
+from cachemap.intake import EventIntake
+from cachemap.map import CacheMap
+from cachemap.share.codec import FIRST, RELOAD, Identity, Position, Snapshot, Unreadable, decode_delta, decode_snapshot
+from cachemap.share.connect import FAILURES
+from cachemap.share.journal import Journal
+from cachemap.share.keys import Keys
+
+if TYPE_CHECKING:
+    from cachemap.share.shared import SharedMap
+
+log = logging.getLogger("hitherto.share")
+
+UNREADABLE_SECONDS = 10.0  # until what could not be used is looked at again
+TRIES = 5  # a snapshot may be replaced while its deltas are read
+
+
+class Absent(Exception):
+    """Nothing is written of this replica."""
+
+
+class SharedIntake:
+    """Follows one replica; `run` until cancelled. Made by `SharedMap.intake`; arguments as of EventIntake."""
+
+    def __init__(self, shared: SharedMap, cache_map: CacheMap, slot: int, keys: Keys, *, model: str, block_size: int,
+                 on_change: Callable[[str, str], None] = lambda state, reason: None, **source):  # fmt: skip
+        self._shared, self._map, self._slot, self.keys = shared, cache_map, slot, keys
+        self._identity = Identity(model, block_size, cache_map.tag_bits)
+        self.engine = EventIntake(cache_map, slot, model=model, block_size=block_size, on_change=on_change, **source)
+        self._following: asyncio.Task[None] | None = None  # of the engine's events
+        self._on_change = on_change
+        self._wanted = "joining"
+        self._wake = asyncio.Event()
+        self._settled = True
+        self._position = Position()
+        self._observed = True
+        self._mirrored = [0, 0]  # blocks stored and removed by deltas
+        self.role = "joining"
+        self.role_reason = "nothing heard of Redis yet"
+        self.n = 0  # the last delta applied or written
+        self.term: int | None = None
+        self.mirroring = False  # deltas may be applied
+        self.journal: Journal | None = None
+        self.led_at = shared.now()  # when somebody was last known to lead
+        self.unreadable_at: float | None = None
+        self.head = 0  # the last delta there is, as of the last look
+        self._void = False
+        self.behind = 0  # looks in a row at which others were further than we
+        self.reloads = 0
+
+    # --- what the gateway sees of it, as of an EventIntake
+
+    @property
+    def state(self) -> str:
+        if self.role in ("writer", "alone"):
+            return self.engine.state
+        return "connecting" if self.role == "joining" else "live" if self._observed else "unobserved"
+
+    @property
+    def reason(self) -> str:
+        return self.engine.reason if self.role in ("writer", "alone") else self.role_reason
+
+    @property
+    def last_seq(self) -> int | None:
+        return self.position.sequence
+
+    @property
+    def position(self) -> Position:
+        return Position(*self.engine.position) if self._following else self._position
+
+    @property
+    def blocks_stored(self) -> int:
+        return self.engine.blocks_stored + self._mirrored[0]
+
+    @property
+    def blocks_removed(self) -> int:
+        return self.engine.blocks_removed + self._mirrored[1]
+
+    def __getattr__(self, name: str):
+        if name in ("batches", "gaps", "replayed", "malformed", "unknown", "orphans", "ignored", "unreplayed", "last_event_at"):
+            return getattr(self.engine, name)
+        raise AttributeError(name)
+
+    def resync(self) -> None:
+        """The map is wrong about this replica: ask the engine for everything again, or who writes to do so."""
+        if self._following:
+            self.engine.resync()
+        else:
+            self._shared.wish(self)
+
+    def request_finished(self, prompt_blocks: int) -> None:
+        if self._following:
+            self.engine.request_finished(prompt_blocks)
+
+    async def run(self) -> None:
+        self._shared.join(self)
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                if not self._settled:
+                    await self._turn()
+        finally:
+            self._stop_following()
+            self._map.record(self._slot, None)
+            self._shared.leave(self)
+
+    # --- roles
+
+    def want(self, role: str) -> None:
+        """Asked by SharedMap, which knows who holds the lease."""
+        if self._settled and role in (self.role, self._wanted):
+            return
+        self._wanted, self._settled = role, False
+        self._wake.set()
+
+    def reload(self, why: str) -> None:
+        """What was applied here is not what the others have."""
+        if self.mirroring:
+            log.info("replica %s: the shared map is loaded anew: %s", self.keys.replica, why)
+            self.mirroring = False
+            self.reloads += 1
+            self._settled, self._wanted = False, "mirror"
+            self._wake.set()
+
+    async def _turn(self) -> None:
+        """Become what is wanted; what fails is tried again when SharedMap next looks."""
+        wanted = self._wanted
+        try:
+            if wanted == "writer":
+                await self._lead()
+            elif wanted == "mirror":
+                await self._mirror()
+            elif wanted == "alone":
+                self._go_alone()
+            else:
+                self._begin_void()
+            self._settled = self._wanted == wanted
+        except Absent:
+            self.role_reason = "another gateway leads and has not written yet"
+        except Unreadable as error:
+            self.unreadable_at = self._shared.now()
+            self._become("alone", f"what other gateways wrote cannot be used here: {error}")
+            self._go_alone()
+        except FAILURES as error:
+            self._shared.failed(error)
+
+    async def _lead(self) -> None:
+        """The lease is ours. Go on from what the last writer wrote; without it, from the engine."""
+        whole = True
+        if self._following is None:  # else our own map is as the engine says, and goes out whole
+            with contextlib.suppress(Absent, Unreadable):
+                await self._catch_up()
+                whole = False
+        self.mirroring = False
+        self.journal = Journal(max(self.n, self.head) if whole else self.n, whole)
+        self._map.record(self._slot, self.journal.add)
+        self._follow_events()
+        self._become("writer", "this gateway follows its events for all")
+
+    async def _catch_up(self) -> None:
+        """To the end of what is written; nobody but us may add to it."""
+        if self.mirroring:
+            self.take(await self._shared.read_deltas(self.keys, self.n))
+        if not self.mirroring or self.n != self.head:
+            await self._load()
+
+    async def _mirror(self) -> None:
+        await self._load()
+        self.mirroring = True
+        self.unreadable_at = None
+        self._become("mirror", "another gateway follows its events")
+
+    def _go_alone(self) -> None:
+        self.mirroring = False
+        self._end_journal()
+        if self.role != "alone":
+            self._become("alone", "no gateway leads" if self._shared.reachable else "Redis is away")
+        self._follow_events()
+
+    def _begin_void(self) -> None:
+        """Another gateway knows a newer incarnation: what is known of this one counts no more."""
+        if not self._void:
+            self._void = True
+            self._stop_following()
+            self._end_journal()
+            self._map.clear(self._slot)
+            self._position, self.term = Position(), None
+        self._become("alone", "a newer incarnation of the replica is known to other gateways")
+        self._go_alone()
+
+    def lost(self) -> None:
+        """Somebody else holds the lease, or nobody does: write no more."""
+        self._end_journal()
+
+    def _end_journal(self) -> None:
+        if self.journal is not None:
+            self._map.record(self._slot, None)
+            self.n, self.term, self.journal = self.journal.n, self.journal.term, None
+
+    def _become(self, role: str, reason: str) -> None:
+        if (role, reason) != (self.role, self.role_reason):
+            log.info("replica %s: %s: %s", self.keys.replica, role, reason)
+        self.role, self.role_reason = role, reason
+
+    def _follow_events(self) -> None:
+        if self._following is None:
+            self.engine.resume(*self._position, self._observed)
+            self._following = asyncio.create_task(self.engine.run(), name=f"events {self.keys.replica}")
+
+    def _stop_following(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+
+    # --- what others wrote
+
+    async def _load(self) -> None:
+        """Snapshot and all deltas after it; what is known meanwhile stays until then."""
+        for _ in range(TRIES):
+            pieces = await self._shared.read_snapshot(self.keys)
+            if not pieces:
+                raise Absent
+            snapshot = decode_snapshot(self._identity, pieces)
+            deltas = [(n, decode_delta(data)) for n, data in await self._shared.read_deltas(self.keys, snapshot.n)]
+            if all(n == snapshot.n + 1 + i for i, (n, _) in enumerate(deltas)):
+                break
+        else:
+            raise Absent
+        await self._adopt(snapshot)
+        for n, delta in deltas:
+            self._apply(n, delta)
+
+    async def _adopt(self, snapshot: Snapshot) -> None:
+        self._stop_following()
+        self._end_journal()
+        self.mirroring = False
+        for _ in self._map.become(self._slot, snapshot.contents):
+            await asyncio.sleep(0)
+        self.n, self.term, self._position = snapshot.n, snapshot.term, snapshot.position
+        self._observed = snapshot.contents.observed
+
+    def take(self, deltas: list[tuple[int, bytes]]) -> None:
+        """New deltas, in order."""
+        for n, data in deltas:
+            if not self.mirroring:
+                return
+            if n <= self.n:
+                continue
+            try:
+                delta = decode_delta(data)
+            except Unreadable as error:
+                self.reload(str(error))
+                return
+            if n != self.n + 1:
+                self.reload(f"deltas {self.n + 1} to {n - 1} are gone")
+            elif delta.flags & RELOAD:
+                self.reload("its writer wrote it anew")
+            elif delta.term != self.term and not delta.flags & FIRST:
+                self.reload("it was written by two")
+            else:
+                self._apply(n, delta)
+                self._shared.lag(delta.at)
+
+    def _apply(self, n: int, delta) -> None:
+        for change in delta.changes:
+            removed = self._map.change(self._slot, change)
+            self._mirrored[0] += len(change.hashes) if isinstance(change, Store) else 0
+            self._mirrored[1] += removed
+            if isinstance(change, Observe):
+                self._observed = change.observed
+                self._on_change(self.state, "told by the gateway that follows its events")
+            elif isinstance(change, Clear):
+                self._on_change(self.state, "cleared by the gateway that follows its events")
+        self.n, self.term, self._position = n, delta.term, delta.position
+
+    # --- what we write
+
+    @property
+    def blocks(self) -> int:
+        return self._map.held(self._slot)
+
+    def snapshot(self) -> Snapshot:
+        journal = self.journal
+        return Snapshot(journal.n, journal.term, self.position, self._map.contents(self._slot))
+
+    @property
+    def identity(self) -> Identity:
+        return self._identity

@@ -1,0 +1,45 @@
+"""Names in Redis. Nothing is stored under them but block hashes, fingerprints of engine keys, and counters.
+
+    hitherto:1:DEPLOYMENT:{LANE}:map:REPLICA:life                 its newest incarnation
+    hitherto:1:DEPLOYMENT:{LANE}:map:REPLICA:INCARNATION:lease    token of the gateway that writes, 3 s
+                                                        :head     number of the last delta
+                                                        :deltas   stream; entry n-0 is delta n
+                                                        :snapshot list of pieces: header, then what is held
+                                                        :wish     a gateway that mirrors asks for a resync
+
+What is in braces decides the place in a Cluster: all of a replica's keys lie together, in one of 16 lanes, so that one
+command can speak of all replicas of a lane.
+"""
+
+import socket
+from zlib import crc32
+
+SCHEMA = 1
+LANES = 16
+LOOPBACK = ("127.", "localhost", "[::1]", "::1", "0.0.0.0")
+
+
+def scope(replica: str) -> str:
+    """A replica's name that means the same on every host: a loopback address gets the host's name."""
+    if replica.startswith(LOOPBACK):
+        return f"{socket.gethostname()}:{replica.rpartition(':')[2]}"
+    return replica
+
+
+def life(incarnation: str) -> str:
+    """An incarnation as all gateways name it: by when the process began, or its pid; a count of what one gateway
+    happened to see is no name."""
+    return "-" if not incarnation or incarnation.startswith("seen-") else incarnation
+
+
+class Keys:
+    """The keys of one incarnation of one replica."""
+
+    def __init__(self, deployment: str, replica: str, incarnation: str):
+        self.incarnation = life(incarnation)
+        self.lane = crc32(scope(replica).encode()) % LANES
+        self.replica = f"hitherto:{SCHEMA}:{deployment}:{{{self.lane}}}:map:{scope(replica)}"
+        base = f"{self.replica}:{self.incarnation}"
+        self.life = f"{self.replica}:life"
+        self.lease, self.head, self.deltas = f"{base}:lease", f"{base}:head", f"{base}:deltas"
+        self.snapshot, self.wish = f"{base}:snapshot", f"{base}:wish"

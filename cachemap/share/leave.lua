@@ -1,0 +1,9 @@
+-- Give a lease back.
+-- KEYS  leases
+-- ARGV  gateway token
+for _, lease in ipairs(KEYS) do
+  if redis.call('GET', lease) == ARGV[1] then
+    redis.call('DEL', lease)
+  end
+end
+return 0

@@ -1,0 +1,402 @@
+"""SharedMap: the part of a gateway that speaks to Redis of who holds what.
+
+Three loops, and no request waits for any. `_tend` looks at all leases once a second, or when one runs out. `_publish`
+sends what changed, at most every 20 ms. `_follow`, one a lane on a Cluster, else one, reads what others sent.
+Whatever Redis does, a look-up goes to this process's own table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+
+from redis.asyncio.cluster import RedisCluster
+
+from cachemap.map import CacheMap
+from cachemap.share.codec import RELOAD, encode_delta, encode_snapshot
+from cachemap.share.connect import FAILURES, Place, Script, connect, xread
+from cachemap.share.intake import SharedIntake
+from cachemap.share.keys import Keys
+
+log = logging.getLogger("hitherto.share")
+
+HERE = Path(__file__).parent
+TEND, PUBLISH, COMMIT, LEAVE = (Script(HERE / f"{name}.lua") for name in ("tend", "publish", "commit", "leave"))
+
+LEASE_SECONDS = 3.0
+LOOK_SECONDS = 1.0
+SETTLE_SECONDS = 0.05  # between claims, while leases are free: gateways that start together share them
+BATCH_SECONDS = 0.02  # changes of an engine's step or two go together
+POLL_MILLISECONDS = 250  # a read waits that long for news; who joins is heard after it
+KEEP_SECONDS = 24 * 3600  # keys of replicas nobody asks for any more; those in use are renewed with the lease
+MOST_BYTES = 1 << 18  # of deltas in one call: a server is blocked for less than a millisecond
+
+
+class SharedMap:
+    """`start`, then an `intake` for each replica with events; `stop` gives the leases back."""
+
+    def __init__(self, place: Place, deployment: str, cache_map: CacheMap):
+        self.place, self.deployment, self._map = place, deployment, cache_map
+        self.token = secrets.token_hex(8)
+        self._client = connect(place)
+        self._grouped = isinstance(self._client, RedisCluster)
+        self._members: list[SharedIntake] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._aside: set[asyncio.Task[None]] = set()
+        self._look = asyncio.Event()
+        self._writing: set[SharedIntake] = set()
+        self._clock = 0.0  # the server's time less ours
+        self._lags = [0.0, 0.0]  # the worst of these seconds and of those before
+        self._lags_until = 0.0
+        self._away: set[int] = set()  # lanes whose server does not answer
+        self._reached = False
+        self.errors = 0
+        self.takeovers = 0
+        self.snapshots = 0
+
+    # --- for the gateway
+
+    def start(self) -> None:
+        self._spawn("tend", self._tend)
+        self._spawn("publish", self._publish)
+
+    async def stop(self) -> None:
+        """Others take over at their next look."""
+        for task in self._tasks.values():
+            task.cancel()
+        for group in self._groups([one for one in self._members if one.journal]):
+            self._beside(LEAVE(self._client, [one.keys.lease for one in group], [self.token]))
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._tasks.clear()
+        if self._aside:
+            _, late = await asyncio.wait(self._aside, timeout=1)
+            for task in late:
+                task.cancel()
+        await self._client.aclose()
+
+    def intake(self, slot: int, replica: str, incarnation: str, **arguments) -> SharedIntake:
+        """In place of an EventIntake, with its arguments."""
+        return SharedIntake(self, self._map, slot, Keys(self.deployment, replica, incarnation), **arguments)
+
+    @property
+    def reachable(self) -> bool:
+        return self._reached and not self._away
+
+    @property
+    def leases(self) -> int:
+        return sum(one.journal is not None for one in self._members)
+
+    @property
+    def lag_seconds(self) -> float:
+        """From a delta's arrival in Redis to its being applied here; the worst of the last 5 to 10 s."""
+        self._turn_lags()
+        return max(self._lags)
+
+    @property
+    def reloads(self) -> int:
+        return sum(one.reloads for one in self._members)
+
+    # --- for its intakes
+
+    @staticmethod
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def join(self, member: SharedIntake) -> None:
+        member.led_at = self.now()
+        self._members.append(member)
+        lane = self._lane(member)
+        if f"follow {lane}" not in self._tasks:
+            self._spawn(f"follow {lane}", partial(self._follow, lane))
+        self._look.set()
+
+    def leave(self, member: SharedIntake) -> None:
+        self._members.remove(member)
+        if member.journal is not None and "tend" in self._tasks:
+            self._beside(LEAVE(self._client, [member.keys.lease], [self.token]))
+
+    def wish(self, member: SharedIntake) -> None:
+        self._beside(self._client.set(member.keys.wish, 1, px=10_000))
+
+    def failed(self, error: BaseException) -> None:
+        self.errors += 1
+        log.debug("redis: %s", error)
+
+    def lag(self, at: float) -> None:
+        self._turn_lags()
+        self._lags[0] = max(self._lags[0], self.now() + self._clock - at)
+
+    def _turn_lags(self) -> None:
+        if self.now() >= self._lags_until:
+            self._lags, self._lags_until = [0.0, self._lags[0]], self.now() + 5
+
+    async def read_snapshot(self, keys: Keys) -> list[bytes]:
+        return await self._client.lrange(keys.snapshot, 0, -1)
+
+    async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, bytes]]:
+        found = await self._client.xrange(keys.deltas, f"{after + 1}-0", "+")
+        return [(_number(id), fields[b"d"]) for id, fields in found]
+
+    # --- leases
+
+    async def _tend(self) -> None:
+        while True:
+            pauses = await asyncio.gather(*map(self._tend_group, self._groups(self._members)))
+            pause = min(pauses, default=LOOK_SECONDS)
+            alarm = asyncio.get_running_loop().call_later(pause, self._look.set)
+            await self._look.wait()
+            alarm.cancel()
+            self._look.clear()
+
+    async def _tend_group(self, group: list[SharedIntake]) -> float:
+        """Returns how soon to look again."""
+        claims = self._to_claim(group)
+        keys, arguments = [], [self.token, int(LEASE_SECONDS * 1000), KEEP_SECONDS]
+        for one in group:
+            k = one.keys
+            keys += [k.lease, k.head, k.wish, k.life, k.deltas, k.snapshot]
+            arguments += ["claim" if one in claims else "look", k.incarnation, k.replica]
+        # what is known to be written before we ask must be there when we are told
+        journals = [one.journal if one not in self._writing else None for one in group]
+        written = [journal.n if journal else 0 for journal in journals]
+        try:
+            sent = self.now()
+            time, *states = await TEND(self._client, keys, arguments)
+        except FAILURES as error:
+            self.failed(error)
+            self._unreachable(group, error)
+            return LOOK_SECONDS
+        self._clock = float(time) - (sent + self.now()) / 2
+        self._heard(group)
+        for one, journal, n, (state, head, there, wished) in zip(group, journals, written, states, strict=True):
+            if one not in self._members:
+                continue
+            if journal is not None and journal is one.journal and (int(head) < n or not there) and not journal.whole:
+                log.warning("replica %s: redis has lost what was written: it is written anew", one.keys.replica)
+                journal.start_over()
+            self._judge(one, state.decode(), int(head), wished)
+        return SETTLE_SECONDS if any(state == b"free" for state, *_ in states) else LOOK_SECONDS
+
+    def _to_claim(self, group: list[SharedIntake]) -> set[SharedIntake]:
+        """Leases to take if they are free: those we had, and some of the others."""
+        others = [one for one in group if one.journal is None]
+        some = random.sample(others, min(len(others), max(4, len(others) // 4)))
+        return {one for one in group if one.journal is not None} | set(some)
+
+    def _judge(self, one: SharedIntake, state: str, head: int, wished: int) -> None:
+        """What the lease's state means for what we are."""
+        one.head = head
+        if state in ("ours", "held"):
+            one.led_at = self.now()
+        if state == "ours":
+            if one.role != "writer" or one.journal is None:
+                self.takeovers += one.role != "joining"
+                one.want("writer")
+            elif one.journal.whole:
+                one.journal.n = max(one.journal.n, head)
+            if wished:
+                log.info("replica %s: another gateway found the map wrong: events are read anew", one.keys.replica)
+                one.resync()
+        elif state == "newer":
+            one.want("void")
+        elif state == "held":
+            one.lost()
+            self._mirror(one, head)
+        elif self.now() - one.led_at > LEASE_SECONDS:
+            one.lost()
+            one.want("alone")
+
+    def _mirror(self, one: SharedIntake, head: int) -> None:
+        if one.unreadable_at is not None and self.now() - one.unreadable_at < 10:
+            return
+        one.behind = one.behind + 1 if one.mirroring and head > one.n else 0
+        if one.mirroring and head < one.n:
+            one.reload("it is shorter than what was read of it")
+        elif one.behind > 2:
+            one.behind = 0
+            one.reload("news of it do not come")
+        else:
+            one.want("mirror")
+
+    def _heard(self, group: list[SharedIntake]) -> None:
+        lane = self._lane(group[0])
+        if lane in self._away or not self._reached:
+            log.info("redis %s answers%s", self.place, f" for lane {lane}" if self._grouped else "")
+        self._reached = True
+        self._away.discard(lane)
+
+    def _unreachable(self, group: list[SharedIntake], error: BaseException) -> None:
+        lane = self._lane(group[0])
+        if lane not in self._away:
+            log.warning("redis %s does not answer%s, every gateway goes on with what it knows: %s",
+                        self.place, f" for lane {lane}" if self._grouped else "", error)  # fmt: skip
+            self._away.add(lane)
+        for one in group:
+            waited = self.now() - one.led_at > LEASE_SECONDS
+            if one.role == "joining" or (one.role == "mirror" and waited):
+                one.want("alone")
+
+    # --- writing
+
+    async def _publish(self) -> None:
+        while True:
+            await asyncio.sleep(BATCH_SECONDS)
+            writers = [one for one in self._members if one.journal is not None and one not in self._writing]
+            for one in writers:
+                if one.journal.due(one.blocks):
+                    self._writing.add(one)
+                    self._beside(self._write_snapshot(one))
+            groups = self._groups([one for one in writers if one not in self._writing])
+            await asyncio.gather(*map(self._publish_group, groups))
+
+    async def _publish_group(self, group: list[SharedIntake]) -> None:
+        batch, size = [], 0
+        for one in group:
+            delta = one.journal.seal(one.position)
+            if delta is not None:
+                batch.append((one, one.journal, delta))
+                size += len(delta)
+            if size > MOST_BYTES:
+                await self._send(batch)
+                batch, size = [], 0
+        if batch:
+            await self._send(batch)
+
+    async def _send(self, batch: list) -> None:
+        keys, arguments = [], [self.token]
+        for one, journal, delta in batch:
+            keys += [one.keys.lease, one.keys.head, one.keys.deltas]
+            arguments += [journal.n + 1, delta]
+        try:
+            results = await PUBLISH(self._client, keys, arguments)
+        except FAILURES as error:
+            self.failed(error)
+            results = [b"unknown"] * len(batch)  # written or not
+        for (_, journal, delta), result in zip(batch, results, strict=True):
+            if result == b"ok":
+                journal.sent(len(delta))
+            else:
+                journal.start_over()
+        if any(result == b"lost" for result in results):
+            self._look.set()
+
+    async def _write_snapshot(self, one: SharedIntake) -> None:
+        """In the place of all deltas so far, most of which go; or of everything, where nothing there follows."""
+        journal = one.journal
+        try:
+            result = await (self._write_anew(one, journal) if journal.whole else self._write_on(one, journal))
+            self.snapshots += result == b"ok"
+            if result == b"lost":
+                self._look.set()
+            elif result == b"behind":
+                journal.start_over()
+        except FAILURES as error:
+            self.failed(error)
+            journal.start_over()
+        if journal.whole:
+            self._look.set()  # for the number to begin with
+            await asyncio.sleep(LOOK_SECONDS / 4)
+        self._writing.discard(one)
+
+    async def _write_on(self, one: SharedIntake, journal) -> bytes:
+        delta = journal.seal(one.position)
+        snapshot = one.snapshot()
+        if delta is not None:
+            await self._send([(one, journal, delta)])
+            if journal.whole:
+                return b"lost"
+            snapshot = snapshot._replace(n=journal.n)
+        first = journal.first_to_keep(one.blocks)
+        result = await self._commit(one, snapshot, "on", first)
+        if result == b"ok":
+            journal.trimmed(first)
+        return result
+
+    async def _write_anew(self, one: SharedIntake, journal) -> bytes:
+        snapshot = one.snapshot()._replace(n=journal.n + 1)
+        journal.whole = False  # from here on changes are deltas after this snapshot
+        result = await self._commit(one, snapshot, "anew", encode_delta(journal.term, RELOAD, snapshot.position, []))
+        if result == b"ok":
+            journal.anew(snapshot.n)
+        else:
+            journal.start_over()
+        return result
+
+    async def _commit(self, one: SharedIntake, snapshot, way: str, detail) -> bytes:
+        keys = one.keys
+        new = f"{keys.snapshot}:{self.token}"
+        pieces = await asyncio.to_thread(encode_snapshot, one.identity, snapshot)
+        await self._client.delete(new)
+        for at in range(0, len(pieces), 32):
+            await self._client.rpush(new, *pieces[at : at + 32])
+        await self._client.expire(new, 60)
+        arguments = [self.token, snapshot.n, way, detail, KEEP_SECONDS]
+        return await COMMIT(self._client, [keys.lease, keys.head, keys.deltas, keys.snapshot, new], arguments)
+
+    # --- reading
+
+    async def _follow(self, lane: int) -> None:
+        while True:
+            members = [one for one in self._members if one.mirroring and self._lane(one) == lane]
+            if not members:
+                await asyncio.sleep(5 * BATCH_SECONDS)
+                continue
+            streams = {one.keys.deltas: one for one in members}
+            try:
+                found = await xread(self._client, {name: f"{one.n}-0" for name, one in streams.items()}, 500, POLL_MILLISECONDS)
+            except FAILURES as error:
+                self.failed(error)
+                await asyncio.sleep(LOOK_SECONDS / 4)
+                continue
+            for name, entries in found:
+                streams[name.decode()].take([(_number(id), fields[b"d"]) for id, fields in entries])
+                await asyncio.sleep(0)
+            await asyncio.sleep(BATCH_SECONDS / 4)
+
+    # --- the rest
+
+    def _groups(self, members: list[SharedIntake]) -> list[list[SharedIntake]]:
+        """Those one command can speak of: on a Cluster those of one lane."""
+        if not self._grouped:
+            return [list(members)] if members else []
+        lanes: dict[int, list[SharedIntake]] = {}
+        for one in members:
+            lanes.setdefault(self._lane(one), []).append(one)
+        return list(lanes.values())
+
+    def _lane(self, member: SharedIntake) -> int:
+        return member.keys.lane if self._grouped else 0
+
+    def _spawn(self, name: str, work: Callable[[], Coroutine]) -> None:
+        self._tasks[name] = asyncio.create_task(self._forever(work), name=f"share {name}")
+
+    @staticmethod
+    async def _forever(work: Callable[[], Coroutine]) -> None:
+        """A fault of ours must not end a loop for good: others would wait for what no longer comes."""
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("the shared map stumbled and goes on")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _beside(self, work: Coroutine) -> None:
+        """Something nobody waits for."""
+        task = asyncio.create_task(self._quietly(work))
+        self._aside.add(task)
+        task.add_done_callback(self._aside.discard)
+
+    async def _quietly(self, work: Coroutine) -> None:
+        try:
+            await work
+        except FAILURES as error:
+            self.failed(error)
+
+
+def _number(id: bytes) -> int:
+    return int(id.partition(b"-")[0])

@@ -144,10 +144,13 @@ class Fleet:
             self._tell(replica, Event.LAUNCHED, f"process {pid} started")
 
         def exited(reason: str) -> None:
+            news = [] if replica.state is not State.FAILED else [reason]  # else the change of state tells it
             replica.pid = None
             self._tell(replica, Event.GONE, reason)
             if last := supervisor.tail.lines[-10:]:
-                log.warning("replica %s: its last lines:\n  %s", replica.id, "\n  ".join(last))
+                news.append("its last lines:\n  " + "\n  ".join(last))
+            if news:
+                log.warning("replica %s: %s", replica.id, "; ".join(news))
 
         def obstacle() -> str:
             for port in filter(lambda port: not is_free(HOST, port), ports.all()):

@@ -76,7 +76,7 @@ async def test_without_a_start_time_the_process_id_tells_incarnations_apart(flee
     assert replica.incarnation == f"pid-{replica.pid}"
 
 
-async def test_a_hung_engine_is_degraded_then_killed_and_started_again(fleet, fake_profile, comes, alive):
+async def test_a_hung_engine_is_degraded_then_killed_and_started_again(fleet, fake_profile, comes, alive, caplog):
     (replica,) = await fleet.launch(1, fake_profile())
     await comes(replica, READY)
     pid = replica.pid
@@ -87,6 +87,7 @@ async def test_a_hung_engine_is_degraded_then_killed_and_started_again(fleet, fa
     assert "its process is alive" in replica.reason
     await comes(replica, READY)
     assert replica.pid != pid and not alive(pid)
+    assert "it hangs, so it was killed; next start in" in caplog.text
 
 
 async def test_an_engine_that_only_paused_is_taken_back(fleet, fake_profile, comes):

@@ -14,6 +14,7 @@ from time import monotonic
 import aiohttp
 
 from replicas.adopt import Facts, get, health, probe, problems_of
+from replicas.exits import said
 from replicas.health import Health, Limits, Verdict
 from replicas.lifecycle import Event, State
 from replicas.metrics import Scrape, parse
@@ -183,7 +184,7 @@ class Watch:
             replica.reason = f"starting for {waited:.0f} s; last log line: {self._log()}"
 
     def _log(self) -> str:
-        return f'"{self.supervisor.tail.last}"' if self.supervisor.tail.last else "none yet"
+        return f'"{said(self.supervisor.tail.last)}"' if self.supervisor.tail.last else "none yet"
 
     def _answered(self, now: float, facts: Facts, full: bool) -> None:
         replica = self.replica

@@ -16,7 +16,7 @@ import os
 import signal
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -42,6 +42,9 @@ from .telemetry.view import View
 from .wire.http import Limits
 from .wire.server import Server
 
+if TYPE_CHECKING:
+    from cachemap.share import SharedIntake, SharedMap
+
 log = logging.getLogger("hitherto")
 
 DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
@@ -59,7 +62,8 @@ class Gateway:
         self.fleet = Fleet(self._inflight, self._waited, drain_timeout=settings.drain_timeout_s, model=settings.served_model_name)
         self.fleet.on_change.append(self._replica_changed)
         self.slots: dict[str, int] = {}
-        self.intakes: dict[str, EventIntake] = {}
+        self.intakes: dict[str, EventIntake | SharedIntake] = {}
+        self.shared = _shared_map(settings, self.map)
         self.profile = _profile(settings) if settings.launch else None
         self.model_dir, self.served_name = _model(settings, self.profile)
         self.dispatcher = Dispatcher(
@@ -80,6 +84,7 @@ class Gateway:
         limits = Limits(body_bytes=settings.max_body_bytes, head_seconds=settings.header_timeout_s)
         self.server = Server(self.dispatcher, limits)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
+        self.view.shared = self.shared
         self.metrics.read_from(self.view.reading)
         self.metrics.read_from(self._connections)
         self.admin = Admin(self)
@@ -105,6 +110,8 @@ class Gateway:
                               "Stop what holds the port, or give another with --port (and --host)") from None  # fmt: skip
         try:
             self.admin_port = await self.admin.start(settings.admin_host, settings.admin_port)
+            if self.shared is not None:
+                self.shared.start()
             await self.fleet.start()
             for url in settings.replica_url:
                 self.fleet.add(url)
@@ -128,6 +135,8 @@ class Gateway:
                 task.cancel()
         for backend in list(self.dispatcher.backends.values()):
             backend.stop()
+        if self.shared is not None:
+            await self.shared.stop()
         await self.fleet.stop()
         await self.admin.stop()
 
@@ -218,16 +227,19 @@ class Gateway:
             why = next((one for one in backend.replica.problems if "events" in one), "no KV events are known of it")
             log.warning("replica %s: its cache is guessed from what is sent to it. %s", backend.id, why)
             return
-        backend.intake = self.intakes[backend.id] = EventIntake(
-            self.map,
-            backend.slot,
-            endpoint=source.endpoint,
-            replay=source.replay,
-            topic="",  # all: one publisher an endpoint, and a topic nobody expected must not make us deaf
-            model=self.dispatcher.pipeline.served_name,
-            block_size=self.dispatcher.pipeline.block_size,
-            on_change=lambda state, reason: log.info("events of %s: %s: %s", backend.id, state, reason),
-        )
+        following = {
+            "endpoint": source.endpoint,
+            "replay": source.replay,
+            "topic": "",  # all: one publisher an endpoint, and a topic nobody expected must not make us deaf
+            "model": self.dispatcher.pipeline.served_name,
+            "block_size": self.dispatcher.pipeline.block_size,
+            "on_change": lambda state, reason: log.info("events of %s: %s: %s", backend.id, state, reason),
+        }
+        if self.shared is not None:
+            intake = self.shared.intake(backend.slot, backend.id, backend.incarnation, **following)
+        else:
+            intake = EventIntake(self.map, backend.slot, **following)
+        backend.intake = self.intakes[backend.id] = intake
         backend.intake_task = asyncio.create_task(backend.intake.run(), name=f"events {backend.id}")
 
     async def _care(self) -> None:
@@ -294,6 +306,15 @@ def _model(settings: Settings, profile: Profile | None) -> tuple[Path | None, st
     if name is None:
         return None, settings.served_model_name or "model"
     return model_dir(name), settings.served_model_name or os.path.basename(name.rstrip("/"))
+
+
+def _shared_map(settings: Settings, cachemap: CacheMap) -> SharedMap | None:
+    """What gateways share of who holds what; none without Redis, nor where each follows the events itself."""
+    if settings.redis_url is None or settings.event_intake == "each":
+        return None
+    from cachemap.share import SharedMap, parse  # a fifth of a second, for those who use it
+
+    return SharedMap(parse(settings.redis_url), settings.deployment, cachemap)
 
 
 def _access(life: Life, outcome: str, usage: Usage | None) -> None:

@@ -65,10 +65,19 @@ def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     return urls
 
 
+def _check_redis(url: str) -> str:
+    from cachemap.share import parse  # a fifth of a second, for those who use it
+
+    parse(url)
+    return url
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Urls = Annotated[tuple[str, ...], BeforeValidator(_split_urls), AfterValidator(_check_urls)]
+RedisUrl = Annotated[str, AfterValidator(_check_redis)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 PolicyName = Literal[
     "least_time", "overlap_cost", "prefix_affinity", "consistent_hash",
     "least_load", "power_of_two", "round_robin", "random",
@@ -97,6 +106,10 @@ class Settings(BaseModel):
     policy: PolicyName = Field("least_time", description="how a replica is chosen")
     cache_budget: Bytes = Field(512 * 2**20, description="memory for the map of who holds which block, like 512MiB")
     retries: int = Field(2, ge=0, le=10, description="further replicas to try before the first byte of an answer")
+
+    redis_url: RedisUrl | None = Field(None, description="Redis that several gateways share: redis://HOST:PORT, rediss://, redis+sentinel:// or redis+cluster:// (default: this gateway is alone)")
+    deployment: Name = Field("default", description="name of those that belong together, where a Redis is used by several")
+    event_intake: Literal["leased", "each"] = Field("leased", description="with Redis: one gateway follows a replica's events for all, or each for itself")
 
     max_body_bytes: Bytes = Field(64 * 2**20, description="largest request body, like 64MiB; larger ones get 413")
     header_timeout_s: Seconds = Field(10.0, description="time a client has to send its request's head")

@@ -49,6 +49,7 @@ class View:
         self.started = time.monotonic()
         self.draining = False
         self.waiting_for: str | None = None
+        self.shared: Any = None  # SharedMap, where several gateways share one map
 
     def why_not_ready(self) -> str | None:
         """None when requests can be served, else what is missing and what to do."""
@@ -89,6 +90,7 @@ class View:
                 "bytes": stats["bytes"],
                 "budget_bytes": self.settings.cache_budget,
                 "evicted": stats["evicted"],
+                **self._sharing(),
             },
             "replicas": [self._replica(replica, stats["slots"]) for replica in list(self.replicas.values())],
         }
@@ -118,6 +120,8 @@ class View:
             "waiting": scrape.waiting if scrape else None,
             "kv_usage": scrape.kv_usage if scrape else None,
             "events": intake.state if intake else "off",
+            "map_role": getattr(intake, "role", None),
+            "map_role_reason": getattr(intake, "role_reason", None),
             "map_blocks": blocks.get(self.slots.get(replica.id, -1), 0),
             "requests": metrics.replica_requests.total(replica=replica.id),
             "errors": metrics.upstream_errors.total(replica=replica.id),
@@ -148,12 +152,35 @@ class View:
             "events_state": {(id, intake.state): 1.0 for id, intake in self.intakes.items()},
             "uptime_seconds": time.monotonic() - self.started,
             "build_info": {(__version__, self.settings.policy): 1},
+            **self._shared_reading(),
         }
         for name, field in _SCRAPED.items():
             reading[name] = self._scraped(field)
         for name, attribute in _EVENT_COUNTS.items():
             reading[name] = {id: getattr(intake, attribute) for id, intake in self.intakes.items()}
         return reading
+
+    def _sharing(self) -> dict[str, Any]:
+        shared = self.shared
+        if shared is None:
+            return {}
+        told = {"place": str(shared.place), "deployment": shared.deployment, "reachable": shared.reachable, "leases": shared.leases, "lag_seconds": shared.lag_seconds}
+        return {"redis": told}
+
+    def _shared_reading(self) -> dict[str, Any]:
+        shared = self.shared
+        if shared is None:
+            return {}
+        return {
+            "map_role": {(id, intake.role): 1.0 for id, intake in self.intakes.items()},
+            "map_redis_up": float(shared.reachable),
+            "map_leases": shared.leases,
+            "map_mirror_lag_seconds": shared.lag_seconds,
+            "map_reloads": shared.reloads,
+            "map_takeovers": shared.takeovers,
+            "map_snapshots": shared.snapshots,
+            "map_redis_errors": shared.errors,
+        }
 
     def _scraped(self, field: str) -> dict[str, float]:
         """Engines that do not report a figure have no sample, rather than a made-up zero."""

@@ -66,7 +66,6 @@ class SharedIntake:
         self.head = 0  # the last delta there is, as of the last look
         self._void = False
         self.behind = 0  # looks in a row at which others were further than we
-        self.reloads = 0
 
     # --- what the gateway sees of it, as of an EventIntake
 
@@ -139,7 +138,7 @@ class SharedIntake:
         if self.mirroring:
             log.info("replica %s: the shared map is loaded anew: %s", self.keys.replica, why)
             self.mirroring = False
-            self.reloads += 1
+            self._shared.reloads += 1
             self._settled, self._wanted = False, "mirror"
             self._wake.set()
 
@@ -172,6 +171,7 @@ class SharedIntake:
             with contextlib.suppress(Absent, Unreadable):
                 await self._catch_up()
                 whole = False
+                self._shared.takeovers += 1
         self.mirroring = False
         self.journal = Journal(max(self.n, self.head) if whole else self.n, whole)
         self._map.record(self._slot, self.journal.add)

@@ -57,6 +57,7 @@ class SharedMap:
         self._reached = False
         self.errors = 0
         self.takeovers = 0
+        self.reloads = 0
         self.snapshots = 0
 
     # --- for the gateway
@@ -96,10 +97,6 @@ class SharedMap:
         """From a delta's arrival in Redis to its being applied here; the worst of the last 5 to 10 s."""
         self._turn_lags()
         return max(self._lags)
-
-    @property
-    def reloads(self) -> int:
-        return sum(one.reloads for one in self._members)
 
     # --- for its intakes
 
@@ -195,7 +192,6 @@ class SharedMap:
             one.led_at = self.now()
         if state == "ours":
             if one.role != "writer" or one.journal is None:
-                self.takeovers += one.role != "joining"
                 one.want("writer")
             elif one.journal.whole:
                 one.journal.n = max(one.journal.n, head)

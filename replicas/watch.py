@@ -275,7 +275,7 @@ class Watch:
             self._lost(now, reason)
         elif verdict is Verdict.TROUBLE:
             self.tell(replica, Event.TROUBLE, reason)
-        elif replica.state is State.DEGRADED:
+        elif replica.state is State.DEGRADED and not self.progress.stalled(now):
             self.tell(replica, Event.SERVES, "answers probes again")
 
     def _lost(self, now: float, reason: str) -> None:

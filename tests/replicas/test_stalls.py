@@ -54,6 +54,7 @@ async def test_it_gets_no_traffic_until_its_counters_move(fleet, hung, comes):
     await comes(replica, DEGRADED)
     assert "answers /health, but has computed nothing for" in replica.reason and "restart it" in replica.reason
     fleet.succeeded(replica.id)  # /tokenize, say: the API server does that alone
+    fleet.failed(replica.id, "timeout")  # one that went elsewhere
     assert replica.state is DEGRADED
     hung.told["generated"] += 1
     await comes(replica, READY)

@@ -1,0 +1,43 @@
+"""URLs, and what is said of wrong ones."""
+
+import pytest
+
+from cachemap.share import parse
+from cachemap.share.keys import Keys, scope
+
+
+def test_the_three_kinds():
+    one = parse("redis://me:secret@h:7000/3")
+    assert one[:3] == ("single", [("h", 7000)], "") and (one.options["username"], one.options["password"], one.options["db"]) == ("me", "secret", 3)
+    assert parse("redis://h").hosts == [("h", 6379)]
+    assert parse("rediss://h?ssl_ca_certs=/ca.pem").options["ssl_ca_certs"] == "/ca.pem"
+    two = parse("redis+sentinel://:pw@a:1,b/main/2")
+    assert two[:3] == ("sentinel", [("a", 1), ("b", 26379)], "main") and two.options["db"] == 2 and two.options["password"] == "pw"
+    assert parse("rediss+cluster://a,[::1]:5")[:2] == ("cluster", [("a", 6379), ("::1", 5)])
+    assert "secret" not in str(one) and str(two) == "a:1,b:26379 (sentinel main)"
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://h", "write redis://HOST:PORT"),
+        ("redis+magic://h", "write redis://HOST:PORT"),
+        ("redis+sentinel://h:1", "name of the primary is missing"),
+        ("redis+cluster://h/3", "only database 0"),
+        ("redis://a,b", "several hosts need"),
+        ("redis://h:port", "'h:port' is not HOST:PORT"),
+        ("redis://", "is not HOST:PORT"),
+    ],
+)
+def test_a_wrong_url_says_what_is_right(url, why):
+    with pytest.raises(ValueError, match=why):
+        parse(url)
+
+
+def test_names_mean_the_same_on_every_host():
+    assert scope("10.0.0.7:8000") == "10.0.0.7:8000"
+    assert scope("127.0.0.1:8000") == scope("localhost:8000") != "127.0.0.1:8000"
+    one, other = Keys("d", "10.0.0.7:8000", "17.25"), Keys("d", "10.0.0.7:8000", "seen-3")
+    assert one.lane == other.lane and one.life == other.life and one.lease != other.lease
+    assert other.incarnation == Keys("d", "10.0.0.7:8000", "").incarnation == "-"  # counts mean something to one gateway only
+    assert all(key.startswith(f"hitherto:1:d:{{{one.lane}}}:map:") for key in (one.lease, one.head, one.deltas, one.snapshot, one.wish, one.life))

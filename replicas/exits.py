@@ -38,9 +38,10 @@ _REMEDIES = (
 )  # fmt: skip
 _LESS_MEMORY = "give it more, or run fewer replicas or smaller caches (kv_cache_memory_bytes, cpu_offload_gb)"
 # Lines that only say that another process failed.
-_ECHO = re.compile(r"[Ss]ee (root cause|stack trace)|EngineDeadError|initialization failed|Failed core proc|leaked \w+ objects")
+_ECHO = re.compile(r"[Ss]ee (root cause|stack trace)|EngineDeadError|initialization failed|Failed core proc|leaked \w+ objects|warnings\.warn\(")
 _ERROR = re.compile(r"[\w.]*(Error|Exception)\b|.*\berror: ")  # at the line's begin: no `raise RuntimeError(` of a traceback
-_WORKER_DIED = re.compile(r"died unexpectedly|WorkerProc \w+ died|Engine core .*(died|exited)")
+_DIED = re.compile(r"EngineDeadError|died unexpectedly")
+_DIED_SILENTLY = "one of its processes was killed or crashed (`dmesg`)"
 
 
 class Tail:
@@ -70,8 +71,7 @@ class Tail:
         text = _CONTROL.sub("", line.decode(errors="replace")).strip()[:LONGEST_LINE]
         if not text or _ACCESS.search(text):
             return
-        found = _WRITER.match(text)
-        writer = found[1] if found else ""
+        writer = _writer(text)
         if writer not in self._lines and len(self._lines) >= 64:  # no vLLM has so many
             writer = ""
         self._lines.setdefault(writer, deque(maxlen=KEPT_LINES)).append((next(self._numbers), text))
@@ -127,8 +127,10 @@ def explain(code: int, seconds: float, lines: list[str], oom: bool | None) -> st
     telling, remedy = _telling(lines)
     if oom:
         remedy = f"the kernel killed one of its processes for memory: {_LESS_MEMORY}"
-    elif not remedy and any(_WORKER_DIED.search(line) for line in lines):
-        remedy = f"one of its processes was killed or crashed{'' if oom is False else ', for memory perhaps'} (`dmesg`)"
+    elif remedy is _DIED_SILENTLY and oom is None:
+        remedy += ", for memory probably"
+    elif code == 0 and not remedy and not _ERROR.match(said(telling)):
+        remedy = "as if asked to stop, and not by this gateway"
     if remedy:
         text += f": {remedy}"
     return f'{text}; log: "{said(telling)}"' if telling else f"{text}, and left no log"
@@ -154,13 +156,22 @@ def _signal_meaning(number: int, oom: bool | None) -> str:
 
 
 def _telling(lines: list[str]) -> tuple[str, str]:
-    """The line that says most, and the remedy for it."""
-    causes = [line for line in lines if not _ECHO.search(line)]
+    """The line that says most, and the remedy for it. Where the engine's core is dead, only the others' lines count:
+    what the API server logged before is about requests, and after it an echo."""
+    died = [line for line in lines if _DIED.search(line)]
+    causes = [line for line in lines if not _ECHO.search(line) and not (died and _writer(line) in ("", "APIServer"))]
     for line in reversed(causes):
         for pattern, remedy in _REMEDIES:
             if re.search(pattern, line, re.IGNORECASE):
                 return line, remedy
     for line in reversed(causes):
-        if _ERROR.match(said(line)) or _WORKER_DIED.search(line):
+        if _ERROR.match(said(line)):
             return line, ""
+    if died:
+        return died[0], _DIED_SILENTLY
     return (causes[-1] if causes else lines[-1] if lines else ""), ""
+
+
+def _writer(line: str) -> str:
+    found = _WRITER.match(line)
+    return found[1] if found else ""

@@ -59,8 +59,15 @@ def test_an_unknown_failure_shows_the_line_that_says_most():
     assert explain(7, 60, ["x", "ValueError: no common block size for 16", "shutting down"], oom=False) == (
         'exited with code 7 after 60 s; log: "ValueError: no common block size for 16"'
     )
-    assert explain(0, 1, ["one", "two"], oom=False) == 'exited with code 0 after 1.0 s; log: "two"'
-    assert explain(0, 1, [], oom=False) == "exited with code 0 after 1.0 s, and left no log"
+    assert explain(4, 1, ["one", "two"], oom=False) == 'exited with code 4 after 1.0 s; log: "two"'
+    assert explain(4, 1, [], oom=False) == "exited with code 4 after 1.0 s, and left no log"
+
+
+def test_an_end_without_an_error_was_asked_for():
+    lines = [SERVER + "INFO:     Shutting down", "  warnings.warn('resource_tracker: There appear to be %d '"]
+    assert explain(0, 46, lines, oom=False) == (
+        'exited with code 0 after 46 s: as if asked to stop, and not by this gateway; log: "INFO:     Shutting down"'
+    )
 
 
 def test_signals_are_told_apart():
@@ -73,12 +80,16 @@ def test_signals_are_told_apart():
     assert "signal 250" in explain(-250, 5, [], oom=False)
 
 
-def test_a_process_below_it_that_was_killed_for_memory_is_the_reason():
-    """vLLM's API server ends by itself, with code 0 or 1, when its engine core is gone."""
-    lines = ["(APIServer pid=1) ERROR 11-20 13:02:39 [core_client.py:600] Engine core proc EngineCore_DP0 died unexpectedly, shutting down client."]
+def test_a_core_that_died_without_a_word_is_the_reason():
+    """vLLM's API server ends by itself, with code 0 or 1, when its engine core is gone; what it logged before is about requests."""
+    dead = SERVER + "ERROR 11-20 13:45:06 [async_llm.py:744] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause."
+    lines = [SERVER + "ValueError: a client's mistake", SERVER + "INFO:     Started server process [3]", dead, SERVER + "INFO:     Finished server process [3]"]
     assert "the kernel killed one of its processes for memory" in explain(0, 5, lines, oom=True)
-    assert "one of its processes was killed or crashed (`dmesg`)" in explain(0, 5, lines, oom=False)
-    assert "for memory perhaps" in explain(1, 5, lines, oom=None)
+    reason = explain(0, 5, lines, oom=False)
+    assert 'one of its processes was killed or crashed (`dmesg`); log: "vllm.v1.engine.exceptions.EngineDeadError' in reason
+    assert "(`dmesg`), for memory probably" in explain(0, 5, lines, oom=None)
+    told = explain(1, 5, [lines[0], CORE + "ValueError: the core's own", *lines[1:]], oom=None)
+    assert told == 'exited with code 1 after 5.0 s; log: "ValueError: the core\'s own"'
 
 
 def write(root, path, text):

@@ -66,6 +66,15 @@ async def test_killed_it_fails_with_the_reason_and_comes_back_as_another_incarna
     assert replica.pid != pid and replica.incarnation != incarnation and replica.restarts == 1
 
 
+async def test_one_that_served_before_it_died_is_no_start_that_failed(fleet, fake_profile, comes):
+    (replica,) = await fleet.launch(1, fake_profile())
+    for _ in range(3):
+        await comes(replica, READY)
+        os.kill(replica.pid, signal.SIGKILL)
+        await comes(replica, FAILED)
+        assert "next start in" in replica.reason and "in a row" not in replica.reason
+
+
 async def test_without_a_start_time_the_process_id_tells_incarnations_apart(fleet, fake_profile, comes):
     (replica,) = await fleet.launch(1, fake_profile("--no-start-time"))
     await comes(replica, READY)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .chat import Chat, Unroutable, template_variables
-from .conversation import Multimodal, bad, is_plain, tool_schemas
+from .conversation import Multimodal, is_plain, tool_schemas
+from .fields import bad, rounded
 from .template import ChatTemplate, TemplateError
 
 
@@ -21,11 +22,15 @@ class Habits:
     """How vLLM translates for one template."""
 
     system_first: bool                     # inline system messages are moved to the front
-    disabled_effort: str                   # reasoning_effort for thinking "disabled"
+    disabled_effort: str | None            # reasoning_effort for thinking "disabled"; None: `thinking` is not read
 
 
-def habits(template: ChatTemplate) -> Habits:
-    """Ask the template the questions that vLLM asks it at start."""
+def habits(template: ChatTemplate, replaces_own: bool = False) -> Habits:
+    """Ask the template the questions that vLLM asks it at start. `replaces_own`: it is not the model's, but one given
+    with --chat-template, the only one that older versions ask."""
+    if not template.ways.asks_template and not replaces_own:
+        return Habits(True, None)
+
     def says(effort: str) -> str | None:
         variables = template_variables({}, True, False, effort)
         try:
@@ -38,6 +43,8 @@ def habits(template: ChatTemplate) -> Habits:
         system_first = False
     except TemplateError:
         system_first = True
+    if not template.ways.asks_template:
+        return Habits(system_first, None)
     none = says("none")
     ignored = none is None or any(says(effort) == none for effort in _EFFORTS)
     return Habits(system_first, "low" if ignored else "none")
@@ -92,8 +99,7 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any], where: str) ->
             elif kind == "thinking":
                 thoughts.append(block.get("thinking") or "")
             elif kind == "tool_use":
-                calls.append({"id": block.get("id"), "type": "function", "function": {
-                    "name": block.get("name") or "", "arguments": json.dumps(block.get("input") or {})}})
+                calls.append(_tool_use(block))
             elif kind == "tool_result":
                 _tool_result(block, role, messages, parts)
             elif kind not in ("redacted_thinking", "tool_reference"):
@@ -108,6 +114,14 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any], where: str) ->
         raise bad(f"{where}.content must be a string or a list of blocks", f"{where}.content")
     if role != "user" or "content" in result:
         messages.append(result)
+
+
+def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
+    given = block.get("input") or {}
+    arguments = json.dumps(given)
+    if "e+" in arguments and rounded(given):
+        raise Unroutable("a number of more than 64 bits")
+    return {"id": block.get("id"), "type": "function", "function": {"name": block.get("name") or "", "arguments": arguments}}
 
 
 def _tool_result(block: dict[str, Any], role: str, messages: list[dict[str, Any]], parts: list[Any]) -> None:
@@ -148,6 +162,6 @@ def _template_variables(request: dict[str, Any], habits: Habits) -> dict[str, An
     config = request.get("output_config")
     effort = config.get("effort") if isinstance(config, dict) else None
     thinking = request.get("thinking")
-    if isinstance(thinking, dict) and thinking.get("type") == "disabled":
+    if habits.disabled_effort and isinstance(thinking, dict) and thinking.get("type") == "disabled":
         effort = habits.disabled_effort
     return template_variables(request, True, False, effort)

@@ -9,7 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from .conversation import bad, tool_schemas
+from .conversation import tool_schemas
+from .fields import bad, boolean
 
 
 class Unroutable(Exception):
@@ -164,7 +165,4 @@ def template_variables(request: dict[str, Any], add_prompt: bool, go_on: bool, e
 
 
 def _flag(request: dict[str, Any], key: str, default: bool) -> bool:
-    value = request.get(key, default)
-    if not isinstance(value, bool):
-        raise bad(f"'{key}' must be true or false", key)
-    return value
+    return boolean(request.get(key, default), key)

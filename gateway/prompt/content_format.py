@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from jinja2 import nodes
 
 
-def takes_parts(tree: nodes.Template) -> bool:
-    """True when the template loops over message content (vLLM's format "openai")."""
+def takes_parts(tree: nodes.Template, look_into_macros: bool = True) -> bool:
+    """True when the template loops over message content (vLLM's format "openai").
+
+    Without `look_into_macros` a macro's parameters are names like any other.
+    """
     messages = _message_names(tree)
     macro_loops: dict[int, set[str]] = {}
-    for macro in tree.find_all(nodes.Macro):
+    for macro in tree.find_all(nodes.Macro) if look_into_macros else ():
         contents = _content_parameters(tree, macro, messages)
         macro_loops.update((id(loop), contents) for loop in macro.find_all(nodes.For))
     for loop in tree.find_all(nodes.For):

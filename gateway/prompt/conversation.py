@@ -3,22 +3,25 @@
 vLLM does not hand messages to the template as they came: parts become text (or stay parts,
 when the template loops over them), tool-call arguments become objects, unknown keys vanish,
 tools get their schema's defaults. All of it shows in the tokens, so all of it is done here,
-rule by rule as in vLLM 0.32 (`renderers/chat_utils.py`) and transformers 5.23.
+rule by rule as in vLLM 0.32 (`renderers/chat_utils.py`) and transformers 5.23; what older
+versions do otherwise is in `versions.Ways`.
 """
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from .prompt import PromptError
+from .fields import bad
+from .versions import NEWEST, Ways
 
 # Claude Code's attribution line changes on every request; vLLM drops it from system text.
 _BILLING_HEADER = "x-anthropic-billing-header"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+_MEDIA_KEYS = frozenset({"image_url", "image_pil", "image_embeds", "input_image", "audio_url", "audio_embeds", "input_audio",
+                         "video_url", "video_embeds", "prompt_embeds"})
 # Keys of a part that mean something to vLLM; any other reaches a template that takes parts.
-_PART_KEYS = frozenset({"type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file",
-                        "image_url", "image_pil", "image_embeds", "audio_url", "audio_embeds", "input_audio",
-                        "video_url", "video_embeds", "prompt_cache_breakpoint"})
+_PART_KEYS = (_MEDIA_KEYS - {"input_image", "prompt_embeds"}) | {
+    "type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file", "prompt_cache_breakpoint"}
 
 
 class Multimodal(Exception):
@@ -37,12 +40,15 @@ def is_plain(system_text: str) -> bool:
     return not system_text.startswith(_BILLING_HEADER)
 
 
-def bad(message: str, param: str | None = None) -> PromptError:
-    return PromptError(400, message, param=param)
+def has_media(messages: Any) -> bool:
+    """Whether vLLM finds more than text in the parts of these messages."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    return any(isinstance(part, dict) and (not _MEDIA_KEYS.isdisjoint(part) or part.get("type", "text") not in _TEXT_PARTS | {"tool_reference"})
+               for content in contents if isinstance(content, list) for part in content)
 
 
 def conversation(messages: Any, as_parts: bool, knows_developer: bool = True,
-                 by_schema: bool = True) -> list[dict[str, Any]]:
+                 by_schema: bool = True, ways: Ways = NEWEST) -> list[dict[str, Any]]:
     """Messages of a chat request -> what the template gets as `messages`.
 
     `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text
@@ -52,7 +58,7 @@ def conversation(messages: Any, as_parts: bool, knows_developer: bool = True,
     """
     if not isinstance(messages, list) or not messages:
         raise bad("'messages' must be a non-empty list", "messages")
-    talk = [_message(message, as_parts, by_schema, i) for i, message in enumerate(messages)]
+    talk = [_message(message, as_parts, by_schema, ways, i) for i, message in enumerate(messages)]
     if not knows_developer and any(message["role"] == "developer" for message in talk):
         talk = _one_system([{**message, "role": "system"} if message["role"] == "developer" else message
                             for message in talk])
@@ -77,7 +83,7 @@ def _one_system(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *(m for m in talk if m["role"] != "system")]
 
 
-def _message(message: Any, as_parts: bool, by_schema: bool, index: int) -> dict[str, Any]:
+def _message(message: Any, as_parts: bool, by_schema: bool, ways: Ways, index: int) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, dict):
         raise bad(f"{where} must be an object", where)
@@ -98,13 +104,13 @@ def _message(message: Any, as_parts: bool, by_schema: bool, index: int) -> dict[
         parts = content
     else:
         raise bad(f"{where}.content must be a string or a list of parts", f"{where}.content")
-    if role == "system":
+    if role == "system" and ways.drops_attribution:
         parts = _drop_billing_header(parts)
     # an empty text is dropped, too (as a part it is an object, and stays)
     parts = [p for p in (_part(part, as_parts, where) for part in parts) if p]
     result: dict[str, Any] = {"role": role, "content": parts if as_parts else "\n".join(parts)}
     if role == "assistant":
-        _assistant_fields(message, result, by_schema, where)
+        _assistant_fields(message, result, by_schema, ways, where)
     elif role == "tool":
         if "tool_call_id" in message:
             result["tool_call_id"] = message["tool_call_id"]
@@ -160,13 +166,13 @@ def _drop_billing_header(parts: list[Any]) -> list[Any]:
     return kept
 
 
-def _assistant_fields(message: dict[str, Any], result: dict[str, Any], by_schema: bool, where: str) -> None:
+def _assistant_fields(message: dict[str, Any], result: dict[str, Any], by_schema: bool, ways: Ways, where: str) -> None:
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
             raise bad(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
         if calls:
-            result["tool_calls"] = [_tool_call(call, by_schema, where) for call in calls]
+            result["tool_calls"] = [_tool_call(call, by_schema, ways, where) for call in calls]
     reasoning = message.get("reasoning")
     if reasoning is None:
         reasoning = message.get("reasoning_content")
@@ -175,25 +181,29 @@ def _assistant_fields(message: dict[str, Any], result: dict[str, Any], by_schema
         result["reasoning_content"] = reasoning
 
 
-def _tool_call(call: Any, by_schema: bool, where: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object (`{}` when they are missing or no JSON object)."""
+def _tool_call(call: Any, by_schema: bool, ways: Ways, where: str) -> dict[str, Any]:
+    """A tool call with its arguments parsed."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise bad(f"{where}.tool_calls: every entry must be of type 'function' with a 'function' object",
                   f"{where}.tool_calls")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) and arguments:
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = {}
-    if not isinstance(arguments, dict):
-        arguments = {}
-    seen = {**function, "arguments": arguments}
+    seen = {**function, "arguments": _arguments(function.get("arguments"), ways)}
     if not by_schema:
         return {**call, "function": seen}
     return _ordered({**call, "function": _ordered(seen, ("arguments", "name")), "type": "function"},
                     ("id", "function", "type"))
+
+
+def _arguments(given: Any, ways: Ways) -> Any:
+    """`{}` when they are missing, null or no JSON; as a rule also when they are no object."""
+    if isinstance(given, str) and given:
+        try:
+            given = json.loads(given)
+        except ValueError:
+            return {}
+        if given is not None and not ways.arguments_are_objects:
+            return given
+    return given if isinstance(given, dict) else {}
 
 
 def _ordered(given: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:

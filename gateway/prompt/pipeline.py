@@ -10,7 +10,6 @@ What it costs (one 2-core cloud machine, Qwen3 template and tokenizer) is in
 """
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,21 @@ from cachemap import chain_seed, hash_blocks
 
 from .anthropic import Habits, from_messages, habits
 from .chat import Chat, Unroutable, from_chat, from_responses
-from .conversation import Multimodal, bad
-from .model import load_model
+from .conversation import Multimodal, has_media
+from .fields import bad, boolean, count, integer, packed, parse, prompts_of
+from .model import ModelFiles, load_model
 from .prefixes import Found, Prefixes
 from .prompt import Prompt, PromptError
 from .renderer import Renderer
 from .template import ChatTemplate, TemplateError
 from .tokenizer import Tokenizer
+from .versions import NEWEST, ways
 
 # A body larger than this should be prepared off the event loop. Text never seen before costs about
 # 9 us per kB (bench.prompt: tokens 3.7, hashes 2, JSON 0.7), so here lie 360 us at worst; of a long
 # conversation most is known, and 32 kB of it take 115.
 OFFLOAD_BYTES = 40 * 1024
 _PREFIX_BYTES = 256 * 1024 * 1024
-_MAX_TOKEN_ID = 0xFFFFFFFF
 
 # How a path names its output limit, and where its faults are reported.
 _CHAT = "/v1/chat/completions"
@@ -66,28 +66,37 @@ class Pipeline:
         self.prefixes: Prefixes | None = None
         self.renderers: dict[str, Renderer] = {}
         self.template_error = ""               # why there is no chat template that can be rendered
+        self._ways = NEWEST
         self._habits = Habits(True, "low")
+        self._files: ModelFiles | None = None
+        self._cuts: frozenset[str] = frozenset()
+        self._template_given = chat_template is not None
         self._lead: bytes | None = None        # special tokens before a text, if there are none behind it
         if model_dir is not None:
             self._load(model_dir, chat_template, prefix_bytes)
 
     def _load(self, model_dir: Path, chat_template: str | Path | None, prefix_bytes: int) -> None:
-        files = load_model(model_dir, chat_template)
+        self._files = load_model(model_dir, chat_template)
         self.tokenizer = Tokenizer(model_dir)
-        cuts = self.tokenizer.safe_cuts()
+        self._cuts = self.tokenizer.safe_cuts()
         before, after = self.tokenizer.added_around()
         if not after:
             self._lead = self.tokenizer.encode("x", special=True)[:4 * before]
         self.prefixes = Prefixes(self.tokenizer, self.block_size, prefix_bytes)
-        for name, source in files.templates.items():
+        self._make_renderers()
+
+    def _make_renderers(self) -> None:
+        renderers = {}
+        for name, source in self._files.templates.items():
             try:
-                template = ChatTemplate(source, files.special_tokens)
+                template = ChatTemplate(source, self._files.special_tokens, self._ways)
             except TemplateError as error:
                 self.template_error = str(error)
                 continue
-            self.renderers[name] = Renderer(template, self.tokenizer, self.prefixes, cuts)
+            renderers[name] = Renderer(template, self.tokenizer, self.prefixes, self._cuts)
             if name == "default":
-                self._habits = habits(template)
+                self._habits = habits(template, self._template_given)
+        self.renderers = renderers
 
     @property
     def block_size(self) -> int:
@@ -101,6 +110,14 @@ class Pipeline:
             if self.prefixes is not None:
                 self.prefixes.resize(size)
 
+    def follow(self, version: str | None) -> None:
+        """Make prompts the way this version of the engine does (None: as the newest)."""
+        found = ways(version)
+        if found != self._ways:
+            self._ways = found
+            if self._files is not None:
+                self._make_renderers()
+
     def prepare(self, path: str, body: bytes, headers: Mapping[str, str] | None = None,
                 adapters: Collection[str] = ()) -> Prompt:
         """One request -> Prompt. `headers` have lower-case names; `adapters` are the LoRA names served.
@@ -109,17 +126,14 @@ class Pipeline:
         """
         if path not in PATHS:
             return Prompt(path, "", mode="load", note="this path is routed by load alone")
-        try:
-            request = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise bad(f"the body is not valid JSON: {error}") from None
-        if type(request) is not dict:
-            raise bad("the body must be a JSON object")
+        request, unusual = parse(body)
         prompt = _header_fields(path, request, headers, adapters)
         if path in _FREE:
             prompt.mode, prompt.note = "load", "needs no prefill"
             return prompt
         try:
+            if unusual:
+                raise Unroutable(unusual)
             if self.tokenizer is None:
                 return self._as_text(prompt, request)
             self._fill(prompt, request)
@@ -144,18 +158,18 @@ class Pipeline:
         else:
             self._plain_prompt(prompt, request, seed)
     def _conversation(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
-        ids = _forwarded_ids(request) if "kv_transfer_params" in request else None
+        ids = _forwarded_ids(request, self._ways.forwards_past_media) if "kv_transfer_params" in request else None
         if ids is None:
             chat = self._chat(prompt.path, request)
             prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
         else:
             prompt.token_ids, prompt.hashes = ids, hash_blocks(ids, self.block_size, seed)
-        if "truncate_prompt_tokens" in request or "truncation" in request:
+        if ids is None and ("truncate_prompt_tokens" in request or "truncation" in request):
             keep = request.get("truncate_prompt_tokens")
             if prompt.path == _RESPONSES:
-                keep = None if request.get("truncation") in (None, "disabled") else -1
+                keep = None if request.get("truncation", "disabled") == "disabled" else -1
             if keep is not None:
-                cut = self._truncated(prompt.token_ids, keep, request, prompt.path, ids is None and chat.special)
+                cut = self._truncated(prompt.token_ids, keep, request, prompt, chat.special)
                 if cut != prompt.token_ids:
                     prompt.token_ids, prompt.hashes = cut, hash_blocks(cut, self.block_size, seed)
         prompt.tokens = len(prompt.token_ids) // 4
@@ -184,43 +198,50 @@ class Pipeline:
         if request.get("suffix") is not None or request.get("prompt_embeds") is not None:
             raise Unroutable("a prompt that the engine completes itself")
         given = request.get(key)
-        special = request.get("add_special_tokens", True)
-        if not isinstance(special, bool):
-            raise bad("'add_special_tokens' must be true or false", "add_special_tokens")
-        prompts = _prompts(given, key)
+        special = boolean(request.get("add_special_tokens", True), "add_special_tokens")
+        prompts = prompts_of(given, key)
         ids = [self.tokenizer.encode(one, special) if isinstance(one, str) else one for one in prompts]
         keep = request.get("truncate_prompt_tokens")
         if keep is not None:
-            ids = [self._truncated(one, keep, request, prompt.path, special and isinstance(text, str))
+            ids = [self._truncated(one, keep, request, prompt, special and isinstance(text, str))
                    for one, text in zip(ids, prompts, strict=True)]
         prompt.rendered_chars = sum(len(one) for one in prompts if isinstance(one, str))
         prompt.token_ids = max(ids, key=len)
         prompt.tokens = sum(map(len, ids)) // 4
         prompt.hashes = hash_blocks(prompt.token_ids, self.block_size, seed)
 
-    def _truncated(self, ids: bytes, keep: Any, request: dict[str, Any], path: str, special: bool) -> bytes:
-        """`truncate_prompt_tokens`: that many tokens, -1 for all that leave room for one of output.
+    def _truncated(self, ids: bytes, keep: Any, request: dict[str, Any], prompt: Prompt, special: bool) -> bytes:
+        """`truncate_prompt_tokens`: that many tokens, -1 for all that leave room for output.
 
-        vLLM cuts on the left unless `truncation_side` says otherwise; when it says nothing, the
-        tokenizer does the cutting and the special tokens it adds (`special`) stay.
+        vLLM cuts on the left (embeddings: on the right) unless `truncation_side` says otherwise; when it
+        says nothing, the tokenizer does the cutting and the special tokens it adds (`special`) stay.
         """
-        side = request.get("truncation_side")
-        if type(keep) is not int or keep < -1 or side not in (None, "left", "right"):
+        given = request.get("truncation_side")
+        keep = integer(keep)
+        if keep is None or keep < -1 or given not in (None, "left", "right"):
             raise bad("'truncate_prompt_tokens' must be an integer of at least -1 and 'truncation_side' "
                       "'left' or 'right'", "truncate_prompt_tokens")
         if keep == -1:
             if self.max_model_len is None:
                 raise Unroutable("truncation to a context length that is not known")
-            keep = self.max_model_len - (0 if path == _EMBEDDINGS else 1)
+            keep = self.max_model_len - self._room(prompt)
         if 4 * keep >= len(ids):
             return ids
-        if side == "right":
-            return ids[:4 * keep]
-        before, after = self.tokenizer.added_around() if special and side is None else (0, 0)
+        before, after = self.tokenizer.added_around() if special and given is None else (0, 0)
         if keep < before + after:
             raise Unroutable("truncation to less than the special tokens")
-        end = len(ids) - 4 * after
-        return ids[:4 * before] + ids[end - 4 * (keep - before - after):end] + ids[end:]
+        start, end, kept = 4 * before, len(ids) - 4 * after, 4 * (keep - before - after)
+        left = (given or ("right" if prompt.path == _EMBEDDINGS else "left")) == "left"
+        return ids[:start] + (ids[end - kept:end] if left else ids[start:start + kept]) + ids[end:]
+
+    def _room(self, prompt: Prompt) -> int:
+        """Tokens that truncation to the context length leaves for the output."""
+        if prompt.path == _EMBEDDINGS:
+            return 0
+        wanted = prompt.max_tokens
+        if wanted is None:
+            wanted = 16 if prompt.path == _COMPLETIONS else 0
+        return wanted if self._ways.truncates_to_output else min(1, wanted)
 
     def _as_text(self, prompt: Prompt, request: dict[str, Any]) -> Prompt:
         """No tokenizer: 4 bytes of text stand for a token, under a seed that no real token chain has."""
@@ -249,21 +270,19 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
         prompt.adapter = model
     stream = get("stream")
     if stream is not None:
-        if type(stream) is not bool:
-            raise bad("'stream' must be true or false", "stream")
-        prompt.stream = stream
+        prompt.stream = boolean(stream, "stream")
     options = get("stream_options")
     if options is not None:
         if type(options) is not dict:
             raise bad("'stream_options' must be an object", "stream_options")
-        prompt.include_usage = options.get("include_usage") is True
+        prompt.include_usage = boolean(options.get("include_usage") or False, "stream_options.include_usage")
     if path == _RESPONSES or path == _MESSAGES:
         prompt.include_usage = True                # their streams always end with it
     limit = get("max_completion_tokens")
     if limit is None:
         limit = get("max_output_tokens" if path == _RESPONSES else "max_tokens")
-    prompt.max_tokens = _count(limit, "max_tokens")
-    prompt.n = _count(get("n"), "n") or 1
+    prompt.max_tokens = count(limit, "max_tokens")
+    prompt.n = count(get("n"), "n") or 1
     given = get("prompt" if path == _COMPLETIONS else "input") if path in (_COMPLETIONS, _EMBEDDINGS) else None
     prompt.several = prompt.n > 1 or (type(given) is list and len(given) > 1 and type(given[0]) is not int)
     prompt.reads_cache = not _wants_prompt_logprobs(request)
@@ -287,37 +306,13 @@ def _wants_prompt_logprobs(request: dict[str, Any]) -> bool:
     return bool(request.get("echo")) and request.get("top_logprobs" if "messages" in request else "logprobs") is not None
 
 
-def _count(value: Any, key: str) -> int | None:
-    if value is not None and (type(value) is not int or value < 0):
-        raise bad(f"'{key}' must be an integer of at least 0", key)
-    return value
-
-
-def _prompts(given: Any, key: str) -> list[str | bytes]:
-    """A text, texts, ids or lists of ids -> texts and packed ids."""
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list) and given:
-        if all(type(one) is int for one in given):
-            return [_packed(given, key)]
-        if all(isinstance(one, str) for one in given):
-            return given
-        if all(isinstance(one, list) and one for one in given):
-            return [_packed(one, key) for one in given]
-    raise bad(f"'{key}' must be a string, a list of strings, a list of token ids or a list of such lists", key)
-
-
-def _packed(ids: list[Any], key: str) -> bytes:
-    if not all(type(one) is int and 0 <= one <= _MAX_TOKEN_ID for one in ids):
-        raise bad(f"'{key}': token ids must be integers of at least 0", key)
-    return array("I", ids).tobytes()
-
-
-def _forwarded_ids(request: dict[str, Any]) -> bytes | None:
-    """Ids that came with the request, which the engine uses instead of the messages (vLLM 0.32)."""
+def _forwarded_ids(request: dict[str, Any], past_media: bool) -> bytes | None:
+    """Ids that came with the request, which the engine uses instead of the messages, as a rule if they are all text."""
+    if not past_media and (request.get("echo") or has_media(request.get("messages"))):
+        return None
     transfer = request.get("kv_transfer_params")
     ids = transfer.get("prompt_token_ids") if isinstance(transfer, dict) else None
-    return _packed(ids, "kv_transfer_params.prompt_token_ids") if isinstance(ids, list) and ids else None
+    return packed(ids, "kv_transfer_params.prompt_token_ids") if isinstance(ids, list) and ids else None
 
 
 def _by_load(prompt: Prompt, body: bytes, error: Exception) -> Prompt:

@@ -8,12 +8,14 @@ ways, and the first difference ends the faster way for good.
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import orjson
 
-from .chat import Chat
+from .chat import Chat, Unroutable
 from .conversation import PLAIN_ROLES, conversation, is_plain
+from .fields import rounded
 from .plan import Compiled, Piece, Plan, fits
 from .prefixes import Found, Mismatch, Prefixes
 from .shape import describe
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _FIRST_CHECKED = 32
 _CHECK_MASK = 255
+_EXPONENT = re.compile(rb"\de\d\d")     # as orjson writes what is rounded: 1.8446744073709552e19
 
 
 class Renderer:
@@ -48,7 +51,7 @@ class Renderer:
         `lead` are special tokens put before the text.
         """
         tools, variables = chat.tools, chat.variables
-        extra = None if variables is None and tools is None else orjson.dumps((tools, variables))
+        extra = None if variables is None and tools is None else _dumped(tools, variables)
         known = _plain(chat.messages)
         talk = None
         if known is None:
@@ -78,7 +81,8 @@ class Renderer:
         return self.template.render(self._conversation(chat), chat.tools, variables)
 
     def _conversation(self, chat: Chat) -> list[dict[str, Any]]:
-        return conversation(chat.messages, self.template.takes_parts, self.template.knows_developer, chat.by_schema)
+        template = self.template
+        return conversation(chat.messages, template.takes_parts, template.knows_developer, chat.by_schema, template.ways)
 
     def _by_plan(self, plan: Plan, seed: int, slots: list[Any], lead: bytes) -> Found | None:
         if plan.questions and not fits(plan, slots):
@@ -118,6 +122,13 @@ class Renderer:
 
 # What vLLM passes when a chat request says nothing.
 DEFAULTS: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False}
+
+
+def _dumped(tools: Any, variables: Any) -> bytes:
+    extra = orjson.dumps((tools, variables))
+    if _EXPONENT.search(extra) and rounded([tools, variables]):
+        raise Unroutable("a number of more than 64 bits")
+    return extra
 
 
 def _plain(messages: Any) -> tuple[tuple[str, ...], list[Any]] | None:

@@ -105,10 +105,11 @@ def test_other_paths_are_not_looked_at(sim):
     assert sim[0].prepare("/v1/audio/speech", b"\xff not json").mode == "load"
 
 
-@pytest.mark.parametrize("path, body, param", [
+# Each of these a real vLLM refuses, too (tests/vllm/test_tokens.py).
+FAULTS = [
     (CHAT, b"{", None), (CHAT, b"[1]", None), (CHAT, b"\xff", None), (CHAT, b"", None),
-    (CHAT, {"model": 1}, "model"), (CHAT, {"stream": "yes"}, "stream"), (CHAT, {"stream_options": []}, "stream_options"),
-    (CHAT, {"max_tokens": "many"}, "max_tokens"), (CHAT, {"max_tokens": -1}, "max_tokens"), (CHAT, {"n": True}, "n"),
+    (CHAT, {"model": 1}, "model"), (CHAT, {"stream": "perhaps"}, "stream"), (CHAT, {"stream": 2}, "stream"), (CHAT, {"stream_options": []}, "stream_options"),
+    (CHAT, {"max_tokens": "many"}, "max_tokens"), (CHAT, {"max_tokens": -1}, "max_tokens"), (CHAT, {"n": 1.5}, "n"), (CHAT, {"n": "x"}, "n"),
     (CHAT, {"cache_salt": 3}, "cache_salt"), (CHAT, {"messages": None}, "messages"), (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "hi"}, "messages"), (CHAT, {"messages": ["hi"]}, "messages[0]"), (CHAT, {"messages": [{}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": 1}]}, "messages[0].role"), (CHAT, {"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content"),
@@ -117,15 +118,18 @@ def test_other_paths_are_not_looked_at(sim):
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"type": "x", "function": {}}]}]}, "messages[0].tool_calls"),
     (CHAT, {"tools": []}, "tools"), (CHAT, {"tools": [{}]}, "tools[0]"), (CHAT, {"chat_template_kwargs": 1}, "chat_template_kwargs"),
-    (CHAT, {"add_generation_prompt": 1}, "add_generation_prompt"), (CHAT, {"continue_final_message": True}, "continue_final_message"),
+    (CHAT, {"add_generation_prompt": None}, "add_generation_prompt"), (CHAT, {"continue_final_message": True}, "continue_final_message"),
     (CHAT, {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     (COMPLETIONS, {}, "prompt"), (COMPLETIONS, {"prompt": []}, "prompt"), (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
     (COMPLETIONS, {"prompt": [-1]}, "prompt"), (COMPLETIONS, {"prompt": [[1.5]]}, "prompt"), (COMPLETIONS, {"prompt": [2**32]}, "prompt"),
-    (COMPLETIONS, {"prompt": [True]}, "prompt"), (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"), (EMBEDDINGS, {}, "input"),
+    (COMPLETIONS, {"prompt": [None]}, "prompt"), (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"), (EMBEDDINGS, {}, "input"),
     (RESPONSES, {}, "input"), (RESPONSES, {"input": [1]}, "input"), (RESPONSES, {"input": "x", "instructions": 1}, "instructions"),
     (MESSAGES, {"messages": []}, "messages"), (MESSAGES, {"messages": [1]}, "messages[0]"), (MESSAGES, {"system": 4}, "system"),
     (MESSAGES, {"tools": 1}, "tools"),
-])
+]
+
+
+@pytest.mark.parametrize("path, body, param", FAULTS)
 def test_the_clients_faults(sim, path, body, param):
     if isinstance(body, dict):
         body = json.dumps({"messages": HI, **body} if path in (CHAT, MESSAGES) else body).encode()

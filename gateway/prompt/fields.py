@@ -1,0 +1,109 @@
+"""A body's JSON and its plain fields, taken as generously as vLLM takes them.
+
+vLLM reads JSON as Python does (NaN, lone surrogates, UTF-16) and fields as pydantic does ("true", 1.0, "16"). A
+gateway that refused what the engine behind it takes would break clients that work without it.
+"""
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from typing import Any
+
+import orjson
+
+from .prompt import PromptError
+
+_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
+_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
+_WHOLE = re.compile(r"\s*[+-]?\d+(?:_\d+)*(?:\.0*)?\s*", re.ASCII)
+# Strings that leave this room: in metrics, logs and other requests they must be text that can be encoded.
+_NAMES = ("model", "cache_salt", "session_id", "prompt_cache_key", "user")
+_MAX_TOKEN_ID = 0xFFFFFFFF
+_BEYOND_64_BITS = 2.0**63
+
+
+def bad(message: str, param: str | None = None) -> PromptError:
+    return PromptError(400, message, param=param)
+
+
+def parse(body: bytes) -> tuple[dict[str, Any], str]:
+    """The object that the body holds, and what is unusual about it, or "". Raises PromptError."""
+    note = ""
+    try:
+        request = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        try:
+            request = json.loads(body)
+        except (ValueError, RecursionError):
+            raise bad(f"the body is not valid JSON: {error}") from None
+        note = f"JSON that only Python reads ({error})"
+    if type(request) is not dict:
+        raise bad("the body must be a JSON object")
+    if note:
+        for name in _NAMES:
+            if isinstance(request.get(name), str):
+                request[name] = request[name].encode("utf-8", "replace").decode()
+    return request, note
+
+
+def boolean(value: Any, key: str) -> bool:
+    if type(value) is bool:
+        return value
+    if isinstance(value, str) and (said := value.lower()) in _TRUE | _FALSE:
+        return said in _TRUE
+    if type(value) in (int, float) and value in (0, 1):
+        return bool(value)
+    raise bad(f"'{key}' must be true or false", key)
+
+
+def integer(value: Any) -> int | None:
+    """None when it is none."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    if isinstance(value, str) and _WHOLE.fullmatch(value):
+        return int(value.partition(".")[0])
+    return None
+
+
+def count(value: Any, key: str) -> int | None:
+    """A number of at least 0, or None for null."""
+    if value is None or (type(value) is int and value >= 0):
+        return value
+    number = integer(value)
+    if number is None or number < 0:
+        raise bad(f"'{key}' must be an integer of at least 0", key)
+    return number
+
+
+def prompts_of(given: Any, key: str) -> list[str | bytes]:
+    """A text, texts, ids or lists of ids -> texts and packed ids."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        if not isinstance(given[0], (str, list)):
+            return [packed(given, key)]
+        if all(isinstance(one, str) for one in given):
+            return given
+        if all(isinstance(one, list) and one for one in given):
+            return [packed(one, key) for one in given]
+    raise bad(f"'{key}' must be a string, a list of strings, a list of token ids or a list of such lists", key)
+
+
+def packed(ids: list[Any], key: str) -> bytes:
+    if not all(type(one) is int for one in ids):
+        ids = [integer(one) for one in ids]
+    if not all(one is not None and 0 <= one <= _MAX_TOKEN_ID for one in ids):
+        raise bad(f"'{key}': token ids must be integers of at least 0", key)
+    return array("I", ids).tobytes()
+
+
+def rounded(value: Any) -> bool:
+    """Whether it holds a number that may have been an integer of more than 64 bits, which orjson makes a float."""
+    if isinstance(value, dict):
+        return any(map(rounded, value.values()))
+    if isinstance(value, list):
+        return any(map(rounded, value))
+    return isinstance(value, float) and abs(value) >= _BEYOND_64_BITS

@@ -1,0 +1,34 @@
+"""What vLLM's versions make differently of the same request.
+
+Read in the sources of 0.28 to 0.32; the two ends were compared token for token (tests/vllm/test_tokens.py).
+"""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_NUMBER = re.compile(r"v?(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The ways of one version. The defaults are those of the newest, which an unknown version is taken for."""
+
+    arguments_are_objects: bool = True     # 0.29: tool-call arguments that are other JSON become {}
+    looks_into_macros: bool = True         # 0.30: parts for a template that loops over content in a macro's parameter
+    asks_template: bool = True             # 0.31: Messages probe the model's own template, and know `thinking`
+    drops_attribution: bool = True         # 0.32: Claude Code's line goes from system texts of chat, too
+    truncates_to_output: bool = False      # until 0.31: -1 leaves room for max_tokens, since then for one token
+    forwards_past_media: bool = False      # until 0.31: forwarded ids count though `echo` or media need the messages
+
+
+NEWEST = Ways()
+
+
+def ways(version: str | None) -> Ways:
+    """`version` as /version says it. What runs from a source tree calls itself 0.1 or less: it counts as newest."""
+    match = _NUMBER.match(version or "")
+    number = (int(match[1]), int(match[2])) if match else (0, 0)
+    if number <= (0, 1):
+        return NEWEST
+    return Ways(number >= (0, 29), number >= (0, 30), number >= (0, 31), number >= (0, 32), number < (0, 32), number < (0, 32))

@@ -80,6 +80,7 @@ class Gateway:
             replicas=self.fleet.replicas,
             on_traffic=self._traffic,
             on_end=_access if settings.access_log else None,
+            tokenize_once=settings.tokenize_once == "auto",
         )
         limits = Limits(body_bytes=settings.max_body_bytes, head_seconds=settings.header_timeout_s)
         self.server = Server(self.dispatcher, limits)

@@ -105,6 +105,7 @@ class Settings(BaseModel):
 
     policy: PolicyName = Field("least_time", description="how a replica is chosen")
     cache_budget: Bytes = Field(512 * 2**20, description="memory for the map of who holds which block, like 512MiB")
+    tokenize_once: Literal["auto", "never"] = Field("auto", description="send engines the token ids of long prompts, where they are shown to take them, or never")
     retries: int = Field(2, ge=0, le=10, description="further replicas to try before the first byte of an answer")
 
     redis_url: RedisUrl | None = Field(None, description="Redis that several gateways share: redis://HOST:PORT, rediss://, redis+sentinel:// or redis+cluster:// (default: this gateway is alone)")

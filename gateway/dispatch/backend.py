@@ -9,6 +9,7 @@ from policies import Candidate
 
 from ..wire.upstream import Pool
 from .drift import Drift
+from .once import Once
 
 if TYPE_CHECKING:
     from cachemap import EventIntake
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "learn_at", "source", "intake", "intake_task", "host_line", "incarnation", "gone")
+    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "once", "learn_at", "source", "intake", "intake_task", "host_line", "incarnation", "gone")
 
     def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
         self.replica = replica
@@ -30,6 +31,7 @@ class Backend:
         self.candidate = Candidate(replica=replica.id, overlap=0, load=load, costs=costs)
         self.pool = Pool(replica.host, replica.port)
         self.drift = Drift()
+        self.once = Once()
         self.learn_at = 0.0
         self.source: EventSource | None = None  # what `intake` listens to
         self.intake: EventIntake | None = None
@@ -48,3 +50,5 @@ class Backend:
         if self.intake_task is not None:
             self.intake_task.cancel()
             self.intake_task = None
+        if self.once.trying is not None:
+            self.once.trying.cancel()

@@ -28,6 +28,7 @@ from .backend import Backend
 from .drift import TOLERATED
 from .errors import JSON, error_body
 from .life import RETRYABLE, Failure, Life
+from .once import TokenizeOnce
 from .usage import Usage
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Dispatcher:
         replicas: Mapping[str, Replica],
         on_traffic: Callable[[str, str | None], None],
         on_end: Callable[[Life, str, Usage | None], None] | None = None,
+        tokenize_once: bool = True,
     ):
         self.pipeline = pipeline
         self.map = cachemap
@@ -89,6 +91,7 @@ class Dispatcher:
         self.replicas = replicas  # all that are known, for the words of a 503; `backends` are those that were ready once
         self.on_traffic = on_traffic  # (replica id, None or the kind of failure): what health learns from traffic
         self.on_end = on_end
+        self.once = TokenizeOnce(metrics, tokenize_once)
         self.backends: dict[str, Backend] = {}
         self.lives: set[Life] = set()
         self.draining = False
@@ -278,7 +281,7 @@ class Dispatcher:
 
     # --- bytes of ours
 
-    def request_head(self, life: Life) -> bytes:
+    def request_head(self, life: Life, length: int) -> bytes:
         request = life.request
         version = b"1.0" if request.http10 else b"1.1"
         head = b"%b %b HTTP/%b\r\n%b%b" % (
@@ -286,8 +289,8 @@ class Dispatcher:
         )  # fmt: skip
         if request.header(b"x-request-id") is None:
             head += b"x-request-id: %b\r\n" % life.id
-        if request.body or request.method in ("POST", "PUT", "PATCH"):
-            head += b"content-length: %d\r\n" % len(request.body)
+        if length or request.method in ("POST", "PUT", "PATCH"):
+            head += b"content-length: %d\r\n" % length
         return head + b"\r\n"
 
     def response_lines(self, life: Life) -> bytes:
@@ -335,6 +338,7 @@ class Dispatcher:
         backend, prompt = life.backend, life.prompt
         if prompt is not None and life.status == 200 and not backend.gone:
             self._compare(life, backend, prompt, usage)
+            self.once.settled(life, usage)
             if backend.intake is not None:
                 backend.intake.request_finished(len(prompt.hashes) - life.overlap // self.pipeline.block_size)
             tokens = usage.completion or life.pieces

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # 501 means the engine can't do it at all, and neither can its siblings.
 RETRYABLE = frozenset((500, 502, 503, 504))
+# To a request with ids in it: it is said again as received, so that the client's own fault is all a client is told of.
+MAY_BE_OURS = frozenset((400, 404, 413, 415, 422, 431))
 # Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
 # chunk one by one, and each may be a read of its own. One more, should a read end within the usage.
 TAIL = 4
@@ -48,6 +50,8 @@ class Life:
         "state", "prompt", "backend", "upstream", "reservation", "overlap", "held", "status", "streams",
         # retries
         "tried", "last_error", "reconnected",
+        # whether the body has the prompt's ids in it, and the replica that would not have them
+        "sent_ids", "ids_refused",
         # the answer as it passes
         "tail", "pieces", "seen_pieces", "seen_at",
         # times, monotonic seconds
@@ -72,6 +76,8 @@ class Life:
         self.tried: tuple[Backend, ...] = ()
         self.last_error = ""
         self.reconnected = False
+        self.sent_ids = False
+        self.ids_refused: Backend | None = None
         self.tail: deque[bytes] = deque(maxlen=TAIL)
         self.pieces = self.seen_pieces = 0
         # The clock starts when the request is there: what its upload took is the client's.
@@ -156,6 +162,9 @@ class Life:
         if status in RETRYABLE and self.dispatcher.may_retry(self):
             self.dispatcher.failed(self.backend, f"status {status}")
             self.advance(Event.UNWELL, UpstreamError(f"status {status}", f"answered {status}"))
+        elif self.sent_ids and status in MAY_BE_OURS:
+            self.ids_refused = self.backend
+            self.advance(Event.UNWELL, UpstreamError("ids", f"answered {status}"))
         elif body:
             self.advance(Event.ANSWERED, body)
 
@@ -198,8 +207,9 @@ class Life:
     def _send(self, upstream: Upstream) -> None:
         self.upstream = upstream
         self.sent_at = monotonic()
-        head = self.dispatcher.request_head(self)
-        upstream.send(self, head, self.request.body, self.request.method == "HEAD")
+        body = self.dispatcher.once.body(self)
+        head = self.dispatcher.request_head(self, len(body))
+        upstream.send(self, head, body, self.request.method == "HEAD")
 
     def _retry(self, error: UpstreamError) -> None:
         upstream, self.upstream = self.upstream, None
@@ -207,6 +217,10 @@ class Life:
         if upstream is not None:
             upstream.drop()
         dispatcher = self.dispatcher
+        if error.kind == "ids":
+            dispatcher.metrics.retries.inc("ids")
+            self.backend.pool.connect(self)
+            return
         if upstream is not None and upstream.used and unanswered and not self.reconnected and error.kind == "closed":
             # A kept connection may die of old age under the request; that says nothing about the replica.
             self.reconnected = True

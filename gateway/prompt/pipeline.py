@@ -22,6 +22,7 @@ from .anthropic import Habits, from_messages, habits
 from .chat import Chat, Unroutable, from_chat, from_responses
 from .conversation import Multimodal, has_media
 from .fields import bad, boolean, count, integer, packed, parse, prompts_of
+from .forward import LEAST_TOKENS, ids_suffice
 from .model import ModelFiles, load_model
 from .prefixes import Found, Prefixes
 from .prompt import Prompt, PromptError
@@ -147,6 +148,8 @@ class Pipeline:
                                    f"{len(prompt.token_ids) // 4}: shorten it",
                               param="messages" if path in _CONVERSATIONS else "prompt",
                               code="context_length_exceeded")
+        if prompt.tokens >= LEAST_TOKENS:
+            prompt.ids_suffice = prompt.mode == "exact" and ids_suffice(path, request)
         return prompt
 
     def _fill(self, prompt: Prompt, request: dict[str, Any]) -> None:

@@ -170,6 +170,8 @@ class Metrics:
         self.heals = Counter("heals", "Times a replica's part of the map was repaired because it had drifted", "replica")
         # choosing and sending
         self.replica_requests = Counter("replica_requests", "Requests sent to a replica, by how it answered", "replica", "status")
+        self.long_prompts = Counter("long_prompts", "Prompts worth tokenizing only once, by what the replica was sent", "replica", "sent")  # ids, text
+        self.ids_refused = Counter("ids_refused", "Times a replica was found not to take token ids, or not ours", "replica")
         self.retries = Counter("retries", "Requests sent to another replica before their first byte", "reason")
         self.upstream_errors = Counter("upstream_errors", "Failures of replicas", "replica", "kind")
         self.rejections = Counter("rejections", "Requests refused without asking a replica", "reason")

@@ -113,6 +113,7 @@ class View:
             "num_blocks": replica.num_blocks,
             "max_model_len": replica.max_model_len,
             "problems": list(replica.problems),
+            "takes_ids": replica.takes_ids,
             "inflight": load.requests,
             "prefill_tokens": load.prefill_tokens,
             "context_tokens": load.context_tokens,

@@ -1,0 +1,322 @@
+"""Who gets ids in place of text: engines shown to take them, and to make the same."""
+
+import asyncio
+import json
+from array import array
+
+import pytest
+
+from gateway.dispatch import once
+from gateway.prompt.forward import LEAST_TOKENS
+from gateway.prompt.pipeline import Pipeline
+from replicas.simulated.model import sim_model_dir
+
+from ..wire.talk import eventually, read_request
+from .replies import post
+from .stack import stack
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+WORDS = "all the world is a stage and all the men and women merely players " * 50
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    return Pipeline(sim_model_dir(), "m", 16)
+
+
+class Engine:
+    """As far as tokens go, an engine: it makes them with a pipeline of its own, or takes those it is given."""
+
+    def __init__(self, pipeline, takes=True, tells=True, miscounts=0, other=False, refuses=0, tries=200):
+        self.pipeline, self.takes, self.tells, self.miscounts, self.other = pipeline, takes, tells, miscounts, other
+        self.refuses, self.tries = refuses, tries  # statuses for ids of a long prompt, and for trials
+        self.bodies: list[bytes] = []  # of clients' requests
+        self.headers: list[bytes] = []
+        self.trials = 0
+
+    async def __call__(self, reader, writer):
+        while True:
+            head, body = await self.request(reader)
+            status, reply = self.answer(head.split()[1].decode(), body, head)
+            data = json.dumps(reply).encode()
+            writer.write(b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (status, len(data), data))
+            await writer.drain()
+
+    async def request(self, reader) -> tuple[bytes, bytes]:
+        return await read_request(reader)
+
+    def answer(self, path: str, body: bytes, head: bytes):
+        said = json.loads(body)
+        given = said["prompt"] if path == COMPLETIONS else (said.pop("kv_transfer_params", None) or {}).get("prompt_token_ids")
+        given = given if isinstance(given, list) else None
+        trial = "return_token_ids" in said or given is not None and len(given) == 1
+        self.headers.append(head)
+        if trial:
+            self.trials += 1
+            if self.tries != 200:
+                return self.tries, {"error": {}}
+        else:
+            self.bodies.append(body)
+        if given and self.refuses and (trial is (self.refuses == 422)):
+            return self.refuses, {"error": {"message": "no ids, please"}}
+        ids = given
+        if not given or not self.takes:
+            text = {"prompt": "some text"} if given and path == COMPLETIONS else {}
+            ids = array("I", self.pipeline.prepare(path, json.dumps(said | text).encode()).token_ids).tolist()
+        if self.other and not given:
+            ids = [*ids[:40], 5, *ids[41:]]
+        told = {"prompt_token_ids": ids} if self.tells and "return_token_ids" in said else {}
+        usage = {"usage": {"prompt_tokens": len(ids) + self.miscounts, "completion_tokens": 1}}
+        return 200, {"choices": [{"index": 0, **told}], **told, **usage}
+
+    @property
+    def sent_ids(self) -> list[bool]:
+        return [b"prompt_token_ids" in body or b'"prompt": [' in body for body in self.bodies]
+
+
+def request(path=CHAT, turn=0, text=WORDS, **more) -> bytes:
+    text = f"Request {turn}. {text}"
+    said = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    return json.dumps({"model": "m", "max_tokens": 5, **said, **more}).encode()
+
+
+async def ask(s, body: bytes, path=CHAT, extra=b"") -> int:
+    talk = await s.talk()
+    await talk.say(post(body, path.encode(), extra))
+    return (await talk.response())[0]
+
+
+def served(s, index=0):
+    return list(s.dispatcher.backends.values())[index]
+
+
+async def settled(s):
+    """All trials that were begun are over."""
+    await eventually(lambda: s.idle() and all(one.once.trying is None for one in s.dispatcher.backends.values()))
+
+
+def behind(engine, *others, **options):
+    options = {"pipeline": engine.pipeline, "policy": "round_robin", **options}
+    context = stack(engine, *others, **options)
+
+    class Known:
+        async def __aenter__(self):
+            s = await context.__aenter__()
+            for backend in s.dispatcher.backends.values():
+                backend.replica.max_model_len = 16384
+            return s
+
+        async def __aexit__(self, *error):
+            await context.__aexit__(*error)
+
+    return Known()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_ids_are_sent_once_they_are_shown_to_be_taken_and_the_same(pipeline, path):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        for turn in range(4):
+            assert await ask(s, request(path, turn), path) == 200
+            await settled(s)
+        assert engine.sent_ids == [False, True, True, True]
+        assert engine.trials == 2
+        assert served(s).replica.takes_ids == f"{path}: yes"
+        assert s.metrics.long_prompts.values == {(served(s).id, "text"): 1, (served(s).id, "ids"): 3}
+        as_sent = json.loads(engine.bodies[3])
+        given = as_sent["prompt"] if path == COMPLETIONS else as_sent["kv_transfer_params"]["prompt_token_ids"]
+        assert given == array("I", pipeline.prepare(path, request(path, 3)).token_ids).tolist()
+        assert b"content-length: %d" % len(engine.bodies[3]) in engine.headers[-1].lower()
+
+
+async def test_each_path_is_shown_by_itself(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        for path in (CHAT, CHAT, COMPLETIONS, COMPLETIONS):
+            await ask(s, request(path), path)
+            await settled(s)
+        assert engine.sent_ids == [False, True, False, True]
+
+
+@pytest.mark.parametrize("faults, why", [
+    ({"takes": False}, "does not use ids"),
+    ({"tells": False}, "does not tell the ids it makes"),
+    ({"other": True}, "differ from ours at 40"),
+    ({"refuses": 422}, "refuses ids with status 422"),
+])  # fmt: skip
+async def test_an_engine_that_will_not_have_them_gets_all_as_received(pipeline, faults, why, caplog):
+    engine = Engine(pipeline, **faults)
+    async with behind(engine) as s:
+        for turn in range(4):
+            assert await ask(s, request(turn=turn)) == 200
+            await settled(s)
+        assert engine.bodies == [request(turn=turn) for turn in range(4)]
+        assert engine.trials <= 2
+        assert why in served(s).replica.takes_ids and why in caplog.text
+        assert s.metrics.ids_refused.total() == 1
+
+
+async def test_a_trial_that_is_not_answered_says_nothing_and_is_made_again_after_a_pause(pipeline, monkeypatch):
+    engine = Engine(pipeline, tries=500)
+    async with behind(engine) as s:
+        for turn in range(3):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert engine.trials == 1 and engine.sent_ids == [False] * 3 and s.metrics.ids_refused.total() == 0
+        engine.tries = 200
+        served(s).once.pause = 0.0
+        for turn in range(2):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert engine.sent_ids[3:] == [False, True]
+
+
+async def test_it_is_shown_anew_after_many_requests(pipeline, monkeypatch):
+    monkeypatch.setattr(once, "AGAIN", 3)
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        for turn in range(9):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert engine.sent_ids == [False, True, True, True] * 2 + [False]
+
+
+@pytest.mark.parametrize("text", [WORDS, "short"])
+async def test_the_first_contradicting_count_ends_it(pipeline, text, caplog):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        for turn in range(2):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        engine.miscounts = 1
+        await ask(s, request(turn=2, text=text))
+        engine.miscounts = 0
+        for turn in range(3, 6):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert engine.sent_ids[3:] == [False, False, False]
+        assert "it counted" in served(s).replica.takes_ids and "it counted" in caplog.text
+        assert s.metrics.ids_refused.total() == 1
+
+
+async def test_a_request_refused_with_ids_is_answered_as_received_and_ends_it(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await ask(s, request())
+        await settled(s)
+        engine.refuses = 400  # ids of long prompts, though it took the trial's
+        for turn in range(1, 4):
+            assert await ask(s, request(turn=turn)) == 200
+            await settled(s)
+        assert engine.sent_ids == [False, True, False, False, False]
+        assert engine.bodies[2] == request(turn=1)
+        assert "refused a request with ids" in served(s).replica.takes_ids
+        assert s.faults == [] and s.metrics.retries.values == {("ids",): 1}
+
+
+async def test_the_clients_own_fault_is_told_by_the_request_as_received_and_ends_nothing(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await ask(s, request())
+        await settled(s)
+        honest, engine.answer = engine.answer, lambda path, body, head: (engine.bodies.append(body), (400, {"error": {}}))[1]
+        assert await ask(s, request(turn=1, temperature=-1)) == 400
+        assert engine.bodies[-1] == request(turn=1, temperature=-1)
+        engine.answer = honest
+        await ask(s, request(turn=2))
+        assert engine.sent_ids == [False, True, False, True]
+
+
+async def test_another_process_behind_the_address_is_shown_anew(pipeline):
+    engine = Engine(pipeline, takes=False)
+    async with behind(engine) as s:
+        await ask(s, request())
+        await settled(s)
+        assert "does not use ids" in served(s).replica.takes_ids
+        engine.takes, served(s).incarnation = True, "another"
+        for turn in range(2):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert engine.sent_ids == [False, False, True]
+
+
+async def test_a_retry_elsewhere_is_as_received(pipeline):
+    first, second = Engine(pipeline), Engine(pipeline)
+    async with behind(first, second) as s:
+        for turn in range(4):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert first.sent_ids == second.sent_ids == [False, True]
+        for engine in (first, second):  # whichever is asked first fails
+            def fail_once(path, body, head, engine=engine):
+                if len(first.bodies) + len(second.bodies) == 4:
+                    engine.bodies.append(body)
+                    return 503, {"error": {}}
+                return Engine.answer(engine, path, body, head)
+
+            engine.answer = fail_once
+        assert await ask(s, request(turn=9)) == 200
+        assert sorted([first.sent_ids[2], second.sent_ids[2]]) == [False, True]
+
+
+async def test_what_would_not_fit_the_context_is_left_to_the_engine_to_judge(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await ask(s, request())
+        await settled(s)
+        tokens = pipeline.prepare(CHAT, request()).tokens
+        for length, limit in [(tokens + 5, 5), (tokens + 4, 5), (tokens + 1, None), (tokens, None), (None, 5)]:
+            served(s).replica.max_model_len = length
+            more = {} if limit else {"max_tokens": None}
+            await ask(s, request(**more))
+        assert engine.sent_ids[1:] == [True, False, True, False, False]
+
+
+async def test_never_means_never(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine, tokenize_once=False) as s:
+        for turn in range(3):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert engine.trials == 0 and engine.bodies == [request(turn=turn) for turn in range(3)]
+
+
+async def test_short_prompts_try_nothing(pipeline):
+    engine = Engine(pipeline)
+    assert pipeline.prepare(CHAT, request(text="short")).tokens < LEAST_TOKENS
+    async with behind(engine) as s:
+        for _ in range(3):
+            await ask(s, request(text="short"))
+        await settled(s)
+        assert engine.trials == 0 and s.metrics.long_prompts.total() == 0
+
+
+async def test_the_trial_brings_the_clients_key(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await ask(s, request(), extra=b"Authorization: Bearer secret\r\n")
+        await settled(s)
+        assert len(engine.headers) == 3
+        assert all(b"bearer secret" in head.lower() for head in engine.headers)
+
+
+async def test_a_trial_in_flight_ends_with_the_replica(pipeline):
+    asked, release = asyncio.Event(), asyncio.Event()
+
+    class Slow(Engine):
+        async def request(self, reader):
+            head, body = await super().request(reader)
+            if b"return_token_ids" in body:
+                asked.set()
+                await release.wait()
+            return head, body
+
+    async with behind(Slow(pipeline)) as s:
+        await ask(s, request())
+        await asyncio.wait_for(asked.wait(), 5)
+        backend = served(s)
+        trying = backend.once.trying
+        s.dispatcher.remove(backend.id)
+        await eventually(trying.done)
+        release.set()
+        assert backend.replica.takes_ids == "not tried yet"

@@ -189,6 +189,8 @@ class Gateway:
         pipeline = self.dispatcher.pipeline
         if replica.max_model_len:
             pipeline.max_model_len = replica.max_model_len
+        if replica.version:
+            pipeline.follow(replica.version)  # while versions are mixed, the way of the one that came last
         size = self.settings.block_size or replica.block_size or DEFAULT_BLOCK_SIZE
         if size != pipeline.block_size:
             if any(b.replica is not replica for b in self.dispatcher.backends.values()):
@@ -213,6 +215,7 @@ class Gateway:
         finally:
             self.view.waiting_for = None
         pipeline.block_size, pipeline.max_model_len = old.block_size, old.max_model_len
+        pipeline.follow(next((b.replica.version for b in self.dispatcher.backends.values() if b.replica.version), None))
         self.model_dir, self.dispatcher.pipeline = directory, pipeline
         log.info("tokenizer and chat template of %s from %s", name, directory)
 

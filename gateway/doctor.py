@@ -183,6 +183,7 @@ def _prompt_room(settings: Settings, directory: Path, served: str, facts: list[F
         pipeline = Pipeline(directory, served, size, chat_template=settings.chat_template)
     except (ModelError, TokenizerError) as error:
         return None, [Finding("fail", "tokenizer", str(error), "give --model a folder that holds the model's tokenizer.json")]
+    pipeline.follow(next((one.version for one in facts if one.version), None))
     return pipeline, [_tokenizer(pipeline), *_template(pipeline)]
 
 

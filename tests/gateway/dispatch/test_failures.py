@@ -101,6 +101,10 @@ async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state,
         ill.replica.state = state
         s.dispatcher.changed()
         s.dispatcher.sweep(life.sent_at + 2)
+        assert s.metrics.retries.total() == 0, "nobody is there"
+        well.replica.state = State.DEGRADED
+        s.dispatcher.changed()
+        s.dispatcher.sweep(life.sent_at + 12)
         assert s.metrics.retries.total() == 0, "nobody is better"
         well.replica.state = State.READY
         s.dispatcher.changed()

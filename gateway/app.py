@@ -157,7 +157,11 @@ class Gateway:
             self.fleet.failed(replica, _FAULTS.get(fault, "5xx"))
 
     def _replica_changed(self, replica: Replica, old: State, new: State) -> None:
-        if new is State.READY:
+        if self.fleet.replicas.get(replica.id) is not replica:  # its engine came back with other ranks
+            backend = self.dispatcher.backends.get(replica.id)
+            if backend is not None and backend.replica is replica:
+                self._forget(backend)
+        elif new is State.READY:
             self._meet(replica)
         self.dispatcher.changed()
 
@@ -302,6 +306,15 @@ def _profile(settings: Settings) -> Profile:
         raise ConfigError(f"--profile {error}") from None
 
 
+def _shared_map(settings: Settings, cachemap: CacheMap) -> SharedMap | None:
+    """What gateways share of who holds what; none without Redis, nor where each follows the events itself."""
+    if settings.redis_url is None or settings.event_intake == "each":
+        return None
+    from cachemap.share import SharedMap, parse  # a fifth of a second, for those who use it
+
+    return SharedMap(parse(settings.redis_url), settings.deployment, cachemap)
+
+
 def _model(settings: Settings, profile: Profile | None) -> tuple[Path | None, str]:
     """The model directory (None: to be learned from the replicas) and the name the block hashes are seeded with."""
     name = settings.model
@@ -310,15 +323,6 @@ def _model(settings: Settings, profile: Profile | None) -> tuple[Path | None, st
     if name is None:
         return None, settings.served_model_name or "model"
     return model_dir(name), settings.served_model_name or os.path.basename(name.rstrip("/"))
-
-
-def _shared_map(settings: Settings, cachemap: CacheMap) -> SharedMap | None:
-    """What gateways share of who holds what; none without Redis, nor where each follows the events itself."""
-    if settings.redis_url is None or settings.event_intake == "each":
-        return None
-    from cachemap.share import SharedMap, parse  # a fifth of a second, for those who use it
-
-    return SharedMap(parse(settings.redis_url), settings.deployment, cachemap)
 
 
 def _access(life: Life, outcome: str, usage: Usage | None) -> None:

@@ -30,7 +30,7 @@ from gateway.model import model_dir
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
 from gateway.trial import WORDS, Finding, Trial, trials
-from replicas.adopt import Facts, probe
+from replicas.adopt import Facts, Problem, described, probe, problems_of
 from replicas.replica import Address, parse_url
 
 SKEW_SECONDS = 2.0  # Date headers have whole seconds
@@ -67,13 +67,17 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
         running = await _running_gateway(settings, session)
         for finding in _gateway(settings, running):
             yield finding
-        urls = list(settings.replica_url) or [one["url"] for one in (running or {}).get("replicas", [])]
+        urls = list(settings.replica_url) or list(dict.fromkeys(one["url"] for one in (running or {}).get("replicas", [])))
         replicas = []
         for address in map(parse_url, urls):
             facts = await probe(address.url, session)
             yield _reached(address, facts)
             if facts.serving:
                 replicas.append((address, facts))
+                for finding in _own_words(address, facts):
+                    yield finding
+        for finding in _seen_by_gateway(running, replicas):
+            yield finding
         if not urls:
             yield _no_replicas(settings)
         served, directory, finding = _model(settings, [facts for _, facts in replicas])
@@ -88,8 +92,9 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
             yield _block_size(settings, replicas)
             yield await _clock(replicas, session)
         for address, facts in replicas:
-            async for finding in trials(Trial(settings, session, pipeline, served, address, facts)):
-                yield finding
+            for replica in described(address, facts):
+                async for finding in trials(Trial(settings, session, pipeline, served, replica, _problems(address, facts))):
+                    yield finding
 
 
 # --- this machine
@@ -226,7 +231,33 @@ def _reached(address: Address, facts: Facts) -> Finding:
     if not facts.serving:
         return Finding("fail", f"replica {address.id}", facts.error or "does not serve a model", "start it, wait until it has loaded, or correct its URL")
     cache = f", {facts.num_blocks} blocks of {facts.block_size}" if facts.num_blocks else ""
-    return Finding("ok", f"replica {address.id}", f"serves {', '.join(facts.models) or 'unnamed models'}{cache}, version {facts.version or 'unknown'}")
+    bases = [name for name, parent in facts.models.items() if parent is None]
+    adapters = [name for name, parent in facts.models.items() if parent]
+    more = f", adapters {', '.join(adapters)}" if adapters else ""
+    length = f", context {facts.max_model_len}" if facts.max_model_len else ""
+    ranks = f", {len(facts.engines)} data-parallel ranks" if len(facts.engines) > 1 else ""
+    return Finding("ok", f"replica {address.id}", f"serves {', '.join(bases) or 'unnamed models'}{more}{cache}{length}{ranks}, version {facts.version or 'unknown'}")
+
+
+def _problems(address: Address, facts: Facts) -> dict[str, Problem]:
+    return problems_of(facts, address.source, facts.events(address.source))
+
+
+def _own_words(address: Address, facts: Facts) -> Iterator[Finding]:
+    """What the engine tells of itself that keeps the gateway from its work; events are for the trial to judge."""
+    for name, problem in _problems(address, facts).items():
+        if name in ("models", "metrics", "caching"):
+            level = "fail" if name == "caching" else "warn"
+            yield Finding(level, f"{name} {address.id}", problem.what, problem.remedy)
+
+
+def _seen_by_gateway(running: dict[str, Any] | None, replicas: list[tuple[Address, Facts]]) -> Iterator[Finding]:
+    """Problems that only traffic shows, from the gateway that sees it."""
+    known = {str(problem) for address, facts in replicas for problem in _problems(address, facts).values()}
+    for one in (running or {}).get("replicas", []):
+        for problem in one.get("problems", []):
+            if problem not in known:
+                yield Finding("warn", f"traffic {one['id']}", problem)
 
 
 def _models(replicas: list[tuple[Address, Facts]]) -> Finding:

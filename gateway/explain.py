@@ -171,7 +171,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
 
     from cachemap import CacheMap
     from gateway.prompt.pipeline import Pipeline
-    from replicas.adopt import probe
+    from replicas.adopt import described, probe
     from replicas.replica import parse_url
 
     addresses = [parse_url(url) for url in settings.replica_url]
@@ -180,40 +180,43 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     for address, fact in zip(addresses, facts, strict=True):
         if not fact.serving:
             print(f"left out: {address.id}: {fact.error}", file=sys.stderr)
-    up = [(address, fact) for address, fact in zip(addresses, facts, strict=True) if fact.serving]
+    up = [one for address, fact in zip(addresses, facts, strict=True) if fact.serving for one in described(address, fact)]
     if not up:
         raise ConfigError("no replica answers, so there is nothing to choose from. Start one, or correct --replica-url")
 
-    served = settings.served_model_name or next((name for _, fact in up for name, parent in fact.models.items() if parent is None), None)
-    size = settings.block_size or next((fact.block_size for _, fact in up if fact.block_size), 16)
-    adapters = {name for _, fact in up for name, parent in fact.models.items() if parent}
+    served = settings.served_model_name or next((name for one in up for name, parent in one.models.items() if parent is None), None)
+    size = settings.block_size or next((one.block_size for one in up if one.block_size), 16)
+    adapters = {name for one in up for name, parent in one.models.items() if parent}
     pipeline = Pipeline(model_dir(settings.model or served), served or "model", size, chat_template=settings.chat_template)
-    pipeline.max_model_len = next((fact.max_model_len for _, fact in up if fact.max_model_len), None)
+    pipeline.max_model_len = next((one.max_model_len for one in up if one.max_model_len), None)
+    pipeline.follow(next((one.version for one in up if one.version), None))
     prompt = pipeline.prepare(path, body, {}, adapters)
+    for one in up:
+        if not one.serves(prompt.model):
+            print(f"left out: {one.id}: serves {', '.join(one.models)}, not {prompt.model}", file=sys.stderr)
+    up = [one for one in up if one.serves(prompt.model)]
+    if not up:
+        raise PromptError(404, f"the model {prompt.model!r} does not exist", param="model", code="model_not_found")
 
     cachemap, costs = CacheMap(settings.cache_budget), CostGroup()
-    slots = [cachemap.attach(address.id, fact.num_blocks, bool(_source(address, fact))) for address, fact in up]
+    slots = [cachemap.attach(one.id, one.num_blocks, one.events is not None) for one in up]
     await asyncio.gather(*(
-        _replay(cachemap, slot, source, served or "model", size)
-        for slot, (address, fact) in zip(slots, up, strict=True)
-        if (source := _source(address, fact)) and source.replay
+        _replay(cachemap, slot, one.events, served or "model", size)
+        for slot, one in zip(slots, up, strict=True)
+        if one.events and one.events.replay
     ))  # fmt: skip
     held = cachemap.match(prompt.hashes, 0.0).held if prompt.hashes and prompt.reads_cache else []
     most = max(0, prompt.tokens - 1) // size  # the engine computes the last prompt token in any case
     candidates = [
-        Candidate(address.id, min(held[slot], most) * size if held else 0, _load(fact), costs.add(address.id))
-        for slot, (address, fact) in zip(slots, up, strict=True)
+        Candidate(one.id, min(held[slot], most) * size if held else 0, _load(one), costs.add(one.id))
+        for slot, one in zip(slots, up, strict=True)
     ]
     demand = Demand(prompt.tokens, size, prompt.hashes[0] if prompt.hashes else 0, prompt.session, prompt.max_tokens)
     return describe(settings.policy, prompt, demand, candidates, make(settings.policy).choose(demand, candidates, explain=True))
 
 
-def _source(address: Any, fact: Any) -> Any:
-    return address.source or fact.sources.get(0)
-
-
-def _load(fact: Any) -> Load:
-    scrape = fact.scrape
+def _load(replica: Any) -> Load:
+    scrape = replica.scrape
     running, waiting = (scrape.running or 0, scrape.waiting or 0) if scrape else (0, 0)
     return Load(requests=running + waiting, decoding=running, waiting=scrape.waiting if scrape else None)
 

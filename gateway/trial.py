@@ -19,8 +19,8 @@ import aiohttp
 from cachemap import CacheMap, EventIntake
 from gateway.config import Settings
 from gateway.prompt.pipeline import Pipeline
-from replicas.adopt import Facts
-from replicas.replica import Address, EventSource
+from replicas.adopt import NO_CACHED_TOKENS, NO_REPLAY, Problem
+from replicas.replica import EventSource, Replica
 
 EVENT_SECONDS = 5.0  # vLLM publishes with the step that stores the blocks: tens of milliseconds
 JOIN_SECONDS = 1.0  # a publisher without replay says nothing until it has something to say
@@ -56,27 +56,30 @@ class Trial:
     session: aiohttp.ClientSession
     pipeline: Pipeline | None
     served: str
-    address: Address
-    facts: Facts
+    replica: Replica
+    problems: dict[str, Problem]  # what its engine already said of itself
 
     @property
     def id(self) -> str:
-        return self.address.id
+        return self.replica.id
 
     @property
     def block_size(self) -> int:
-        return self.settings.block_size or self.facts.block_size or 16
+        return self.settings.block_size or self.replica.block_size or 16
 
     @property
     def model(self) -> str:
-        own = [name for name, parent in self.facts.models.items() if parent is None]
+        own = [name for name, parent in self.replica.models.items() if parent is None]
         return self.served if self.served in own or not own else own[0]
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The reply; Refused when there is none to use."""
         try:
-            async with self.session.post(self.address.url + path, json=body, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as response:
+            url, deadline = self.replica.url + path, aiohttp.ClientTimeout(ANSWER_SECONDS)
+            async with self.session.post(url, json=body, headers=self.replica.headers, timeout=deadline) as response:
                 reply = await response.json(content_type=None)
+                if response.status in (401, 403):
+                    raise Locked
                 if response.status != 200 or not isinstance(reply, dict):
                     raise Refused(f"{path} answers {response.status}: {json.dumps(reply)[:200]}")
                 return reply
@@ -88,12 +91,28 @@ class Refused(Exception):
     """A replica did not answer a trial usefully."""
 
 
+class Locked(Exception):
+    """A replica wants an API key, which the doctor has not."""
+
+
 async def trials(trial: Trial) -> AsyncIterator[Finding]:
+    try:
+        async for finding in _trials(trial):
+            yield finding
+    except Locked:
+        yield Finding("warn", f"trial {trial.id}", "it wants an API key, so its tokens, events and cache could not be tried",
+                      "start vLLM without --api-key (and VLLM_API_KEY) where only the gateway reaches it; clients' keys are passed on")  # fmt: skip
+
+
+async def _trials(trial: Trial) -> AsyncIterator[Finding]:
     if trial.pipeline:
         yield await _same_tokens(trial)
-    source = trial.address.source or trial.facts.sources.get(0)
+    if "caching" in trial.problems:
+        return  # said already; nothing would come and nothing be found
+    source = trial.replica.events
     if source is None:
-        yield Finding("warn", f"events {trial.id}", trial.facts.problems.get("events", "KV events are off"))
+        problem = trial.problems.get("events") or trial.problems["ranks"]
+        yield Finding("warn", f"events {trial.id}", problem.what, problem.remedy)
     body = {"model": trial.model, "prompt": _new_prompt(trial.block_size), "max_tokens": 1, "temperature": 0}
     try:
         if source is not None:
@@ -132,7 +151,7 @@ async def _same_tokens(trial: Trial) -> Finding:
 async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]) -> AsyncIterator[Finding]:
     """Send the prompt while listening; its blocks must come, and be the ones the gateway would look for."""
     subject, cachemap = f"events {trial.id}", CacheMap(64 * 2**20)
-    slot = cachemap.attach(trial.id, trial.facts.num_blocks, True)
+    slot = cachemap.attach(trial.id, trial.replica.num_blocks, True)
     intake = EventIntake(cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", model=trial.served,
                          block_size=trial.block_size, on_change=lambda state, reason: None)  # fmt: skip
     task = asyncio.create_task(intake.run())
@@ -150,12 +169,15 @@ async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]
             yield Finding("ok", subject, f"{len(hashes)} of {len(hashes)} blocks of a new prompt arrived from {source.endpoint}")
             if source.replay is None or intake.unreplayed:
                 yield _no_replay(trial, source)
+            for problem in intake.problems:
+                yield Finding("warn", subject, problem)
         elif intake.batches == before:
             yield _silent(subject, source)
         else:
             held = cachemap.match(hashes, 0.0).confirmed[slot]
+            why = "; ".join(intake.problems) or (intake.reason if intake.state == "unobserved" else "")
             yield Finding("fail", subject, f"events arrive, but only {held} of a new prompt's {len(hashes)} blocks are the gateway's",
-                          "the engine's tokens, block size or model name differ: see the lines above")  # fmt: skip
+                          why or "the engine's tokens, block size or model name differ: see the lines above")  # fmt: skip
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -169,16 +191,14 @@ def _silent(subject: str, source: EventSource) -> Finding:
 
 def _no_replay(trial: Trial, source: EventSource) -> Finding:
     what = f"nothing answers at {source.replay}" if source.replay else "no replay endpoint is known"
-    return Finding("warn", f"replay {trial.id}", f"{what}: the gateway starts cold, and forgets this replica's cache when an event is lost",
-                   'add "replay_endpoint":"tcp://*:PORT" to --kv-events-config, and replay=tcp://HOST:PORT if events= is given in the URL')  # fmt: skip
+    return Finding("warn", f"replay {trial.id}", f"{what}. {NO_REPLAY.what}", NO_REPLAY.remedy)
 
 
 def _cached_tokens(trial: Trial, reply: dict[str, Any]) -> Finding:
     subject, usage = f"cache {trial.id}", reply.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     if cached is None:
-        return Finding("warn", subject, "answers do not say how many prompt tokens were cached: predictions cannot be checked",
-                       "start vLLM with --enable-prompt-tokens-details")  # fmt: skip
+        return Finding("warn", subject, NO_CACHED_TOKENS.what, NO_CACHED_TOKENS.remedy)
     if not cached:
         return Finding("fail", subject, f"the same prompt of {usage.get('prompt_tokens')} tokens, sent twice, was not found in its cache",
                        "turn prefix caching on (vLLM: --enable-prefix-caching); without it every replica is as good as any other")  # fmt: skip

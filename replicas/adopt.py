@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from replicas.metrics import SERIES, Scrape, missing, parse
-from replicas.replica import EventSource
+from replicas.replica import Address, EventSource, Replica
 
 
 class Problem(NamedTuple):
@@ -32,6 +32,10 @@ EVENTS_OFF = Problem(
     "KV events are off, the cache is guessed from traffic",
     'start vLLM with --kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq",'
     '"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"}\'',
+)
+NO_CACHED_TOKENS = Problem(
+    "answers do not say how many prompt tokens were cached, so predictions cannot be checked one by one",
+    "start vLLM with --enable-prompt-tokens-details",
 )
 NO_REPLAY = Problem(
     "KV events cannot be replayed: the gateway starts cold, and forgets this replica's cache when an event is lost",
@@ -270,6 +274,22 @@ def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSour
             "publish over tcp://*:PORT, to which vLLM adds the rank, and let all ranks run one version",
         )
     return found
+
+
+def described(address: Address, facts: Facts) -> list[Replica]:
+    """The replicas that an engine counts as by its own account, for those who look once and do not watch it."""
+    sources = facts.events(address.source)
+    lead = Replica(
+        address.id, address.url, address.host, address.port, models=facts.models, version=facts.version, scrape=facts.scrape,
+        block_size=facts.block_size, num_blocks=facts.num_blocks, max_model_len=facts.max_model_len, events=sources[0],
+        problems=tuple(map(str, problems_of(facts, address.source, sources).values())),
+    )  # fmt: skip
+    if len(sources) == 1:
+        return [lead]
+    ranks = [lead.at_rank(rank, 0.0) for rank in range(len(sources))]
+    for replica, source in zip(ranks, sources):
+        replica.follow(lead, source)
+    return ranks
 
 
 def _source(config: dict, host: str) -> tuple[EventSource | None, Problem | None]:

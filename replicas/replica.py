@@ -40,6 +40,8 @@ def _port_plus(endpoint: str, rank: int) -> str | None:
     return f"{where}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdigit() else None
 
 
+# Where vLLM (0.28 and 0.32) goes by X-data-parallel-rank; elsewhere an engine takes the rank it likes.
+RANK_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
 # What the ranks of one engine have in common.
 SHARED = ("incarnation", "models", "block_size", "num_blocks", "max_model_len", "version", "pid", "restarts", "problems")
 
@@ -71,6 +73,19 @@ class Replica:
     restarts: int = 0
     scrape: Scrape | None = None  # the last /metrics, see `scrape.at`
     problems: tuple[str, ...] = ()  # what could not be learned, each with its remedy
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a request needs for being computed here."""
+        return {} if self.rank is None else {"X-data-parallel-rank": str(self.rank)}
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it can answer for that model or adapter. One that has told no names is taken at its word."""
+        return not model or not self.models or model in self.models
+
+    def takes_rank(self, path: str) -> bool:
+        """Whether a request posted to `path` is computed here, if it is sent here."""
+        return self.rank is None or path in RANK_PATHS
 
     @property
     def engine(self) -> str:

@@ -37,12 +37,13 @@ class Backend:
         self.intake: EventIntake | None = None
         self.intake_task: asyncio.Task[None] | None = None
         self.host_line = b"host: %b:%d\r\n" % (replica.host.encode(), replica.port)
+        if replica.rank is not None:
+            self.host_line += b"x-data-parallel-rank: %d\r\n" % replica.rank
         self.incarnation: str | None = None
         self.gone = False  # removed; what still runs on it settles without a trace
 
     def serves(self, model: str | None) -> bool:
-        """Whether it can answer for that model. A replica that has told no names yet is taken at its word."""
-        return model is None or not self.replica.models or model in self.replica.models
+        return self.replica.serves(model)
 
     def stop(self) -> None:
         self.gone = True

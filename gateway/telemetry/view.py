@@ -14,6 +14,7 @@ from gateway import __version__
 from gateway.config import Settings
 from gateway.telemetry.metrics import Metrics, Reading
 from policies import Ledger, Load
+from replicas.adopt import NO_CACHED_TOKENS
 from replicas.lifecycle import State
 from replicas.replica import Replica
 
@@ -100,6 +101,7 @@ class View:
         scrape = replica.scrape
         return {
             "id": replica.id,
+            "rank": replica.rank,
             "url": replica.url,
             "state": str(replica.state),
             "reason": replica.reason,
@@ -109,10 +111,11 @@ class View:
             "restarts": replica.restarts,
             "version": replica.version,
             "models": list(replica.models),
+            "adapters": {name: parent for name, parent in replica.models.items() if parent},
             "block_size": replica.block_size,
             "num_blocks": replica.num_blocks,
             "max_model_len": replica.max_model_len,
-            "problems": list(replica.problems),
+            "problems": [*replica.problems, *_seen(replica, intake)],
             "takes_ids": replica.takes_ids,
             "inflight": load.requests,
             "prefill_tokens": load.prefill_tokens,
@@ -193,3 +196,13 @@ class View:
             return self.ledger.load(id)
         except KeyError:  # known to the fleet, never given a request
             return Load()
+
+
+def _seen(replica: Replica, intake: Any) -> list[str]:
+    """What traffic and events showed to be amiss, beside what the engine tells of itself."""
+    found = list(intake.problems) if intake else []
+    if replica.cached_tokens is False:
+        found.append(str(NO_CACHED_TOKENS))
+    if ": no, " in replica.takes_ids:
+        found.append(f"long prompts are tokenized by the engine once more: {replica.takes_ids}")
+    return found

@@ -53,6 +53,7 @@ NO_PREFILL = ("tokenize", "detokenize")
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 # A collected body is sent with its length; Host is the replica's.
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
+NOT_FORWARDED_TO_RANKS = NOT_FORWARDED | {b"x-data-parallel-rank"}
 # One observation costs 15 to 20 us; a coefficient does not move within this time.
 LEARN_SECONDS = 0.05
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
@@ -243,7 +244,7 @@ class Dispatcher:
         life.backend = backend
         life.overlap = backend.candidate.overlap
         life.reservation = self.ledger.reserve(backend.id, demand.tokens - life.overlap, demand.tokens)
-        if prompt is not None and prompt.hashes:
+        if prompt is not None and prompt.hashes and backend.replica.takes_rank(prompt.path):
             self.map.expect(backend.slot, prompt.hashes, monotonic())
         self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
 
@@ -284,8 +285,9 @@ class Dispatcher:
     def request_head(self, life: Life, length: int) -> bytes:
         request = life.request
         version = b"1.0" if request.http10 else b"1.1"
+        dropped = NOT_FORWARDED if life.backend.replica.rank is None else NOT_FORWARDED_TO_RANKS
         head = b"%b %b HTTP/%b\r\n%b%b" % (
-            request.method.encode(), request.target, version, life.backend.host_line, end_to_end(request.headers, NOT_FORWARDED),
+            request.method.encode(), request.target, version, life.backend.host_line, end_to_end(request.headers, dropped),
         )  # fmt: skip
         if request.header(b"x-request-id") is None:
             head += b"x-request-id: %b\r\n" % life.id
@@ -339,7 +341,7 @@ class Dispatcher:
         if prompt is not None and life.status == 200 and not backend.gone:
             self._compare(life, backend, prompt, usage)
             self.once.settled(life, usage)
-            if backend.intake is not None:
+            if backend.intake is not None and backend.replica.takes_rank(prompt.path):
                 backend.intake.request_finished(len(prompt.hashes) - life.overlap // self.pipeline.block_size)
             tokens = usage.completion or life.pieces
             if life.streams and tokens > 8 and now >= backend.learn_at:
@@ -353,10 +355,12 @@ class Dispatcher:
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
         metrics.predicted_cached_tokens.inc(name, by=life.overlap)
         saved = life.overlap
-        if prompt.several:
+        if prompt.several or not backend.replica.takes_rank(prompt.path):
             backend.drift.aside()
         elif usage.cached is None:
             backend.drift.unreported(life.overlap, prompt.tokens)
+            if life.overlap and usage.prompt is not None and backend.replica.cached_tokens is None:
+                backend.replica.cached_tokens = False
         else:
             saved = usage.cached
             backend.replica.cached_tokens = True

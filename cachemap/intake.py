@@ -62,6 +62,7 @@ class EventIntake:
         self._last_timestamp = 0.0
         self._replay_wanted = replay is not None
         self._resuming = False  # go on after a batch that another applied, rather than start anew
+        self._look_again = False
         self._replay_at = 0.0
         self._replay_pause = RETRY_SECONDS[0]
         self._silent_requests = 0
@@ -107,7 +108,8 @@ class EventIntake:
         """Before `run`: the map is as this batch left it, with the replica observed or not; go on from there."""
         self._want_replay()
         self.last_seq, self._last_timestamp = sequence, timestamp
-        self._resuming = self._replay_wanted and sequence is not None
+        # twice: what is sent before our subscription has reached the engine is in no answer but the second
+        self._resuming = self._look_again = self._replay_wanted and sequence is not None
         if observed and self.state == "unobserved":
             self._change("connecting", "another gateway saw events")
         elif not observed:
@@ -242,6 +244,9 @@ class EventIntake:
             await self._replay_all()
             return
         self._replayed("caught up")
+        if self._look_again:
+            self._replay_wanted = self._resuming = True
+            self._look_again, self._replay_at = False, _now() + RETRY_SECONDS[0]
 
     async def _replay_all(self) -> None:
         """Start anew from all that the engine still has; without an answer, try again later."""

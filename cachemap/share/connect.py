@@ -9,6 +9,8 @@ Query parameters are those of redis-py. Nothing here retries or waits long: who 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 from pathlib import Path
 from typing import NamedTuple
@@ -18,14 +20,16 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
+from redis.crc import key_slot
 from redis.exceptions import NoScriptError, RedisError
 
 ANSWER_SECONDS = 1.0  # a server that takes longer is taken for gone; a lease lasts three of these
 KINDS = {"": "single", "sentinel": "sentinel", "cluster": "cluster"}
 
 Client = Redis | RedisCluster
+FAILURES = (RedisError, OSError, TimeoutError)  # whatever Redis or the way to it can do to a call
 
 
 class Place(NamedTuple):
@@ -94,18 +98,81 @@ def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Client:
     login = {name: options.pop(f"sentinel_{name}") for name in ("username", "password") if f"sentinel_{name}" in options}
     ways = {"socket_timeout": seconds, "socket_connect_timeout": seconds, "ssl": tls, **login}
     ways |= {name: value for name, value in options.items() if name.startswith("ssl_")}
-    return Sentinel(place.hosts, sentinel_kwargs=ways, ssl=tls, **options).master_for(place.master)
+    return _Primary(Sentinel(place.hosts, sentinel_kwargs=ways, ssl=tls, **options), place.master)
 
 
-async def xread(client: Client, after: dict[str, str], count: int, milliseconds: int) -> list:
-    """XREAD of streams in one hash slot: [(stream, [(id, fields)])]."""
-    command = ["XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", *after, *after.values()]
-    if isinstance(client, RedisCluster):
-        # by key; redis-py would ask the server each time where the keys are in this command
-        await client.initialize()
-        found = await client.execute_command(*command, target_nodes=client.get_node_from_key(next(iter(after))))
-    else:
-        found = await client.execute_command(*command)
+class _Primary(Redis):
+    """The primary as the sentinels name it; redis-py leaves its connections to them open."""
+
+    def __init__(self, sentinel: Sentinel, master: str):
+        super().__init__(connection_pool=SentinelConnectionPool(master, sentinel, **sentinel.connection_kwargs))
+        self.auto_close_connection_pool = True
+        self._sentinel = sentinel
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool)
+        for one in self._sentinel.sentinels:
+            await one.aclose()
+
+
+class Ways:
+    """A client for each key: one for all, but on a Cluster one for each shard.
+
+    Not redis-py's own cluster client: it closes the connections to all shards when one shard fails.
+    """
+
+    def __init__(self, place: Place):
+        self._place = place
+        self.many = place.kind == "cluster"
+        self._clients: dict[tuple[str, int] | None, Redis] = {} if self.many else {None: connect(place)}
+        self._slots: list[tuple[int, int, tuple[str, int]]] = []
+        self._asking: asyncio.Task[None] | None = None
+
+    async def to(self, key: str) -> Redis:
+        if not self.many:
+            return self._clients[None]
+        if not self._slots:
+            await asyncio.shield(self._ask())
+        slot = key_slot(key.encode())
+        for first, last, node in self._slots:
+            if first <= slot <= last:
+                return self._client(node)
+        raise RedisError(f"no node of the cluster serves slot {slot}")
+
+    def failed(self) -> None:
+        """Something did not work: who serves what may have changed."""
+        if self.many:
+            self._ask()
+
+    async def aclose(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+        for client in self._clients.values():
+            await client.aclose()
+
+    def _client(self, node: tuple[str, int]) -> Redis:
+        if node not in self._clients:
+            self._clients[node] = connect(self._place._replace(kind="single", hosts=[node]))
+        return self._clients[node]
+
+    def _ask(self) -> asyncio.Task[None]:
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._learn_slots(), name="share cluster")
+        return self._asking
+
+    async def _learn_slots(self) -> None:
+        nodes = dict.fromkeys([*(node for _, _, node in self._slots), *self._place.hosts])
+        for node in nodes:
+            with contextlib.suppress(*FAILURES):
+                told = await self._client(node).execute_command("CLUSTER SLOTS")
+                self._slots = [(first, last, (host.decode() or node[0], port)) for first, last, (host, port, *_), *_ in told]
+                return
+
+
+async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> list:
+    """XREAD: [(stream, [(id, fields)])]."""
+    found = await client.execute_command("XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", *after, *after.values())
     return list(found.items()) if isinstance(found, dict) else found or []
 
 
@@ -122,6 +189,3 @@ class Script:
             return await client.execute_command("EVALSHA", self.sha, len(keys), *keys, *arguments)
         except NoScriptError:
             return await client.execute_command("EVAL", self.text, len(keys), *keys, *arguments)
-
-
-FAILURES = (RedisError, OSError, TimeoutError)  # whatever Redis or the way to it can do to a call

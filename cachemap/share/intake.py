@@ -64,6 +64,8 @@ class SharedIntake:
         self.led_at = shared.now()  # when somebody was last known to lead
         self.unreadable_at: float | None = None
         self.head = 0  # the last delta there is, as of the last look
+        self.claim_at = 0.0  # when the lease may be asked for again
+        self.stuck_at: float | None = None  # since when nothing could be written
         self._void = False
         self.behind = 0  # looks in a row at which others were further than we
 
@@ -174,6 +176,7 @@ class SharedIntake:
                 self._shared.takeovers += 1
         self.mirroring = False
         self.journal = Journal(max(self.n, self.head) if whole else self.n, whole)
+        self.stuck_at = None
         self._map.record(self._slot, self.journal.add)
         self._follow_events()
         self._become("writer", "this gateway follows its events for all")
@@ -303,6 +306,12 @@ class SharedIntake:
     def snapshot(self) -> Snapshot:
         journal = self.journal
         return Snapshot(journal.n, journal.term, self.position, self._map.contents(self._slot))
+
+    def wrote(self, well: bool) -> None:
+        if well:
+            self.stuck_at = None
+        elif self.stuck_at is None:
+            self.stuck_at = self._shared.now()
 
     @property
     def identity(self) -> Identity:

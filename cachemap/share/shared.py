@@ -15,11 +15,9 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 
-from redis.asyncio.cluster import RedisCluster
-
 from cachemap.map import CacheMap
 from cachemap.share.codec import RELOAD, encode_delta, encode_snapshot
-from cachemap.share.connect import FAILURES, Place, Script, connect, xread
+from cachemap.share.connect import FAILURES, Place, Script, Ways, xread
 from cachemap.share.intake import SharedIntake
 from cachemap.share.keys import Keys
 
@@ -43,8 +41,7 @@ class SharedMap:
     def __init__(self, place: Place, deployment: str, cache_map: CacheMap):
         self.place, self.deployment, self._map = place, deployment, cache_map
         self.token = secrets.token_hex(8)
-        self._client = connect(place)
-        self._grouped = isinstance(self._client, RedisCluster)
+        self._ways = Ways(place)
         self._members: list[SharedIntake] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._aside: set[asyncio.Task[None]] = set()
@@ -71,14 +68,14 @@ class SharedMap:
         for task in self._tasks.values():
             task.cancel()
         for group in self._groups([one for one in self._members if one.journal]):
-            self._beside(LEAVE(self._client, [one.keys.lease for one in group], [self.token]))
+            self._beside(self._give_back(group))
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._tasks.clear()
         if self._aside:
             _, late = await asyncio.wait(self._aside, timeout=1)
             for task in late:
                 task.cancel()
-        await self._client.aclose()
+        await self._ways.aclose()
 
     def intake(self, slot: int, replica: str, incarnation: str, **arguments) -> SharedIntake:
         """In place of an EventIntake, with its arguments."""
@@ -115,13 +112,21 @@ class SharedMap:
     def leave(self, member: SharedIntake) -> None:
         self._members.remove(member)
         if member.journal is not None and "tend" in self._tasks:
-            self._beside(LEAVE(self._client, [member.keys.lease], [self.token]))
+            self._beside(self._give_back([member]))
+
+    async def _give_back(self, group: list[SharedIntake]) -> None:
+        client = await self._ways.to(group[0].keys.lease)
+        await LEAVE(client, [one.keys.lease for one in group], [self.token])
 
     def wish(self, member: SharedIntake) -> None:
-        self._beside(self._client.set(member.keys.wish, 1, px=10_000))
+        self._beside(self._wish(member.keys))
+
+    async def _wish(self, keys: Keys) -> None:
+        await (await self._ways.to(keys.wish)).set(keys.wish, 1, px=10_000)
 
     def failed(self, error: BaseException) -> None:
         self.errors += 1
+        self._ways.failed()
         log.debug("redis: %s", error)
 
     def lag(self, at: float) -> None:
@@ -133,10 +138,10 @@ class SharedMap:
             self._lags, self._lags_until = [0.0, self._lags[0]], self.now() + 5
 
     async def read_snapshot(self, keys: Keys) -> list[bytes]:
-        return await self._client.lrange(keys.snapshot, 0, -1)
+        return await (await self._ways.to(keys.snapshot)).lrange(keys.snapshot, 0, -1)
 
     async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, bytes]]:
-        found = await self._client.xrange(keys.deltas, f"{after + 1}-0", "+")
+        found = await (await self._ways.to(keys.deltas)).xrange(keys.deltas, f"{after + 1}-0", "+")
         return [(_number(id), fields[b"d"]) for id, fields in found]
 
     # --- leases
@@ -163,7 +168,7 @@ class SharedMap:
         written = [journal.n if journal else 0 for journal in journals]
         try:
             sent = self.now()
-            time, *states = await TEND(self._client, keys, arguments)
+            time, *states = await TEND(await self._ways.to(keys[0]), keys, arguments)
         except FAILURES as error:
             self.failed(error)
             self._unreachable(group, error)
@@ -181,7 +186,7 @@ class SharedMap:
 
     def _to_claim(self, group: list[SharedIntake]) -> set[SharedIntake]:
         """Leases to take if they are free: those we had, and some of the others."""
-        others = [one for one in group if one.journal is None]
+        others = [one for one in group if one.journal is None and self.now() >= one.claim_at]
         some = random.sample(others, min(len(others), max(4, len(others) // 4)))
         return {one for one in group if one.journal is not None} | set(some)
 
@@ -190,7 +195,9 @@ class SharedMap:
         one.head = head
         if state in ("ours", "held"):
             one.led_at = self.now()
-        if state == "ours":
+        if state == "ours" and one.stuck_at is not None and self.now() - one.stuck_at > LEASE_SECONDS:
+            self._give_up(one)
+        elif state == "ours":
             if one.role != "writer" or one.journal is None:
                 one.want("writer")
             elif one.journal.whole:
@@ -207,6 +214,14 @@ class SharedMap:
             one.lost()
             one.want("alone")
 
+    def _give_up(self, one: SharedIntake) -> None:
+        """Redis lets us hold the lease and takes no deltas: better that all know that nobody writes."""
+        log.warning("replica %s: redis takes no more of it: every gateway follows its events itself", one.keys.replica)
+        one.claim_at, one.stuck_at = self.now() + 3 * LEASE_SECONDS, None
+        self._beside(self._give_back([one]))
+        one.lost()
+        one.want("alone")
+
     def _mirror(self, one: SharedIntake, head: int) -> None:
         if one.unreadable_at is not None and self.now() - one.unreadable_at < 10:
             return
@@ -222,7 +237,7 @@ class SharedMap:
     def _heard(self, group: list[SharedIntake]) -> None:
         lane = self._lane(group[0])
         if lane in self._away or not self._reached:
-            log.info("redis %s answers%s", self.place, f" for lane {lane}" if self._grouped else "")
+            log.info("redis %s answers%s", self.place, f" for lane {lane}" if self._ways.many else "")
         self._reached = True
         self._away.discard(lane)
 
@@ -230,7 +245,7 @@ class SharedMap:
         lane = self._lane(group[0])
         if lane not in self._away:
             log.warning("redis %s does not answer%s, every gateway goes on with what it knows: %s",
-                        self.place, f" for lane {lane}" if self._grouped else "", error)  # fmt: skip
+                        self.place, f" for lane {lane}" if self._ways.many else "", error)  # fmt: skip
             self._away.add(lane)
         for one in group:
             waited = self.now() - one.led_at > LEASE_SECONDS
@@ -269,11 +284,12 @@ class SharedMap:
             keys += [one.keys.lease, one.keys.head, one.keys.deltas]
             arguments += [journal.n + 1, delta]
         try:
-            results = await PUBLISH(self._client, keys, arguments)
+            results = await PUBLISH(await self._ways.to(keys[0]), keys, arguments)
         except FAILURES as error:
             self.failed(error)
             results = [b"unknown"] * len(batch)  # written or not
-        for (_, journal, delta), result in zip(batch, results, strict=True):
+        for (one, journal, delta), result in zip(batch, results, strict=True):
+            one.wrote(result == b"ok")
             if result == b"ok":
                 journal.sent(len(delta))
             else:
@@ -287,12 +303,14 @@ class SharedMap:
         try:
             result = await (self._write_anew(one, journal) if journal.whole else self._write_on(one, journal))
             self.snapshots += result == b"ok"
+            one.wrote(result == b"ok")
             if result == b"lost":
                 self._look.set()
             elif result == b"behind":
                 journal.start_over()
         except FAILURES as error:
             self.failed(error)
+            one.wrote(False)
             journal.start_over()
         if journal.whole:
             self._look.set()  # for the number to begin with
@@ -327,12 +345,13 @@ class SharedMap:
         keys = one.keys
         new = f"{keys.snapshot}:{self.token}"
         pieces = await asyncio.to_thread(encode_snapshot, one.identity, snapshot)
-        await self._client.delete(new)
+        client = await self._ways.to(new)
+        await client.delete(new)
         for at in range(0, len(pieces), 32):
-            await self._client.rpush(new, *pieces[at : at + 32])
-        await self._client.expire(new, 60)
+            await client.rpush(new, *pieces[at : at + 32])
+        await client.expire(new, 60)
         arguments = [self.token, snapshot.n, way, detail, KEEP_SECONDS]
-        return await COMMIT(self._client, [keys.lease, keys.head, keys.deltas, keys.snapshot, new], arguments)
+        return await COMMIT(client, [keys.lease, keys.head, keys.deltas, keys.snapshot, new], arguments)
 
     # --- reading
 
@@ -344,7 +363,8 @@ class SharedMap:
                 continue
             streams = {one.keys.deltas: one for one in members}
             try:
-                found = await xread(self._client, {name: f"{one.n}-0" for name, one in streams.items()}, 500, POLL_MILLISECONDS)
+                client = await self._ways.to(next(iter(streams)))
+                found = await xread(client, {name: f"{one.n}-0" for name, one in streams.items()}, 500, POLL_MILLISECONDS)
             except FAILURES as error:
                 self.failed(error)
                 await asyncio.sleep(LOOK_SECONDS / 4)
@@ -358,7 +378,7 @@ class SharedMap:
 
     def _groups(self, members: list[SharedIntake]) -> list[list[SharedIntake]]:
         """Those one command can speak of: on a Cluster those of one lane."""
-        if not self._grouped:
+        if not self._ways.many:
             return [list(members)] if members else []
         lanes: dict[int, list[SharedIntake]] = {}
         for one in members:
@@ -366,7 +386,7 @@ class SharedMap:
         return list(lanes.values())
 
     def _lane(self, member: SharedIntake) -> int:
-        return member.keys.lane if self._grouped else 0
+        return member.keys.lane if self._ways.many else 0
 
     def _spawn(self, name: str, work: Callable[[], Coroutine]) -> None:
         self._tasks[name] = asyncio.create_task(self._forever(work), name=f"share {name}")

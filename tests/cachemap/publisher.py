@@ -34,6 +34,7 @@ class Publisher:
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.XPUB)
         self._router = self._context.socket(zmq.ROUTER)
+        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # each subscriber is told of
         for socket in (self._pub, self._router):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)

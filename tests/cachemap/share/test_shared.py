@@ -6,8 +6,11 @@ from ..publisher import BLOCK, CLEARED, removed, stored
 from .gateways import Gateway, event, gateways, prompt, replica, until
 
 
-async def led(gateway, name="r"):
+async def led(gateway, name="r", publisher=None):
+    """It writes, and its subscription has reached the engine."""
     await until(lambda: gateway.role(name) == "writer" and gateway.intakes[name].journal and not gateway.intakes[name].journal.whole)
+    if publisher is not None:
+        await publisher.subscribed()
 
 
 async def mirrored(gateway, name="r"):
@@ -27,7 +30,7 @@ async def test_a_mirror_holds_what_the_writer_holds(redis_server):
     _, hashes = prompt(1, 12)
     async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher)
-        await led(one)
+        await led(one, "r", publisher)
         other.follow("r", publisher)
         await mirrored(other)
         await publisher.publish(event(1, 0, 8), event(1, 8, 12))
@@ -47,7 +50,7 @@ async def test_a_new_gateway_is_warm_from_snapshot_and_tail(redis_server):
     async with replica() as publisher, gateways(redis_server.url) as running:
         one = running[0]
         one.follow("r", publisher)
-        await led(one)
+        await led(one, "r", publisher)
         for number in range(1, 6):
             await publisher.publish(*(event(number, start, start + 40) for start in range(0, 400, 40)))
         await until(lambda: one.shared.snapshots > 1 and one.held("r", prompt(5, 400)[1]) == 400)
@@ -75,7 +78,7 @@ async def test_a_writer_that_stops_hands_over_and_the_next_goes_on(redis_server)
     _, hashes = prompt(1, 12)
     async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher)
-        await led(one)
+        await led(one, "r", publisher)
         other.follow("r", publisher)
         await publisher.publish(event(1, 0, 6))
         await until(lambda: other.held("r", hashes) == 6)
@@ -84,7 +87,7 @@ async def test_a_writer_that_stops_hands_over_and_the_next_goes_on(redis_server)
         await led(other)
         await publisher.publish(event(1, 9, 12))
         await until(lambda: other.held("r", hashes) == 12)
-        assert publisher.asked == [0, 0] and other.shared.takeovers == 1  # of batches from the last one known on, here the first
+        assert set(publisher.asked) == {0} and other.shared.takeovers == 1  # the last batch known is number 0
         assert not any("cleared" in reason for _, reason in other.changes)
 
 
@@ -92,7 +95,7 @@ async def test_a_writer_that_dies_is_followed_within_seconds(redis_server):
     _, hashes = prompt(1, 12)
     async with replica() as publisher, gateways(redis_server.url, 3) as (one, *others):
         one.follow("r", publisher)
-        await led(one)
+        await led(one, "r", publisher)
         for other in others:
             other.follow("r", publisher)
             await mirrored(other)
@@ -111,7 +114,7 @@ async def test_what_a_dead_writer_missed_and_the_engine_lost_is_cleared(redis_se
     _, hashes = prompt(1, 6)
     async with replica(kept=3) as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher)
-        await led(one)
+        await led(one, "r", publisher)
         other.follow("r", publisher)
         await publisher.publish(event(1, 0, 6))
         await until(lambda: other.held("r", hashes) == 6)
@@ -127,7 +130,7 @@ async def test_an_engine_that_restarted_while_nobody_led_is_empty(redis_server):
     _, hashes = prompt(1, 6)
     async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher)
-        await led(one)
+        await led(one, "r", publisher)
         other.follow("r", publisher)
         await publisher.publish(event(1, 0, 6))
         await until(lambda: other.held("r", hashes) == 6)
@@ -142,7 +145,7 @@ async def test_a_new_incarnation_starts_from_nothing_and_the_old_one_counts_no_m
     _, hashes = prompt(1, 6)
     async with replica() as publisher, gateways(redis_server.url, 3) as (one, other, late):
         one.follow("r", publisher, "100.00")
-        await led(one)
+        await led(one, "r", publisher)
         for gateway in (other, late):
             gateway.follow("r", publisher, "100.00")
         await publisher.publish(event(1, 0, 6))
@@ -165,7 +168,7 @@ async def test_gateways_that_name_blocks_otherwise_are_not_mixed(redis_server):
     async with replica() as publisher, gateways(redis_server.url) as running:
         one = running[0]
         one.follow("r", publisher)
-        await led(one)
+        await led(one, "r", publisher)
         other = Gateway(redis_server.url, model="another")
         running.append(other)
         other.shared.start()
@@ -190,7 +193,7 @@ async def test_deployments_do_not_meet(redis_server):
 async def test_a_replica_whose_events_cannot_be_used_is_modelled_by_all(redis_server):
     async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher)
-        await led(one)
+        await led(one, "r", publisher)
         other.follow("r", publisher)
         await mirrored(other)
         await publisher.publish(stored([1], list(range(2 * BLOCK)), block_size=2 * BLOCK))
@@ -210,7 +213,7 @@ async def test_a_mirror_that_finds_its_map_wrong_has_the_events_read_anew(redis_
     _, hashes = prompt(1, 6)
     async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher)
-        await led(one)
+        await led(one, "r", publisher)
         other.follow("r", publisher)
         await publisher.publish(event(1, 0, 6))
         await until(lambda: other.held("r", hashes) == 6)
@@ -224,7 +227,7 @@ async def test_a_mirror_that_finds_its_map_wrong_has_the_events_read_anew(redis_
 async def test_a_reader_that_was_too_slow_for_the_tail_loads_the_snapshot(redis_server):
     async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher)
-        await led(one)
+        await led(one, "r", publisher)
         other.follow("r", publisher)
         await mirrored(other)
         other.shared._tasks["follow 0"].cancel()  # it sleeps
@@ -233,7 +236,8 @@ async def test_a_reader_that_was_too_slow_for_the_tail_loads_the_snapshot(redis_
             await until(lambda number=number: one.held("r", prompt(number, 200)[1]) == 200)
         await until(lambda: one.shared.snapshots > 1)
         with redis_server.client() as client:
-            assert int(client.xrange(one.intakes["r"].keys.deltas, count=1)[0][0].split(b"-")[0]) > other.intakes["r"].n + 1
+            kept = client.xrange(one.intakes["r"].keys.deltas, count=1)
+            assert not kept or int(kept[0][0].split(b"-")[0]) > other.intakes["r"].n + 1
         del other.shared._tasks["follow 0"]
         other.shared._spawn("follow 0", lambda: other.shared._follow(0))
         await same(one, other)
@@ -245,6 +249,8 @@ async def test_two_replicas_at_once_with_evictions_and_clears_end_equal(redis_se
         for gateway in running:
             gateway.follow("a", a)
             gateway.follow("b", b)
+        for publisher in (a, b):
+            await publisher.subscribed()
         for step in range(60):
             for publisher, base in ((a, 100), (b, 500)):
                 await publisher.publish(event(base + step, 0, 7), *([removed(*(10_000 * (base + step - 5) + i for i in range(3, 7)))] if step > 5 else []))

@@ -1,0 +1,216 @@
+"""Whatever happens to Redis, maps go on and become one again by themselves."""
+
+import asyncio
+
+import pytest
+
+from tests.redis_server import Cluster, Proxy, Sentinels, certificate, running
+
+from ..publisher import removed
+from .gateways import Gateway, event, gateways, prompt, replica, until
+from .test_shared import led, mirrored, same, told
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+async def one_and_a_mirror(url, publisher, one, other, name="r"):
+    one.follow(name, publisher)
+    await led(one, name, publisher)
+    other.follow(name, publisher)
+    await mirrored(other, name)
+
+
+async def all_hold(hashes, *gateways, name="r", seconds=15.0):
+    await until(lambda: all(one.held(name, hashes) == len(hashes) for one in gateways), seconds, lambda: [told(one, name) for one in gateways])
+
+
+async def healed(one, other, name="r"):
+    """One of them leads, the other mirrors it, and both hold the same."""
+    await until(lambda: {one.role(name), other.role(name)} == {"writer", "mirror"}, what=lambda: (told(one, name), told(other, name)))
+    await same(one, other, name)
+
+
+@pytest.mark.parametrize("data", ["empty", "kept"])
+async def test_redis_killed_and_restarted(start_redis, redis_binary, data):
+    server = start_redis(binary=redis_binary, appendonly="yes")
+    async with replica() as publisher, gateways(server.url, 2) as (one, other):
+        await one_and_a_mirror(server.url, publisher, one, other)
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        server.kill()
+        await publisher.publish(event(1, 6, 9))
+        await all_hold(prompt(1, 9)[1], one)
+        await until(lambda: other.role("r") == "alone", 6)  # after the lease's time it follows the events itself
+        await all_hold(prompt(1, 9)[1], other)
+        await publisher.publish(removed(10_008), event(2, 0, 5))
+        await all_hold(prompt(2, 5)[1], one, other)
+        server.restart(empty=data == "empty")
+        await healed(one, other)
+        await publisher.publish(event(3, 0, 5))
+        await all_hold(prompt(3, 5)[1], one, other)
+        await same(one, other)
+        async with gateways(server.url) as (late,):
+            late.follow("r", publisher)
+            await same(one, late)
+            assert late.role("r") == "mirror"
+        assert not any("cleared" in reason for _, reason in one.changes + other.changes)
+
+
+async def test_redis_restarted_at_once_while_nothing_happens_has_the_map_again(start_redis):
+    server = start_redis()
+    async with replica() as publisher, gateways(server.url, 2) as (one, other):
+        await one_and_a_mirror(server.url, publisher, one, other)
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        server.restart(empty=True)
+        async with gateways(server.url) as (late,):
+            late.follow("r", publisher)
+            await all_hold(prompt(1, 6)[1], late)
+            await healed(one, other) if late.role("r") == "mirror" else await same(one, late)
+
+
+@pytest.mark.parametrize("seconds", [1.5, 5.0])
+async def test_redis_frozen(start_redis, seconds):
+    server = start_redis()
+    async with replica() as publisher, gateways(server.url, 2) as (one, other):
+        await one_and_a_mirror(server.url, publisher, one, other)
+        server.freeze()
+        thaws = now() + seconds
+        for number in range(1, 6):
+            await publisher.publish(event(number, 0, 6))
+            await all_hold(prompt(number, 6)[1], one)
+        if seconds > 4:
+            await all_hold(prompt(5, 6)[1], other)
+        await until(lambda: now() >= thaws)
+        server.thaw()
+        await all_hold(prompt(5, 6)[1], other)
+        await healed(one, other)
+        await publisher.publish(event(9, 0, 6))
+        await all_hold(prompt(9, 6)[1], one, other)
+
+
+async def test_redis_slow(redis_server):
+    async with Proxy(redis_server.port) as proxy, replica() as publisher, gateways(proxy.url, 2) as (one, other):
+        proxy.delay = 0.1
+        await one_and_a_mirror(proxy.url, publisher, one, other)
+        for number in range(1, 20):
+            await publisher.publish(event(number, 0, 6))
+        await all_hold(prompt(19, 6)[1], one, other)
+        await same(one, other)
+        assert one.role("r") == "writer" and other.role("r") == "mirror" and one.shared.errors == other.shared.errors == 0
+        proxy.delay = 1.0  # two of them are more than a call may take
+        await publisher.publish(event(20, 0, 6))
+        await all_hold(prompt(20, 6)[1], one, other)
+        proxy.delay = 0.0
+        await healed(one, other)
+
+
+@pytest.mark.parametrize("whose", ["writer", "mirror"])
+async def test_one_gateway_cut_off_from_redis(redis_server, whose):
+    """The other half goes on; nothing is written by two."""
+    async with Proxy(redis_server.port) as proxy, replica() as publisher, gateways(redis_server.url) as gates:
+        gates.append(Gateway(proxy.url))
+        gates[1].shared.start()
+        one, other = gates if whose == "mirror" else gates[::-1]
+        await one_and_a_mirror("", publisher, one, other)
+        proxy.cut()
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        if whose == "writer":
+            await led(other)
+        await publisher.publish(event(2, 0, 6))
+        await all_hold(prompt(2, 6)[1], one, other)
+        proxy.mend()
+        await healed(one, other)
+        assert (other if whose == "writer" else one).role("r") == "writer"
+
+
+async def test_redis_full(start_redis):
+    server = start_redis(maxmemory_policy="noeviction")
+    async with replica() as publisher, gateways(server.url, 2) as (one, other):
+        await one_and_a_mirror(server.url, publisher, one, other)
+        with server.client() as client:
+            client.config_set("maxmemory", 1)
+            await publisher.publish(event(1, 0, 6))
+            await all_hold(prompt(1, 6)[1], one, other)  # the mirror learns that nobody can write, and listens itself
+            client.config_set("maxmemory", 0)
+        await healed(one, other)
+
+
+async def test_started_while_redis_is_away(start_redis):
+    server = start_redis()
+    server.kill()
+    async with replica() as publisher, gateways(server.url, 2) as (one, other):
+        began = now()
+        for gateway in (one, other):
+            gateway.follow("r", publisher)
+            await publisher.subscribed()
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        assert now() - began < 3
+        server.start()
+        await healed(one, other)
+
+
+async def test_behind_tls_with_an_acl_user(start_redis, tmp_path):
+    context, authority = certificate(tmp_path)
+    server = start_redis(user="gate on >secret ~hitherto:* +@all -@admin")
+    async with Proxy(server.port, tls=context) as proxy, replica() as publisher:
+        url = f"rediss://gate:secret@127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority}"
+        async with gateways(url, 2) as (one, other):
+            await one_and_a_mirror(url, publisher, one, other)
+            await publisher.publish(event(1, 0, 6))
+            await all_hold(prompt(1, 6)[1], one, other)
+        for wrong in (url.replace("secret", "guess"), url.partition("?")[0]):
+            async with gateways(wrong) as (stranger,):
+                stranger.follow("r", publisher)
+                await until(lambda stranger=stranger: stranger.role("r") == "alone" and stranger.held("r", prompt(1, 6)[1]) == 6)
+                assert not stranger.shared.reachable
+
+
+async def test_sentinel_fails_over(tmp_path):
+    with running(Sentinels(tmp_path)) as servers:
+        async with replica() as publisher, gateways(servers.url, 2) as (one, other):
+            await one_and_a_mirror(servers.url, publisher, one, other)
+            await publisher.publish(event(1, 0, 6))
+            await all_hold(prompt(1, 6)[1], one, other)
+            servers.primary.kill()
+            await publisher.publish(event(2, 0, 6))
+            await all_hold(prompt(2, 6)[1], one, other)
+            await until(lambda: one.shared.reachable and other.shared.reachable, 20)
+            await healed(one, other)
+            await publisher.publish(event(3, 0, 6))
+            await all_hold(prompt(3, 6)[1], one, other)
+
+
+async def test_cluster_with_one_shard_gone(tmp_path):
+    with running(Cluster(tmp_path)) as cluster:
+        async with replica() as a, replica() as b, gateways(cluster.url, 2) as (one, other):
+            names = spread(cluster)
+            for name, publisher in zip(names, (a, b), strict=True):
+                await one_and_a_mirror(cluster.url, publisher, one, other, name)
+                await publisher.publish(event(1, 0, 6))
+                await all_hold(prompt(1, 6)[1], one, other, name=name)
+            dead = cluster.node_of(one.intakes[names[0]].keys.lease)
+            dead.kill()
+            for name, publisher in zip(names, (a, b), strict=True):
+                await publisher.publish(event(2, 0, 6))
+                await all_hold(prompt(2, 6)[1], one, other, name=name)
+            await until(lambda: other.role(names[0]) == "alone")
+            assert {one.role(names[1]), other.role(names[1])} == {"writer", "mirror"}  # the other shard's replica is as before
+            dead.restart()
+            for name in names:
+                await healed(one, other, name)
+
+
+def spread(cluster: Cluster) -> list[str]:
+    """Names of two replicas that lie on different shards."""
+    from cachemap.share.keys import Keys
+
+    first, *rest = (f"r{i}" for i in range(40))
+    home = cluster.node_of(Keys("test", first, "").lease)
+    return [first, next(name for name in rest if cluster.node_of(Keys("test", name, "").lease) is not home)]
+
+

@@ -6,7 +6,7 @@ BIN := .venv/bin
 # newer one with 32. One alone: make test-vllm VLLM=0.32.0
 VLLM ?= 0.28.0 0.32.0
 
-.PHONY: setup demo test test-vllm clean
+.PHONY: setup demo demo-vllm test test-vllm clean
 
 setup: .venv/ready
 
@@ -29,6 +29,12 @@ venv-from-debian:
 
 demo: setup
 	@$(BIN)/loadgen demo $(ARGS)
+
+# The same story with two real vLLM engines on the CPU: the newest of VLLM, kept in ~/.cache/hitherto.
+demo-vllm: setup
+	@folder=$$(PYTHON="$(PYTHON)" tests/vllm/install.sh $(lastword $(VLLM))) || { code=$$?; \
+	  test $$code != 3 || echo "No vLLM here, for the reason above. \`make demo\` shows the same with simulated engines."; exit $$code; }; \
+	$(BIN)/loadgen demo --vllm $$folder $(ARGS)
 
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)

@@ -18,6 +18,7 @@ from loadgen.client import BadURL, Client
 from loadgen.drive import Run
 from loadgen.progress import watched
 from loadgen.report import BadSLO, setting, summarise
+from loadgen.scenes import NoEngines
 from loadgen.serving import Unreachable, model_of, stop_on_interrupt
 from loadgen.sources import BadSource
 from loadgen.stack import StackFailed
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except (options.BadOption, BadSLO, BadSource, BadURL, BadWorkload) as error:
         print(f"loadgen {args.verb}: {error}", file=sys.stderr)
         return 2
-    except (Unreachable, StackFailed) as error:
+    except (NoEngines, StackFailed, Unreachable) as error:
         print(f"loadgen {args.verb}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -58,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     several = verbs.add_parser("compare", help="the same load against several endpoints or policies")
     compare.add_arguments(several)
     several.set_defaults(act=compare.compare_verb)
-    show_it = verbs.add_parser("demo", help="two policies on simulated engines, live, in about two minutes")
+    show_it = verbs.add_parser("demo", help="two policies side by side, live, in about two minutes")
     demo.add_arguments(show_it)
     show_it.set_defaults(act=demo.demo_verb)
     return parser

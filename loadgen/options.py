@@ -147,7 +147,7 @@ def workload(args: argparse.Namespace) -> tuple[list[Conversation], list[float]]
     if name == "conversations":
         asked = workloads.conversation_file(args.dataset_path, args.num_prompts, args.output_len, args.think_time, rng)
     else:
-        documents = texts(args.dataset_path, args.num_prefixes, args.prefix_len)
+        documents = texts(args.dataset_path, args.num_prefixes, args.prefix_len * CHARS_PER_TOKEN)
         requests, output = args.num_prompts or 200, args.output_len or 64
         if name == "multi-turn":
             asked = workloads.multi_turn(documents, requests, args.turns, args.think_time, output, rng)
@@ -156,9 +156,8 @@ def workload(args: argparse.Namespace) -> tuple[list[Conversation], list[float]]
     return asked, conversation_starts([len(conversation.turns) for conversation in asked], args.request_rate, rng)
 
 
-def texts(path: Path | None, number: int, tokens: int) -> list[Document]:
-    """Up to `number` documents of about `tokens` tokens, from a file or the standard library."""
-    length = tokens * CHARS_PER_TOKEN
+def texts(path: Path | None, number: int, length: int) -> list[Document]:
+    """Up to `number` documents of about `length` characters, from a file or the standard library."""
     return stdlib_documents(number, length) if path is None else file_documents(path, length)[:number]
 
 

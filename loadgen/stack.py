@@ -38,15 +38,16 @@ class Stack:
     """
 
     def __init__(self, policy: str, launch: int, profile: str = "sim", isolated: bool = False,
-                 on_progress: Callable[[int], None] = lambda ready: None):
+                 on_progress: Callable[[int], None] = lambda ready: None, model: Path | None = None,
+                 ready_seconds: float | None = None):
         self.policy, self.launch, self.profile, self.isolated = policy, launch, profile, isolated
-        self.on_progress = on_progress
+        self.on_progress, self.ready_seconds = on_progress, ready_seconds or READY_SECONDS
         port, admin_port = free_ports(2)
         self.base_url = f"http://127.0.0.1:{port}"
         self.admin = Client(f"http://127.0.0.1:{admin_port}", timeout=5)
         self._argv = [sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", str(port),
                       "--admin-port", str(admin_port), "--policy", policy, "--launch", str(launch),
-                      "--profile", profile]
+                      "--profile", profile, *(["--model", str(model)] if model else [])]
         self._folder = tempfile.TemporaryDirectory(prefix="loadgen-")
         self._log = Path(self._folder.name, "gateway.log")
         self._process: asyncio.subprocess.Process | None = None
@@ -70,7 +71,7 @@ class Stack:
         await self._stop()
 
     async def _until_ready(self) -> None:
-        deadline = perf_counter() + READY_SECONDS
+        deadline = perf_counter() + self.ready_seconds
         while perf_counter() < deadline:
             if self._process.returncode is not None:
                 raise StackFailed(f"`hitherto serve` ended with exit code {self._process.returncode}:\n{self._tail()}")
@@ -79,7 +80,7 @@ class Stack:
             if states.count("ready") >= self.launch:
                 return
             await asyncio.sleep(_POLL_SECONDS)
-        raise StackFailed(f"{self.launch} replicas were not ready within {READY_SECONDS:g} s:\n{self._tail()}")
+        raise StackFailed(f"{self.launch} replicas were not ready within {self.ready_seconds:g} s:\n{self._tail()}")
 
     async def _stop(self) -> None:
         self.admin.close()

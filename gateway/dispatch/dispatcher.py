@@ -29,12 +29,14 @@ from .drift import TOLERATED
 from .errors import JSON, error_body
 from .life import RETRYABLE, Failure, Life
 from .once import TokenizeOnce
+from .states import State
 from .usage import Usage
 
 if TYPE_CHECKING:
     from replicas import Replica
 
     from ..telemetry.metrics import Metrics
+    from .shared import Decision, SharedLedger
 
 log = logging.getLogger("hitherto.dispatch")
 
@@ -96,6 +98,7 @@ class Dispatcher:
         self.backends: dict[str, Backend] = {}
         self.lives: set[Life] = set()
         self.draining = False
+        self.shared: SharedLedger | None = None  # with Redis
         self.models: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
         self._serving: dict[str | None, list[Backend]] = {}
@@ -235,18 +238,53 @@ class Dispatcher:
                     backend.candidate.lower = tuple((tier, blocks * size) for tier, blocks in runs)
         return demand, backends, [b.candidate for b in backends]
 
-    def reserve(self, life: Life) -> None:
-        """Choose, and count the load at once: decision and reservation are one step."""
+    def choose(self, life: Life) -> None:
+        """Choose, and count the load at once: decision and reservation are one step, here or where the load
+        of all gateways is known. Calls `life.chosen` or `life.unchosen`."""
         begun = perf_counter()
-        prompt = life.prompt
-        demand, backends, candidates = self.weigh(prompt, life.tried)
+        try:
+            demand, backends, candidates = self.weigh(life.prompt, life.tried)
+        except Failure as failure:
+            life.unchosen(failure)
+            return
+        if self.shared is not None and self.shared.joined:
+            prompt = life.prompt
+            hashes = prompt.hashes if prompt is not None and prompt.reads_cache else ()
+            self.shared.decide(self.policy, demand, candidates, hashes, lambda decision: self._decided(life, backends, decision))
+            return
+        self._choose_here(life, demand, backends, candidates)
+        self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
+        life.chosen()
+
+    def _choose_here(self, life: Life, demand: Demand, backends: list[Backend], candidates: list[Candidate]) -> None:
         backend = backends[self.policy.choose(demand, candidates).index]
-        life.backend = backend
-        life.overlap = backend.candidate.overlap
-        life.reservation = self.ledger.reserve(backend.id, demand.tokens - life.overlap, demand.tokens)
+        self._reserve(life, backend, backend.candidate.overlap, demand.tokens)
+
+    def _decided(self, life: Life, backends: list[Backend], decision: Decision | None) -> None:
+        """What the shared ledger answers; None: too late, or not at all."""
+        waiting = life.state is State.CHOOSING  # else the client left meanwhile
+        if decision is not None:
+            backend = backends[decision.index]
+            if waiting and backend in self.serving(life.prompt.model or None if life.prompt else None):
+                self.ledger.others(backend.id, decision.others)
+                self._reserve(life, backend, decision.overlap, decision.overlap + decision.uncached, decision.counted)
+                life.chosen()
+                return
+            self.shared.undo(decision)
+        if waiting:
+            try:
+                self._choose_here(life, *self.weigh(life.prompt, life.tried))
+            except Failure as failure:
+                life.unchosen(failure)
+            else:
+                life.chosen()
+
+    def _reserve(self, life: Life, backend: Backend, overlap: int, tokens: int, counted: bool = False) -> None:
+        prompt = life.prompt
+        life.backend, life.overlap = backend, overlap
+        life.reservation = self.ledger.reserve(backend.id, tokens - overlap, tokens, counted)
         if prompt is not None and prompt.hashes and backend.replica.takes_rank(prompt.path):
             self.map.expect(backend.slot, prompt.hashes, monotonic())
-        self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
 
     def _nobody(self, model: str | None) -> Failure:
         known = self.models

@@ -190,15 +190,22 @@ class Life:
     # --- what the table asks for
 
     def _choose(self, _: object) -> None:
-        try:
-            self.dispatcher.reserve(self)
-        except Failure as failure:
-            if self.tried:
-                failure = Failure(502, f"no replica is left after {len(self.tried)} attempt(s); the last: {self.last_error}")
-            self.advance(Event.EXHAUSTED, failure)
-            return
+        self.dispatcher.choose(self)
+
+    def chosen(self) -> None:
+        """What the dispatcher calls when `backend` and `reservation` are there."""
+        self.advance(Event.CHOSEN)
+
+    def unchosen(self, failure: Failure) -> None:
+        """What it calls when nobody can take the request."""
+        if self.tried:
+            failure = Failure(502, f"no replica is left after {len(self.tried)} attempt(s); the last: {self.last_error}")
+        self.advance(Event.EXHAUSTED, failure)
+
+    def _connect(self, _: object) -> None:
         pool = self.backend.pool
-        upstream = None if self.request.http10 else pool.acquire()
+        # Behind a kept connection that died of old age there may be more of the same age.
+        upstream = None if self.request.http10 or self.reconnected else pool.acquire()
         if upstream is not None:
             self.advance(Event.CONNECTED, upstream)
         else:
@@ -219,13 +226,13 @@ class Life:
         dispatcher = self.dispatcher
         if error.kind == "ids":
             dispatcher.metrics.retries.inc("ids")
-            self.backend.pool.connect(self)
+            self.advance(Event.CHOSEN)
             return
         if upstream is not None and upstream.used and unanswered and not self.reconnected and error.kind == "closed":
             # A kept connection may die of old age under the request; that says nothing about the replica.
             self.reconnected = True
             dispatcher.metrics.retries.inc("reconnect")
-            self.backend.pool.connect(self)
+            self.advance(Event.CHOSEN)
             return
         if not error.kind.startswith("status"):
             dispatcher.failed(self.backend, error.kind)
@@ -237,7 +244,7 @@ class Life:
             return
         dispatcher.metrics.retries.inc(error.kind)
         self.reconnected = False
-        self._choose(None)
+        dispatcher.choose(self)
 
     def _relay(self, data: bytes) -> None:
         self.first_at = self.seen_at = monotonic()
@@ -293,6 +300,7 @@ class Life:
 
 DO = {
     Action.CHOOSE: Life._choose,
+    Action.CONNECT: Life._connect,
     Action.SEND: Life._send,
     Action.RETRY: Life._retry,
     Action.RELAY: Life._relay,

@@ -1,12 +1,11 @@
 """The life of a request as a table. Pure: no clock, no sockets, no replicas.
 
-                      prepared           connected          answered
-    PREPARING ------------> CONNECTING ----------> AWAITING ---------> STREAMING --finished--> ENDED
-        |                    ^   |  ^                 |                    |
-        |                    |   |  +---- unwell -----+                    |
-        |                    +---+        lost                             |
-        |                    lost (retry, another replica)                 |
-        +--refused--> ENDED  +--exhausted, timed out--> ENDED              +--lost, timed out--> ENDED (cut)
+              prepared          chosen            connected          answered
+    PREPARING --------> CHOOSING ------> CONNECTING -------> AWAITING -------> STREAMING --finished--> ENDED
+        |                 | ^                |                   |                 |
+        |                 | +----- lost -----+---- lost, unwell -+                 |
+        |                 |   (retry, on another replica)                          |
+        +-refused--> ENDED+--exhausted, timed out--> ENDED                         +--lost, timed out--> ENDED (cut)
 
 Until the first byte of an answer has gone to the client a failure moves the request to another
 replica; from then on it can only be cut, and the client must be able to tell. `gone` (the client left)
@@ -20,6 +19,7 @@ from enum import Enum
 
 class State(Enum):
     PREPARING = "preparing"  # tokens are being made
+    CHOOSING = "choosing"  # a replica is being chosen; takes no time unless the ledger is shared
     CONNECTING = "connecting"  # a replica is chosen and reserved, no connection yet
     AWAITING = "awaiting"  # the request is sent, nothing of an answer has gone to the client
     STREAMING = "streaming"  # the client has the first byte
@@ -31,6 +31,7 @@ class State(Enum):
 class Event(Enum):
     PREPARED = "prepared"
     REFUSED = "refused"  # the request can't be served as it is: the client's fault, or no replica
+    CHOSEN = "chosen"
     CONNECTED = "connected"
     UNWELL = "unwell"  # the replica answered 5xx and another one may do better
     LOST = "lost"  # no connection, or it broke
@@ -44,7 +45,8 @@ class Event(Enum):
 
 
 class Action(Enum):
-    CHOOSE = "choose a replica, reserve, connect"
+    CHOOSE = "choose a replica and reserve"
+    CONNECT = "take or open a connection"
     SEND = "send the request"
     RETRY = "release, exclude the replica, choose again"
     RELAY = "send head and bytes to the client"
@@ -58,18 +60,21 @@ class Action(Enum):
 
 S, E, A = State, Event, Action
 TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {
-    (S.PREPARING, E.PREPARED): (S.CONNECTING, A.CHOOSE),
+    (S.PREPARING, E.PREPARED): (S.CHOOSING, A.CHOOSE),
     (S.PREPARING, E.REFUSED): (S.ENDED, A.REPORT),
     (S.PREPARING, E.TIMED_OUT): (S.ENDED, A.REPORT),
     (S.PREPARING, E.GONE): (S.ENDED, A.ABANDON),
+    (S.CHOOSING, E.CHOSEN): (S.CONNECTING, A.CONNECT),
+    (S.CHOOSING, E.EXHAUSTED): (S.ENDED, A.REPORT),
+    (S.CHOOSING, E.TIMED_OUT): (S.ENDED, A.REPORT),
+    (S.CHOOSING, E.GONE): (S.ENDED, A.ABANDON),
     (S.CONNECTING, E.CONNECTED): (S.AWAITING, A.SEND),
-    (S.CONNECTING, E.LOST): (S.CONNECTING, A.RETRY),
-    (S.CONNECTING, E.EXHAUSTED): (S.ENDED, A.REPORT),
+    (S.CONNECTING, E.LOST): (S.CHOOSING, A.RETRY),
     (S.CONNECTING, E.TIMED_OUT): (S.ENDED, A.REPORT),
     (S.CONNECTING, E.GONE): (S.ENDED, A.ABANDON),
     (S.AWAITING, E.ANSWERED): (S.STREAMING, A.RELAY),
-    (S.AWAITING, E.UNWELL): (S.CONNECTING, A.RETRY),
-    (S.AWAITING, E.LOST): (S.CONNECTING, A.RETRY),
+    (S.AWAITING, E.UNWELL): (S.CHOOSING, A.RETRY),
+    (S.AWAITING, E.LOST): (S.CHOOSING, A.RETRY),
     (S.AWAITING, E.TIMED_OUT): (S.ENDED, A.REPORT),
     (S.AWAITING, E.GONE): (S.ENDED, A.ABANDON),
     (S.STREAMING, E.FINISHED): (S.ENDED, A.SETTLE),

@@ -1,0 +1,286 @@
+"""One ledger for all gateways of a deployment, in Redis: choose and reserve in one step there.
+
+    shared = SharedLedger(client, "default", ledger)
+    task = asyncio.create_task(shared.run())
+    shared.decide(policy, demand, candidates, hashes, answer)     # answer(Decision) or answer(None)
+
+What a gateway counts (`Ledger.moved`) goes there in batches; what others have comes back with decisions and
+heartbeats and is added to the loads that policies see. All changes are sums under the gateway's token. Whenever
+it is not certain what arrived (an error, a lease that ran out), the token is given up, which takes everything
+under it out of the sums, and all that is outstanding is counted anew under another one.
+
+Nothing waits for Redis: a decision that takes longer than its deadline is made by the local view and what Redis
+reserved for it is taken back; while Redis is away all decisions are local at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cachemap.share.connect import FAILURES, Script
+from cachemap.share.keys import SCHEMA, scope
+from policies import Bid, Candidate, Demand, Ledger, Policy
+from policies.ledger import NOTHING
+
+if TYPE_CHECKING:
+    from cachemap.share.connect import Client
+
+log = logging.getLogger("hitherto.dispatch")
+
+SCRIPT = Script(Path(__file__).with_name("shared.lua"))
+DEADLINE = 0.002  # seconds a request may wait for the shared decision; it takes 0.3 ms on one machine
+LEASE = 3.0  # seconds after which a gateway that is silent is taken out of the sums
+BEAT = 0.25  # seconds between heartbeats: how old the view of other gateways' load may be
+PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
+MOST_BIDS = 64  # candidates that are handed over: those cheapest by the local view; the script takes 1 us each
+_LOAD = struct.Struct("<5d")
+_BID = struct.Struct("<12d")
+_DEPTH = struct.Struct("<2d")
+# Numbers of blocks at which a prompt's prefix is made known to other gateways: all up to 8, then four an octave.
+_COUNTS = (1, 2, 3, *(part << octave for octave in range(20) for part in (4, 5, 6, 7)))
+
+
+class Decision(NamedTuple):
+    """`index` into the candidates; prompt tokens held there and not; `others`: what other gateways have on it;
+    `counted`: the reservation is in the sums under the token of now."""
+
+    index: int
+    replica: str
+    overlap: int
+    uncached: int
+    others: tuple[int, ...]
+    counted: bool
+
+
+Answer = Callable[[Decision | None], None]
+
+
+class _Pending:
+    """A decision on its way. `answer` is None once the request has gone on without it."""
+
+    __slots__ = ("answer", "arguments", "begun", "chosen", "overlaps", "replicas", "tokens")
+
+    def __init__(self, answer: Answer, tokens: int, chosen: list[int], replicas: list[str], overlaps: list[int], arguments: list[Any]):
+        self.answer: Answer | None = answer
+        self.tokens, self.chosen, self.replicas, self.overlaps, self.arguments = tokens, chosen, replicas, overlaps, arguments
+        self.begun = perf_counter()
+
+
+class SharedLedger:
+    """This gateway's part in it; `run` until cancelled. `observe(outcome, seconds)` hears of each decision:
+    shared, late or away. All keys of a deployment lie in one slot, so that one script can see them."""
+
+    def __init__(
+        self,
+        client: Client,
+        deployment: str,
+        ledger: Ledger,
+        *,
+        observe: Callable[[str, float], None] = lambda outcome, seconds: None,
+        deadline: float = DEADLINE,
+    ):
+        self._deadline = deadline
+        self._client, self._ledger, self._observe = client, ledger, observe
+        self._keys = [f"hitherto:{SCHEMA}:{deployment}:{{pool}}:{name}" for name in ("load", "alive", "of:", "sent:")]
+        self._token = self._former = ""
+        self._queue: list[_Pending] = []
+        self._changes: dict[str, list[int]] = {}
+        self._pump: asyncio.Task[None] | None = None
+        self.joined = False
+        self.reason = "not connected yet"
+        ledger.moved = self._moved
+
+    # --- decisions
+
+    def decide(self, policy: Policy, demand: Demand, candidates: Sequence[Candidate], hashes: Sequence[int], answer: Answer) -> None:
+        """Choose one of the candidates and count the request there. `hashes` are those of the prompt's blocks,
+        none if it does not read the cache. `answer` is called once: with None, the caller chooses by itself."""
+        if not self.joined:
+            self._observe("away", 0.0)
+            answer(None)
+            return
+        chosen, bids, slack = self._bids(policy, demand, candidates)
+        depths, fields = self._depths(policy, demand, candidates, hashes, bool(bids[0].pace))
+        tokens = demand.tokens
+        packed = b"".join([_BID.pack(*bid, tokens - candidates[i].overlap) for i, bid in zip(chosen, bids)])
+        replicas = [candidates[i].replica for i in chosen]
+        arguments = [random.random(), *slack, tokens, packed, depths, *fields, *map(scope, replicas)]
+        overlaps = [candidates[i].overlap for i in chosen]
+        pending = _Pending(answer, tokens, chosen, replicas, overlaps, arguments)
+        asyncio.get_running_loop().call_later(self._deadline, self._too_late, pending)
+        self._queue.append(pending)
+        self._start_pump()
+
+    def _bids(self, policy: Policy, demand: Demand, candidates: Sequence[Candidate]) -> tuple[list[int], list[Bid], tuple[float, float]]:
+        """Who is to be decided among, as indices, their bids, and which costs count as equal."""
+        if not hasattr(policy, "bids"):  # not a least cost: chosen here, by loads a heartbeat old, and counted there
+            return [policy.choose(demand, candidates).index], [Bid(0.0, 0.0)], (1.0, 0.0)
+        bids = policy.bids(demand, candidates)
+        chosen = [index for index, bid in enumerate(bids) if bid is not None]
+        if len(chosen) > MOST_BIDS:
+            chosen.sort(key=lambda index: bids[index].cost(candidates[index].load, bids[index].own))
+            del chosen[MOST_BIDS:]
+        return chosen, [bids[index] for index in chosen], policy.slack
+
+    def _depths(self, policy, demand: Demand, candidates: Sequence[Candidate], hashes: Sequence[int], paces: bool) -> tuple[bytes, list[bytes]]:
+        """Prefixes of the prompt by which gateways tell each other where it went: tokens and own prefill behind
+        each, packed, and their hashes. What every candidate holds anyway is left out."""
+        blocks = len(hashes)
+        if not blocks:
+            return b"", []
+        size = demand.block_size
+        least = min(candidate.overlap for candidate in candidates) // size
+        counts = [*_COUNTS[bisect_right(_COUNTS, least) : bisect_right(_COUNTS, blocks)]]
+        if blocks not in counts[-1:] and blocks > least:
+            counts.append(blocks)
+        most = (demand.tokens - 1) // size  # the last prompt token is always computed
+        held = [min(count, most) * size for count in counts]
+        own = [policy.own_after(demand, tokens, candidates) for tokens in held] if paces else [0.0] * len(held)
+        return b"".join(map(_DEPTH.pack, held, own)), [hashes[count - 1].to_bytes(8, "little") for count in counts]
+
+    def _too_late(self, pending: _Pending) -> None:
+        if pending.answer is not None:
+            answer, pending.answer = pending.answer, None
+            self._observe("late", perf_counter() - pending.begun)
+            answer(None)
+
+    def _decided(self, pending: _Pending, token: str, reply: Any) -> None:
+        answer, pending.answer = pending.answer, None
+        if not isinstance(reply, list):  # the token is dead, or the script failed
+            if answer is not None:
+                self._observe("away", perf_counter() - pending.begun)
+                answer(None)
+            return
+        at, held, load, mine = reply
+        overlap = max(pending.overlaps[at], held)
+        decision = Decision(pending.chosen[at], pending.replicas[at], overlap, pending.tokens - overlap, _less(load, mine), token == self._token)
+        if answer is None:
+            self.undo(decision)
+            return
+        self._observe("shared", perf_counter() - pending.begun)
+        answer(decision)
+
+    def undo(self, decision: Decision) -> None:
+        """Take back what was reserved: the request went elsewhere, or away."""
+        if decision.counted:
+            self._moved(decision.replica, (-1, -1, -decision.uncached, 0, 0))
+
+    # --- what goes there
+
+    def _moved(self, replica: str, change: Sequence[int]) -> None:
+        """`Ledger.moved`: sums of changes wait here until they are sent."""
+        sums = self._changes.get(replica)
+        if sums is None:
+            self._changes[replica] = list(change)
+        else:
+            for i, count in enumerate(change):
+                sums[i] += count
+        if self.joined:
+            self._start_pump()
+
+    def _start_pump(self) -> None:
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.get_running_loop().create_task(self._send_all())
+
+    async def _send_all(self) -> None:
+        """Whatever waits goes out in one pipeline; what comes meanwhile, in the next."""
+        while self.joined and (self._queue or self._changes):
+            batch, self._queue = self._queue, []
+            changes, self._changes = self._changes, {}
+            token = self._token
+            try:
+                replies = await self._send(token, changes, batch)
+            except FAILURES as error:
+                replies = [None] * (len(batch) + 1)
+                if token == self._token:
+                    self._lost(f"{type(error).__name__}: {error}")
+            moved, *decisions = replies
+            if moved == 0 and token == self._token:
+                self._lost("its lease ran out")
+            for pending, reply in zip(batch, decisions, strict=True):
+                self._decided(pending, token, reply)
+
+    async def _send(self, token: str, changes: dict[str, list[int]], batch: list[_Pending]) -> list[Any]:
+        """Replies to the changes, and to each decision; raises what the script or the connection raised."""
+        pipe = self._client.pipeline(transaction=False)
+        pipe.execute_command("EVALSHA", SCRIPT.sha, 4, *self._keys, "move", token, *self._packed(changes))
+        for pending in batch:
+            pipe.execute_command("EVALSHA", SCRIPT.sha, 4, *self._keys, "decide", token, *pending.arguments)
+        async with asyncio.timeout(PATIENCE):
+            return await pipe.execute()
+
+    def _packed(self, loads: dict[str, Sequence[int]]) -> list[Any]:
+        return [part for replica, counts in loads.items() if any(counts) for part in (scope(replica), _LOAD.pack(*counts))]
+
+    # --- the token
+
+    async def run(self) -> None:
+        """Join, and renew the lease, until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    await (self._beat() if self.joined else self._join())
+            except FAILURES as error:
+                self._lost(f"{type(error).__name__}: {error}")
+            await asyncio.sleep(BEAT)
+
+    async def _join(self) -> None:
+        """A new token, and all that is outstanding under it."""
+        token = os.urandom(8).hex()
+        # From here on changes wait until the token is known to be alive; those before are in `outstanding`.
+        self._changes = {}
+        self._former, self._token = self._token or self._former, token
+        outstanding = self._packed(self._ledger.outstanding())
+        await self._run("join", token, int(LEASE * 1000), self._former, *outstanding)
+        if self._token == token:
+            self.joined, self.reason = True, "joined"
+            log.info("the shared ledger in Redis is joined")
+            self._start_pump()
+
+    async def _beat(self) -> None:
+        token, replicas = self._token, list(self._ledger.outstanding())
+        reply = await self._run("beat", token, int(LEASE * 1000), *map(scope, replicas))
+        if token != self._token or not self.joined:
+            return
+        if reply == 0:
+            self._lost("its lease ran out")
+            return
+        for replica, load, mine in zip(replicas, *reply, strict=True):
+            self._ledger.others(replica, _less(load, mine))
+
+    async def leave(self) -> None:
+        """Take this gateway's load out of the sums; it is stopping."""
+        self.joined = False
+        with contextlib.suppress(*FAILURES):
+            async with asyncio.timeout(PATIENCE):
+                await self._run("leave", self._token)
+
+    async def _run(self, *arguments: Any) -> Any:
+        return await SCRIPT(self._client, self._keys, list(arguments))
+
+    def _lost(self, why: str) -> None:
+        """Nothing is known of what others have; decisions are local until a new token is joined."""
+        if self.joined:
+            log.warning("the shared ledger is away, replicas are chosen by this gateway's own view: %s", why)
+        self.joined, self.reason = False, why
+        queue, self._queue = self._queue, []
+        for pending in queue:
+            self._decided(pending, "", None)
+        for replica in self._ledger.outstanding():
+            self._ledger.others(replica, NOTHING)
+
+
+def _less(load: bytes | None, mine: bytes | None) -> tuple[int, ...]:
+    """What is left of a load without this gateway's part."""
+    here = _LOAD.unpack(mine) if mine else NOTHING
+    return tuple(int(all_of - own) for all_of, own in zip(_LOAD.unpack(load), here)) if load else NOTHING

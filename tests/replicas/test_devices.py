@@ -101,3 +101,25 @@ def test_every_replica_has_its_number_and_none_is_given_too_often(have, each, co
     used = [one for ids in given for one in ids]
     assert set(used) <= set(found)
     assert max(map(used.count, used)) <= (share if each == 1 and count > have else 1)
+
+
+def test_devices_in_use_are_left_alone():
+    eight = [str(number) for number in range(8)]
+    assert devices.assign(eight, 4, 1, used=["0", "1", "2", "3"]) == [["4", "5", "6", "7"]]
+    assert devices.assign(eight, 1, 2, used=["0", "2"]) == [["1"], ["3"]]
+    with pytest.raises(ProfileError, match="this machine shows 8 .*, 4 in use: launch 1"):
+        devices.assign(eight, 4, 2, used=["0", "1", "2", "3"])
+    with pytest.raises(ProfileError, match="2 in use: stop what runs there, or let them share with gpu_memory_utilization: 0.45"):
+        devices.assign(["0", "1"], 1, 1, used=["0", "1"])
+
+
+def test_replicas_that_share_go_where_the_fewest_are():
+    assert devices.assign(["0", "1"], 1, 1, share=2, used=["0", "1", "0"]) == [["1"]]
+    assert devices.assign(["0", "1"], 1, 2, share=2, used=["1"]) == [["0"], ["0"]]
+    with pytest.raises(ProfileError):
+        devices.assign(["0"], 1, 1, share=2, used=["0", "0"])
+
+
+def test_what_an_environment_shows():
+    assert devices.shown_by(devices.environment(["0", "MIG-1"])) == ("0", "MIG-1")
+    assert devices.shown_by({"OMP_NUM_THREADS": "2"}) == ()

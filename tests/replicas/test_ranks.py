@@ -1,0 +1,250 @@
+"""Data-parallel ranks: one engine, several replicas that come, go and fail together, and can be drained apart."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from replicas import State, watch
+from replicas.command import Command
+from replicas.ports import pick
+from replicas.profile import SimProfile
+from replicas.replica import EventSource
+from replicas.supervisor import Backoff
+
+READY, STOPPED, FAILED = State.READY, State.STOPPED, State.FAILED
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(watch, "SHORT_DEADLINE", 0.2)
+    monkeypatch.setattr(watch, "DEADLINE", 0.5)
+    monkeypatch.setattr(watch, "FACTS", 0.2)
+    monkeypatch.setattr(Backoff, "FIRST", 0.2)
+
+
+class Ranked:
+    """An engine in this process that says it has so many ranks. Each has its own figures."""
+
+    def __init__(self, serve):
+        self.serve, self.count, self.started, self.listed, self.adapters = serve, 2, 1.0, True, ()
+
+    async def start(self, port: int = 0) -> str:
+        self.url = await self.serve(self.answer, port)
+        self.stop = self.serve.stop
+        return self.url
+
+    async def answer(self, request: web.Request) -> web.Response:
+        pages = {"/health": "", "/version": {"version": "0.32.0"}, "/metrics": self.metrics()}
+        pages["/v1/models"] = {"data": [{"id": "m"}, *({"id": name, "parent": "m"} for name in self.adapters)]}
+        if self.listed:
+            pages["/kv_event_sources"] = {str(r): {"publisher": "zmq", "endpoint": f"tcp://*:{5600 + r}", "replay_endpoint": f"tcp://*:{5700 + r}"} for r in range(self.count)}
+        page = pages.get(request.path)
+        return web.Response(status=404) if page is None else web.json_response(page) if isinstance(page, dict) else web.Response(text=page)
+
+    def metrics(self) -> str:
+        lines = [f"process_start_time_seconds {self.started}"]
+        for rank in range(self.count):
+            lines.append(f'vllm:cache_config_info{{block_size="16",engine="{rank}",num_gpu_blocks="{100 + rank}"}} 1.0')
+            lines.append(f'vllm:num_requests_waiting{{engine="{rank}",model_name="m"}} {rank}.0')
+        return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def ranked(serve):
+    return Ranked(serve)
+
+
+@pytest.fixture
+def become(fleet, until):
+    """Wait until the fleet's replicas are these, all in one state; them in order."""
+
+    async def become(ids, state=READY):
+        def told():
+            return {id: f"{one.state}: {one.reason}" for id, one in fleet.replicas.items()}
+
+        await until(lambda: sorted(fleet.replicas) == sorted(ids) and all(one.state is state for one in fleet.replicas.values()), told)
+        return [fleet.replicas[id] for id in ids]
+
+    return become
+
+
+def names(url: str, count: int) -> list[str]:
+    base = url.removeprefix("http://")
+    return [base] if count == 1 else [f"{base}-dp{rank}" for rank in range(count)]
+
+
+async def test_each_rank_is_a_replica_with_its_own_events_load_and_cache(fleet, ranked, become):
+    url = await ranked.start()
+    fleet.add(url)
+    zero, one = await become(names(url, 2))
+    assert (zero.rank, one.rank) == (0, 1) and zero.url == one.url == url and zero.engine == one.engine
+    assert [replica.events.endpoint[-4:] for replica in (zero, one)] == ["5600", "5601"]
+    assert [replica.num_blocks for replica in (zero, one)] == [100, 101]
+    assert [replica.scrape.waiting for replica in (zero, one)] == [0, 1]
+    assert zero.incarnation == one.incarnation == "1.00" and zero.version == "0.32.0"
+    assert [replica.headers for replica in (zero, one)] == [{"X-data-parallel-rank": "0"}, {"X-data-parallel-rank": "1"}]
+    assert len(fleet.engines) == 1 and zero.takes_rank("/v1/completions") and not zero.takes_rank("/v1/responses")
+
+
+async def test_one_rank_alone_is_the_engine_itself(fleet, ranked, become):
+    ranked.count = 1
+    url = await ranked.start()
+    replica = fleet.add(url)
+    (same,) = await become(names(url, 1))
+    assert same is replica and replica.rank is None and replica.headers == {} and replica.takes_rank("/v1/responses")
+
+
+async def test_an_older_vllms_ranks_are_counted_in_its_metrics(fleet, ranked, become):
+    ranked.listed = False
+    url = await ranked.start()
+    fleet.add(f"{url}#events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:5567")
+    zero, one = await become(names(url, 2))
+    assert zero.events == EventSource("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5567", "")
+    assert one.events == EventSource("tcp://127.0.0.1:5558", "tcp://127.0.0.1:5568", "")
+    assert not [problem for problem in one.problems if "event" in problem]
+
+
+async def test_what_happens_to_the_engine_happens_to_all_its_ranks(fleet, ranked, become, until):
+    url = await ranked.start(pick(1, "127.0.0.1", set())[0])
+    fleet.add(url)
+    ids = names(url, 2)
+    zero, one = await become(ids)
+    fleet.failed(ids[1], "5xx")
+    fleet.failed(ids[0], "5xx")
+    assert zero.state is one.state is State.DEGRADED and zero.reason == one.reason
+    fleet.succeeded(ids[0])
+    assert zero.state is one.state is READY
+    await ranked.stop()
+    await become(ids, FAILED)
+    ranked.started = 2.0
+    await ranked.start(int(url.rpartition(":")[2]))
+    assert await become(ids) == [zero, one]
+    await until(lambda: zero.incarnation == one.incarnation == "2.00")
+
+
+async def test_a_restart_with_other_ranks(fleet, ranked, become):
+    url = await ranked.start()
+    fleet.add(url)
+    before = await become(names(url, 2))
+    gone = []
+    fleet.on_change.append(lambda replica, old, new: replica.id in fleet.replicas or gone.append(replica))
+    for count in (3, 1, 2):
+        ranked.count, ranked.started = count, ranked.started + 1
+        fleet.engines[names(url, 1)[0]].watch.nudge()
+        after = await become(names(url, count))
+        assert {one.incarnation for one in after} == {f"{ranked.started:.2f}"}
+        if count == 3:
+            assert after[:2] == before and not gone
+        if count == 1:
+            assert [one.rank for one in gone] == [0, 1, 2] and after[0].rank is None
+    assert gone[-1].rank is None and after != before and len(fleet.engines) == 1
+
+
+async def test_ranks_stay_when_a_look_tells_none(fleet, ranked, become, until):
+    ranked.listed = False
+    url = await ranked.start()
+    fleet.add(url)
+    zero, one = await become(names(url, 2))
+    ranked.count = 0  # /metrics has no vllm: series any more
+    await until(lambda: any("no vllm: series" in problem for problem in one.problems))
+    assert await become(names(url, 2)) == [zero, one]
+
+
+async def test_one_rank_is_drained_and_the_other_goes_on(fleet, ranked, become, until):
+    url = await ranked.start()
+    fleet.add(url)
+    zero, one = await become(names(url, 2))
+    open_requests = {one.id: 1}
+    fleet._inflight = lambda id: open_requests.get(id, 0)
+    drained = fleet.drain(one.id)
+    assert one.state is State.DRAINING and zero.state is READY and fleet.drain(one.id) is drained
+    await until(lambda: "1 requests to finish" in one.reason)
+    open_requests.clear()
+    await drained
+    assert one.state is STOPPED and zero.state is READY
+    # another process, and it stays out; asked for, it is what its engine is
+    ranked.started = 2.0
+    fleet.engines[one.engine].watch.nudge()
+    await until(lambda: zero.incarnation == "2.00" and zero.state is READY)
+    assert one.state is STOPPED and one.reason == "drained on request"
+    assert fleet.add(url) is zero and one.state is READY
+
+
+async def test_an_engine_is_drained_and_removed_with_all_its_ranks(fleet, ranked, become):
+    url = await ranked.start()
+    fleet.add(url)
+    zero, one = await become(names(url, 2))
+    with pytest.raises(ValueError, match="one of 2 ranks of one engine"):
+        fleet.remove(one.id)
+    await fleet.drain(zero.engine)
+    assert zero.state is one.state is STOPPED
+    fleet.add(url)
+    await become(names(url, 2))
+    await fleet.remove(zero.engine)
+    assert not fleet.replicas and not fleet.engines
+    with pytest.raises(KeyError):
+        fleet.drain(zero.id)
+
+
+async def test_adapters_come_and_go(fleet, ranked, become, until):
+    url = await ranked.start()
+    fleet.add(url)
+    zero, one = await become(names(url, 2))
+    seen = []
+    fleet.on_change.append(lambda replica, old, new: seen.append((replica.id, tuple(replica.models))))
+    ranked.adapters = ("sql",)
+    await until(lambda: seen == [(zero.id, ("m", "sql")), (one.id, ("m", "sql"))])
+    ranked.adapters = ()
+    await until(lambda: seen[2:] == [(zero.id, ("m",)), (one.id, ("m",))])
+    assert not one.serves("sql") and one.serves("m") and one.serves(None)
+
+
+@pytest.fixture
+def ranked_profile(fake_engine_argv):
+    class Fake(SimProfile):
+        @property
+        def ranks(self):
+            return 2
+
+        def command(self, host, ports, model):
+            return Command(fake_engine_argv("--port", str(ports.http)), {})
+
+    return Fake(engine="sim")
+
+
+async def test_a_launched_engines_ranks_are_there_from_the_start(fleet, ranked_profile, become, alive, until):
+    zero, one = await fleet.launch(1, ranked_profile)
+    assert [replica.id for replica in (zero, one)] == list(fleet.replicas) and zero.managed
+    http, ports = zero.port, fleet.engines[zero.engine].ports
+    assert len(ports) == 7
+    assert [int(replica.events.endpoint.rpartition(":")[2]) for replica in (zero, one)] == [http + 1, http + 2]
+    assert [int(replica.events.replay.rpartition(":")[2]) for replica in (zero, one)] == [http + 3, http + 4]
+    await until(lambda: zero.pid == one.pid is not None)
+    # this one's metrics tell a single engine without a number: what the profile says holds
+    await become([zero.id, one.id])
+    pid = one.pid
+    await fleet.drain(one.id)
+    assert one.state is STOPPED and zero.state is READY and alive(pid)
+    await fleet.drain(zero.engine)
+    assert zero.state is STOPPED and not alive(pid)
+
+
+async def test_a_second_launch_takes_other_ports_and_devices(fleet, fake_engine_argv, monkeypatch):
+    """Also before the first one's engines listen."""
+    asked = []
+
+    class Fake(SimProfile):
+        def place(self, count, used=()):
+            asked.append(list(used))
+            return self, [{"CUDA_VISIBLE_DEVICES": str(len(used) + number)} for number in range(count)]
+
+        def command(self, host, ports, model):
+            return Command(fake_engine_argv("--port", str(ports.http)), {})
+
+    first = pick(1, "127.0.0.1", set(), run=64)[0]
+    monkeypatch.setattr("replicas.fleet.pick", lambda count, host, taken, run: [port for port in range(first, first + 64) if not taken & set(range(port, port + run))][: count * run : run])
+    await asyncio.gather(fleet.launch(2, Fake(engine="sim")), fleet.launch(1, Fake(engine="sim")))
+    assert asked == [[], ["0", "1"]]
+    ports = [port for engine in fleet.engines.values() for port in engine.ports]
+    assert len(ports) == len(set(ports)) == 12

@@ -1,0 +1,268 @@
+"""Real vLLM killed, hung, unable to start or not what it should be: what the gateway says, and what clients notice.
+
+Engines of the gateway's own are started here and hurt one after the other, under four clients that never pause; the
+engines that others share are only stopped for a while, and well again when a test ends.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from contextlib import asynccontextmanager, suppress
+
+import httpx
+import pytest
+
+from replicas import Fleet, State, profile
+
+from ..gateway.running import Running, alive
+from .engines import block_size, folder, gateway
+
+BACK = 240  # seconds for a restart: 15 alone, a minute and more on a machine that is busy with other things
+PROMPT = "The watch is long and the night is cold, said number "
+
+
+def launch_profile(**fields) -> str:
+    """A profile file's text: the shipped one for CPUs, with the tests' vLLM and a small cache."""
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    given = {
+        "engine": "vllm", "device": "cpu", "executable": str(folder() / "bin" / "vllm"), "dtype": "bfloat16", "block_size": block_size(),
+        "max_model_len": 2048, "kv_cache_memory_bytes": "16M", "enforce_eager": True, "distributed_executor_backend": "uni", "env": env,
+    }  # fmt: skip
+    return json.dumps(given | fields)
+
+
+def below(pid: int) -> list[int]:
+    """A process and all below it, parents first."""
+    found = [pid]
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as children:
+                for child in children.read().split():
+                    found += below(int(child))
+    return found
+
+
+def server_of(pid: int) -> int:
+    """The process of an engine that answers HTTP, and was started."""
+    return pid
+
+
+def core_of(pid: int) -> int:
+    """The process of an engine that computes."""
+    for one in below(pid):
+        with open(f"/proc/{one}/cmdline") as words:
+            if words.read().startswith("VLLM::EngineCore"):
+                return one
+    raise AssertionError(f"no engine core below {pid}")
+
+
+class Load:
+    """Four clients, each with one request at a time; every other one is streamed if `streams`."""
+
+    def __init__(self, one: Running, model: str, streams: bool = True, clients: int = 4):
+        self.url, self.model, self.streams = one.url, model, streams
+        self.asked = [0] * clients  # requests that ended, of each client
+        self.answered: list[str] = []  # the replicas that did, in order
+        self.cut = 0  # streams that broke off and said so
+        self.failed: list[str] = []  # had not begun to be answered
+        self.slowest = 0.0  # seconds to the end of an answer
+        self.tasks = [asyncio.create_task(self._client(number)) for number in range(clients)]
+
+    async def _client(self, client_number: int) -> None:
+        async with httpx.AsyncClient(base_url=self.url, timeout=300) as client:
+            while True:
+                began = time.monotonic()
+                try:
+                    await self._ask(client, client_number)
+                except httpx.HTTPError as error:
+                    self.failed.append(repr(error))
+                self.asked[client_number] += 1
+                self.slowest = max(self.slowest, time.monotonic() - began)
+
+    async def _ask(self, client: httpx.AsyncClient, client_number: int) -> None:
+        number = self.asked[client_number]
+        streams = self.streams and (client_number + number) % 2 == 0
+        body = {"model": self.model, "prompt": f"{PROMPT}{client_number}.{number}", "max_tokens": 16, "ignore_eos": True, "stream": streams}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            text = await answer.aread()
+        if answer.status_code != 200:
+            self.failed.append(f"{answer.status_code} {text.decode()}")
+        elif streams and b"[DONE]" not in text:
+            assert b"the answer broke off" in text, text
+            self.cut += 1
+        else:
+            self.answered.append(answer.headers["x-hitherto-replica"])
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def all_move_on(self, seconds: float = 60) -> None:
+        """Wait until each client has asked and been answered once more."""
+        before, end = list(self.asked), time.monotonic() + seconds
+        while any(now == then for now, then in zip(self.asked, before)):
+            assert time.monotonic() < end, f"a client waits for more than {seconds:g} s"
+            await asyncio.sleep(0.05)
+
+    async def gets(self, replica: str, count: int = 10) -> None:
+        """Wait until a replica has answered so many more."""
+        before, end = len(self.answered), time.monotonic() + 120
+        while self.answered[before:].count(replica) < count:
+            assert time.monotonic() < end, f"{replica} gets no traffic: {self.answered[-20:]}"
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def loaded(one: Running, model: str, streams: bool = True):
+    load = Load(one, model, streams)
+    try:
+        yield load
+    finally:
+        await load.stop()
+
+
+def state_of(status: dict, id: str) -> dict:
+    return next(replica for replica in status["replicas"] if replica["id"] == id)
+
+
+async def becomes(one: Running, id: str, *states: str, seconds: float = 60) -> dict:
+    status = await one.until(lambda status: state_of(status, id)["state"] in states, seconds)
+    return state_of(status, id)
+
+
+# Engines of the gateway's own
+
+
+@pytest.fixture
+async def launched(model, tmp_path):
+    """A gateway with two engines of its own, both ready."""
+    file = tmp_path / "watched.yaml"
+    file.write_text(launch_profile())
+    async with gateway(launch=2, profile=file, model=model, ready=False) as one:
+        await one.until(lambda status: sum(replica["state"] == "ready" for replica in status["replicas"]) == 2, BACK)
+        yield one
+
+
+@pytest.mark.timeout(900)
+async def test_own_engines_that_die_or_hang_come_back_and_no_request_fails(launched):
+    status = await launched.status()
+    id, other = (replica["id"] for replica in status["replicas"])
+    faults = [
+        ("SIGKILL", signal.SIGKILL, server_of, "killed by SIGKILL"),
+        ("SIGKILL of its core", signal.SIGKILL, core_of, "one of its processes was killed or crashed"),
+        ("SIGSTOP", signal.SIGSTOP, server_of, "though its process is alive: it hangs, so it was killed"),
+    ]
+    async with loaded(launched, status["models"][0]) as load:
+        for name, number, whom, reason in faults:
+            await load.gets(id), await load.gets(other)
+            before, load.slowest = state_of(await launched.status(), id), 0.0
+            processes, began = below(before["pid"]), time.monotonic()
+            os.kill(whom(before["pid"]), number)
+            await becomes(launched, id, "degraded", "failed")
+            seen = time.monotonic() - began
+            await load.gets(other)
+            await launched.until(lambda status: state_of(status, id)["restarts"] > before["restarts"], 60)
+            said = b"".join(launched.log).decode()
+            assert reason in said, said
+            assert not [pid for pid in processes if alive(pid)]
+            if number == signal.SIGSTOP:
+                await load.all_move_on()
+                print(f"{name}: seen after {seen:.1f} s, restarted after {time.monotonic() - began:.1f} s, slowest request {load.slowest:.1f} s")
+                break  # what follows is a start like the others: the gateway will be killed in the midst of it
+            await becomes(launched, id, "ready", seconds=BACK)
+            back = time.monotonic() - began
+            await load.gets(id)
+            print(f"{name}: seen after {seen:.1f} s, back after {back:.1f} s, slowest request {load.slowest:.1f} s, {load.cut} streams cut")
+            assert not load.failed, (name, load.failed)
+        assert not load.failed, load.failed
+    assert load.cut <= 4 * len(faults)  # those that had begun, one a client at most
+    processes = below(launched.process.pid)
+    assert len(processes) >= 1 + 2 * 3  # itself, and of each engine the keeper, the server and the core
+    launched.process.kill()
+    end = time.monotonic() + 20
+    while left := [pid for pid in processes[1:] if alive(pid)]:
+        assert time.monotonic() < end, f"the gateway was killed, and its engines were not: {left}"
+        await asyncio.sleep(0.05)
+
+
+# Starts that fail
+
+
+@pytest.mark.timeout(900)
+async def test_starts_that_fail_say_why_in_vllms_own_words_and_what_to_do(model, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (bare / name).write_bytes((model / name).read_bytes())
+    cases = [
+        (model, {"extra_args": ["--no-such-flag"]}, "extra_args", "unrecognized arguments: --no-such-flag"),
+        (bare, {}, "check --model", f"Cannot find any model weights with `{bare}`"),
+        (model, {"kv_cache_memory_bytes": "900G"}, "kv_cache_memory_bytes", "less than requested memory for kv"),
+        (model, {"start_timeout_s": 2}, "raise start_timeout_s in the profile", "not ready 2 s after its start"),
+        (model, {"executable": "/nowhere/vllm"}, "`executable`", "No such file or directory: /nowhere/vllm"),
+    ]
+    fleet = Fleet()
+    await fleet.start()
+    try:
+        for directory, fields, remedy, words in cases:
+            (replica,) = await fleet.launch(1, profile.parse(launch_profile(**fields)), directory, "tiny")
+            end = time.monotonic() + BACK
+            while replica.state is not State.FAILED:
+                assert replica.state is State.STARTING and time.monotonic() < end, (replica.state, replica.reason)
+                await asyncio.sleep(0.05)
+            assert remedy in replica.reason and words in replica.reason and "next start in" in replica.reason, replica.reason
+            await fleet.remove(replica.id)
+    finally:
+        await fleet.stop()
+
+
+# Engines that run already
+
+
+@asynccontextmanager
+async def stopped(*pids: int):
+    """SIGSTOP; the end of the block, however it comes, is SIGCONT."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield time.monotonic()
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(("whom", "word"), [("server", "did not answer within"), ("core", "answers /health, but has computed nothing for")])
+async def test_an_adopted_engine_that_hangs_is_passed_over_until_it_goes_on(engines, whom, word):
+    """Its API server, or the process that computes: then /health is answered all the time."""
+    async with gateway(*engines) as one, loaded(one, "tiny", streams=False) as load:
+        ill, well = (engine.url.removeprefix("http://") for engine in engines)
+        await load.gets(ill), await load.gets(well)
+        pid = engines[0].pid if whom == "server" else core_of(engines[0].pid)
+        async with stopped(pid) as began:
+            found = await becomes(one, ill, "degraded", "failed")
+            seen = time.monotonic() - began
+            assert word in found["reason"], found["reason"]
+            await load.gets(well, 20)
+            await load.all_move_on()  # also those that were with the ill one and had no first byte
+            moved = time.monotonic() - began
+            assert not load.failed
+        began = time.monotonic()
+        await becomes(one, ill, "ready")
+        back = time.monotonic() - began
+        await load.gets(ill)
+        print(f"{whom} stopped: seen after {seen:.1f} s, all clients served after {moved:.1f} s, ready {back:.1f} s after it went on")
+        assert not load.failed
+
+
+async def test_an_adopted_engine_with_another_model_gets_no_traffic(engine):
+    async with gateway(engine, ready=False, served_model_name="other") as one:
+        id = engine.url.removeprefix("http://")
+        found = await becomes(one, id, "warming")
+        await one.until(lambda status: "serves tiny" in state_of(status, id)["reason"])
+        found = state_of(await one.status(), id)
+        assert "not 'other': another server is on this port" in found["reason"]
+        answer = await one.client.post("/v1/completions", json={"model": "other", "prompt": "x"})
+        assert answer.status_code == 503 and "serves tiny" in answer.text

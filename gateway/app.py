@@ -45,6 +45,8 @@ from .wire.server import Server
 if TYPE_CHECKING:
     from cachemap.share import SharedIntake, SharedMap
 
+    from .dispatch.shared import SharedLedger
+
 log = logging.getLogger("hitherto")
 
 DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
@@ -86,6 +88,8 @@ class Gateway:
         self.server = Server(self.dispatcher, limits)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
         self.view.shared = self.shared
+        self.shared_ledger = self._shared_ledger()
+        self.dispatcher.shared = self.view.shared_ledger = self.shared_ledger
         self.metrics.read_from(self.view.reading)
         self.metrics.read_from(self._connections)
         self.admin = Admin(self)
@@ -100,6 +104,23 @@ class Gateway:
         except ModelError as error:
             raise ConfigError(f"model {name}: {error}") from None
 
+    def _shared_ledger(self) -> SharedLedger | None:
+        """Where the load of all gateways is counted; none without Redis."""
+        if self.settings.redis_url is None:
+            return None
+        from cachemap.share import connect, parse
+
+        from .dispatch.shared import SharedLedger
+
+        metrics = self.metrics
+
+        def observe(outcome: str, seconds: float) -> None:
+            metrics.shared_decisions.inc(outcome)
+            if outcome == "shared":
+                metrics.shared_decision_seconds.observe(outcome, seconds)
+
+        return SharedLedger(connect(parse(self.settings.redis_url)), self.settings.deployment, self.ledger, observe=observe)
+
     # --- start and stop
 
     async def start(self) -> None:
@@ -113,6 +134,8 @@ class Gateway:
             self.admin_port = await self.admin.start(settings.admin_host, settings.admin_port)
             if self.shared is not None:
                 self.shared.start()
+            if self.shared_ledger is not None:
+                self.shared_ledger.start()
             await self.fleet.start()
             for url in settings.replica_url:
                 self.fleet.add(url)
@@ -138,14 +161,15 @@ class Gateway:
             backend.stop()
         if self.shared is not None:
             await self.shared.stop()
+        if self.shared_ledger is not None:
+            await self.shared_ledger.stop()
         await self.fleet.stop()
         await self.admin.stop()
 
     # --- replicas come, change and go
 
     def _inflight(self, replica: str) -> int:
-        backend = self.dispatcher.backends.get(replica)
-        return backend.load.requests if backend is not None else 0
+        return self.ledger.own(replica)[0]
 
     def _waited(self, replica: str) -> float:
         return self.dispatcher.waited(replica, monotonic())
@@ -275,7 +299,7 @@ class Gateway:
         self.metrics.forget(backend.id)
 
     def _connections(self) -> Reading:
-        upstream = {b.id: len(b.pool.idle) + b.load.requests for b in self.dispatcher.backends.values()}
+        upstream = {b.id: len(b.pool.idle) + self.ledger.own(b.id)[0] for b in self.dispatcher.backends.values()}
         return {"client_connections": len(self.server.connections), "upstream_connections": upstream}
 
     # --- what the admin side asks

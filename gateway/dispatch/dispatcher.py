@@ -247,11 +247,13 @@ class Dispatcher:
         except Failure as failure:
             life.unchosen(failure)
             return
-        if self.shared is not None and self.shared.joined:
-            prompt = life.prompt
-            hashes = prompt.hashes if prompt is not None and prompt.reads_cache else ()
-            self.shared.decide(self.policy, demand, candidates, hashes, lambda decision: self._decided(life, backends, decision))
-            return
+        if self.shared is not None:
+            if self.shared.joined:
+                prompt = life.prompt
+                hashes = prompt.hashes if prompt is not None and prompt.reads_cache else ()
+                self.shared.decide(self.policy, demand, candidates, hashes, lambda decision: self._decided(life, backends, decision))
+                return
+            self.metrics.shared_decisions.inc("away")
         self._choose_here(life, demand, backends, candidates)
         self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
         life.chosen()

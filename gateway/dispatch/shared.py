@@ -1,7 +1,7 @@
 """One ledger for all gateways of a deployment, in Redis: choose and reserve in one step there.
 
     shared = SharedLedger(client, "default", ledger)
-    task = asyncio.create_task(shared.run())
+    shared.start()
     shared.decide(policy, demand, candidates, hashes, answer)     # answer(Decision) or answer(None)
 
 What a gateway counts (`Ledger.moved`) goes there in batches; what others have comes back with decisions and
@@ -77,7 +77,7 @@ class _Pending:
 
 
 class SharedLedger:
-    """This gateway's part in it; `run` until cancelled. `observe(outcome, seconds)` hears of each decision:
+    """This gateway's part in it, from `start` to `stop`. `observe(outcome, seconds)` hears of each decision:
     shared, late or away. All keys of a deployment lie in one slot, so that one script can see them."""
 
     def __init__(
@@ -96,6 +96,7 @@ class SharedLedger:
         self._queue: list[_Pending] = []
         self._changes: dict[str, list[int]] = {}
         self._pump: asyncio.Task[None] | None = None
+        self._beats: asyncio.Task[None] | None = None
         self.joined = False
         self.reason = "not connected yet"
         ledger.moved = self._moved
@@ -224,8 +225,22 @@ class SharedLedger:
 
     # --- the token
 
-    async def run(self) -> None:
-        """Join, and renew the lease, until cancelled."""
+    def start(self) -> None:
+        """Join as soon as Redis answers, and renew the lease."""
+        self._beats = asyncio.create_task(self._keep(), name="shared ledger")
+
+    async def stop(self) -> None:
+        """Take this gateway's load out of the sums, and close the connections."""
+        if self._beats is not None:
+            self._beats.cancel()
+        was_joined, self.joined = self.joined, False
+        with contextlib.suppress(*FAILURES):
+            async with asyncio.timeout(PATIENCE):
+                if was_joined:
+                    await self._run("leave", self._token)
+                await self._client.aclose()
+
+    async def _keep(self) -> None:
         while True:
             try:
                 async with asyncio.timeout(PATIENCE):
@@ -257,13 +272,6 @@ class SharedLedger:
             return
         for replica, load, mine in zip(replicas, *reply, strict=True):
             self._ledger.others(replica, _less(load, mine))
-
-    async def leave(self) -> None:
-        """Take this gateway's load out of the sums; it is stopping."""
-        self.joined = False
-        with contextlib.suppress(*FAILURES):
-            async with asyncio.timeout(PATIENCE):
-                await self._run("leave", self._token)
 
     async def _run(self, *arguments: Any) -> Any:
         return await SCRIPT(self._client, self._keys, list(arguments))

@@ -50,6 +50,7 @@ READ = {
     "map_reloads": ("counter", "Parts of the shared map that had to be loaded anew", ()),
     "map_takeovers": ("counter", "Leases taken over from gateways that gave them up or died", ()),
     "map_snapshots": ("counter", "Snapshots of a replica's part written to Redis", ()),
+    "ledger_joined": ("gauge", "1 while load is counted in the ledger of all gateways", ()),
     "map_redis_errors": ("counter", "Calls of Redis for the shared map that failed or took too long", ()),
     "events_state": ("gauge", "1 for the state of the replica's KV event stream: connecting, live, gap, unobserved", ("replica", "state")),
     "event_batches": ("counter", "KV event batches taken in", ("replica",)),
@@ -172,6 +173,8 @@ class Metrics:
         self.replica_requests = Counter("replica_requests", "Requests sent to a replica, by how it answered", "replica", "status")
         self.long_prompts = Counter("long_prompts", "Prompts worth tokenizing only once, by what the replica was sent", "replica", "sent")  # ids, text
         self.ids_refused = Counter("ids_refused", "Times a replica was found not to take token ids, or not ours", "replica")
+        self.shared_decisions = Counter("shared_decisions", "With Redis: choices made in the shared ledger, by this gateway's own view because that came too late, or because Redis is away", "outcome")  # shared, late, away
+        self.shared_decision_seconds = Histogram("shared_decision_seconds", "Time a request waited for the shared ledger's choice", "outcome", STAGE_BUCKETS)
         self.retries = Counter("retries", "Requests sent to another replica before their first byte", "reason")
         self.upstream_errors = Counter("upstream_errors", "Failures of replicas", "replica", "kind")
         self.rejections = Counter("rejections", "Requests refused without asking a replica", "reason")

@@ -50,6 +50,7 @@ class View:
         self.started = time.monotonic()
         self.draining = False
         self.waiting_for: str | None = None
+        self.shared_ledger: Any = None  # SharedLedger, with Redis
         self.shared: Any = None  # SharedMap, where several gateways share one map
 
     def why_not_ready(self) -> str | None:
@@ -165,17 +166,22 @@ class View:
         return reading
 
     def _sharing(self) -> dict[str, Any]:
-        shared = self.shared
-        if shared is None:
+        shared, ledger = self.shared, self.shared_ledger
+        if ledger is None:
             return {}
-        told = {"place": str(shared.place), "deployment": shared.deployment, "reachable": shared.reachable, "leases": shared.leases, "lag_seconds": shared.lag_seconds}
+        told = {"ledger_joined": ledger.joined, "ledger_reason": ledger.reason}
+        if shared is None:
+            return {"redis": told}
+        told |= {"place": str(shared.place), "deployment": shared.deployment, "reachable": shared.reachable, "leases": shared.leases, "lag_seconds": shared.lag_seconds}
         return {"redis": told}
 
     def _shared_reading(self) -> dict[str, Any]:
-        shared = self.shared
+        shared, ledger = self.shared, self.shared_ledger
+        joined = {} if ledger is None else {"ledger_joined": float(ledger.joined)}
         if shared is None:
-            return {}
+            return joined
         return {
+            **joined,
             "map_role": {(id, intake.role): 1.0 for id, intake in self.intakes.items()},
             "map_redis_up": float(shared.reachable),
             "map_leases": shared.leases,

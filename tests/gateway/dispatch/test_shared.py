@@ -26,18 +26,18 @@ class Gateway:
         self.outcomes: Counter = Counter()
         self.policy = make(policy)
         self.shared = SharedLedger(self.client, deployment, self.ledger, observe=lambda outcome, _: self.outcomes.update([outcome]), deadline=deadline)
-        self.task: asyncio.Task | None = None
         self.open = []
 
     def start(self):
-        self.task = asyncio.create_task(self.shared.run())
+        self.shared.start()
         return self
 
     async def stop(self):
-        if self.task is not None:
-            self.task.cancel()
-            await asyncio.gather(self.task, return_exceptions=True)
-        await self.client.aclose()
+        await self.shared.stop()
+
+    def die(self):
+        """As a process that is killed: not a word more."""
+        self.shared._beats.cancel()
 
     async def route(self, hashes, tokens=TOKENS):
         """One request: (replica, overlap)."""
@@ -146,7 +146,7 @@ async def test_a_gateway_that_dies_takes_its_load_with_it(redis_server):
         await asyncio.gather(*(dies.route(prompt(n + 1)) for n in range(16)))
         await stays.route(prompt(99))
         assert sum(counts[0] for counts in together(redis_server).values()) == 17
-        dies.task.cancel()
+        dies.die()
         begun = asyncio.get_running_loop().time()
         await until(lambda: sum(counts[0] for counts in together(redis_server).values()) == 1, LEASE + 1)
         assert asyncio.get_running_loop().time() - begun < LEASE + 0.5
@@ -168,7 +168,7 @@ async def test_one_that_was_thought_dead_counts_anew_what_it_has(redis_server):
 async def test_leaving_takes_the_load_along_at_once(redis_server):
     async with gateways(redis_server, 1) as (one,):
         await one.route(prompt(1))
-        await one.shared.leave()
+        await one.shared.stop()
         assert together(redis_server) == {}
 
 

@@ -6,7 +6,8 @@ probe's answer about a replica that is draining) can do no harm.
   STARTING  launched, or adopted and not heard yet        no traffic
   WARMING   answers, but has not said it serves its model  no traffic
   READY     answers and serves                             traffic
-  DEGRADED  up, but requests or probes fail                traffic only if no replica is READY
+  DEGRADED  up, but requests or probes fail, or nothing    traffic only if no replica is READY
+            is computed though requests wait
   DRAINING  finishes what it has                           no new traffic
   STOPPED   drained, on purpose; comes back only when asked
   FAILED    exited, unreachable or hung; comes back by itself when it answers again
@@ -29,7 +30,7 @@ class Event(StrEnum):
     LAUNCHED = "launched"  # a process was started, or a stopped replica is wanted again
     ANSWERS = "answers"  # /health is 200
     SERVES = "serves"  # /health is 200 and /v1/models lists the model
-    TROUBLE = "trouble"  # traffic or probes fail, yet somebody is there
+    TROUBLE = "trouble"  # traffic or probes fail, or requests only wait, yet somebody is there
     GONE = "gone"  # exited, nobody listens, or silent for too long
     RESTARTED = "restarted"  # answers, but it is another process than before
     DRAIN = "drain"

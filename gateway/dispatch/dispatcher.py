@@ -60,6 +60,7 @@ NOT_FORWARDED_TO_RANKS = NOT_FORWARDED | {b"x-data-parallel-rank"}
 LEARN_SECONDS = 0.05
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
+LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
 
 
 class Dispatcher:
@@ -311,6 +312,11 @@ class Dispatcher:
         if patience is None or now - life.sent_at < patience or not self.may_retry(life):
             return False
         return self.serving(life.prompt.model or None if life.prompt else None)[0].replica.state is ReplicaState.READY
+
+    def silence(self, backend: Backend) -> float:
+        """Seconds without a byte after which a stream is given up. An engine that was asked to stop may have ended its
+        core and wait for its connections: for ever, if nobody gives up."""
+        return min(self.idle_timeout, LOST_SILENCE) if backend.replica.state is ReplicaState.FAILED else self.idle_timeout
 
     def waited(self, replica: str, now: float) -> float:
         """Seconds since the oldest prompt there that has no answer was sent."""

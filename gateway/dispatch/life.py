@@ -124,8 +124,8 @@ class Life:
         if self.state is State.STREAMING:
             if self.pieces != self.seen_pieces:
                 self.seen_pieces, self.seen_at = self.pieces, now
-            elif now - self.seen_at > self.dispatcher.idle_timeout:
-                self._stalled()
+            elif now - self.seen_at > (limit := self.dispatcher.silence(self.backend)):
+                self._stalled(limit)
         elif self.state is not State.ENDED:
             if now - self.begun > self.dispatcher.request_timeout:
                 self.dispatcher.failed(self.backend, "timeout")
@@ -137,13 +137,13 @@ class Life:
                 elif not self.streams:
                     self.dispatcher.assume_prefilled(self, now)
 
-    def _stalled(self) -> None:
+    def _stalled(self, seconds: float) -> None:
         if self.client.writing_paused:  # it is the client that does not take what is there
             client = self.client
             self.advance(Event.GONE)
             client.abort()
         else:
-            self.advance(Event.TIMED_OUT, UpstreamError("stalled", f"no byte for {self.dispatcher.idle_timeout:g} s"))
+            self.advance(Event.TIMED_OUT, UpstreamError("stalled", f"no byte for {seconds:g} s"))
 
     # --- what the replica's side calls
 

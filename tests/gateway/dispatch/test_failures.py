@@ -117,6 +117,27 @@ async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state,
         await eventually(s.idle)
 
 
+async def test_a_stream_that_is_silent_ends_sooner_where_the_replica_is_lost():
+    async def stops(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + chunk(EVENT))
+        await reader.read()
+
+    async with stack(stops, idle_timeout=60.0) as s:
+        (ill,) = s.dispatcher.backends.values()
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: any(life.pieces for life in s.dispatcher.lives))
+        (life,) = s.dispatcher.lives
+        s.dispatcher.sweep(life.seen_at + 59)
+        ill.replica.state = State.FAILED
+        s.dispatcher.sweep(life.seen_at + 9)
+        assert s.faults == []
+        s.dispatcher.sweep(life.seen_at + 11)
+        status, _, body = await talk.response()
+        assert status == 200 and body.startswith(EVENT) and b"no byte for 10 s" in body and s.faults == ["stalled"]
+
+
 async def test_a_request_stays_where_it_is_only_waited_for():
     async with stack(silent, answers()) as s:
         talk = await s.talk()

@@ -24,7 +24,7 @@ from cachemap.map import CacheMap
 from cachemap.share.codec import FIRST, RELOAD, Identity, Position, Snapshot, Unreadable, decode_delta, decode_snapshot
 from cachemap.share.connect import FAILURES
 from cachemap.share.journal import Journal
-from cachemap.share.keys import Keys
+from cachemap.share.keys import UNNAMED, Keys
 
 if TYPE_CHECKING:
     from cachemap.share.shared import SharedMap
@@ -42,9 +42,10 @@ class Absent(Exception):
 class SharedIntake:
     """Follows one replica; `run` until cancelled. Made by `SharedMap.intake`; arguments as of EventIntake."""
 
-    def __init__(self, shared: SharedMap, cache_map: CacheMap, slot: int, keys: Keys, *, model: str, block_size: int,
+    def __init__(self, shared: SharedMap, cache_map: CacheMap, slot: int, replica: str, keys: Keys, *, model: str, block_size: int,
                  on_change: Callable[[str, str], None] = lambda state, reason: None, **source):  # fmt: skip
         self._shared, self._map, self._slot, self.keys = shared, cache_map, slot, keys
+        self.replica, self.unnamed = replica, keys.incarnation == UNNAMED
         self._identity = Identity(model, block_size, cache_map.tag_bits)
         self.engine = EventIntake(cache_map, slot, model=model, block_size=block_size, on_change=on_change, **source)
         self._following: asyncio.Task[None] | None = None  # of the engine's events
@@ -98,9 +99,10 @@ class SharedIntake:
         return self.engine.blocks_removed + self._mirrored[1]
 
     def __getattr__(self, name: str):
-        if name in ("batches", "gaps", "replayed", "malformed", "unknown", "orphans", "ignored", "unreplayed", "last_event_at"):
-            return getattr(self.engine, name)
-        raise AttributeError(name)
+        """The rest is as the engine's events say, as far as they were followed here."""
+        if name == "engine":
+            raise AttributeError(name)
+        return getattr(self.engine, name)
 
     def resync(self) -> None:
         """The map is wrong about this replica: ask the engine for everything again, or who writes to do so."""
@@ -200,6 +202,12 @@ class SharedIntake:
         if self.role != "alone":
             self._become("alone", "no gateway leads" if self._shared.reachable else "Redis is away")
         self._follow_events()
+
+    def rename(self, keys: Keys) -> None:
+        """We could not tell when the replica's process began; another gateway could."""
+        self._end_journal()
+        self.keys = keys
+        self.reload("another gateway knows its incarnation")
 
     def _begin_void(self) -> None:
         """Another gateway knows a newer incarnation: what is known of this one counts no more."""

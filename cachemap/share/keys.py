@@ -16,6 +16,7 @@ from zlib import crc32
 
 SCHEMA = 1
 LANES = 16
+UNNAMED = "-"  # an incarnation of which is not known when it began
 LOOPBACK = ("127.", "localhost", "[::1]", "::1", "0.0.0.0")
 
 
@@ -29,7 +30,7 @@ def scope(replica: str) -> str:
 def life(incarnation: str) -> str:
     """An incarnation as all gateways name it: by when the process began, or its pid; a count of what one gateway
     happened to see is no name."""
-    return "-" if not incarnation or incarnation.startswith("seen-") else incarnation
+    return UNNAMED if not incarnation or incarnation.startswith("seen-") else incarnation
 
 
 class Keys:

@@ -79,7 +79,7 @@ class SharedMap:
 
     def intake(self, slot: int, replica: str, incarnation: str, **arguments) -> SharedIntake:
         """In place of an EventIntake, with its arguments."""
-        return SharedIntake(self, self._map, slot, Keys(self.deployment, replica, incarnation), **arguments)
+        return SharedIntake(self, self._map, slot, replica, Keys(self.deployment, replica, incarnation), **arguments)
 
     @property
     def reachable(self) -> bool:
@@ -175,13 +175,13 @@ class SharedMap:
             return LOOK_SECONDS
         self._clock = float(time) - (sent + self.now()) / 2
         self._heard(group)
-        for one, journal, n, (state, head, there, wished) in zip(group, journals, written, states, strict=True):
+        for one, journal, n, (state, head, there, wished, life) in zip(group, journals, written, states, strict=True):
             if one not in self._members:
                 continue
             if journal is not None and journal is one.journal and (int(head) < n or not there) and not journal.whole:
                 log.warning("replica %s: redis has lost what was written: it is written anew", one.keys.replica)
                 journal.start_over()
-            self._judge(one, state.decode(), int(head), wished)
+            self._judge(one, state.decode(), int(head), wished, life.decode())
         return SETTLE_SECONDS if any(state == b"free" for state, *_ in states) else LOOK_SECONDS
 
     def _to_claim(self, group: list[SharedIntake]) -> set[SharedIntake]:
@@ -190,7 +190,7 @@ class SharedMap:
         some = random.sample(others, min(len(others), max(4, len(others) // 4)))
         return {one for one in group if one.journal is not None} | set(some)
 
-    def _judge(self, one: SharedIntake, state: str, head: int, wished: int) -> None:
+    def _judge(self, one: SharedIntake, state: str, head: int, wished: int, life: str) -> None:
         """What the lease's state means for what we are."""
         one.head = head
         if state in ("ours", "held"):
@@ -206,7 +206,11 @@ class SharedMap:
                 log.info("replica %s: another gateway found the map wrong: events are read anew", one.keys.replica)
                 one.resync()
         elif state == "newer":
-            one.want("void")
+            if one.unnamed:
+                one.rename(Keys(self.deployment, one.replica, life))
+                self._look.set()
+            else:
+                one.want("void")
         elif state == "held":
             one.lost()
             self._mirror(one, head)

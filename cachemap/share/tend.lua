@@ -4,7 +4,7 @@
 --       'hold' or 'claim' (take it if it is free) or 'look'; its incarnation; what its keys begin with
 -- Gives the server's time, and for each replica: ours, held, free, newer (another incarnation is known) or refused
 -- (the server takes no writes); the number of its last delta; 1 if what a reader begins with is there; 1 if somebody
--- wished for a resync.
+-- wished for a resync; the newest incarnation known.
 local token, lease, keep = ARGV[1], ARGV[2], ARGV[3]
 local time = redis.call('TIME')
 local out = {time[1] .. '.' .. string.format('%06d', time[2])}
@@ -55,6 +55,6 @@ for i = 0, #KEYS / 6 - 1 do
     end
   end
   local there = redis.call('EXISTS', KEYS[k + 4], KEYS[k + 5]) == 2 and 1 or 0
-  out[#out + 1] = {state, redis.call('GET', KEYS[k + 1]) or '0', there, wished}
+  out[#out + 1] = {state, redis.call('GET', KEYS[k + 1]) or '0', there, wished, redis.call('GET', KEYS[k + 3]) or ''}
 end
 return out

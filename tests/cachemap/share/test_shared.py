@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from ..publisher import BLOCK, CLEARED, removed, stored
 from .gateways import Gateway, event, gateways, prompt, replica, until
 
@@ -162,6 +164,23 @@ async def test_a_new_incarnation_starts_from_nothing_and_the_old_one_counts_no_m
         await until(lambda: all(gateway.held("r", prompt(2, 5)[1]) == 5 for gateway in (one, other, late)))
         with redis_server.client() as client:
             assert not [key for key in client.keys() if b":100.00:" in key]
+
+
+@pytest.mark.parametrize("first", ["seen-1", "100.00"])
+async def test_a_gateway_that_cannot_tell_the_incarnation_takes_the_one_others_know(redis_server, first):
+    _, hashes = prompt(1, 6)
+    async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
+        one.follow("r", publisher, first)
+        await led(one, "r", publisher)
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: one.held("r", hashes) == 6)
+        other.follow("r", publisher, "100.00" if first == "seen-1" else "seen-7")
+        await until(lambda: {one.role("r"), other.role("r")} == {"writer", "mirror"} and other.held("r", hashes) == 6)
+        await publisher.publish(event(2, 0, 6))
+        await until(lambda: one.held("r", prompt(2, 6)[1]) == other.held("r", prompt(2, 6)[1]) == 6)
+        await same(one, other)
+        with redis_server.client() as client:
+            assert not [key for key in client.keys() if b":-:" in key]
 
 
 async def test_gateways_that_name_blocks_otherwise_are_not_mixed(redis_server):

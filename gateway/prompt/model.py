@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 _FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-          "chat_template.json", "config.json", "additional_chat_templates/*.jinja"]
+          "chat_template.json", "config.json", "params.json", "additional_chat_templates/*.jinja"]
+# Architectures whose conversations vLLM writes by a program of its own, whatever template the model has.
+_WRITTEN_BY_VLLM = frozenset({
+    "GptOssForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration",
+    "DeepseekV41ForCausalLM", "KimiK3ForConditionalGeneration", "MoonshotKimiaForCausalLM", "InklingForCausalLM",
+    "InklingForConditionalGeneration"})
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -51,6 +56,8 @@ class ModelFiles:
     templates: dict[str, str]             # "default", "tool_use", ...
     special_tokens: dict[str, str]        # named tokens a template may print
     max_model_len: int | None             # context length in tokens, from config.json
+    no_template: str = ""                 # why the engine does not use the template
+    no_tokenizer: str = ""                # why the engine does not use tokenizer.json
 
     def template(self, has_tools: bool) -> str | None:
         """The template for a request, as transformers chooses it."""
@@ -71,7 +78,26 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Mode
         templates = _templates(directory, config)
     names = {**_json(directory / "special_tokens_map.json"), **config}
     tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(names.get(name)))}
-    return ModelFiles(directory, templates, tokens, _context_length(_json(directory / "config.json")))
+    settings = _json(directory / "config.json")
+    mistral = _mistral_format(directory)
+    if mistral or any(name in _WRITTEN_BY_VLLM for name in settings.get("architectures") or ()):
+        return ModelFiles(directory, {}, tokens, _context_length(settings),
+                          mistral or "vLLM writes this model's conversations without its chat template", mistral)
+    return ModelFiles(directory, templates, tokens, _context_length(settings))
+
+
+def _mistral_format(directory: Path) -> str:
+    """Why vLLM takes mistral-common for this model, or "": the same folder holds the model in Mistral's own format.
+
+    A folder without weights is one that `find_model` fetched; Mistral's format is then known by its params.json.
+    """
+    def has(*patterns: str) -> bool:
+        return any(next(directory.glob(pattern), None) for pattern in patterns)
+
+    if has("consolidated*.safetensors") and has("tekken.json", "tokenizer.model.v*") \
+            or has("params.json") and not has("*.safetensors", "*.bin", "*.gguf"):
+        return "vLLM makes this model's tokens with mistral-common (--tokenizer-mode hf would make it use tokenizer.json)"
+    return ""
 
 
 def _templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:

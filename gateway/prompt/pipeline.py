@@ -88,6 +88,7 @@ class Pipeline:
 
     def _make_renderers(self) -> None:
         renderers = {}
+        self.template_error = self._files.no_template
         for name, source in self._files.templates.items():
             try:
                 template = ChatTemplate(source, self._files.special_tokens, self._ways)
@@ -203,6 +204,8 @@ class Pipeline:
         given = request.get(key)
         special = boolean(request.get("add_special_tokens", True), "add_special_tokens")
         prompts = prompts_of(given, key)
+        if self._files.no_tokenizer and isinstance(prompts[0], str):
+            raise Unroutable(self._files.no_tokenizer)
         ids = [self.tokenizer.encode(one, special) if isinstance(one, str) else one for one in prompts]
         keep = request.get("truncate_prompt_tokens")
         if keep is not None:

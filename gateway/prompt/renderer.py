@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _FIRST_CHECKED = 32
 _CHECK_MASK = 255
-_EXPONENT = re.compile(rb"\de\d\d")     # as orjson writes what is rounded: 1.8446744073709552e19
+_EXPONENT = re.compile(rb"\de\+?\d\d")     # as orjson writes what is rounded: 1.8446744073709552e+19
 
 
 class Renderer:

@@ -109,3 +109,22 @@ def test_report_on_a_template_that_drops_reasoning(load_model):
 def test_report_on_a_template_that_fails(tmp_path, template, refused):
     said = report(tmp_path, template)
     assert refused in said.refused and not said.turns
+
+
+@pytest.mark.parametrize("files, chat, text", [
+    ({}, "exact", "exact"), ({"config_json": {"architectures": ["LlamaForCausalLM"]}}, "exact", "exact"),
+    ({"config_json": {"architectures": ["GptOssForCausalLM"]}}, "load", "exact"),
+    ({"config_json": {"architectures": ["DeepseekV32ForCausalLM"]}}, "load", "exact"),
+    ({"consolidated.safetensors": "", "tekken.json": ""}, "load", "load"), ({"tekken.json": ""}, "exact", "exact"),
+    ({"params.json": "", "model.safetensors": ""}, "exact", "exact"), ({"params.json": ""}, "load", "load"),
+])
+def test_models_that_the_engine_reads_in_its_own_way(tmp_path, files, chat, text):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).symlink_to(model_dir("sim") / name)
+    pipeline = Pipeline(write(tmp_path, **files), "m", 16)
+    talk = pipeline.prepare("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "hi"}]}')
+    assert talk.mode == chat and ("vLLM" in talk.note) == (chat == "load")
+    plain = pipeline.prepare("/v1/completions", b'{"prompt": "hi"}')
+    assert plain.mode == text and ("mistral-common" in plain.note) == (text == "load")
+    assert pipeline.prepare("/v1/completions", b'{"prompt": [1, 2]}').mode == "exact"
+    assert template_report(pipeline).refused == (talk.note if chat == "load" else "")

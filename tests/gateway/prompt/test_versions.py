@@ -1,0 +1,101 @@
+"""What older versions of vLLM make otherwise. That it is so is shown with real ones in tests/vllm/test_tokens.py."""
+
+import json
+
+import pytest
+
+from gateway.prompt.anthropic import Habits
+from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.versions import NEWEST, ways
+
+from .reference import ids_of, model_dir
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    return Pipeline(model_dir("sim"), "m", 16, max_model_len=100)
+
+
+def text(pipeline, version, **body):
+    pipeline.follow(version)
+    prompt = pipeline.prepare(CHAT, json.dumps(body).encode())
+    assert prompt.mode == "exact", prompt.note
+    return pipeline.tokenizer.decode(ids_of(prompt))
+
+
+@pytest.mark.parametrize("version", [None, "", "0.32.0", "0.33.1rc1.dev4+gabc", "1.0", "v0.32.1", "0.1.dev1+g5d3a", "nightly", "0.0"])
+def test_newest_ways(version):
+    assert ways(version) == NEWEST
+
+
+def test_each_way_begins_with_its_version():
+    new = [(one.arguments_are_objects, one.looks_into_macros, one.asks_template, one.drops_attribution, not one.truncates_to_output,
+            not one.forwards_past_media) for one in map(ways, ("0.28.0", "0.29.1", "0.30.0rc2", "0.31.0", "0.32.0"))]  # fmt: skip
+    assert [sum(row) for row in new] == [0, 1, 2, 3, 6]
+
+
+def test_the_attribution_line(pipeline):
+    said = {"messages": [{"role": "system", "content": "x-anthropic-billing-header: 1\nBe brief."}, {"role": "user", "content": "hi"}]}
+    assert "billing" in text(pipeline, "0.31.0", **said)
+    assert "billing" not in text(pipeline, "0.32.0", **said) and "Be brief." in text(pipeline, "0.32.0", **said)
+
+
+@pytest.mark.parametrize("arguments, old, new", [("[1]", "[1]", "{}"), ("7", "7", "{}"), ("null", "{}", "{}"), ("", "{}", "{}"), ('{"a": 1}', '{"a": 1}', '{"a": 1}')])
+def test_arguments(pipeline, arguments, old, new):
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for _ in range(7):                     # also by plan
+        assert old in text(pipeline, "0.28.0", messages=talk)
+    for _ in range(7):
+        made = text(pipeline, "0.29.0", messages=talk)
+        assert new in made and (old == new or old not in made)
+
+
+def test_a_template_that_loops_in_a_macro(tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(model_dir("sim") / name)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% macro show(what) %}{% if what is string %}TEXT{% else %}{% for part in what %}PART{% endfor %}{% endif %}{% endmacro %}"
+        "{% for m in messages %}{{ show(m.content) }}{% endfor %}")
+    pipeline = Pipeline(tmp_path, "m", 16)
+    said = {"messages": [{"role": "user", "content": "hi"}]}
+    assert text(pipeline, "0.29.0", **said) == "TEXT"
+    assert text(pipeline, "0.30.0", **said) == "PART"
+    assert text(pipeline, "0.29.0", **said) == "TEXT"
+
+
+def test_what_messages_ask_the_template(pipeline):
+    pipeline.follow("0.30.0")
+    assert pipeline._habits == Habits(True, None)
+    pipeline.follow("0.31.0")
+    assert pipeline._habits == Habits(False, "low")
+    given = Pipeline(model_dir("sim"), "m", 16, chat_template=model_dir("sim") / "chat_template.jinja")
+    given.follow("0.30.0")
+    assert given._habits == Habits(False, None)
+
+
+@pytest.mark.parametrize("version, path, body, kept", [
+    ("0.28.0", "/v1/completions", {}, 84), ("0.32.0", "/v1/completions", {}, 99), ("0.28.0", "/v1/completions", {"max_tokens": 1}, 99),
+    ("0.32.0", "/v1/completions", {"max_tokens": 0}, 100), ("0.28.0", "/v1/embeddings", {}, 100), ("0.32.0", "/v1/embeddings", {}, 100)])
+def test_truncation_to_the_context_length(pipeline, version, path, body, kept):
+    pipeline.follow(version)
+    key = "input" if path == "/v1/embeddings" else "prompt"
+    prompt = pipeline.prepare(path, json.dumps({key: list(range(150)), "truncate_prompt_tokens": -1, **body}).encode())
+    assert ids_of(prompt) == (list(range(kept)) if key == "input" else list(range(150 - kept, 150)))
+
+
+def test_forwarded_ids_beside_media(pipeline):
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    plain = [{"role": "user", "content": [{"type": "text", "text": "x"}, "y"]}]
+    sent = {"prompt_token_ids": [1, 2, 3]}
+    for version, messages, more, mode, count in (
+        ("0.31.0", image, {}, "exact", 3), ("0.32.0", image, {}, "load", None), ("0.32.0", plain, {}, "exact", 3),
+        ("0.31.0", plain, {"echo": True}, "exact", 3), ("0.32.0", plain[:1], {"echo": True}, "exact", None)):
+        pipeline.follow(version)
+        body = {"messages": messages, "kv_transfer_params": sent, **more}
+        prompt = pipeline.prepare(CHAT, json.dumps(body).encode())
+        assert prompt.mode == mode and (count is None or prompt.tokens == count)
+        if mode == "exact" and count is None:
+            assert prompt.tokens > 3

@@ -1,0 +1,254 @@
+"""Several gateways, one Redis, one fleet: what one knows all know, load is counted once, and no fault of Redis or of
+another gateway is a client's."""
+
+import asyncio
+import re
+import signal
+import struct
+import subprocess
+import sys
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import httpx
+import pytest
+
+from tests.redis_server import Proxy, Sentinels, binaries, running as redis_running
+
+from .running import running
+
+LOAD = "hitherto:1:default:{pool}:load"
+TEXT = "The quality of mercy is not strained; it droppeth as the gentle rain from heaven. " * 60
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """URLs of two simulated engines, which all tests here share."""
+    processes, urls = [], []
+    try:
+        for _ in range(2):
+            one = subprocess.Popen([sys.executable, "-m", "replicas.simulated", "--port", "0", "--speedup", "4"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            processes.append(one)
+        for one in processes:
+            found = None
+            while found is None:
+                line = one.stdout.readline()
+                assert line, "the simulated engine ended"
+                found = re.search(r"http://127\.0\.0\.1:\d+", line)
+            urls.append(found[0])
+        yield urls
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+            one.stdout.close()
+
+
+@asynccontextmanager
+async def gateways(count, redis_url, engines):
+    """That many gateway processes, ready, each with all engines, joined."""
+    async with AsyncExitStack() as stack:
+        starts = [stack.enter_async_context(running("--redis-url", redis_url, "--replica-url", *engines, "--model", "sim")) for _ in range(count)]
+        found = [await one for one in starts]
+        for one in found:
+            await one.ready(len(engines))
+            await joined(one)
+        yield found
+
+
+async def joined(gateway, seconds=20):
+    return await gateway.until(lambda status: status["map"]["redis"]["ledger_joined"] and status["map"]["redis"]["reachable"], seconds)
+
+
+def together(client):
+    """The shared ledger: replica -> requests, prefilling, prefill tokens, decoding, context tokens."""
+    return {name.decode(): tuple(map(int, struct.unpack("<5d", packed))) for name, packed in client.hgetall(LOAD).items()}
+
+
+async def known(gateway, messages):
+    """Wait until the gateway's map has this prompt on some replica."""
+    async with asyncio.timeout(10):
+        while True:
+            told = (await gateway.admin.post("/explain?path=/v1/chat/completions", json={"model": "sim", "messages": messages})).json()
+            if any(one["overlap_tokens"] for one in told["replicas"]):
+                return
+            await asyncio.sleep(0.02)
+
+
+async def until(true, seconds=15.0):
+    end = asyncio.get_running_loop().time() + seconds
+    while not true():
+        assert asyncio.get_running_loop().time() < end, "did not become true in time"
+        await asyncio.sleep(0.05)
+
+
+class Clients:
+    """Eight clients who never pause, spread over the gateways; every third prompt is of a family all share."""
+
+    def __init__(self, fleet):
+        self.fleet, self.answers, self.stopping = list(fleet), Counter(), False
+        self.failures: list[str] = []
+
+    async def __aenter__(self):
+        self.tasks = [asyncio.create_task(self._ask(number)) for number in range(8)]
+        return self
+
+    async def __aexit__(self, *_):
+        self.stopping = True
+        await asyncio.gather(*self.tasks)
+
+    async def _ask(self, number):
+        turn = 0
+        while not self.stopping:
+            turn += 1
+            gateway = self.fleet[(number + turn) % len(self.fleet)]
+            start = TEXT if turn % 3 == 0 else f"{number} {turn} "
+            try:
+                answer = await gateway.chat([{"role": "user", "content": f"{start}{TEXT[: 80 * turn % 3000]}"}])
+                self.answers[answer.status_code] += 1
+                if answer.status_code != 200:
+                    self.failures.append(answer.text)
+            except httpx.HTTPError as error:
+                if gateway in self.fleet:
+                    self.failures.append(repr(error))
+
+    async def more(self, count=60):
+        """That many more answers."""
+        goal = self.answers.total() + count
+        await until(lambda: self.answers.total() >= goal, 30)
+
+
+async def settled(fleet, client):
+    """Nothing is counted any more, anywhere; and what gateways predict is what engines report."""
+    for one in fleet:
+        await joined(one)
+    await until(lambda: together(client) == {})
+    for turn in range(2):
+        for one in fleet:
+            answer = await one.chat([{"role": "user", "content": TEXT}])
+            assert answer.status_code == 200
+    cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert int(answer.headers["x-hitherto-cached-tokens"]) == cached > 500
+    for one in fleet:
+        assert (await one.status())["totals"]["inflight"] == 0
+
+
+async def test_what_one_gateway_sent_the_other_finds(redis_server, engines):
+    async with gateways(2, redis_server.url, engines) as fleet:
+        messages = [{"role": "user", "content": "Only one has seen this. " + TEXT}]
+        home = (await fleet[0].chat(messages)).headers["x-hitherto-replica"]
+        await known(fleet[1], messages)
+        for turn in range(4):
+            answer = await fleet[1 - turn % 2].chat(messages)
+            assert answer.headers["x-hitherto-replica"] == home
+            cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert int(answer.headers["x-hitherto-cached-tokens"]) == cached > 500
+        with redis_server.client() as client:
+            await settled(fleet, client)
+
+
+async def test_a_gateway_started_later_is_as_warm_as_its_siblings(redis_server, engines):
+    async with gateways(1, redis_server.url, engines) as (first,):
+        messages = [{"role": "user", "content": "Said before the second gateway was there. " + TEXT}]
+        home = (await first.chat(messages)).headers["x-hitherto-replica"]
+        async with gateways(1, redis_server.url, engines) as (second,):
+            answer = await second.chat(messages)
+            assert answer.headers["x-hitherto-replica"] == home
+            cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert int(answer.headers["x-hitherto-cached-tokens"]) == cached > 500
+
+
+@pytest.mark.parametrize("fault", ("restarted empty", "frozen", "full"))
+async def test_no_request_fails_because_of_redis(start_redis, engines, fault):
+    server = start_redis()
+    with server.client() as client:
+        async with gateways(2, server.url, engines) as fleet:
+            async with Clients(fleet) as clients:
+                await clients.more()
+                if fault == "restarted empty":
+                    server.kill()
+                    await clients.more(120)
+                    server.restart(empty=True)
+                elif fault == "frozen":
+                    server.freeze()
+                    await clients.more(120)
+                    server.thaw()
+                else:
+                    client.config_set("maxmemory", "1")
+                    await clients.more(120)
+                    client.config_set("maxmemory", "0")
+                for one in fleet:
+                    await joined(one)
+                await clients.more()
+            assert not clients.failures
+            await settled(fleet, client)
+
+
+async def test_a_slow_way_to_redis_costs_two_milliseconds_and_no_request(redis_server, engines):
+    async with Proxy(redis_server.port) as proxy, gateways(2, proxy.url, engines) as fleet:
+        async with Clients(fleet) as clients:
+            await clients.more()
+            proxy.delay = 0.02
+            await clients.more(120)
+            late = [one for one in fleet if 'hitherto_shared_decisions_total{outcome="late"}' in (await one.admin.get("/metrics")).text]
+            assert late == fleet
+            proxy.delay = 0.0
+            await clients.more()
+        assert not clients.failures
+        with redis_server.client() as client:
+            await settled(fleet, client)
+
+
+async def test_a_network_split_between_one_gateway_and_redis(redis_server, engines):
+    """The one that is cut off goes on by itself; its load leaves the ledger; back again, it counts anew."""
+    async with Proxy(redis_server.port) as proxy, AsyncExitStack() as stack:
+        (cut,) = await stack.enter_async_context(gateways(1, proxy.url, engines))
+        (whole,) = await stack.enter_async_context(gateways(1, redis_server.url, engines))
+        async with Clients([cut, whole]) as clients:
+            await clients.more()
+            proxy.cut()
+            await cut.until(lambda status: not status["map"]["redis"]["ledger_joined"])
+            await clients.more(120)
+            proxy.mend()
+            await joined(cut)
+            await clients.more()
+        assert not clients.failures
+        with redis_server.client() as client:
+            await settled([cut, whole], client)
+
+
+async def test_a_gateway_killed_in_a_burst_leaves_no_load_and_no_lease(redis_server, engines):
+    with redis_server.client() as client:
+        async with gateways(1, redis_server.url, engines) as (stays,):
+            async with AsyncExitStack() as stack:
+                (dies,) = await stack.enter_async_context(gateways(1, redis_server.url, engines))
+                async with Clients([stays]) as clients:
+                    burst = [asyncio.create_task(dies.chat([{"role": "user", "content": f"{n} {TEXT}"}], max_tokens=400)) for n in range(32)]
+                    await until(lambda: sum(counts[0] for counts in together(client).values()) >= 32)
+                    dies.process.send_signal(signal.SIGKILL)
+                    begun = asyncio.get_running_loop().time()
+                    await until(lambda: sum(counts[0] for counts in together(client).values()) <= 8)
+                    assert asyncio.get_running_loop().time() - begun < 4
+                    await asyncio.gather(*burst, return_exceptions=True)
+                    await stays.until(lambda status: status["map"]["redis"]["leases"] == len(engines))
+                    await clients.more()
+                assert not clients.failures
+            await settled([stays], client)
+
+
+async def test_sentinel_fails_over(tmp_path, engines):
+    if not binaries():
+        pytest.skip("there is no redis-server")
+    with redis_running(Sentinels(tmp_path)) as servers:
+        async with gateways(2, servers.url, engines) as fleet:
+            async with Clients(fleet) as clients:
+                await clients.more()
+                servers.primary.kill()
+                for one in fleet:
+                    await one.until(lambda status: not status["map"]["redis"]["ledger_joined"])
+                for one in fleet:
+                    await joined(one, 30)
+                await clients.more()
+            assert not clients.failures
+            with servers.replica.client() as client:
+                await settled(fleet, client)

@@ -29,13 +29,13 @@ def two(start_engine, redis_server):
 async def test_a_second_gateway_knows_what_the_first_one_learned(two):
     async with running(*two) as one:
         await one.ready(2)
-        await one.until(lambda status: roles(status) == ["writer", "writer"])
+        await one.until(lambda status: status["ready"] and roles(status) == ["writer", "writer"])
         assert (await one.chat(chat("a story "))).status_code == 200
         status = await one.until(lambda status: status["map"]["blocks"] > 10)
         assert status["map"]["redis"]["leases"] == 2
         async with running(*two) as other:
             await other.ready(2)
-            await other.until(lambda status: roles(status) == ["mirror", "mirror"])
+            await other.until(lambda status: status["ready"] and roles(status) == ["mirror", "mirror"])
             await other.until(lambda after: after["map"]["blocks"] == status["map"]["blocks"])
             request = {"model": "sim", "messages": chat("a story "), "max_tokens": 4}
             told = (await other.admin.post("/explain?path=/v1/chat/completions", json=request)).json()

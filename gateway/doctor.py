@@ -29,6 +29,7 @@ from gateway.config import Config, ConfigError, Settings
 from gateway.model import model_dir
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
+from gateway.redis_check import redis_findings
 from gateway.trial import WORDS, Finding, Trial, trials
 from replicas.adopt import Facts, Problem, described, probe, problems_of
 from replicas.replica import Address, parse_url
@@ -63,6 +64,9 @@ async def _run(config: Config) -> int:
 async def examine(config: Config) -> AsyncIterator[Finding]:
     settings = config.settings
     yield _settings(config)
+    if settings.redis_url is not None:
+        async for finding in redis_findings(settings.redis_url):
+            yield finding
     async with aiohttp.ClientSession() as session:
         running = await _running_gateway(settings, session)
         for finding in _gateway(settings, running):

@@ -33,7 +33,7 @@ _ABOUT_RENDERING = frozenset({"add_generation_prompt", "continue_final_message",
 
 
 def from_chat(request: dict[str, Any]) -> Chat:
-    """`/v1/chat/completions`, `/tokenize` with messages, `/v1/embeddings` with messages."""
+    """`/v1/chat/completions`."""
     tools = request.get("tools")
     if tools is not None:
         tools = tool_schemas(tools)
@@ -46,6 +46,15 @@ def from_chat(request: dict[str, Any]) -> Chat:
                            request.get("reasoning_effort"), request.get("documents"))
     return Chat(request.get("messages"), variables.pop("tools", tools), variables,
                 _flag(request, "add_special_tokens", False))
+
+
+def from_embeddings(request: dict[str, Any]) -> Chat:
+    """`/v1/embeddings` with messages: no generation prompt unless asked for, neither tools nor documents."""
+    if request.get("chat_template") is not None:
+        raise Unroutable("the request brings its own chat template")
+    variables = template_variables(request, _flag(request, "add_generation_prompt", False),
+                                   _flag(request, "continue_final_message", False), None)
+    return Chat(request.get("messages"), variables.pop("tools", None), variables, _flag(request, "add_special_tokens", False))
 
 
 def from_responses(request: dict[str, Any]) -> Chat:

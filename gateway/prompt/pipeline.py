@@ -19,7 +19,7 @@ import orjson
 from cachemap import chain_seed, hash_blocks
 
 from .anthropic import Habits, from_messages, habits
-from .chat import Chat, Unroutable, from_chat, from_responses
+from .chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
 from .conversation import Multimodal, has_media
 from .fields import bad, boolean, count, integer, packed, parse, prompts_of
 from .forward import LEAST_TOKENS, ids_suffice
@@ -157,6 +157,8 @@ class Pipeline:
         salt = request.get("cache_salt")
         seed = chain_seed(self.served_name, self.block_size, prompt.adapter, salt)
         path = prompt.path
+        if path == _EMBEDDINGS and request.get("padding") not in (None, "do_not_pad"):
+            raise Unroutable("a prompt that is padded")
         if path in _CONVERSATIONS or (path == _EMBEDDINGS and "messages" in request):
             self._conversation(prompt, request, seed)
         else:
@@ -181,6 +183,8 @@ class Pipeline:
     def _chat(self, path: str, request: dict[str, Any]) -> Chat:
         if path == _RESPONSES:
             return from_responses(request)
+        if path == _EMBEDDINGS:
+            return from_embeddings(request)
         return from_messages(request, self._habits) if path == _MESSAGES else from_chat(request)
 
     def _render(self, chat: Chat, seed: int) -> Found:

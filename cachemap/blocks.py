@@ -11,6 +11,7 @@ always the ends of chains, never a block with others behind it.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -66,6 +67,9 @@ class BlockTable:
         self.holders = [np.zeros(len(self.blocks.words), np.uint8)]
         self.epochs = np.zeros(len(self.blocks.words), np.uint8)
         self.aliases: dict[int, Buckets] = {}
+        # A block may have several aliases: older engines do not tell a tenant's salt, an adapter may be loaded again
+        # under its name. By replica and block, those beyond the first: it holds the block until the last is removed.
+        self._twins: dict[int, Counter[int]] = {}
         self._capacity: dict[int, int] = {}
         self._share = 1.0  # of the capacities, what the budget allows
         self._epoch = 0
@@ -157,27 +161,53 @@ class BlockTable:
         if places is None:
             self.refused += len(hashes)
             return []
-        again: list[int] = []
         words, bit = self._bit(slot)
-        words[places] |= bit
         alias = self.aliases[slot]
         packed = (tags << self._tag_shift) | places.view(U64)
         at = alias.find(tags)
-        known = at >= 0
-        if known.any():
-            before = (alias.words[at[known]] & self._place_mask).view(np.int64)
-            again = known.nonzero()[0][before == places[known]].tolist()
-            alias.words[at[known]] = packed[known]
-            at[~known] = alias.add(packed[~known])
-            if (before != places[known]).any():
-                self._release(slot, np.setdiff1d(before, places))
-        else:
-            at = alias.add(packed)
-        lost = alias.words.take(at) != packed
+        if (at >= 0).any() or (words[places] & bit).any() or len(distinct(places)) < len(places):
+            return self._store_again(slot, places, packed, at)
+        words[places] |= bit
+        lost = alias.words.take(alias.add(packed)) != packed
         if lost.any():  # one tag for two blocks: a key given twice, or a clash
-            kept = alias.words[at[lost]] & self._place_mask
-            self._release(slot, np.setdiff1d(places[lost], kept.view(np.int64)))
+            self._release(slot, places[lost])
+        return []
+
+    def _store_again(self, slot: int, places: np.ndarray, packed: np.ndarray, at: np.ndarray) -> list[int]:
+        """`store` where a tag or a block is known already or comes twice: tag by tag. `at`: where the tags are, or -1."""
+        words, bit = self._bit(slot)
+        alias, twins = self.aliases[slot], self._twins.setdefault(slot, Counter())
+        known = at >= 0
+        again = known.nonzero()[0][self._named(alias, at[known]) == places[known]].tolist()
+        renamed = distinct(at[known])
+        before = self._named(alias, renamed)
+        alias.words[at[known]] = packed[known]
+        added = distinct(alias.add(packed[~known])) if len(again) < len(places) else NONE
+        now = self._named(alias, renamed)
+        moved = before != now
+        for place in (*now[moved].tolist(), *self._named(alias, added).tolist()):
+            if words[place] & bit:
+                twins[int(self.blocks.words[place])] += 1
+            else:
+                words[place] |= bit
+        self._unname(slot, before[moved])
+        self._release(slot, places[words[places] & bit == 0])  # whose tag went to another block
         return again
+
+    def _named(self, alias: Buckets, at: np.ndarray) -> np.ndarray:
+        """The places of the blocks that these aliases stand for."""
+        return (alias.words[at] & self._place_mask).view(np.int64)
+
+    def _unname(self, slot: int, places: np.ndarray) -> np.ndarray:
+        """The blocks at these places have an alias less; the replica no longer holds those of which it was the last:
+        gives their hashes."""
+        hashes = self.blocks.words[places]
+        twins = self._twins.get(slot)
+        if twins:
+            last = np.array([not _fewer(twins, block) for block in hashes.tolist()], bool)
+            places, hashes = places[last], hashes[last]
+        self._release(slot, places)
+        return hashes
 
     def _settle(self, slot: int, hashes: np.ndarray, heads: Heads) -> np.ndarray | None:
         """The places of these blocks, new ones put in; None if they cannot fit."""
@@ -230,11 +260,9 @@ class BlockTable:
         alias = self.aliases[slot]
         at = alias.find(tags)
         at = distinct(at[at >= 0])
-        places = (alias.words[at] & self._place_mask).view(np.int64)
-        hashes = self.blocks.words[places]
+        places = self._named(alias, at)
         alias.drop(at)
-        self._release(slot, places)
-        return hashes
+        return self._unname(slot, places)
 
     def resolve(self, slot: int, tags: np.ndarray) -> np.ndarray:
         """The hash of each block the replica holds under these tags, 0 where unknown."""
@@ -269,6 +297,7 @@ class BlockTable:
         filled = alias.words[alias.words.nonzero()]
         self._release(slot, (filled & self._place_mask).view(np.int64))
         self.aliases[slot] = Buckets(1, self._place_bits)
+        self._twins.pop(slot, None)
 
     def tags(self, engine_keys: list[int] | list[bytes]) -> np.ndarray:
         """Engine keys as alias tags: mixed, cut to the fingerprint's width, never 0."""
@@ -371,6 +400,8 @@ class BlockTable:
             gone = filled[self._ages(filled) >= oldest]
             for words in self.holders:
                 words[gone] = 0
+            for slot in self._twins:
+                self._forget_twins(slot, gone)
             self.blocks.drop(gone)
             self.evicted += len(gone)
         for alias in self.aliases.values():
@@ -388,8 +419,15 @@ class BlockTable:
         ages = self._ages(places)
         gone = ages >= _nth_oldest(ages, want, len(ages))
         alias.drop(at[gone])
+        self._forget_twins(slot, places[gone])
         self._release(slot, places[gone])
         self.evicted += int(gone.sum())
+
+    def _forget_twins(self, slot: int, places: np.ndarray) -> None:
+        twins = self._twins.get(slot)
+        if twins:
+            for block in self.blocks.words[places].tolist():
+                twins.pop(block, None)
 
 
 def _set(lengths: list[int], first: int, bits: int, length: int) -> None:
@@ -398,6 +436,16 @@ def _set(lengths: list[int], first: int, bits: int, length: int) -> None:
         for i in BITS[byte]:
             lengths[first + i] = length
         first += 8
+
+
+def _fewer(counts: Counter[int], block: int) -> bool:
+    """One alias of the block went; whether there are others."""
+    beyond = counts[block] if block in counts else 0
+    if beyond > 1:
+        counts[block] = beyond - 1
+    elif beyond:
+        del counts[block]
+    return beyond > 0
 
 
 def _nth_oldest(ages: np.ndarray, want: int, count: int) -> int:

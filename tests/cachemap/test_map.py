@@ -98,6 +98,48 @@ def test_equals_a_reference_under_lost_repeated_and_reordered_events(events, rng
     assert table.stats()["blocks"] == len(union)
 
 
+NAMED = st.lists(st.tuples(st.booleans(), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=6, unique=True)), max_size=40)
+
+
+@settings(max_examples=300, deadline=None)
+@given(NAMED)
+def test_a_block_with_several_keys_is_held_until_the_last_is_removed(steps):
+    """An engine that does not tell salts has the same tokens under several keys; a key may also come to mean another block."""
+    table, held = CacheMap(MIB), {}
+    slot = table.attach("r", None, True)
+    for storing, named in steps:
+        for block, variant in named if storing else ():
+            table.remove(slot, [block + 100 * variant])  # so that no key is there twice: those are copies
+            held.pop(block + 100 * variant, None)
+        if storing:
+            moved = [(block % 7 + 1, block + 100 * variant) for block, variant in named]
+            table.store(slot, [block for block, _ in moved], [key for _, key in moved])
+            held |= {key: block for block, key in moved}
+        else:
+            table.remove(slot, [block + 100 * variant for block, variant in named])
+            for block, variant in named:
+                held.pop(block + 100 * variant, None)
+        for block in range(1, 9):
+            assert table.match([block], 0.0).held[slot] == (block in held.values())
+        assert table.stats()["blocks"] == len(set(held.values())) and table.held(slot) == len(held)
+    table.clear(slot)
+    assert table.stats()["blocks"] == table.held(slot) == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=6), max_size=20))
+def test_a_key_that_comes_to_mean_another_block_leaves_the_one_before(steps):
+    table, held = CacheMap(MIB), {}
+    slot = table.attach("r", None, True)
+    for pairs in steps:
+        named = {key: block for key, block in pairs}
+        table.store(slot, list(named.values()), list(named))
+        held |= named
+        for block in range(1, 6):
+            assert table.match([block], 0.0).held[slot] == (block in held.values()), (block, held)
+        assert table.stats()["blocks"] == len(set(held.values()))
+
+
 def random_chain(rng, length):
     return rng.integers(1, 1 << 64, length, np.uint64).tolist()
 

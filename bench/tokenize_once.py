@@ -60,16 +60,18 @@ class Prose:
         self.pipeline = pipeline
         files = sorted(Path(os.__file__).parent.glob("[a-t]*.py"))
         parts = [part for file in files for part in file.read_text(errors="replace").split('"""')[1::2]]
-        self.words = " ".join(" ".join(parts).split()).split(". ")
+        sentences = " ".join(" ".join(parts).split()).split(". ")
+        self.sentences = [(one, len(pipeline.tokenizer.encode(one)) // 4 + 1) for one in sentences if 20 < len(one) < 200]
         self.random = random.Random(1)
 
     def take(self, tokens: int) -> str:
         """About that many tokens."""
-        return ". ".join(self.random.choices(self.words, k=max(1, tokens // self.tokens_a_sentence)))
-
-    @property
-    def tokens_a_sentence(self) -> int:
-        return 23
+        taken: list[str] = []
+        while tokens > 0:
+            sentence, length = self.random.choice(self.sentences)
+            taken.append(sentence)
+            tokens -= length
+        return ". ".join(taken)
 
     def pair(self, name: str, tokens: int) -> Pair:
         fields = {"model": "tiny", "stream": True, "max_tokens": 1, "temperature": 0}

@@ -396,10 +396,20 @@ class Dispatcher:
                 backend.costs.observe_itl((now - life.first_at) / (tokens - 1), load.decoding + 1, load.context_tokens + prompt.tokens)
         self.ended(life, "complete", usage)
 
+    def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int) -> None:
+        """The replica computed other tokens than it was chosen by. Counted each time, said the first time."""
+        if not self.metrics.prompt_mismatches.total(replica=backend.id):
+            log.error("replica %s counted %d prompt tokens where the gateway made %d (%s): its tokenizer or chat template is another, or a flag "
+                      "changes its prompts; give the gateway the same --model and --chat-template. `hitherto doctor` compares them",
+                      backend.id, counted, prompt.tokens, prompt.path)  # fmt: skip
+        self.metrics.prompt_mismatches.inc(backend.id)
+
     def _compare(self, life: Life, backend: Backend, prompt: Prompt, usage: Usage) -> None:
         metrics, name = self.metrics, backend.id
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
         metrics.predicted_cached_tokens.inc(name, by=life.overlap)
+        if prompt.mode == "exact" and not prompt.several and usage.prompt not in (None, prompt.tokens):
+            self._counted_otherwise(backend, prompt, usage.prompt)
         saved = life.overlap
         if prompt.several or not backend.replica.takes_rank(prompt.path):
             backend.drift.aside()

@@ -168,6 +168,7 @@ class Metrics:
         self.prefill_saved_tokens = Counter("prefill_saved_tokens", "Prompt tokens not computed again: as reported, else as predicted", "replica")
         self.prediction_error_tokens = Counter("prediction_error_tokens", "Distance of prediction and report", "replica", "direction")  # over, under
         self.predictions = Counter("predictions", "Predictions that a report confirmed or corrected", "replica", "outcome")  # equal, over, under
+        self.prompt_mismatches = Counter("prompt_mismatches", "Exact prompts of which the replica counted another number of tokens", "replica")
         self.heals = Counter("heals", "Times a replica's part of the map was repaired because it had drifted", "replica")
         # choosing and sending
         self.replica_requests = Counter("replica_requests", "Requests sent to a replica, by how it answered", "replica", "status")

@@ -5,7 +5,9 @@ import json
 
 import pytest
 
+from gateway.prompt.pipeline import Pipeline
 from gateway.wire.http import Limits
+from replicas.simulated.model import sim_model_dir
 
 from ..wire.talk import eventually, read_request
 from .replies import BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, streams
@@ -260,3 +262,16 @@ async def test_blocks_in_a_slower_tier_reach_the_policy_for_that_request_only():
         assert candidates[1].lower == ()
         _, _, candidates = dispatcher.weigh(dispatcher.pipeline.prepare("/v1/chat/completions", LONG.replace(b"hi ", b"ho ")))
         assert candidates[0].lower == ()
+
+
+async def test_a_replica_that_counts_other_tokens_is_told_of(caplog):
+    pipeline = Pipeline(sim_model_dir(), "m", 16)
+    async with stack(answers(USAGE), pipeline=pipeline) as s:  # counts 9, whatever it is sent
+        talk = await s.talk()
+        for prompt, found in (([1] * 9, 0), ([1] * 8, 1), ([[1], [2]], 1), ([1] * 10, 2), ([1] * 9, 2)):
+            await talk.say(post(json.dumps({"prompt": prompt}).encode(), path=b"/v1/completions"))
+            assert (await talk.response())[0] == 200
+            await eventually(s.idle)
+            assert s.metrics.prompt_mismatches.total() == found
+    told = [record.message for record in caplog.records if "counted" in record.message]
+    assert len(told) == 1 and "counted 9 prompt tokens where the gateway made 8" in told[0] and "--chat-template" in told[0]

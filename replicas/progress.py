@@ -5,7 +5,7 @@ collective, a stopped process), nothing tells but that requests wait and no coun
 wait, the engine's own counters have to change. They do with every step, also within a long prefill, whose blocks
 fill the cache chunk by chunk; a step of some seconds, or a kernel compiled at its first use (15 s were seen), is no hang.
 
-Pure but for `computes`, which asks for one token.
+Pure but for `computes`, which asks for two tokens: prefill and decode.
 """
 
 import json
@@ -68,8 +68,8 @@ class Progress:
 
 
 async def computes(session: aiohttp.ClientSession, url: str, model: str, deadline: float) -> bool:
-    """Whether the engine answers a prompt of one token with one more, or at least says why it would not."""
-    body = json.dumps({"model": model, "prompt": [1], "max_tokens": 1})
+    """Whether the engine answers a prompt of one token with two more, or at least says why it would not."""
+    body = json.dumps({"model": model, "prompt": [1], "max_tokens": 2})
     headers = {"content-type": "application/json"}
     try:
         timeout = aiohttp.ClientTimeout(total=deadline)

@@ -27,6 +27,7 @@ log = logging.getLogger("replicas")
 # Seconds: between scrapes, between full probes, between any two looks, while starting; to wait for an answer.
 IDLE_SCRAPE, FACTS, CLOSEST, STARTING_INTERVAL = 5.0, 10.0, 0.1, 0.2
 DEADLINE, SHORT_DEADLINE = 2.0, 1.0
+WARMING_DEADLINE = 30.0  # for the first tokens; whoever takes longer gets traffic anyway
 
 
 class Watch:
@@ -61,6 +62,7 @@ class Watch:
         self._lives = 0  # how often it came back, for engines that do not tell when they began
         self._was_refused = self._tells_start = False
         self._named_pid: int | None = None
+        self._warmed_pid: int | None = None
         self._facts_at = self._scraped_at = float("-inf")
 
     async def run(self) -> None:
@@ -127,9 +129,18 @@ class Watch:
             replica.reason = facts.error
         elif facts.fault:
             self._missed(now, facts)
-        elif not await self._stalls(now, facts):
-            self._answered(now, facts, full)
+        elif not await self._stalls(now, facts) and await self._warm(facts):
+            self._answered(monotonic(), facts, full)
         self.looked()
+
+    async def _warm(self, facts: Facts) -> bool:
+        """One of our own computes its first tokens before a client waits for them: 2 s with vLLM on a CPU, and a replica that
+        looks so slow at first gets little to be proved wrong by. False if it ended meanwhile."""
+        replica, pid = self.replica, self.replica.pid
+        if replica.managed and facts.serving and self._warmed_pid != pid:
+            self._warmed_pid, replica.reason = pid, "answers, and computes its first tokens"
+            await computes(self.session, replica.url, next(iter(facts.models), ""), WARMING_DEADLINE)
+        return replica.pid == pid and replica.state not in (State.DRAINING, State.STOPPED)
 
     async def _brief(self, now: float) -> Facts:
         answer = await health(self.session, self.replica.url, SHORT_DEADLINE)

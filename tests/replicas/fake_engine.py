@@ -64,6 +64,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body or b"")
 
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        print(self.path, body.decode(), flush=True)
+        self.send_response(500 if args.stuck else 200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
     def log_message(self, *ignored):
         pass
 

@@ -66,6 +66,24 @@ async def test_killed_it_fails_with_the_reason_and_comes_back_as_another_incarna
     assert replica.pid != pid and replica.incarnation != incarnation and replica.restarts == 1
 
 
+async def test_each_process_of_ours_computes_its_first_tokens_before_it_gets_traffic(fleet, fake_profile, engine, comes, monkeypatch):
+    asked = []
+
+    async def computes(session, url, model, deadline):
+        asked.append((url, model, fleet.replicas[url.removeprefix("http://")].state))
+        return False  # whatever comes of it
+
+    monkeypatch.setattr(watch, "computes", computes)
+    (replica,) = await fleet.launch(1, fake_profile())
+    for _ in range(2):
+        await comes(replica, READY)
+        os.kill(replica.pid, signal.SIGKILL)
+        await comes(replica, FAILED)
+    assert asked == [(replica.url, "m", State.STARTING)] * 2
+    await comes(fleet.add(await engine()), READY)
+    assert len(asked) == 2  # others' engines are let alone
+
+
 async def test_one_that_served_before_it_died_is_no_start_that_failed(fleet, fake_profile, comes):
     (replica,) = await fleet.launch(1, fake_profile())
     for _ in range(3):

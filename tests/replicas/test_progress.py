@@ -87,7 +87,7 @@ def test_an_engine_that_counts_no_tokens_is_not_judged():
     assert progress.still(now) == 0
 
 
-async def test_asking_for_a_token(serve, session):
+async def test_asking_for_tokens(serve, session):
     asked = []
 
     async def engine(request):
@@ -98,7 +98,7 @@ async def test_asking_for_a_token(serve, session):
 
     url = await serve(engine)
     assert await computes(session, url, "m", 5)
-    assert asked[0] == ("/v1/completions", {"model": "m", "prompt": [1], "max_tokens": 1})
+    assert asked[0] == ("/v1/completions", {"model": "m", "prompt": [1], "max_tokens": 2})
     assert not await computes(session, url, "m", 0.1)
     assert await computes(session, url, "m", 5)  # it embeds, perhaps: whoever refuses is there
     assert not await computes(session, url, "m", 5)

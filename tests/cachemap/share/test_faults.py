@@ -1,6 +1,8 @@
 """Whatever happens to Redis, maps go on and become one again by themselves."""
 
 import asyncio
+import re
+from pathlib import Path
 
 import pytest
 
@@ -156,7 +158,9 @@ async def test_started_while_redis_is_away(start_redis):
 
 async def test_behind_tls_with_an_acl_user(start_redis, tmp_path):
     context, authority = certificate(tmp_path)
-    server = start_redis(user="gate on >secret ~hitherto:* +@all -@admin")
+    commands = re.search(r"An ACL user needs `~hitherto:\*` and `(.*?)`", (Path(__file__).parents[3] / "docs/scaling.md").read_text(), re.S)[1]
+    allowed = " ".join("+" + one.lower() for one in commands.split())
+    server = start_redis(user=f"gate on >secret ~hitherto:* {allowed}")
     async with Proxy(server.port, tls=context) as proxy, replica() as publisher:
         url = f"rediss://gate:secret@127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority}"
         async with gateways(url, 2) as (one, other):

@@ -252,7 +252,8 @@ def _own_words(address: Address, facts: Facts) -> Iterator[Finding]:
     for name, problem in _problems(address, facts).items():
         if name in ("models", "metrics", "caching"):
             level = "fail" if name == "caching" else "warn"
-            yield Finding(level, f"{name} {address.id}", problem.what, problem.remedy)
+            subject = "model names" if name == "models" else name
+            yield Finding(level, f"{subject} {address.id}", problem.what, problem.remedy)
 
 
 def _seen_by_gateway(running: dict[str, Any] | None, replicas: list[tuple[Address, Facts]]) -> Iterator[Finding]:

@@ -8,6 +8,7 @@
     POST /replicas              {"url": "http://HOST:PORT"} adds one (201), or takes a stopped one back (200)
     POST /replicas/ID/drain     no new requests; the ones it has are finished
     DELETE /replicas/ID         drains and forgets it
+                                (of an engine with ranks: HOST:PORT-dp0 is one of them, HOST:PORT all)
     POST /explain?path=/v1/...  what would happen to this request; nothing is sent
 
 There is no password: bind it to a private address. Requests a browser makes for some other site's
@@ -46,6 +47,7 @@ class Fleet(Protocol):
     """The part of `replicas.Fleet` that operators reach."""
 
     replicas: dict[str, Any]
+    engines: dict[str, Any]
 
     def add(self, url: str) -> Any: ...
     def drain(self, id: str) -> asyncio.Task[None]: ...
@@ -168,7 +170,11 @@ class Admin:
     async def remove(self, request: web.Request) -> web.Response:
         """Answers when it is done; a client that does not wait changes nothing."""
         id = self._known(request)
-        await asyncio.shield(self.gateway.fleet.remove(id))
+        try:
+            removed = self.gateway.fleet.remove(id)
+        except ValueError as wrong:
+            raise Refusal(409, str(wrong), "one_of_several") from None
+        await asyncio.shield(removed)
         log.info("replica %s removed by an operator", id)
         return answer({"id": id, "removed": True})
 
@@ -183,7 +189,7 @@ class Admin:
 
     def _known(self, request: web.Request) -> str:
         id = request.match_info["id"]
-        if id not in self.gateway.fleet.replicas:
+        if id not in self.gateway.fleet.replicas and id not in self.gateway.fleet.engines:
             known = ", ".join(self.gateway.fleet.replicas) or "none"
             raise Refusal(404, f"there is no replica {id!r}; there are: {known}", "unknown_replica")
         return id

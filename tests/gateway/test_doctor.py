@@ -1,9 +1,11 @@
 """`hitherto doctor` against real simulated engines, healthy and broken in one way each."""
 
 import functools
+import http.server
 import json
 import re
 import socket
+import threading
 import urllib.request
 
 import pytest
@@ -151,6 +153,104 @@ def test_no_replica_at_all_and_no_tokenizer(capsys, monkeypatch, tmp_path):
     assert code == 1
     assert found["replicas"][0] == "fail" and "--replica-url" in found["replicas"][1]
     assert found["tokenizer"][0] == "fail" and "tokenizer.json" in found["tokenizer"][1]
+
+
+METRICS = """vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",num_gpu_blocks="100"} 1.0
+vllm:num_requests_running{engine="0"} 0.0
+vllm:num_requests_waiting{engine="0"} 0.0
+vllm:kv_cache_usage_perc{engine="0"} 0.0
+vllm:prefix_cache_queries_total{engine="0"} 0.0
+vllm:prefix_cache_hits_total{engine="0"} 0.0
+vllm:prompt_tokens_total{engine="0"} 0.0
+vllm:generation_tokens_total{engine="0"} 0.0
+"""
+ENGINE = {"/health": "", "/v1/models": {"data": [{"id": "sim"}, {"id": "sql", "parent": "sim"}]}, "/version": {"version": "9"}, "/metrics": METRICS, "/kv_event_sources": {}}
+
+
+@pytest.fixture
+def fake():
+    """fake({path: text, object or status}) -> URL of an engine that answers so, to every method; all else is 404."""
+    servers = []
+
+    def start(pages: dict) -> str:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                page = pages.get(self.path, 404)
+                body = b"{}" if isinstance(page, int) else page.encode() if isinstance(page, str) else json.dumps(page).encode()
+                self.send_response(page if isinstance(page, int) else 200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_POST = do_GET
+
+            def log_message(self, *ignored):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+COMPLETION = {"usage": {"prompt_tokens": 60, "prompt_tokens_details": {"cached_tokens": 48}}}
+TRIED = {**ENGINE, "/v1/completions": COMPLETION}
+
+
+@pytest.mark.parametrize(
+    "change, subject, level, said",
+    [
+        ({}, "replica", "ok", "adapters sql, 100 blocks of 16"),
+        ({}, "events", "warn", "--kv-events-config"),
+        ({"/kv_event_sources": 404}, "events", "warn", "URL#events=tcp://HOST:PORT"),
+        ({"/kv_event_sources": {"0": {"endpoint": "tcp://10.0.0.7:5557"}}}, "events", "warn", "tcp://*:PORT"),
+        ({"/metrics": "python_info 1.0\n"}, "metrics", "warn", "--disable-log-stats"),
+        ({"/metrics": "python_info 1.0\n"}, "block size", "warn", "give --block-size"),
+        ({"/metrics": METRICS.replace("num_requests_waiting", "queued")}, "metrics", "warn", "lacks vllm:num_requests_waiting"),
+        ({"/metrics": METRICS.replace("True", "False")}, "caching", "fail", "--no-enable-prefix-caching"),
+        ({"/v1/models": 401, "/v1/completions": 401, "/tokenize": 401}, "model names", "warn", "--api-key"),
+        ({"/v1/models": 401, "/v1/completions": 401, "/tokenize": 401}, "trial", "warn", "clients' keys are passed on"),
+        ({"/v1/completions": 500}, "trial", "fail", "the engine's own log says more"),
+        ({"/v1/completions": {"usage": {"prompt_tokens": 60}}}, "cache", "warn", "--enable-prompt-tokens-details"),
+        ({"/tokenize": {"tokens": [1, 2, 3]}}, "tokens", "fail", "give --model and --chat-template"),
+        ({"/version": 404}, "replica", "ok", "version unknown"),
+    ],
+)
+def test_what_an_engine_does_not_tell_or_do_is_said_with_its_remedy(capsys, fake, change, subject, level, said):
+    code, found = examine(capsys, "--replica-url", fake({**TRIED, **change}))
+    assert found[subject][0] == level and said in found[subject][1], found
+    assert code == (1 if "fail" in {level for level, _ in found.values()} else 0)
+
+
+def test_ranks_are_tried_one_by_one_and_one_without_events_is_named(capsys, fake):
+    two = METRICS + METRICS.replace('engine="0"', 'engine="1"')
+    sources = {"0": {"endpoint": f"tcp://*:{free_port()}"}, "1": {"endpoint": "tcp://10.0.0.7:5557"}}
+    url = fake({**TRIED, "/metrics": two, "/kv_event_sources": sources, "/v1/completions": 503})
+    cli.main(["doctor", "--replica-url", url])
+    out = capsys.readouterr().out
+    name = url.removeprefix("http://")
+    assert "2 data-parallel ranks" in out and f"trial {name}-dp0" in out and f"trial {name}-dp1" in out
+    assert re.search(rf"warn  events {name}-dp1 .*vLLM connects to rather than binds", out)
+
+
+def test_replicas_that_serve_different_models(capsys, fake):
+    other = {**TRIED, "/v1/models": {"data": [{"id": "another"}]}}
+    code, found = examine(capsys, "--replica-url", fake(TRIED), fake(other))
+    assert found["models"][0] == "warn" and "sim" in found["models"][1] and "another" in found["models"][1]
+
+
+def test_what_only_traffic_shows_comes_from_the_running_gateway():
+    running = {"replicas": [{"id": "a:1", "problems": ["12 KV events were passed over (unknown type 'X')"]}]}
+    (finding,) = doctor._seen_by_gateway(running, [])
+    assert finding.level == "warn" and "passed over" in finding.text and finding.subject == "traffic a:1"
+    assert not list(doctor._seen_by_gateway({"replicas": [{"id": "a:1"}]}, [])) and not list(doctor._seen_by_gateway(None, []))
 
 
 def test_a_port_that_somebody_holds(capsys):

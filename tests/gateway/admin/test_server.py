@@ -26,6 +26,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.replicas: dict[str, Replica] = {}
+        self.engines: dict[str, object] = {}
 
     def add(self, url: str) -> Replica:
         address = parse_url(url)

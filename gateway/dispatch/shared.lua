@@ -1,13 +1,15 @@
 -- The load that all gateways of a deployment have put on each replica, and choices made by it in one step.
 --
--- KEYS  LOAD   hash: replica -> its load, packed: the sum over all gateways
---       ALIVE  sorted set: gateway token -> when its lease ends (ms, by this server's clock alone)
---       OF     prefix: OF<token> is the part of LOAD that one gateway answers for
---       SENT   prefix: SENT<n> is a hash for 5 s of time: hash of a prompt's prefix -> replicas it was sent to
--- ARGV  an operation, the gateway's token, and what the operation needs
+-- KEYS  one prefix, whose braces keep all of a deployment in one slot; under it
+--         load        hash: replica -> its load, packed: the sum over all gateways
+--         alive       sorted set: gateway token -> when its lease ends (ms, by this server's clock alone)
+--         of:TOKEN    the part of `load` that one gateway answers for
+--         sent:N      hash for 5 s of time: hash of a prompt's prefix -> replicas it was sent to
+-- ARGV  an operation, the gateway's token, and what the operation needs. Lists are packed into one argument each:
+--       packing 46 of them took the client 300 us, 7 take 50. Names are joined by line ends.
 --
--- A gateway that stops renewing its lease is taken out of LOAD by whoever comes next.
-local LOAD, ALIVE, OF, SENT = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+-- A gateway that stops renewing its lease is taken out of `load` by whoever comes next.
+local LOAD, ALIVE, OF, SENT = KEYS[1] .. 'load', KEYS[1] .. 'alive', KEYS[1] .. 'of:', KEYS[1] .. 'sent:'
 local PACKED = '<ddddd' -- requests, prefilling, prefill tokens, decoding, context tokens
 local GENERATION = 5000 -- ms: predictions live for one to two of them
 
@@ -47,13 +49,23 @@ local function count(token, replica, packed)
   add(OF .. token, replica, packed, 1)
 end
 
+local function names(joined)
+  local found = {}
+  for name in string.gmatch(joined, '[^\n]+') do found[#found + 1] = name end
+  return found
+end
+
+local function count_all(token, joined, loads)
+  for i, replica in ipairs(names(joined)) do count(token, replica, string.sub(loads, 40 * i - 39, 40 * i)) end
+end
+
 local operations = {}
 
--- token, lease ms, former token or '', then replica and load for all this gateway has outstanding
+-- token, lease ms, former token or '', replicas and their loads: all this gateway has outstanding
 function operations.join(token)
   if ARGV[4] ~= '' then reap(ARGV[4]) end
   renew(token, ARGV[3])
-  for i = 5, #ARGV, 2 do count(token, ARGV[i], ARGV[i + 1]) end
+  count_all(token, ARGV[5], ARGV[6])
   return 1
 end
 
@@ -62,10 +74,10 @@ function operations.leave(token)
   return 1
 end
 
--- token, then replica and change of load; 0 if the token is not alive: then nothing is counted
+-- token, replicas and changes of their loads; 0 if the token is not alive: then nothing is counted
 function operations.move(token)
   if not alive(token) then return 0 end
-  for i = 3, #ARGV, 2 do count(token, ARGV[i], ARGV[i + 1]) end
+  count_all(token, ARGV[3], ARGV[4])
   return 1
 end
 
@@ -73,8 +85,9 @@ end
 function operations.beat(token)
   if not alive(token) then return 0 end
   renew(token, ARGV[3])
-  if #ARGV < 4 then return {{}, {}} end
-  return {redis.call('HMGET', LOAD, unpack(ARGV, 4)), redis.call('HMGET', OF .. token, unpack(ARGV, 4))}
+  local replicas = names(ARGV[4])
+  if #replicas == 0 then return {{}, {}} end
+  return {redis.call('HMGET', LOAD, unpack(replicas)), redis.call('HMGET', OF .. token, unpack(replicas))}
 end
 
 -- Which of the replicas were sent the deepest known prefix: replica -> number of the depth
@@ -108,17 +121,15 @@ local function record_sent(fields, current, replica)
   end
 end
 
--- token, random 0..1, ratio, slack, tokens, bids, depths, depth hashes, replicas. Each bid is 12 numbers, see
--- `cost`; each depth two: tokens, and the own prefill of a replica of pace 1 that holds so many.
+-- token, four numbers (random 0..1, ratio, slack, tokens), bids, depths, hashes at these depths, replicas. A bid is
+-- 12 numbers, see `cost`; a depth two: tokens, and the own prefill of a replica of pace 1 that holds so many.
 -- Gives: index from 0, tokens held (-1: as the bidder thought), load met of all and of this gateway.
 function operations.decide(token)
   if not alive(token) then return 0 end
-  local random, ratio, slack, tokens = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-  local bids, depths = ARGV[7], ARGV[8]
-  local fields, replicas = {}, {}
-  local count_of_depths, count_of_bids = #depths / 16, #bids / 96
-  for i = 1, count_of_depths do fields[i] = ARGV[8 + i] end
-  for i = 1, count_of_bids do replicas[i] = ARGV[8 + count_of_depths + i] end
+  local random, ratio, slack, tokens = struct.unpack('<dddd', ARGV[3])
+  local bids, depths, hashes, replicas = ARGV[4], ARGV[5], ARGV[6], names(ARGV[7])
+  local fields = {}
+  for i = 1, #hashes / 8 do fields[i] = string.sub(hashes, 8 * i - 7, 8 * i) end
   local loads = redis.call('HMGET', LOAD, unpack(replicas))
   local deepest, current = sent_to(fields)
 

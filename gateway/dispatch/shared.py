@@ -43,6 +43,7 @@ LEASE = 3.0  # seconds after which a gateway that is silent is taken out of the 
 BEAT = 0.25  # seconds between heartbeats: how old the view of other gateways' load may be
 PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
 MOST_BIDS = 64  # candidates that are handed over: those cheapest by the local view; the script takes 1 us each
+_HEADER = struct.Struct("<4d")
 _LOAD = struct.Struct("<5d")
 _BID = struct.Struct("<12d")
 _DEPTH = struct.Struct("<2d")
@@ -91,8 +92,9 @@ class SharedLedger:
     ):
         self._deadline = deadline
         self._client, self._ledger, self._observe = client, ledger, observe
-        self._keys = [f"hitherto:{SCHEMA}:{deployment}:{{pool}}:{name}" for name in ("load", "alive", "of:", "sent:")]
+        self._key = f"hitherto:{SCHEMA}:{deployment}:{{pool}}:"
         self._token = self._former = ""
+        self._scopes: dict[str, str] = {}
         self._queue: list[_Pending] = []
         self._changes: dict[str, list[int]] = {}
         self._pump: asyncio.Task[None] | None = None
@@ -111,11 +113,13 @@ class SharedLedger:
             answer(None)
             return
         chosen, bids, slack = self._bids(policy, demand, candidates)
-        depths, fields = self._depths(policy, demand, candidates, hashes, bool(bids[0].pace))
         tokens = demand.tokens
         packed = b"".join([_BID.pack(*bid, tokens - candidates[i].overlap) for i, bid in zip(chosen, bids)])
         replicas = [candidates[i].replica for i in chosen]
-        arguments = [random.random(), *slack, tokens, packed, depths, *fields, *map(scope, replicas)]
+        arguments = [
+            _HEADER.pack(random.random(), *slack, tokens), packed,
+            *self._depths(policy, demand, candidates, hashes, bool(bids[0].pace)), self._names(replicas),
+        ]  # fmt: skip
         overlaps = [candidates[i].overlap for i in chosen]
         pending = _Pending(answer, tokens, chosen, replicas, overlaps, arguments)
         asyncio.get_running_loop().call_later(self._deadline, self._too_late, pending)
@@ -133,12 +137,12 @@ class SharedLedger:
             del chosen[MOST_BIDS:]
         return chosen, [bids[index] for index in chosen], policy.slack
 
-    def _depths(self, policy, demand: Demand, candidates: Sequence[Candidate], hashes: Sequence[int], paces: bool) -> tuple[bytes, list[bytes]]:
+    def _depths(self, policy, demand: Demand, candidates: Sequence[Candidate], hashes: Sequence[int], paces: bool) -> tuple[bytes, bytes]:
         """Prefixes of the prompt by which gateways tell each other where it went: tokens and own prefill behind
         each, packed, and their hashes. What every candidate holds anyway is left out."""
         blocks = len(hashes)
         if not blocks:
-            return b"", []
+            return b"", b""
         size = demand.block_size
         least = min(candidate.overlap for candidate in candidates) // size
         counts = [*_COUNTS[bisect_right(_COUNTS, least) : bisect_right(_COUNTS, blocks)]]
@@ -147,7 +151,15 @@ class SharedLedger:
         most = (demand.tokens - 1) // size  # the last prompt token is always computed
         held = [min(count, most) * size for count in counts]
         own = [policy.own_after(demand, tokens, candidates) for tokens in held] if paces else [0.0] * len(held)
-        return b"".join(map(_DEPTH.pack, held, own)), [hashes[count - 1].to_bytes(8, "little") for count in counts]
+        return b"".join(map(_DEPTH.pack, held, own)), struct.pack(f"<{len(counts)}Q", *[hashes[count - 1] for count in counts])
+
+    def _names(self, replicas: Sequence[str]) -> str:
+        """As all gateways call them, on a line each."""
+        scopes = self._scopes
+        for replica in replicas:
+            if replica not in scopes:
+                scopes[replica] = scope(replica)
+        return "\n".join([scopes[replica] for replica in replicas])
 
     def _too_late(self, pending: _Pending) -> None:
         if pending.answer is not None:
@@ -214,14 +226,15 @@ class SharedLedger:
     async def _send(self, token: str, changes: dict[str, list[int]], batch: list[_Pending]) -> list[Any]:
         """Replies to the changes, and to each decision; raises what the script or the connection raised."""
         pipe = self._client.pipeline(transaction=False)
-        pipe.execute_command("EVALSHA", SCRIPT.sha, 4, *self._keys, "move", token, *self._packed(changes))
+        pipe.execute_command("EVALSHA", SCRIPT.sha, 1, self._key, "move", token, *self._packed(changes))
         for pending in batch:
-            pipe.execute_command("EVALSHA", SCRIPT.sha, 4, *self._keys, "decide", token, *pending.arguments)
+            pipe.execute_command("EVALSHA", SCRIPT.sha, 1, self._key, "decide", token, *pending.arguments)
         async with asyncio.timeout(PATIENCE):
             return await pipe.execute()
 
-    def _packed(self, loads: dict[str, Sequence[int]]) -> list[Any]:
-        return [part for replica, counts in loads.items() if any(counts) for part in (scope(replica), _LOAD.pack(*counts))]
+    def _packed(self, loads: dict[str, Sequence[int]]) -> tuple[str, bytes]:
+        found = [(replica, counts) for replica, counts in loads.items() if any(counts)]
+        return self._names([replica for replica, _ in found]), b"".join([_LOAD.pack(*counts) for _, counts in found])
 
     # --- the token
 
@@ -264,7 +277,7 @@ class SharedLedger:
 
     async def _beat(self) -> None:
         token, replicas = self._token, list(self._ledger.outstanding())
-        reply = await self._run("beat", token, int(LEASE * 1000), *map(scope, replicas))
+        reply = await self._run("beat", token, int(LEASE * 1000), self._names(replicas))
         if token != self._token or not self.joined:
             return
         if reply == 0:
@@ -274,7 +287,7 @@ class SharedLedger:
             self._ledger.others(replica, _less(load, mine))
 
     async def _run(self, *arguments: Any) -> Any:
-        return await SCRIPT(self._client, self._keys, list(arguments))
+        return await SCRIPT(self._client, [self._key], list(arguments))
 
     def _lost(self, why: str) -> None:
         """Nothing is known of what others have; decisions are local until a new token is joined."""

@@ -1,8 +1,10 @@
 """The ledger of all gateways: several gateways' ledgers against one real Redis."""
 import asyncio
 import random
+import re
 from collections import Counter
 from contextlib import asynccontextmanager, AsyncExitStack
+from pathlib import Path
 
 import pytest
 
@@ -237,6 +239,26 @@ async def test_only_hashes_and_counters_are_stored(redis_server):
             fields = [field for key in sent for field in client.hkeys(key)]
             assert fields and all(len(field) == 8 for field in fields)
             assert {client.ttl(key) > 0 for key in sent} == {True}
+
+
+async def test_as_the_acl_user_of_the_docs(start_redis):
+    commands = re.search(r"An ACL user needs `~hitherto:\*` and `(.*?)`", (Path(__file__).parents[3] / "docs/scaling.md").read_text(), re.S)[1]
+    server = start_redis()
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "gateway", "on", ">secret", "~hitherto:*", *(f"+{name.lower()}" for name in commands.split()))
+        client.execute_command("ACL", "SETUSER", "outsider", "on", ">secret", "~other:*", "+@all")
+    one = Gateway(server.url.replace("//", "//gateway:secret@")).start()
+    await until(lambda: one.shared.joined)
+    await one.route(prompt(1))
+    assert [counts[0] for counts in together(server).values()] == [1]
+    one.end_all()
+    await until(lambda: not together(server))
+    await one.stop()
+    refused = Gateway(server.url.replace("//", "//outsider:secret@")).start()
+    await until(lambda: "permission" in refused.shared.reason.lower())
+    await refused.route(prompt(1))
+    assert refused.outcomes == {"away": 1}
+    await refused.stop()
 
 
 async def test_in_a_cluster(tmp_path):

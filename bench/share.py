@@ -102,7 +102,7 @@ async def write(url: str, options: argparse.Namespace) -> dict:
     for engine in engines:
         engine.fill()
         await asyncio.sleep(0)
-    await until(lambda: not any(one.journal.whole or one.journal.due(one.blocks) or one in shared._writing for one in intakes))
+    await until(lambda: not any(one.journal.whole or one.journal.due(one.blocks) or one in shared._writing.snapshots for one in intakes))
     result = {"memory": await steady_memory(url, engines, intakes, shared, options)}
     result["warm"] = warm(url, options, table)
     result["traffic"] = await traffic(url, engines, intakes, shared, options)

@@ -16,6 +16,7 @@ from zlib import crc32
 
 SCHEMA = 1
 LANES = 16
+KEEP_SECONDS = 24 * 3600  # keys of replicas nobody asks for any more; those in use are renewed with the lease
 UNNAMED = "-"  # an incarnation of which is not known when it began
 LOOPBACK = ("127.", "localhost", "[::1]", "::1", "0.0.0.0")
 

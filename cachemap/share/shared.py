@@ -1,7 +1,7 @@
 """SharedMap: the part of a gateway that speaks to Redis of who holds what.
 
-Three loops, and no request waits for any. `_tend` looks at all leases once a second, or when one runs out. `_publish`
-sends what changed, at most every 20 ms. `_follow`, one a lane on a Cluster, else one, reads what others sent.
+Three loops, and no request waits for any. `_tend` looks at all leases once a second. `Writing` sends what changed.
+`_follow`, one a lane on a Cluster, else one, reads what others sent.
 Whatever Redis does, a look-up goes to this process's own table.
 """
 
@@ -16,25 +16,22 @@ from functools import partial
 from pathlib import Path
 
 from cachemap.map import CacheMap
-from cachemap.share.codec import RELOAD, encode_delta, encode_snapshot
 from cachemap.share.connect import FAILURES, Place, Script, Ways, xread
 from cachemap.share.intake import SharedIntake
-from cachemap.share.keys import Keys
+from cachemap.share.keys import KEEP_SECONDS, Keys
+from cachemap.share.writing import BATCH_SECONDS, Writing
 
 log = logging.getLogger("hitherto.share")
 
 HERE = Path(__file__).parent
-TEND, PUBLISH, COMMIT, LEAVE = (Script(HERE / f"{name}.lua") for name in ("tend", "publish", "commit", "leave"))
+TEND, LEAVE = Script(HERE / "tend.lua"), Script(HERE / "leave.lua")
 
 LEASE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
 SETTLE_SECONDS = 0.05  # between claims, while leases are free: gateways that start together share them
-BATCH_SECONDS = 0.02  # changes of an engine's step or two go together
 POLL_MILLISECONDS = 250  # a read waits that long for news; who joins is heard after it
 STREAM_SECONDS = 5e-5  # between two reads, for each stream read
-KEEP_SECONDS = 24 * 3600  # keys of replicas nobody asks for any more; those in use are renewed with the lease
-MOST_BYTES = 1 << 18  # of deltas in one call: a server is blocked for less than a millisecond
-MOST_LOOKS = 128  # leases in one call, for the same reason
+MOST_LOOKS = 128  # leases in one call: a server is blocked for about a millisecond
 
 
 class SharedMap:
@@ -43,12 +40,12 @@ class SharedMap:
     def __init__(self, place: Place, deployment: str, cache_map: CacheMap):
         self.place, self.deployment, self._map = place, deployment, cache_map
         self.token = secrets.token_hex(8)
-        self._ways = Ways(place)
-        self._members: list[SharedIntake] = []
+        self.ways = Ways(place)
+        self.members: list[SharedIntake] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._aside: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
-        self._writing: set[SharedIntake] = set()
+        self._writing = Writing(self)
         self._clock = 0.0  # the server's time less ours
         self._lags = [0.0, 0.0]  # the worst of these seconds and of those before
         self._lags_until = 0.0
@@ -57,27 +54,26 @@ class SharedMap:
         self.errors = 0
         self.takeovers = 0
         self.reloads = 0
-        self.snapshots = 0
 
     # --- for the gateway
 
     def start(self) -> None:
         self._spawn("tend", self._tend)
-        self._spawn("publish", self._publish)
+        self._spawn("publish", self._writing.run)
 
     async def stop(self) -> None:
         """Others take over at their next look."""
         for task in self._tasks.values():
             task.cancel()
-        for group in self._groups([one for one in self._members if one.journal]):
-            self._beside(self._give_back(group))
+        for group in self.groups([one for one in self.members if one.journal]):
+            self.beside(self._give_back(group))
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._tasks.clear()
         if self._aside:
             _, late = await asyncio.wait(self._aside, timeout=1)
             for task in late:
                 task.cancel()
-        await self._ways.aclose()
+        await self.ways.aclose()
 
     def intake(self, slot: int, replica: str, incarnation: str, **arguments) -> SharedIntake:
         """In place of an EventIntake, with its arguments."""
@@ -89,7 +85,11 @@ class SharedMap:
 
     @property
     def leases(self) -> int:
-        return sum(one.journal is not None for one in self._members)
+        return sum(one.journal is not None for one in self.members)
+
+    @property
+    def snapshots(self) -> int:
+        return self._writing.written
 
     @property
     def lag_seconds(self) -> float:
@@ -105,30 +105,33 @@ class SharedMap:
 
     def join(self, member: SharedIntake) -> None:
         member.led_at = self.now()
-        self._members.append(member)
+        self.members.append(member)
         lane = self._lane(member)
         if f"follow {lane}" not in self._tasks:
             self._spawn(f"follow {lane}", partial(self._follow, lane))
-        self._look.set()
+        self.look_soon()
 
     def leave(self, member: SharedIntake) -> None:
-        self._members.remove(member)
+        self.members.remove(member)
         if member.journal is not None and "tend" in self._tasks:
-            self._beside(self._give_back([member]))
+            self.beside(self._give_back([member]))
 
     async def _give_back(self, group: list[SharedIntake]) -> None:
-        client = await self._ways.to(group[0].keys.lease)
+        client = await self.ways.to(group[0].keys.lease)
         await LEAVE(client, [one.keys.lease for one in group], [self.token])
 
+    def look_soon(self) -> None:
+        self._look.set()
+
     def wish(self, member: SharedIntake) -> None:
-        self._beside(self._wish(member.keys))
+        self.beside(self._wish(member.keys))
 
     async def _wish(self, keys: Keys) -> None:
-        await (await self._ways.to(keys.wish)).set(keys.wish, 1, px=10_000)
+        await (await self.ways.to(keys.wish)).set(keys.wish, 1, px=10_000)
 
     def failed(self, error: BaseException) -> None:
         self.errors += 1
-        self._ways.failed()
+        self.ways.failed()
         log.debug("redis: %s", error)
 
     def lag(self, at: float) -> None:
@@ -140,20 +143,20 @@ class SharedMap:
             self._lags, self._lags_until = [0.0, self._lags[0]], self.now() + 5
 
     async def read_snapshot(self, keys: Keys) -> list[bytes]:
-        return await (await self._ways.to(keys.snapshot)).lrange(keys.snapshot, 0, -1)
+        return await (await self.ways.to(keys.snapshot)).lrange(keys.snapshot, 0, -1)
 
     async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, bytes]]:
-        found = await (await self._ways.to(keys.deltas)).xrange(keys.deltas, f"{after + 1}-0", "+")
+        found = await (await self.ways.to(keys.deltas)).xrange(keys.deltas, f"{after + 1}-0", "+")
         return [(_number(id), fields[b"d"]) for id, fields in found]
 
     # --- leases
 
     async def _tend(self) -> None:
         while True:
-            groups = [group[at : at + MOST_LOOKS] for group in self._groups(self._members) for at in range(0, len(group), MOST_LOOKS)]
+            groups = [group[at : at + MOST_LOOKS] for group in self.groups(self.members) for at in range(0, len(group), MOST_LOOKS)]
             pauses = await asyncio.gather(*map(self._tend_group, groups))
             pause = min(pauses, default=LOOK_SECONDS)
-            alarm = asyncio.get_running_loop().call_later(pause, self._look.set)
+            alarm = asyncio.get_running_loop().call_later(pause, self.look_soon)
             await self._look.wait()
             alarm.cancel()
             self._look.clear()
@@ -167,11 +170,11 @@ class SharedMap:
             keys += [k.lease, k.head, k.wish, k.life, k.deltas, k.snapshot]
             arguments += ["claim" if one in claims else "look", k.incarnation, k.replica]
         # what is known to be written before we ask must be there when we are told
-        journals = [one.journal if one not in self._writing else None for one in group]
+        journals = [one.journal if one not in self._writing.snapshots else None for one in group]
         written = [journal.n if journal else 0 for journal in journals]
         try:
             sent = self.now()
-            time, *states = await TEND(await self._ways.to(keys[0]), keys, arguments)
+            time, *states = await TEND(await self.ways.to(keys[0]), keys, arguments)
         except FAILURES as error:
             self.failed(error)
             self._unreachable(group, error)
@@ -179,7 +182,7 @@ class SharedMap:
         self._clock = float(time) - (sent + self.now()) / 2
         self._heard(group)
         for one, journal, n, (state, head, there, wished, life) in zip(group, journals, written, states, strict=True):
-            if one not in self._members:
+            if one not in self.members:
                 continue
             if journal is not None and journal is one.journal and (int(head) < n or not there) and not journal.whole:
                 log.warning("replica %s: redis has lost what was written: it is written anew", one.keys.replica)
@@ -211,7 +214,7 @@ class SharedMap:
         elif state == "newer":
             if one.unnamed:
                 one.rename(Keys(self.deployment, one.replica, life))
-                self._look.set()
+                self.look_soon()
             else:
                 one.want("void")
         elif state == "held":
@@ -225,7 +228,7 @@ class SharedMap:
         """Redis lets us hold the lease and takes no deltas: better that all know that nobody writes."""
         log.warning("replica %s: redis takes no more of it: every gateway follows its events itself", one.keys.replica)
         one.claim_at, one.stuck_at = self.now() + 3 * LEASE_SECONDS, None
-        self._beside(self._give_back([one]))
+        self.beside(self._give_back([one]))
         one.lost()
         one.want("alone")
 
@@ -244,7 +247,7 @@ class SharedMap:
     def _heard(self, group: list[SharedIntake]) -> None:
         lane = self._lane(group[0])
         if lane in self._away or not self._reached:
-            log.info("redis %s answers%s", self.place, f" for lane {lane}" if self._ways.many else "")
+            log.info("redis %s answers%s", self.place, f" for lane {lane}" if self.ways.many else "")
         self._reached = True
         self._away.discard(lane)
 
@@ -252,125 +255,24 @@ class SharedMap:
         lane = self._lane(group[0])
         if lane not in self._away:
             log.warning("redis %s does not answer%s, every gateway goes on with what it knows: %s",
-                        self.place, f" for lane {lane}" if self._ways.many else "", error)  # fmt: skip
+                        self.place, f" for lane {lane}" if self.ways.many else "", error)  # fmt: skip
             self._away.add(lane)
         for one in group:
             waited = self.now() - one.led_at > LEASE_SECONDS
             if one.role == "joining" or (one.role == "mirror" and waited):
                 one.want("alone")
 
-    # --- writing
-
-    async def _publish(self) -> None:
-        while True:
-            await asyncio.sleep(BATCH_SECONDS)
-            writers = [one for one in self._members if one.journal is not None and one not in self._writing]
-            for one in writers:
-                if one.journal.due(one.blocks):
-                    self._writing.add(one)
-                    self._beside(self._write_snapshot(one))
-            groups = self._groups([one for one in writers if one not in self._writing])
-            await asyncio.gather(*map(self._publish_group, groups))
-
-    async def _publish_group(self, group: list[SharedIntake]) -> None:
-        batch, size = [], 0
-        for one in group:
-            delta = one.journal.seal(one.position)
-            if delta is not None:
-                batch.append((one, one.journal, delta))
-                size += len(delta)
-            if size > MOST_BYTES:
-                await self._send(batch)
-                batch, size = [], 0
-        if batch:
-            await self._send(batch)
-
-    async def _send(self, batch: list) -> None:
-        keys, arguments = [], [self.token]
-        for one, journal, delta in batch:
-            keys += [one.keys.lease, one.keys.head, one.keys.deltas]
-            arguments += [journal.n + 1, delta]
-        try:
-            results = await PUBLISH(await self._ways.to(keys[0]), keys, arguments)
-        except FAILURES as error:
-            self.failed(error)
-            results = [b"unknown"] * len(batch)  # written or not
-        for (one, journal, delta), result in zip(batch, results, strict=True):
-            one.wrote(result == b"ok")
-            if result == b"ok":
-                journal.sent(len(delta))
-            else:
-                journal.start_over()
-        if any(result == b"lost" for result in results):
-            self._look.set()
-
-    async def _write_snapshot(self, one: SharedIntake) -> None:
-        """In the place of all deltas so far, most of which go; or of everything, where nothing there follows."""
-        journal = one.journal
-        try:
-            result = await (self._write_anew(one, journal) if journal.whole else self._write_on(one, journal))
-            self.snapshots += result == b"ok"
-            one.wrote(result == b"ok")
-            if result == b"lost":
-                self._look.set()
-            elif result == b"behind":
-                journal.start_over()
-        except FAILURES as error:
-            self.failed(error)
-            one.wrote(False)
-            journal.start_over()
-        if journal.whole:
-            self._look.set()  # for the number to begin with
-            await asyncio.sleep(LOOK_SECONDS / 4)
-        self._writing.discard(one)
-
-    async def _write_on(self, one: SharedIntake, journal) -> bytes:
-        delta = journal.seal(one.position)
-        snapshot = one.snapshot()
-        if delta is not None:
-            await self._send([(one, journal, delta)])
-            if journal.whole:
-                return b"lost"
-            snapshot = snapshot._replace(n=journal.n)
-        first = journal.first_to_keep(one.blocks)
-        result = await self._commit(one, snapshot, "on", first)
-        if result == b"ok":
-            journal.trimmed(first)
-        return result
-
-    async def _write_anew(self, one: SharedIntake, journal) -> bytes:
-        snapshot = one.snapshot()._replace(n=journal.n + 1)
-        journal.whole = False  # from here on changes are deltas after this snapshot
-        result = await self._commit(one, snapshot, "anew", encode_delta(journal.term, RELOAD, snapshot.position, []))
-        if result == b"ok":
-            journal.anew(snapshot.n)
-        else:
-            journal.start_over()
-        return result
-
-    async def _commit(self, one: SharedIntake, snapshot, way: str, detail) -> bytes:
-        keys = one.keys
-        new = f"{keys.snapshot}:{self.token}"
-        pieces = await asyncio.to_thread(encode_snapshot, one.identity, snapshot)
-        client = await self._ways.to(new)
-        await client.delete(new)
-        for at in range(0, len(pieces), 32):
-            await client.rpush(new, *pieces[at : at + 32])
-        await client.expire(new, 60)
-        arguments = [self.token, snapshot.n, way, detail, KEEP_SECONDS]
-        return await COMMIT(client, [keys.lease, keys.head, keys.deltas, keys.snapshot, new], arguments)
-
     # --- reading
 
     async def _follow(self, lane: int) -> None:
         while True:
-            members = [one for one in self._members if one.mirroring and self._lane(one) == lane]
+            members = [one for one in self.members if one.mirroring and self._lane(one) == lane]
             if not members:
                 await asyncio.sleep(5 * BATCH_SECONDS)
                 continue
             streams = {one.keys.deltas: one for one in members}
             try:
-                client = await self._ways.to(next(iter(streams)))
+                client = await self.ways.to(next(iter(streams)))
                 found = await xread(client, {name: f"{one.n}-0" for name, one in streams.items()}, 500, POLL_MILLISECONDS)
             except FAILURES as error:
                 self.failed(error)
@@ -384,9 +286,9 @@ class SharedMap:
 
     # --- the rest
 
-    def _groups(self, members: list[SharedIntake]) -> list[list[SharedIntake]]:
+    def groups(self, members: list[SharedIntake]) -> list[list[SharedIntake]]:
         """Those one command can speak of: on a Cluster those of one lane."""
-        if not self._ways.many:
+        if not self.ways.many:
             return [list(members)] if members else []
         lanes: dict[int, list[SharedIntake]] = {}
         for one in members:
@@ -394,7 +296,7 @@ class SharedMap:
         return list(lanes.values())
 
     def _lane(self, member: SharedIntake) -> int:
-        return member.keys.lane if self._ways.many else 0
+        return member.keys.lane if self.ways.many else 0
 
     def _spawn(self, name: str, work: Callable[[], Coroutine]) -> None:
         self._tasks[name] = asyncio.create_task(self._forever(work), name=f"share {name}")
@@ -409,7 +311,7 @@ class SharedMap:
                 log.exception("the shared map stumbled and goes on")
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _beside(self, work: Coroutine) -> None:
+    def beside(self, work: Coroutine) -> None:
         """Something nobody waits for."""
         task = asyncio.create_task(self._quietly(work))
         self._aside.add(task)
@@ -420,6 +322,8 @@ class SharedMap:
             await work
         except FAILURES as error:
             self.failed(error)
+        except Exception:
+            log.exception("the shared map stumbled and goes on")
 
 
 def _number(id: bytes) -> int:

@@ -105,18 +105,22 @@ def parse(page: bytes, now: float) -> Scrape:
     whole = _scrape(now, started, samples, configs)
     if len(numbers) < 2:
         return whole._replace(engines=tuple(numbers))
+    blocks = [int(config[b"num_gpu_blocks"]) for _, config in configs if config.get(b"num_gpu_blocks", b"").isdigit()]
+    share = max(blocks, default=0) // len(numbers) or None
     ranks = tuple(
         _scrape(
             now, started,
             {field: [one for one in values if one[0] == number] for field, values in samples.items()},
             [one for one in configs if one[0] in (number, None)],
+            share,
         )
         for number in numbers
     )  # fmt: skip
     return whole._replace(ranks=ranks, engines=tuple(numbers))
 
 
-def _scrape(now: float, started: float | None, samples: dict[str, list], configs: list) -> Scrape:
+def _scrape(now: float, started: float | None, samples: dict[str, list], configs: list, share: int | None = None) -> Scrape:
+    """`share`: blocks of one rank, should the configuration not tell its tokens."""
     told = {field: combine(value for _, value in samples[field]) if samples[field] else None for field, combine, _ in SERIES + MOVING}
     usage = told.pop("kv_usage")
     config = configs[0][1] if configs else {}
@@ -126,10 +130,17 @@ def _scrape(now: float, started: float | None, samples: dict[str, list], configs
         kv_usage=min(max(usage, 0.0), 1.0) if usage is not None and usage == usage else None,
         started=started,
         block_size=int(config[b"block_size"]) if config else None,
-        num_blocks=int(blocks) if blocks.isdigit() else None,
+        num_blocks=_rank_blocks(config, share) if share else int(blocks) if blocks.isdigit() else None,
         prefix_caching={b"True": True, b"False": False}.get(caching),
         **{field: _count(value) for field, value in told.items()},
     )
+
+
+def _rank_blocks(config: dict[bytes, bytes], share: int) -> int:
+    """vLLM (0.28, 0.32) adds the blocks of the ranks up as they report: with two of 256 blocks their labels say 256 and 512,
+    or 512 both. The size in tokens is one rank's."""
+    tokens = config.get(b"kv_cache_size_tokens", b"")
+    return int(tokens) // int(config[b"block_size"]) if config and tokens.isdigit() else share
 
 
 def missing(page: bytes) -> list[str]:

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,8 +35,8 @@ def test_each_data_parallel_rank_has_its_own_figures():
     scrape = parse(PAGE, 5.0)
     assert scrape.engines == (0, 1)
     # what has no engine label, here the configuration, is every rank's
-    assert scrape.ranks[0] == Scrape(5.0, 3, 7, 0.25, 1024, 992, 1795169017.98, 16, 2048, True)
-    assert scrape.ranks[1] == Scrape(5.0, 2, 0, 0.5, None, None, 1795169017.98, 16, 2048, True)
+    assert scrape.ranks[0] == Scrape(5.0, 3, 7, 0.25, 1024, 992, 1795169017.98, 16, 1024, True)
+    assert scrape.ranks[1] == Scrape(5.0, 2, 0, 0.5, None, None, 1795169017.98, 16, 1024, True)
 
 
 # An idle vLLM 0.32 with two ranks and two API servers: gauges have no sample yet, nor has the process a start time.
@@ -44,7 +45,7 @@ IDLE = b"""# HELP vllm:num_requests_running Number of requests in model executio
 # HELP vllm:num_requests_waiting Number of requests waiting to be processed.
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
 vllm:cache_config_info{_block_size_resolved="True",block_size="32",enable_prefix_caching="True",engine="0",num_gpu_blocks="4096"} 1.0
-vllm:cache_config_info{_block_size_resolved="True",block_size="32",enable_prefix_caching="True",engine="1",num_gpu_blocks="2048"} 1.0
+vllm:cache_config_info{_block_size_resolved="True",block_size="32",enable_prefix_caching="True",engine="1",num_gpu_blocks="4096"} 1.0
 vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 0.0
 vllm:prefix_cache_queries_total{engine="1",model_name="tiny"} 0.0
 vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 0.0
@@ -55,8 +56,18 @@ vllm:prefix_cache_hits_total{engine="1",model_name="tiny"} 0.0
 def test_ranks_are_known_before_their_first_request():
     scrape = parse(IDLE, 0.0)
     assert scrape.engines == (0, 1) and scrape.running is None and scrape.started is None
-    assert [one.num_blocks for one in scrape.ranks] == [4096, 2048] and [one.prefix_hits for one in scrape.ranks] == [0, 0]
+    assert [one.num_blocks for one in scrape.ranks] == [2048, 2048] and [one.prefix_hits for one in scrape.ranks] == [0, 0]
     assert not missing(IDLE)
+
+
+@pytest.mark.parametrize("told", [("256", "512"), ("512", "512")])
+def test_a_ranks_blocks_are_its_own_though_vllm_adds_them_up(told):
+    """As seen with one API server, and with one for each rank."""
+    line = 'vllm:cache_config_info{block_size="32",engine="%d",%snum_gpu_blocks="%s"} 1.0\n'
+    with_tokens = "".join(line % (rank, 'kv_cache_size_tokens="8192",', blocks) for rank, blocks in enumerate(told))
+    without = "".join(line % (rank, "", blocks) for rank, blocks in enumerate(told))
+    for page in (with_tokens, without):
+        assert [one.num_blocks for one in parse(page.encode(), 0.0).ranks] == [256, 256]
 
 
 def test_a_single_engine_has_no_ranks():

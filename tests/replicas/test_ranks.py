@@ -45,7 +45,7 @@ class Ranked:
     def metrics(self) -> str:
         lines = [f"process_start_time_seconds {self.started}"]
         for rank in range(self.count):
-            lines.append(f'vllm:cache_config_info{{block_size="16",engine="{rank}",num_gpu_blocks="{100 + rank}"}} 1.0')
+            lines.append(f'vllm:cache_config_info{{block_size="16",engine="{rank}",num_gpu_blocks="{100 * self.count}"}} 1.0')
             lines.append(f'vllm:num_requests_waiting{{engine="{rank}",model_name="m"}} {rank}.0')
         return "\n".join(lines) + "\n"
 
@@ -80,7 +80,7 @@ async def test_each_rank_is_a_replica_with_its_own_events_load_and_cache(fleet, 
     zero, one = await become(names(url, 2))
     assert (zero.rank, one.rank) == (0, 1) and zero.url == one.url == url and zero.engine == one.engine
     assert [replica.events.endpoint[-4:] for replica in (zero, one)] == ["5600", "5601"]
-    assert [replica.num_blocks for replica in (zero, one)] == [100, 101]
+    assert [replica.num_blocks for replica in (zero, one)] == [100, 100]
     assert [replica.scrape.waiting for replica in (zero, one)] == [0, 1]
     assert zero.incarnation == one.incarnation == "1.00" and zero.version == "0.32.0"
     assert [replica.headers for replica in (zero, one)] == [{"X-data-parallel-rank": "0"}, {"X-data-parallel-rank": "1"}]

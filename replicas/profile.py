@@ -31,7 +31,7 @@ class SimProfile(BaseModel):
     timing: str = Field("gpu-8b", description="timing profile of the simulated engine, name or file")
     speedup: float = Field(1.0, gt=0)
     num_blocks: int | None = Field(None, gt=0)
-    block_size: int = Field(16, gt=0)
+    block_size: int | None = Field(None, gt=0)
     kv_events: bool = True
     cached_tokens: bool = True
     lora: list[str] = []
@@ -50,7 +50,7 @@ class SimProfile(BaseModel):
 
     def command(self, host: str, ports: Ports, model: Model) -> Command:
         argv = [sys.executable, "-m", "replicas.simulated", "--host", host, "--port", str(ports.http)]
-        argv += ["--profile", self.timing, "--block-size", str(self.block_size)]
+        argv += ["--profile", self.timing]
         if model.directory:
             argv += ["--model", str(model.directory)]
         if model.served_name:
@@ -59,6 +59,8 @@ class SimProfile(BaseModel):
             argv += ["--speedup", f"{self.speedup:g}"]
         if self.num_blocks:
             argv += ["--num-blocks", str(self.num_blocks)]
+        if self.block_size:
+            argv += ["--block-size", str(self.block_size)]
         if self.seed is not None:
             argv += ["--seed", str(self.seed)]
         if self.kv_events:
@@ -117,6 +119,8 @@ def parse(text: str, where: str = "profile") -> Profile:
         raise ProfileError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ProfileError(f"{where}: a profile is a mapping of fields, beginning with `engine: vllm`")
+    if "engine" not in raw and "step" in raw:  # a timing profile, as `hitherto calibrate` writes it
+        raw = {"engine": "sim", "timing": where}
     kind = raw.get("engine")
     if kind not in _CLASSES:
         raise ProfileError(f"{where}: engine is {kind!r}, must be one of: {', '.join(_CLASSES)}")

@@ -60,7 +60,7 @@ async def calibrate(args: argparse.Namespace) -> str:
         meter = Meter(client, known.limits)
         print("probing how fast it is ...", flush=True)
         found = await meter.probe(args.seconds)
-        meter.limits = limits = await _limits(meter, known, found, args.seconds)
+        meter.limits = limits = await _limits(meter, found, args.seconds)
         for name, source in limits.told.items():
             print(f"  {name:24} {getattr(limits, name):8,}  {source}")
         work = plan.make(limits, found, args.seconds, text=True)
@@ -86,15 +86,16 @@ async def _refuse_if_busy(client: Client, busy: bool) -> None:
                                "out of traffic, or measure all the same with --busy")  # fmt: skip
 
 
-async def _limits(meter: Meter, known: Known, found: Fit, seconds: float) -> plan.Limits:
-    limits = known.limits
-    if limits.told["max_num_batched_tokens"] != "assumed":
-        return limits
-    budget, source = await meter.budget(found, seconds)
-    told = limits.told | {"max_num_batched_tokens": source}
-    if limits.told["max_num_seqs"] == "assumed":
-        told["max_num_seqs"] = "assumed: vLLM's default, which it does not tell"
-    return replace(limits, max_num_batched_tokens=max(budget, limits.max_num_seqs), told=told)
+async def _limits(meter: Meter, found: Fit, seconds: float) -> plan.Limits:
+    """What the engine did not tell, as far as it can be seen."""
+    limits = meter.limits
+    for name, see in (("max_num_seqs", meter.at_once()), ("max_num_batched_tokens", meter.budget(found, seconds))):
+        if limits.told[name] == "assumed":
+            value, source = await see
+            limits = replace(limits, **{name: value}, told=limits.told | {name: source})
+        else:
+            see.close()
+    return replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
 
 
 def _warn_of_others(before: int | None, after: int | None, sent: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from itertools import accumulate
 from statistics import median
 from time import monotonic
 
@@ -9,7 +10,7 @@ from . import samples
 from .client import CalibrationError, Client, Refused, Reply
 from .fit import Fit, fit
 from .learn import at_work
-from .plan import SMALLEST, STEPS, WORDS_PER_TOKEN, Limits, Plan, Question, sizes
+from .plan import MOST, SMALLEST, STEPS, WORDS_PER_TOKEN, Limits, Plan, Question, sizes
 from .samples import Sample
 
 PROBES = 3
@@ -52,6 +53,14 @@ class Meter:
             least = next(one for one in (2048, 8192, 16384, 1 << 62) if one >= size)
             return min(least, max(size, 16384)), f"assumed: at least {size}, a prompt of so many tokens was done in one step"
         return size // steps, f"seen: a prompt of {size} tokens was computed in {steps} steps"
+
+    async def at_once(self) -> tuple[int, str]:
+        """max_num_seqs, as far as so many requests at once show it."""
+        replies = await _together(*(self.client.complete(self.client.ids(SMALLEST), STEPS + 2 * MOST) for _ in range(MOST)))
+        ran = most_at_once(replies)
+        if ran < MOST:
+            return ran, f"seen: of {MOST} requests {ran} ran at once"
+        return self.limits.max_num_seqs, f"assumed: vLLM's default; {MOST} requests ran at once"
 
     async def run(self, plan: Plan, seconds: float, told: Callable[[int, Fit], None] = lambda done, found: None,
                   busy: bool = False) -> list[Sample]:
@@ -123,8 +132,8 @@ class Meter:
         usual = median(later - sooner for sooner, later in zip(decoding.times, decoding.times[1:]))
         first = max((n for n, time in enumerate(decoding.times) if time < other.sent), default=0)
         last = next((n for n, time in enumerate(decoding.times) if time >= other.times[0] - usual / 2), None)
-        if last is None or len(decoding.times) != decoding.tokens:
-            return []  # it ended too soon, or chunks hold several tokens
+        if last is None or len(decoding.times) < 0.9 * decoding.tokens:
+            return []  # it ended too soon, or too many chunks hold several tokens
         seconds = decoding.times[last] - decoding.times[first]
         return [samples.beside(seconds, last - first, SMALLEST + last, question.tokens, 0, self._budget)]
 
@@ -182,6 +191,12 @@ def full_steps(gaps: list[float]) -> int:
     upto = gaps[: gaps.index(max(gaps)) + 1]
     long = [gap for gap in upto if gap > LONG * usual]
     return sum(gap > long[0] / 2 for gap in long) if long else 1
+
+
+def most_at_once(replies: list[Reply]) -> int:
+    """Of so many replies, between their first and last tokens."""
+    ends = sorted([(reply.times[0], 1) for reply in replies] + [(reply.times[-1], -1) for reply in replies])
+    return max(accumulate(change for _, change in ends))
 
 
 def changed(seen: list[Sample], before: Fit, after: Fit) -> float:

@@ -14,6 +14,7 @@ from .fit import Fit
 
 SMALLEST = 64
 LONGEST_PROMPT = 0.02  # of the time there is, for one prompt
+MOST = 64  # requests at once
 STEPS = 32  # decode steps looked at, with all requests decoding
 WORDS_PER_TOKEN = 0.75
 
@@ -31,8 +32,8 @@ class Limits:
 
     @property
     def longest(self) -> int:
-        """Tokens of one request that leave room for others: a quarter of the cache."""
-        return min(self.max_model_len - 1, self.num_blocks * self.block_size // 4)
+        """Tokens of one prompt that leave room for its output, and for others: a quarter of the cache."""
+        return min(self.max_model_len * 7 // 8, self.num_blocks * self.block_size // 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +59,17 @@ class Question:
 
     @property
     def output_tokens(self) -> int:
-        return self.count * (self.output - 1) + self.requests
+        return self.count * (self.output - 1) + self.requests  # one for each prompt that only fills the cache
 
     def expected(self, fit: Fit, limits: Limits) -> float:
         """Seconds it will take, about."""
-        budget, alone = limits.max_num_batched_tokens, self.count if self.region in (samples.DECODE, samples.BURST) else 1
-        cold = fit.seconds(samples.prompt(self.region, 0, self.tokens, 0, budget).parts) * alone
-        again = fit.seconds(samples.prompt(self.region, 0, self.tokens + self.extra, self.tokens, budget).parts) * alone
-        step = fit.seconds(samples.decode(0, self.count, self.count * self.tokens).parts)
-        return cold + again * (self.region not in (samples.NEW, samples.BESIDE)) + step * self.output
+        budget, together = limits.max_num_batched_tokens, self.region in (samples.DECODE, samples.BURST)
+        took = fit.seconds(samples.prompt(self.region, 0, self.tokens, 0, budget).parts) * (self.count if together else 1)
+        if together:
+            took += fit.seconds(samples.burst(0, self.count, self.tokens, self.tokens - 1, budget).parts)
+        elif self.region in (samples.CACHED, samples.TEXT):
+            took += fit.seconds(samples.prompt(self.region, 0, self.tokens + self.extra, self.tokens - 1, budget).parts)
+        return took + self.output * fit.seconds(samples.decode(0, self.count, self.count * self.tokens).parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +116,8 @@ def _questions(limits: Limits, text: bool) -> Iterator[Question]:
         if text:
             yield Question(samples.TEXT, size)
     for size in sizes(longest // 2, 4):
-        yield Question(samples.BESIDE, size, output=8)
-    for count in (1, 2, 4, 8, 16, 32, 64):
+        yield Question(samples.BESIDE, size, output=3 * STEPS)
+    for count in (2**n for n in range(MOST.bit_length())):
         if count <= limits.max_num_seqs:
             output = STEPS + 2 * count  # they start one after the other
             for size in sizes(longest // 2, 8):

@@ -13,10 +13,18 @@ def test_the_shipped_profile_makes_a_command_line():
     argv, env = sim.command("127.0.0.1", PORTS, Model(None, None))
     assert argv == [
         sys.executable, "-m", "replicas.simulated", "--host", "127.0.0.1", "--port", "20000", "--profile", "gpu-8b",
-        "--block-size", "16", "--events-port", "20001", "--replay-port", "20002",
+        "--events-port", "20001", "--replay-port", "20002",
     ]  # fmt: skip
     assert env["PYTHONPATH"]
     assert sim.events("127.0.0.1", PORTS) == ("tcp://127.0.0.1:20001", "tcp://127.0.0.1:20002", "")
+
+
+def test_a_timing_profile_is_one_of_simulated_engines(tmp_path):
+    """As `hitherto calibrate` writes it."""
+    file = tmp_path / "measured.yaml"
+    file.write_text("block_size: 32\nstep: {base: 2.5}\n")
+    argv, _ = profile.load(str(file)).command("127.0.0.1", PORTS, Model(None, None))
+    assert argv[argv.index("--profile") + 1] == str(file) and "--block-size" not in argv
 
 
 def test_every_field_reaches_the_command_line(tmp_path):

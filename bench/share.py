@@ -66,9 +66,10 @@ class Engine:
         self._held: list[list[int]] = []
         self._count = 0
 
-    def fill(self) -> None:
+    async def fill(self) -> None:
         while self._count + CHAIN <= self._blocks:
             self.step(CHAIN, CHAIN)
+            await asyncio.sleep(0)
 
     def step(self, blocks: int = STEP, chain: int = CHAIN) -> None:
         """A few blocks come, as many go."""
@@ -100,8 +101,7 @@ async def write(url: str, options: argparse.Namespace) -> dict:
     await until(lambda: all(one.role == "writer" for one in intakes))
     engines = [Engine(table, slot, options.blocks) for slot in range(options.replicas)]
     for engine in engines:
-        engine.fill()
-        await asyncio.sleep(0)
+        await engine.fill()
     await until(lambda: not any(one.journal.whole or one.journal.due(one.blocks) or one in shared._writing.snapshots for one in intakes))
     result = {"memory": await steady_memory(url, engines, intakes, shared, options)}
     result["warm"] = warm(url, options, table)
@@ -120,8 +120,7 @@ async def steady_memory(url: str, engines: list[Engine], intakes: list, shared: 
         for step in range(options.blocks // 12 // STEP):
             for engine in engines:
                 engine.step()
-            if step % 20 == 0:
-                await asyncio.sleep(0.03)
+            await asyncio.sleep(0.005)
         await asyncio.sleep(0.3)
         if turn >= 2:
             found.append(memory(url) / sum(one.blocks for one in intakes))

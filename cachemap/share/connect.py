@@ -176,6 +176,13 @@ async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: 
     return list(found.items()) if isinstance(found, dict) else found or []
 
 
+def heed_cancellation() -> None:
+    """To be called in a loop that calls Redis: redis-py uses asyncio.wait_for, which in Python 3.11 swallows a
+    cancellation that comes while what it waits for ends."""
+    if asyncio.current_task().cancelling():
+        raise asyncio.CancelledError
+
+
 class Script:
     """A Lua file beside its caller. It is called by its SHA-1, so the server runs this very text or nothing; where the
     server does not know it, the text is sent."""

@@ -22,7 +22,7 @@ from cachemap.changes import Clear, Observe, Store
 from cachemap.intake import EventIntake
 from cachemap.map import CacheMap
 from cachemap.share.codec import FIRST, RELOAD, Identity, Position, Snapshot, Unreadable, decode_delta, decode_snapshot
-from cachemap.share.connect import FAILURES
+from cachemap.share.connect import FAILURES, heed_cancellation
 from cachemap.share.journal import Journal
 from cachemap.share.keys import UNNAMED, Keys
 
@@ -123,6 +123,7 @@ class SharedIntake:
                 self._wake.clear()
                 if not self._settled:
                     await self._turn()
+                    heed_cancellation()
         finally:
             self._stop_following()
             self._map.record(self._slot, None)

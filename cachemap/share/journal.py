@@ -80,6 +80,6 @@ class Journal:
 
     def anew(self, n: int) -> None:
         """The snapshot is in place, numbered n, and begins this writer's deltas."""
-        self.n, self.whole, self._flags = n, False, 0
+        self.n, self._flags = n, 0
         self._tail.clear()
         self.tail_bytes = 0

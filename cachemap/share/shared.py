@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from cachemap.map import CacheMap
-from cachemap.share.connect import FAILURES, Place, Script, Ways, xread
+from cachemap.share.connect import FAILURES, Place, Script, Ways, heed_cancellation, xread
 from cachemap.share.intake import SharedIntake
 from cachemap.share.keys import KEEP_SECONDS, Keys
 from cachemap.share.writing import BATCH_SECONDS, Writing
@@ -170,7 +170,7 @@ class SharedMap:
             keys += [k.lease, k.head, k.wish, k.life, k.deltas, k.snapshot]
             arguments += ["claim" if one in claims else "look", k.incarnation, k.replica]
         # what is known to be written before we ask must be there when we are told
-        journals = [one.journal if one not in self._writing.snapshots else None for one in group]
+        journals = [None if one.journal is None or one.journal.whole or one in self._writing.snapshots else one.journal for one in group]
         written = [journal.n if journal else 0 for journal in journals]
         try:
             sent = self.now()
@@ -184,7 +184,7 @@ class SharedMap:
         for one, journal, n, (state, head, there, wished, life) in zip(group, journals, written, states, strict=True):
             if one not in self.members:
                 continue
-            if journal is not None and journal is one.journal and (int(head) < n or not there) and not journal.whole:
+            if journal is not None and journal is one.journal and (int(head) < n or not there):
                 log.warning("replica %s: redis has lost what was written: it is written anew", one.keys.replica)
                 journal.start_over()
             self._judge(one, state.decode(), int(head), wished, life.decode())
@@ -266,6 +266,7 @@ class SharedMap:
 
     async def _follow(self, lane: int) -> None:
         while True:
+            heed_cancellation()
             members = [one for one in self.members if one.mirroring and self._lane(one) == lane]
             if not members:
                 await asyncio.sleep(5 * BATCH_SECONDS)

@@ -20,6 +20,7 @@ PUBLISH, COMMIT = Script(HERE / "publish.lua"), Script(HERE / "commit.lua")
 
 BATCH_SECONDS = 0.02  # changes of an engine's step or two go together
 PAUSE_SECONDS = 0.25  # after a snapshot that could not be written
+MOST_SNAPSHOTS = 4  # at once: when a Redis comes back empty, all are due
 MOST_BYTES = 1 << 18  # of deltas in one call: a server is blocked for less than a millisecond
 
 
@@ -36,7 +37,7 @@ class Writing:
             await asyncio.sleep(BATCH_SECONDS)
             writers = [one for one in self._shared.members if one.journal is not None and one not in self.snapshots]
             for one in writers:
-                if one.journal.due(one.blocks):
+                if len(self.snapshots) < MOST_SNAPSHOTS and one.journal.due(one.blocks):
                     self.snapshots.add(one)
                     self._shared.beside(self._write_snapshot(one))
             groups = self._shared.groups([one for one in writers if one not in self.snapshots])
@@ -111,7 +112,7 @@ class Writing:
 
     async def _write_anew(self, one: SharedIntake, journal: Journal) -> bytes:
         snapshot = one.snapshot()._replace(n=journal.n + 1)
-        journal.whole = False  # from here on changes are deltas after this snapshot
+        journal.whole = False  # from here on changes are deltas after this snapshot, unless too many come meanwhile
         result = await self._commit(one, snapshot, "anew", encode_delta(journal.term, RELOAD, snapshot.position, []))
         if result == b"ok":
             journal.anew(snapshot.n)

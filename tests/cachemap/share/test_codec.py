@@ -169,7 +169,12 @@ def test_what_waits_too_long_becomes_a_snapshot():
     table.record(0, journal.add)
     table.store(0, list(range(1, 100_001)), list(range(100_000)))
     assert journal.whole and journal.due(0) and journal.seal(Position()) is None
+    journal.whole = False  # the snapshot is on its way
+    table.store(0, list(range(200_001, 300_001)), list(range(200_000, 300_000)))
     journal.anew(8)
+    assert journal.whole  # what came meanwhile was too much as well: another one
+    journal.whole = False
+    journal.anew(9)
     journal.add(Clear())
     journal.add(Observe(False))
     assert [type(one) for one in decode_delta(b"\0" * 8 + journal.seal(Position())).changes] == [Clear, Observe]

@@ -15,8 +15,9 @@ from gateway.prompt.forward import LEAST_TOKENS
 
 from ..gateway.prompt.reference import model_dir
 from .bodies import CALLED, COMPLETIONS, DOCUMENT, PLAIN, SHUFFLED, WEATHER, chat, complete, said, system, text, user
-from .engines import Engine, gateway, lora, tiny_model
+from .engines import Engine, block_size, gateway, lora, tiny_model
 
+CONTEXT = 4096  # tokens, also of its whole cache
 LONG = "The river runs past the copper mill, and every year of the 1870s somebody writes down how high it stood. "
 RULES = system(LONG * 40)
 ESSAY = LONG * 40
@@ -99,8 +100,11 @@ def engine(vllm_python, model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
     flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3",
              "--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"red={lora(folder / 'red', 5)}"]  # fmt: skip
-    with Engine(model, *flags, log=folder / "log", events=None, blocks=4096 // 16) as one:
-        yield one
+    one = Engine(model, *flags, log=folder / "log", events=None, blocks=CONTEXT // block_size())
+    try:
+        yield one.wait()
+    finally:
+        one.stop()
 
 
 def asked(path: str, body: dict) -> bytes:

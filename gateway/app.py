@@ -320,7 +320,7 @@ class Gateway:
 
 
 # what the wire and the lives call a failure -> what health calls it
-_FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout", "stalled": "timeout", "hung": "timeout"}
+_FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout", "stalled": "timeout", "hung": "timeout", "aborted": "closed"}
 
 
 def _profile(settings: Settings) -> Profile:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 RETRYABLE = frozenset((500, 502, 503, 504))
 # To a request with ids in it: it is said again as received, so that the client's own fault is all a client is told of.
 MAY_BE_OURS = frozenset((400, 404, 413, 415, 422, 431))
+# vLLM that is asked to stop answers what it has with 200 and this, as far as it has come.
+ABORTED = b'"finish_reason":"abort"'
 # Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
 # chunk one by one, and each may be a read of its own. One more, should a read end within the usage.
 TAIL = 4
@@ -166,7 +168,14 @@ class Life:
             self.ids_refused = self.backend
             self.advance(Event.UNWELL, UpstreamError("ids", f"answered {status}"))
         elif body:
-            self.advance(Event.ANSWERED, body)
+            self._answered(body)
+
+    def _answered(self, data: bytes) -> None:
+        """The first bytes of an answer's body: they may tell that there will be none."""
+        if ABORTED in data and self.dispatcher.may_retry(self):
+            self.advance(Event.UNWELL, UpstreamError("aborted", "aborted it"))
+        else:
+            self.advance(Event.ANSWERED, data)
 
     def data(self, data: bytes) -> None:
         if self.state is State.STREAMING:
@@ -174,7 +183,7 @@ class Life:
             self.pieces += 1
             self.client.transport.write(data)
         else:
-            self.advance(Event.ANSWERED, data)
+            self._answered(data)
 
     def end(self) -> None:
         self.upstream = None

@@ -117,6 +117,25 @@ async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state,
         await eventually(s.idle)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_engine_that_stops_and_aborts_what_it_has_is_passed_over(streamed):
+    """vLLM's way: 200, and the text so far. What has begun is the engine's to end; the last replica's word stands."""
+    abort = b'{"choices":[{"text":"half","finish_reason":"abort"}]}'
+    quoted = b'{"choices":[{"text":"\\"finish_reason\\":\\"abort\\"","finish_reason":"stop"}]}'
+    stopping = streams(chunk(b"data: " + abort + b"\n\n")) if streamed else answers(abort)
+    async with stack(stopping, answers(quoted)) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, quoted)
+        assert set(s.faults) == {"aborted"} and s.metrics.retries.total() == len(s.faults)
+        await eventually(s.idle)
+    async with stack(stopping) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert abort in (await talk.response())[2] and s.faults == []
+
+
 async def test_a_stream_that_is_silent_ends_sooner_where_the_replica_is_lost():
     async def stops(reader, writer):
         await read_request(reader)

@@ -168,11 +168,10 @@ def _drop_billing_header(parts: list[Any]) -> list[Any]:
 
 def _assistant_fields(message: dict[str, Any], result: dict[str, Any], by_schema: bool, ways: Ways, where: str) -> None:
     calls = message.get("tool_calls")
-    if calls is not None:
+    if calls:
         if not isinstance(calls, list):
             raise bad(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
-        if calls:
-            result["tool_calls"] = [_tool_call(call, by_schema, ways, where) for call in calls]
+        result["tool_calls"] = [_tool_call(call, by_schema, ways, where) for call in calls]
     reasoning = message.get("reasoning")
     if reasoning is None:
         reasoning = message.get("reasoning_content")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from .engines import Engine, block_size, lora, tiny_model
+from .witness import Witness
 
 ADAPTERS = ("red", "blue")  # LoRA adapters of the shared engines, beside the base model "tiny"
 # Tokens in the cache of a shared engine: of prompts of a few hundred tokens, some ten.
@@ -45,8 +46,10 @@ def start_engine(model, tmp_path_factory):
         return started[-1]
 
     yield start
+    died = [engine.tail() for engine in started if engine.died]
     for engine in started:
         engine.stop()
+    assert not died, "\n\n".join(["engines ended by themselves:", *died])
 
 
 @pytest.fixture(scope="session")
@@ -66,3 +69,17 @@ def engines(start_engine, tmp_path_factory) -> list[Engine]:
 def engine(engines) -> Engine:
     """One of the two."""
     return engines[0]
+
+
+@pytest.fixture
+def witness_of():
+    """`witness_of(engine)` reads its events beside the gateway."""
+    opened: list[Witness] = []
+
+    def witness(engine) -> Witness:
+        opened.append(Witness(engine))
+        return opened[-1]
+
+    yield witness
+    for one in opened:
+        one.close()

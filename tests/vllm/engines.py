@@ -91,6 +91,7 @@ class Engine:
 
     def start(self) -> "Engine":
         """Start it, also again after `kill`: on the same ports."""
+        self._ended = False
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command, env={**os.environ, **self.env}, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_us
@@ -115,14 +116,21 @@ class Engine:
             return False
         return True
 
+    @property
+    def died(self) -> bool:
+        """It ended, and nobody here ended it."""
+        return not self._ended and self.process.poll() is not None
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to all its processes; after SIGKILL they are gone."""
+        self._ended = number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
         os.killpg(self.pid, number)
         if number == signal.SIGKILL:
             self.process.wait(20)
 
     def stop(self) -> None:
         """End it, gently first, and whatever it started with it."""
+        self._ended = True
         if self.process.poll() is None:
             self.process.terminate()
             try:

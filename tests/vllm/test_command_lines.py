@@ -11,6 +11,8 @@ from replicas import profile
 from replicas.command import Model, Ports
 from replicas.vllm import KvCacheDtype, VllmProfile
 
+pytestmark = pytest.mark.exact
+
 EXAMPLES = [name for name in profile.names() if profile.load(name).engine == "vllm"]
 PARSER = Path(__file__).with_name("parser.py")
 # Each field that is a flag, with a value; apart where values exclude each other.

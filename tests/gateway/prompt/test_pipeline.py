@@ -115,7 +115,7 @@ FAULTS = [
     (CHAT, {"messages": [{"role": 1}]}, "messages[0].role"), (CHAT, {"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content"),
     (CHAT, {"messages": [{"role": "user", "content": [5]}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": {"a": 1}}]}, "messages[0].tool_calls"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"type": "x", "function": {}}]}]}, "messages[0].tool_calls"),
     (CHAT, {"tools": []}, "tools"), (CHAT, {"tools": [{}]}, "tools[0]"), (CHAT, {"chat_template_kwargs": 1}, "chat_template_kwargs"),
     (CHAT, {"add_generation_prompt": None}, "add_generation_prompt"), (CHAT, {"continue_final_message": True}, "continue_final_message"),

@@ -99,6 +99,7 @@ class SharedLedger:
         self._changes: dict[str, list[int]] = {}
         self._pump: asyncio.Task[None] | None = None
         self._beats: asyncio.Task[None] | None = None
+        self._stopped = False
         self.joined = False
         self.reason = "not connected yet"
         ledger.moved = self._moved
@@ -244,6 +245,7 @@ class SharedLedger:
 
     async def stop(self) -> None:
         """Take this gateway's load out of the sums, and close the connections."""
+        self._stopped = True
         if self._beats is not None:
             self._beats.cancel()
         was_joined, self.joined = self.joined, False
@@ -254,7 +256,7 @@ class SharedLedger:
                 await self._client.aclose()
 
     async def _keep(self) -> None:
-        while True:
+        while not self._stopped:  # redis-py's waits may swallow a cancellation on Python 3.11
             try:
                 async with asyncio.timeout(PATIENCE):
                     await (self._beat() if self.joined else self._join())

@@ -77,7 +77,7 @@ async def test_blocks_have_the_same_name_in_events_and_prompts(engines, which, w
     assert told == asked, f"{len(told - asked)} blocks of the engine are no prompt's"
 
 
-# The fields of events as arrays, in the order they had. Before 0.15 or so there were no extra keys: no telling salts apart.
+# The fields of events as arrays, in the order they had. The older had no extra keys: no telling salts apart.
 OLD, OLDER = {
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys"),
     "BlockRemoved": ("block_hashes", "medium"),

@@ -181,7 +181,7 @@ async def test_batches_lost_with_a_connection_are_replayed(engine, witness_of, r
 
 async def test_a_cache_that_was_reset_holds_nothing(engine, witness_of):
     witness = witness_of(engine)
-    bodies = [{"model": "tiny", "prompt": f"prompt {i} " * 60, "max_tokens": 1} for i in range(4)]
+    bodies = [{"model": "tiny", "prompt": f"prompt {i} " * 120, "max_tokens": 1} for i in range(4)]
     async with gateway(engine) as process:
 
         async def ask(body) -> tuple[int, int]:

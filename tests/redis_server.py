@@ -54,7 +54,7 @@ def version(binary: str) -> str:
     return next(part.removeprefix("v=") for part in text.split() if part.startswith("v="))
 
 
-def wait(true: Callable[[], object], seconds: float = REPLY_SECONDS, what: str = "") -> None:
+def wait(true: Callable[[], object], seconds: float = 45, what: str = "") -> None:
     end = time.monotonic() + seconds
     while True:
         with contextlib.suppress(redis.RedisError, OSError):

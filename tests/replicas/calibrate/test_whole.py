@@ -63,6 +63,7 @@ async def test_a_profile_is_written_that_an_engine_takes(engine, tmp_path):
     assert "0.33.0+simulated" in text and "# date: 20" in text and "new prompt  " in text
 
 
+@pytest.mark.skipif(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="run in the background: a shell has SIGINT ignored there")
 async def test_interrupted_it_writes_nothing_and_leaves_nothing_behind(engine, tmp_path):
     process = await start(engine, "--out", str(tmp_path / "found.yaml"))
     async with asyncio.timeout(60):

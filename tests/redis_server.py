@@ -138,6 +138,12 @@ class RedisServer:
         return self.start()
 
 
+def wait_for_all(servers: list[RedisServer], true: Callable[[redis.Redis], bool], what: str) -> None:
+    for one in servers:
+        with one.client() as client:
+            wait(lambda client=client: true(client), what=what)
+
+
 class Sentinels:
     """A primary, a replica and three sentinels that fail over within about 2 seconds."""
 
@@ -152,9 +158,7 @@ class Sentinels:
     def start(self) -> Sentinels:
         for one in (self.primary, self.replica, *self.sentinels):
             one.start()
-        for one in self.sentinels:
-            with one.client() as client:
-                wait(lambda client=client: self._settled(client), what="the sentinels know each other")
+        wait_for_all(self.sentinels, self._settled, "the sentinels know each other")
         return self
 
     @staticmethod
@@ -183,9 +187,7 @@ class Cluster:
                 client.execute_command("CLUSTER ADDSLOTS", *range(i * 16384 // 3, (i + 1) * 16384 // 3))
                 client.execute_command("CLUSTER SET-CONFIG-EPOCH", i + 1)
                 client.execute_command("CLUSTER MEET", "127.0.0.1", self.nodes[0].port)
-        for node in self.nodes:
-            with node.client() as client:
-                wait(lambda client=client: self._whole(client), what="the cluster is whole")
+        wait_for_all(self.nodes, self._whole, "the cluster is whole")
         return self
 
     @staticmethod

@@ -1,6 +1,7 @@
 """A publisher that speaks as vLLM does: PUB with numbered batches, ROUTER for replay."""
 
 import asyncio
+import contextlib
 import time
 
 import msgspec
@@ -88,3 +89,14 @@ class Publisher:
             self._server.cancel()
             await asyncio.gather(self._server, return_exceptions=True)
         self._context.destroy(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def publishing(**options):
+    """A publisher that also answers requests for replay."""
+    publisher = Publisher(**options)
+    publisher.serve_replay()
+    try:
+        yield publisher
+    finally:
+        await publisher.close()

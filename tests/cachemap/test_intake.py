@@ -11,7 +11,7 @@ import cachemap.intake
 import cachemap.sockets
 from cachemap import CacheMap, EventIntake, chain_seed, hash_blocks
 
-from .publisher import BLOCK, CLEARED, Publisher, removed, stored
+from .publisher import BLOCK, CLEARED, Publisher, publishing, removed, stored
 
 TOKENS = list(range(BLOCK * 12))
 HASHES = hash_blocks(array("I", TOKENS).tobytes(), BLOCK, chain_seed("m", BLOCK))
@@ -53,16 +53,6 @@ async def following(publisher, *, replay=True, **options):
 
 def held(table):
     return table.match(HASHES, 0.0).confirmed[0]
-
-
-@contextlib.asynccontextmanager
-async def publishing(**options):
-    publisher = Publisher(**options)
-    publisher.serve_replay()
-    try:
-        yield publisher
-    finally:
-        await publisher.close()
 
 
 async def test_blocks_stored_removed_and_cleared_reach_the_map():

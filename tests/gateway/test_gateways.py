@@ -60,6 +60,10 @@ async def joined(gateway, seconds=20):
     return await gateway.until(lambda status: status["map"]["redis"]["ledger_joined"] and status["map"]["redis"]["reachable"], seconds)
 
 
+def roles(status):
+    return {one["map_role"] for one in status["replicas"]}
+
+
 def together(client):
     """The shared ledger: replica -> requests, prefilling, prefill tokens, decoding, context tokens."""
     return {name.decode(): tuple(map(int, struct.unpack("<5d", packed))) for name, packed in client.hgetall(LOAD).items()}
@@ -149,13 +153,33 @@ async def test_what_one_gateway_sent_the_other_finds(redis_server, engines):
 
 async def test_a_gateway_started_later_is_as_warm_as_its_siblings(redis_server, engines):
     async with gateways(1, redis_server.url, engines) as (first,):
+        await first.until(lambda status: roles(status) == {"writer"})
         messages = [{"role": "user", "content": "Said before the second gateway was there. " + TEXT}]
         home = (await first.chat(messages)).headers["x-hitherto-replica"]
         async with gateways(1, redis_server.url, engines) as (second,):
+            there = (await first.status())["map"]["blocks"]
+            await second.until(lambda status: roles(status) == {"mirror"} and status["map"]["blocks"] == there)
+            told = (await second.admin.get("/metrics")).text
+            assert 'hitherto_map_role{replica="' in told and "hitherto_map_redis_up 1" in told
             answer = await second.chat(messages)
             assert answer.headers["x-hitherto-replica"] == home
             cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert int(answer.headers["x-hitherto-cached-tokens"]) == cached > 500
+
+
+async def test_another_takes_over_from_a_writer_that_is_frozen_and_it_writes_no_more_when_it_wakes(redis_server, engines):
+    async with gateways(1, redis_server.url, engines) as (one,):
+        await one.until(lambda status: roles(status) == {"writer"})
+        async with gateways(1, redis_server.url, engines) as (other,), Clients([other]) as clients:
+            await other.until(lambda status: roles(status) == {"mirror"})
+            one.process.send_signal(signal.SIGSTOP)
+            await other.until(lambda status: roles(status) == {"writer"}, 8)
+            one.process.send_signal(signal.SIGCONT)
+            await one.until(lambda status: roles(status) == {"mirror"})
+            await clients.more()
+        assert not clients.failures
+        with redis_server.client() as client:
+            await settled([one], client)
 
 
 @pytest.mark.parametrize("fault", ("restarted empty", "frozen", "full"))
@@ -167,6 +191,8 @@ async def test_no_request_fails_because_of_redis(start_redis, engines, fault):
                 await clients.more()
                 if fault == "restarted empty":
                     server.kill()
+                    for one in fleet:  # each follows the engines itself
+                        await one.until(lambda status: not status["map"]["redis"]["reachable"] and status["ready"] and status["map"]["blocks"] > 10)
                     await clients.more(120)
                     server.restart(empty=True)
                 elif fault == "frozen":

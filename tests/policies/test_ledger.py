@@ -14,19 +14,23 @@ def counts(load):
     return astuple(load)[:5]
 
 
+def act(ledger, reservations, action, number, replica, tokens):
+    if action == "reserve":
+        ledger.add(str(replica))
+        reservations.append(ledger.reserve(str(replica), tokens // 2, tokens))
+    elif action in ("add", "remove"):
+        getattr(ledger, action)(str(replica))
+    elif reservations:
+        getattr(ledger, action)(reservations[number % len(reservations)])
+
+
 @given(ACTIONS)
 def test_random_lives_end_at_zero(actions):
     ledger, reservations = Ledger(), []
     for replica in "012":
         ledger.add(replica)
-    for action, number, replica, tokens in actions:
-        if action == "reserve":
-            ledger.add(str(replica))
-            reservations.append(ledger.reserve(str(replica), tokens // 2, tokens))
-        elif action in ("add", "remove"):
-            getattr(ledger, action)(str(replica))
-        elif reservations:
-            getattr(ledger, action)(reservations[number % len(reservations)])
+    for action in actions:
+        act(ledger, reservations, *action)
         live = [r for r in reservations if r.stage != "done"]
         prefill = [r for r in live if r.stage == "prefill"]
         decode = [r for r in live if r.stage == "decode"]
@@ -67,17 +71,11 @@ def test_what_moved_adds_up_to_what_is_outstanding(actions, elsewhere):
     ledger.moved = lambda replica, change: told.update({replica: tuple(map(sum, zip(told.get(replica, (0,) * 5), change)))})
     for replica in "012":
         ledger.add(replica)
-    for at, (action, number, replica, tokens) in enumerate(actions):
+    for at, action in enumerate(actions):
         for when, where, many in elsewhere:
             if when == at:
                 ledger.others(str(where), (many, 0, 0, many, 7 * many))
-        if action == "reserve":
-            ledger.add(str(replica))
-            reservations.append(ledger.reserve(str(replica), tokens // 2, tokens))
-        elif action in ("add", "remove"):
-            getattr(ledger, action)(str(replica))
-        elif reservations:
-            getattr(ledger, action)(reservations[number % len(reservations)])
+        act(ledger, reservations, *action)
         outstanding = {name: counts for name, counts in ledger.outstanding().items() if any(counts)}
         assert {name: counts for name, counts in told.items() if any(counts)} == outstanding
     for reservation in reservations:

@@ -96,13 +96,3 @@ async def gateways(url: str, count: int = 1, **options):
     finally:
         for one in running:
             await one.stop()
-
-
-@contextlib.asynccontextmanager
-async def replica(**options):
-    publisher = Publisher(**options)
-    publisher.serve_replay()
-    try:
-        yield publisher
-    finally:
-        await publisher.close()

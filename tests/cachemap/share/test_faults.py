@@ -8,8 +8,8 @@ import pytest
 
 from tests.redis_server import Cluster, Proxy, Sentinels, certificate, running
 
-from ..publisher import removed
-from .gateways import Gateway, event, gateways, prompt, replica, until
+from ..publisher import publishing, removed
+from .gateways import Gateway, event, gateways, prompt, until
 from .test_shared import led, mirrored, same, told
 
 
@@ -37,7 +37,7 @@ async def healed(one, other, name="r"):
 @pytest.mark.parametrize("data", ["empty", "kept"])
 async def test_redis_killed_and_restarted(start_redis, redis_binary, data):
     server = start_redis(binary=redis_binary, appendonly="yes")
-    async with replica() as publisher, gateways(server.url, 2) as (one, other):
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
         await one_and_a_mirror(server.url, publisher, one, other)
         await publisher.publish(event(1, 0, 6))
         await all_hold(prompt(1, 6)[1], one, other)
@@ -62,7 +62,7 @@ async def test_redis_killed_and_restarted(start_redis, redis_binary, data):
 
 async def test_redis_restarted_at_once_while_nothing_happens_has_the_map_again(start_redis):
     server = start_redis()
-    async with replica() as publisher, gateways(server.url, 2) as (one, other):
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
         await one_and_a_mirror(server.url, publisher, one, other)
         await publisher.publish(event(1, 0, 6))
         await all_hold(prompt(1, 6)[1], one, other)
@@ -76,7 +76,7 @@ async def test_redis_restarted_at_once_while_nothing_happens_has_the_map_again(s
 @pytest.mark.parametrize("seconds", [1.5, 5.0])
 async def test_redis_frozen(start_redis, seconds):
     server = start_redis()
-    async with replica() as publisher, gateways(server.url, 2) as (one, other):
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
         await one_and_a_mirror(server.url, publisher, one, other)
         server.freeze()
         thaws = now() + seconds
@@ -94,7 +94,7 @@ async def test_redis_frozen(start_redis, seconds):
 
 
 async def test_redis_slow(redis_server):
-    async with Proxy(redis_server.port) as proxy, replica() as publisher, gateways(proxy.url, 2) as (one, other):
+    async with Proxy(redis_server.port) as proxy, publishing() as publisher, gateways(proxy.url, 2) as (one, other):
         proxy.delay = 0.1
         await one_and_a_mirror(proxy.url, publisher, one, other)
         for number in range(1, 20):
@@ -112,7 +112,7 @@ async def test_redis_slow(redis_server):
 @pytest.mark.parametrize("whose", ["writer", "mirror"])
 async def test_one_gateway_cut_off_from_redis(redis_server, whose):
     """The other half goes on; nothing is written by two."""
-    async with Proxy(redis_server.port) as proxy, replica() as publisher, gateways(redis_server.url) as gates:
+    async with Proxy(redis_server.port) as proxy, publishing() as publisher, gateways(redis_server.url) as gates:
         gates.append(Gateway(proxy.url))
         gates[1].shared.start()
         one, other = gates if whose == "mirror" else gates[::-1]
@@ -131,7 +131,7 @@ async def test_one_gateway_cut_off_from_redis(redis_server, whose):
 
 async def test_redis_full(start_redis):
     server = start_redis(maxmemory_policy="noeviction")
-    async with replica() as publisher, gateways(server.url, 2) as (one, other):
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
         await one_and_a_mirror(server.url, publisher, one, other)
         with server.client() as client:
             client.config_set("maxmemory", 1)
@@ -144,7 +144,7 @@ async def test_redis_full(start_redis):
 async def test_started_while_redis_is_away(start_redis):
     server = start_redis()
     server.kill()
-    async with replica() as publisher, gateways(server.url, 2) as (one, other):
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
         began = now()
         for gateway in (one, other):
             gateway.follow("r", publisher)
@@ -161,7 +161,7 @@ async def test_behind_tls_with_an_acl_user(start_redis, tmp_path):
     commands = re.search(r"An ACL user needs `~hitherto:\*` and `(.*?)`", (Path(__file__).parents[3] / "docs/scaling.md").read_text(), re.S)[1]
     allowed = " ".join("+" + one.lower() for one in commands.split())
     server = start_redis(user=f"gate on >secret ~hitherto:* {allowed}")
-    async with Proxy(server.port, tls=context) as proxy, replica() as publisher:
+    async with Proxy(server.port, tls=context) as proxy, publishing() as publisher:
         url = f"rediss://gate:secret@127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority}"
         async with gateways(url, 2) as (one, other):
             await one_and_a_mirror(url, publisher, one, other)
@@ -176,7 +176,7 @@ async def test_behind_tls_with_an_acl_user(start_redis, tmp_path):
 
 async def test_sentinel_fails_over(tmp_path):
     with running(Sentinels(tmp_path)) as servers:
-        async with replica() as publisher, gateways(servers.url, 2) as (one, other):
+        async with publishing() as publisher, gateways(servers.url, 2) as (one, other):
             await one_and_a_mirror(servers.url, publisher, one, other)
             await publisher.publish(event(1, 0, 6))
             await all_hold(prompt(1, 6)[1], one, other)
@@ -191,7 +191,7 @@ async def test_sentinel_fails_over(tmp_path):
 
 async def test_cluster_with_one_shard_gone(tmp_path):
     with running(Cluster(tmp_path)) as cluster:
-        async with replica() as a, replica() as b, gateways(cluster.url, 2) as (one, other):
+        async with publishing() as a, publishing() as b, gateways(cluster.url, 2) as (one, other):
             names = spread(cluster)
             for name, publisher in zip(names, (a, b), strict=True):
                 await one_and_a_mirror(cluster.url, publisher, one, other, name)

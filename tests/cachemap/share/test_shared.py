@@ -1,11 +1,14 @@
 """One writes, the others mirror: what is the same in all maps, and when."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
-from ..publisher import BLOCK, CLEARED, removed, stored
-from .gateways import Gateway, event, gateways, prompt, replica, until
+from ..publisher import BLOCK, CLEARED, publishing, removed, stored
+from .gateways import Gateway, event, gateways, prompt, until
+
+PROMPT = prompt(1, 12)[1]
 
 
 async def led(gateway, name="r", publisher=None):
@@ -28,9 +31,23 @@ def told(gateway, name):
     return {"role": one.role, "why": one.role_reason, "n": one.n, "head": one.head, "held": len(gateway.contents(name)["held"]), "state": one.state, "seq": one.last_seq}
 
 
+@asynccontextmanager
+async def shared_by(url, count, **replay):
+    """A replica that so many gateways follow, the first writing; all hold the first six blocks of prompt 1."""
+    async with publishing(**replay) as publisher, gateways(url, count) as (one, *others):
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        for other in others:
+            other.follow("r", publisher)
+            await mirrored(other)
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: all(each.held("r", PROMPT) == 6 for each in (one, *others)))
+        yield publisher, one, *others
+
+
 async def test_a_mirror_holds_what_the_writer_holds(redis_server):
     _, hashes = prompt(1, 12)
-    async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher)
         await led(one, "r", publisher)
         other.follow("r", publisher)
@@ -49,7 +66,7 @@ async def test_a_mirror_holds_what_the_writer_holds(redis_server):
 
 
 async def test_a_new_gateway_is_warm_from_snapshot_and_tail(redis_server):
-    async with replica() as publisher, gateways(redis_server.url) as running:
+    async with publishing() as publisher, gateways(redis_server.url) as running:
         one = running[0]
         one.follow("r", publisher)
         await led(one, "r", publisher)
@@ -68,7 +85,7 @@ async def test_a_new_gateway_is_warm_from_snapshot_and_tail(redis_server):
 
 
 async def test_leases_are_shared_by_gateways_that_start_together(redis_server):
-    async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
         for i in range(24):
             for gateway in (one, other):
                 gateway.follow(f"r{i}", publisher)
@@ -77,75 +94,49 @@ async def test_leases_are_shared_by_gateways_that_start_together(redis_server):
 
 
 async def test_a_writer_that_stops_hands_over_and_the_next_goes_on(redis_server):
-    _, hashes = prompt(1, 12)
-    async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
-        one.follow("r", publisher)
-        await led(one, "r", publisher)
-        other.follow("r", publisher)
-        await publisher.publish(event(1, 0, 6))
-        await until(lambda: other.held("r", hashes) == 6)
+    async with shared_by(redis_server.url, 2) as (publisher, one, other):
         await one.stop()
         await publisher.publish(event(1, 6, 9))  # while nobody leads
         await led(other)
         await publisher.publish(event(1, 9, 12))
-        await until(lambda: other.held("r", hashes) == 12)
+        await until(lambda: other.held("r", PROMPT) == 12)
         assert set(publisher.asked) == {0} and other.shared.takeovers == 1  # the last batch known is number 0
         assert not any("cleared" in reason for _, reason in other.changes)
 
 
 async def test_a_writer_that_dies_is_followed_within_seconds(redis_server):
-    _, hashes = prompt(1, 12)
-    async with replica() as publisher, gateways(redis_server.url, 3) as (one, *others):
-        one.follow("r", publisher)
-        await led(one, "r", publisher)
-        for other in others:
-            other.follow("r", publisher)
-            await mirrored(other)
-        await publisher.publish(event(1, 0, 6))
-        await until(lambda: all(other.held("r", hashes) == 6 for other in others))
+    async with shared_by(redis_server.url, 3) as (publisher, one, *others):
         await one.stop(gracefully=False)
         await publisher.publish(event(1, 6, 12))
         died = asyncio.get_running_loop().time()
-        await until(lambda: all(other.held("r", hashes) == 12 for other in others))
+        await until(lambda: all(other.held("r", PROMPT) == 12 for other in others))
         assert asyncio.get_running_loop().time() - died < 6
         assert sorted(other.role("r") for other in others) == ["mirror", "writer"]
         await same(*others)
 
 
 async def test_what_a_dead_writer_missed_and_the_engine_lost_is_cleared(redis_server):
-    _, hashes = prompt(1, 6)
-    async with replica(kept=3) as publisher, gateways(redis_server.url, 2) as (one, other):
-        one.follow("r", publisher)
-        await led(one, "r", publisher)
-        other.follow("r", publisher)
-        await publisher.publish(event(1, 0, 6))
-        await until(lambda: other.held("r", hashes) == 6)
+    async with shared_by(redis_server.url, 2, kept=3) as (publisher, one, other):
         await one.stop(gracefully=False)
         for number in range(2, 7):
             await publisher.publish(event(number, 0, 4))
         await until(lambda: other.held("r", prompt(6, 4)[1]) == 4)
-        assert other.held("r", hashes) == 0
+        assert other.held("r", PROMPT) == 0
         assert ("gap", "the engine no longer has what was missed: cleared") in other.changes
 
 
 async def test_an_engine_that_restarted_while_nobody_led_is_empty(redis_server):
-    _, hashes = prompt(1, 6)
-    async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
-        one.follow("r", publisher)
-        await led(one, "r", publisher)
-        other.follow("r", publisher)
-        await publisher.publish(event(1, 0, 6))
-        await until(lambda: other.held("r", hashes) == 6)
+    async with shared_by(redis_server.url, 2) as (publisher, one, other):
         await one.stop(gracefully=False)
         publisher.restart()
         await publisher.publish(event(2, 0, 4))
         await until(lambda: other.held("r", prompt(2, 4)[1]) == 4)
-        assert other.held("r", hashes) == 0
+        assert other.held("r", PROMPT) == 0
 
 
 async def test_a_new_incarnation_starts_from_nothing_and_the_old_one_counts_no_more(redis_server):
     _, hashes = prompt(1, 6)
-    async with replica() as publisher, gateways(redis_server.url, 3) as (one, other, late):
+    async with publishing() as publisher, gateways(redis_server.url, 3) as (one, other, late):
         one.follow("r", publisher, "100.00")
         await led(one, "r", publisher)
         for gateway in (other, late):
@@ -169,7 +160,7 @@ async def test_a_new_incarnation_starts_from_nothing_and_the_old_one_counts_no_m
 @pytest.mark.parametrize("first", ["seen-1", "100.00"])
 async def test_a_gateway_that_cannot_tell_the_incarnation_takes_the_one_others_know(redis_server, first):
     _, hashes = prompt(1, 6)
-    async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher, first)
         await led(one, "r", publisher)
         await publisher.publish(event(1, 0, 6))
@@ -184,7 +175,7 @@ async def test_a_gateway_that_cannot_tell_the_incarnation_takes_the_one_others_k
 
 
 async def test_gateways_that_name_blocks_otherwise_are_not_mixed(redis_server):
-    async with replica() as publisher, gateways(redis_server.url) as running:
+    async with publishing() as publisher, gateways(redis_server.url) as running:
         one = running[0]
         one.follow("r", publisher)
         await led(one, "r", publisher)
@@ -200,7 +191,7 @@ async def test_gateways_that_name_blocks_otherwise_are_not_mixed(redis_server):
 
 
 async def test_deployments_do_not_meet(redis_server):
-    async with replica() as publisher, gateways(redis_server.url) as running:
+    async with publishing() as publisher, gateways(redis_server.url) as running:
         running.append(Gateway(redis_server.url, deployment="other"))
         running[1].shared.start()
         for gateway in running:
@@ -210,7 +201,7 @@ async def test_deployments_do_not_meet(redis_server):
 
 
 async def test_a_replica_whose_events_cannot_be_used_is_modelled_by_all(redis_server):
-    async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher)
         await led(one, "r", publisher)
         other.follow("r", publisher)
@@ -229,22 +220,16 @@ async def test_a_replica_whose_events_cannot_be_used_is_modelled_by_all(redis_se
 
 
 async def test_a_mirror_that_finds_its_map_wrong_has_the_events_read_anew(redis_server):
-    _, hashes = prompt(1, 6)
-    async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
-        one.follow("r", publisher)
-        await led(one, "r", publisher)
-        other.follow("r", publisher)
-        await publisher.publish(event(1, 0, 6))
-        await until(lambda: other.held("r", hashes) == 6)
+    async with shared_by(redis_server.url, 2) as (publisher, one, other):
         one.map.remove(0, [10_003])  # all have drifted, by their writer
-        await until(lambda: other.held("r", hashes) == 3)
+        await until(lambda: other.held("r", PROMPT) == 3)
         other.intakes["r"].resync()
-        await until(lambda: one.held("r", hashes) == other.held("r", hashes) == 6)
+        await until(lambda: one.held("r", PROMPT) == other.held("r", PROMPT) == 6)
         await same(one, other)
 
 
 async def test_a_reader_that_was_too_slow_for_the_tail_loads_the_snapshot(redis_server):
-    async with replica() as publisher, gateways(redis_server.url, 2) as (one, other):
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher)
         await led(one, "r", publisher)
         other.follow("r", publisher)
@@ -264,7 +249,7 @@ async def test_a_reader_that_was_too_slow_for_the_tail_loads_the_snapshot(redis_
 
 
 async def test_two_replicas_at_once_with_evictions_and_clears_end_equal(redis_server):
-    async with replica() as a, replica() as b, gateways(redis_server.url, 3) as running:
+    async with publishing() as a, publishing() as b, gateways(redis_server.url, 3) as running:
         for gateway in running:
             gateway.follow("a", a)
             gateway.follow("b", b)

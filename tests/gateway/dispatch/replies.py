@@ -54,6 +54,19 @@ def streams(*pieces, end=chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n", pause=None):
     return script
 
 
+def says(raw, then_hangs=True):
+    """A replica that answers one request with these bytes."""
+
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(raw)
+        await writer.drain()
+        if then_hangs:
+            await reader.read()
+
+    return script
+
+
 async def silent(reader, writer):
     await reader.read()
 

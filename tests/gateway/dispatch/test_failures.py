@@ -10,7 +10,7 @@ import pytest
 from replicas import State
 
 from ..wire.talk import eventually, free_port, read_request
-from .replies import BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, silent, streams
+from .replies import BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, says, silent, streams
 from .stack import stack
 
 
@@ -60,11 +60,7 @@ async def test_a_4xx_is_the_clients_and_is_never_retried():
 
 
 async def test_death_before_the_first_byte_is_retried_and_502_when_all_fail():
-    async def dies(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD)  # engines send the head before the prefill: still nothing has been answered
-        await writer.drain()
-
+    dies = says(SSE_HEAD, then_hangs=False)  # engines send the head before the prefill: still nothing has been answered
     async with stack(dies, answers()) as s:
         talk = await s.talk()
         for _ in range(2):
@@ -84,12 +80,7 @@ async def test_death_before_the_first_byte_is_retried_and_502_when_all_fail():
 async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state, patience):
     """The head alone is no first byte."""
 
-    async def hangs(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD)
-        await reader.read()
-
-    async with stack(hangs, answers(b'{"fine":1}'), request_timeout=60.0) as s:
+    async with stack(says(SSE_HEAD), answers(b'{"fine":1}'), request_timeout=60.0) as s:
         ill, well = s.dispatcher.backends.values()
         well.replica.state = State.DRAINING
         s.dispatcher.changed()
@@ -137,12 +128,7 @@ async def test_an_engine_that_stops_and_aborts_what_it_has_is_passed_over(stream
 
 
 async def test_a_stream_that_is_silent_ends_sooner_where_the_replica_is_lost():
-    async def stops(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + chunk(EVENT))
-        await reader.read()
-
-    async with stack(stops, idle_timeout=60.0) as s:
+    async with stack(says(SSE_HEAD + chunk(EVENT)), idle_timeout=60.0) as s:
         (ill,) = s.dispatcher.backends.values()
         talk = await s.talk()
         await talk.say(post())
@@ -198,12 +184,7 @@ async def test_death_inside_a_chunk_cuts_the_connection(torn):
 
 
 async def test_death_inside_a_plain_body_cuts_the_connection():
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
-        await writer.drain()
-
-    async with stack(script) as s:
+    async with stack(says(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf", then_hangs=False)) as s:
         talk = await s.talk()
         await talk.say(post())
         assert not (await talk.rest()).endswith(b"}")
@@ -212,12 +193,7 @@ async def test_death_inside_a_plain_body_cuts_the_connection():
 
 @pytest.mark.parametrize("garbage", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000])
 async def test_a_replica_that_does_not_speak_http_is_passed_over(garbage):
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(garbage)
-        await reader.read()
-
-    async with stack(script, answers()) as s:
+    async with stack(says(garbage), answers()) as s:
         talk = await s.talk()
         for _ in range(2):
             await talk.say(post())
@@ -225,12 +201,7 @@ async def test_a_replica_that_does_not_speak_http_is_passed_over(garbage):
 
 
 async def test_bytes_after_the_end_of_an_answer_never_reach_another_request():
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
-        await reader.read()
-
-    async with stack(script) as s:
+    async with stack(says(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")) as s:
         talk = await s.talk()
         await talk.say(post())
         status, _, body = await talk.response()

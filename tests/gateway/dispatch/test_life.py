@@ -10,7 +10,7 @@ from gateway.wire.http import Limits
 from replicas.simulated.model import sim_model_dir
 
 from ..wire.talk import eventually, read_request
-from .replies import BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, streams
+from .replies import BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, says, streams
 from .stack import stack
 
 
@@ -69,12 +69,7 @@ async def test_connections_to_a_replica_are_kept_and_used_again():
 
 
 async def test_interim_responses_stay_between_replica_and_gateway():
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
-        await reader.read()
-
-    async with stack(script) as s:
+    async with stack(says(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")) as s:
         talk = await s.talk()
         await talk.say(post())
         status, headers, body = await talk.response()

@@ -22,6 +22,7 @@ class Engine:
     ports: range = range(0)  # all that it listens on, where we chose them
     devices: tuple[str, ...] = ()  # all that it may use, where we chose them
     drain: asyncio.Task | None = None
+    removal: asyncio.Task | None = None
     replicas: list[Replica] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -275,17 +275,18 @@ class Fleet:
         engine = self._engine(id)
         if id != engine.lead.id:
             raise ValueError(f"{id} is one of {len(engine.replicas)} ranks of one engine: drain it, or remove {engine.lead.id}")
-        return asyncio.create_task(self._remove(engine, self.drain(id)), name=f"remove {id}")
+        if engine.removal is None:
+            engine.removal = asyncio.create_task(self._remove(engine, self.drain(id)), name=f"remove {id}")
+        return engine.removal
 
     async def _remove(self, engine: Engine, drained: asyncio.Task) -> None:
         await drained
-        if self.engines.pop(engine.lead.id, None) is None:
-            return  # asked twice: the first one did it
         engine.task.cancel()
-        await asyncio.gather(engine.task, return_exceptions=True)
+        del self.engines[engine.lead.id]
         for replica in engine.replicas:
             self.replicas.pop(replica.id, None)
             self._drains.pop(replica.id, None)
+        await asyncio.gather(engine.task, return_exceptions=True)
 
     def _looked(self, engine: Engine) -> None:
         """Something new may be known of an engine."""

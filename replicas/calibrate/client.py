@@ -75,8 +75,7 @@ class Client:
 
     async def complete(self, prompt: list[int] | str, tokens: int = 1, seen: Callable[[Reply], None] | None = None) -> Reply:
         """Exactly `tokens` of output, to ids or, as one chat message, to text. `seen` is called at each chunk."""
-        body = {"model": self.model, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True,
-                "stream_options": {"include_usage": True}}  # fmt: skip
+        body = {"model": self.model, "max_tokens": tokens, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         if isinstance(prompt, str):
             path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": prompt}]
         else:

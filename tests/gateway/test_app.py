@@ -151,7 +151,7 @@ async def test_a_replica_that_is_removed_and_added_again_at_once_serves_again():
             name = (await gateway.until(lambda status: status["ready"]))["replicas"][0]["id"]
             assert (await gateway.chat([user("Hello")])).status_code == 200
             both = await asyncio.gather(gateway.admin.delete(f"/replicas/{name}"), gateway.admin.delete(f"/replicas/{name}"))
-            assert both[0].status_code == 200 and both[1].status_code < 500
+            assert [one.status_code for one in both] in ([200, 200], [200, 404])
             assert (await gateway.admin.post("/replicas", json={"url": url})).status_code == 201
             await gateway.ready(1)
             again = await gateway.chat([user("Hello")])

@@ -221,7 +221,9 @@ async def test_remove_drains_and_forgets(fleet, fake_profile, comes, alive):
     (replica,) = await fleet.launch(1, fake_profile())
     await comes(replica, READY)
     pid = replica.pid
-    await fleet.remove(replica.id)
+    removed = fleet.remove(replica.id)
+    assert fleet.remove(replica.id) is removed  # two operators
+    await removed
     assert replica.id not in fleet.replicas and replica.state is STOPPED and not alive(pid)
     with pytest.raises(KeyError):
         fleet.drain(replica.id)

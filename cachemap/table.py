@@ -17,6 +17,8 @@ Filled to 85 %: (8 + 5 / 8) / 0.85 = 10.1 bytes a word.
 
 import numpy as np
 
+from cachemap.memory import PRIVATE, Memory
+
 FILL = 0.85  # fuller, words spill; emptier, memory is wasted
 EASY = 4  # of 8; lower sends more words to their second bucket, higher fills buckets unevenly
 CHUNK = 1 << 15  # words moved at a time: fits the L2 cache
@@ -39,17 +41,26 @@ class Buckets:
         "words",
     )  # fmt: skip
 
-    def __init__(self, capacity: int, payload_bits: int = 0):
+    def __init__(self, capacity: int, payload_bits: int = 0, memory: Memory = PRIVATE):
         buckets = buckets_for(capacity)
         self._buckets = U64(buckets)
         self._payload_bits = U64(payload_bits)
         self._spills = 0
-        self.words = np.zeros(buckets * 8, U64)
+        self.words = memory.zeros(buckets * 8, U64)
         self.rows = self.words.reshape(buckets, 8)
         self.load = np.zeros(buckets, np.uint8)
-        self.passed = np.zeros(buckets, np.int16)
-        self.spilled = np.zeros(buckets, np.int16)
+        self.passed = memory.zeros(buckets, np.int16)
+        self.spilled = memory.zeros(buckets, np.int16)
         self.count = 0
+
+    @classmethod
+    def over(cls, words: np.ndarray, passed: np.ndarray, spilled: np.ndarray) -> "Buckets":
+        """Another process's table without payload, to be looked things up in."""
+        self = cls.__new__(cls)
+        self.words, self.rows, self.passed, self.spilled = words, words.reshape(-1, 8), passed, spilled
+        self._buckets, self._payload_bits = U64(len(self.rows)), U64(0)
+        self._spills = 1  # not known here: look
+        return self
 
     @property
     def nbytes(self) -> int:

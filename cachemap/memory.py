@@ -1,0 +1,69 @@
+"""Memory: where the arrays of a block table lie. In this process, or where other processes can read them.
+
+Shared arrays are anonymous files of the kernel's (memfd), one each: they need no names and no /dev/shm, which containers
+keep small, and they go with the last process that has them, however it ends. A table that grows gets new arrays; who
+still reads the old ones sees the table as it was.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+
+
+class Memory:
+    """Of this process."""
+
+    def zeros(self, count: int, dtype: str | type) -> np.ndarray:
+        return np.zeros(count, dtype)
+
+    def laid_out(self) -> None:
+        """A table has new arrays."""
+
+
+PRIVATE = Memory()
+
+
+class SharedMemory(Memory):
+    """Arrays that other processes can `mapped`; `on_layout` hears when a table has new ones."""
+
+    def __init__(self, on_layout: Callable[[], None]):
+        self._on_layout = on_layout
+        self._descriptors: dict[int, int] = {}
+
+    def zeros(self, count: int, dtype: str | type) -> np.ndarray:
+        dtype = np.dtype(dtype)
+        descriptor = segment(count * dtype.itemsize)
+        array = np.frombuffer(mmap.mmap(descriptor, 0), dtype)
+        self._descriptors[id(array)] = descriptor
+        weakref.finalize(array, self._gone, id(array))
+        return array
+
+    def _gone(self, key: int) -> None:
+        os.close(self._descriptors.pop(key))
+
+    def descriptor(self, array: np.ndarray) -> int:
+        """Open as long as the array is."""
+        return self._descriptors[id(array)]
+
+    def laid_out(self) -> None:
+        self._on_layout()
+
+
+def segment(size: int) -> int:
+    """A descriptor of so many bytes, all zero, that other processes may map."""
+    descriptor = os.memfd_create("hitherto", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def mapped(descriptor: int, dtype: str, writable: bool) -> np.ndarray:
+    """Another process's array; the descriptor is closed."""
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ), dtype)
+    finally:
+        os.close(descriptor)

@@ -37,7 +37,7 @@ demo-vllm: setup
 	$(BIN)/loadgen demo --vllm $$folder $(ARGS)
 
 test: setup
-	@$(BIN)/python -m pytest --ignore tests/vllm $(ARGS)
+	@$(BIN)/python -m pytest --ignore tests/vllm --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 # Against real vLLM (its CPU build), kept in ~/.cache/hitherto. Not part of `make test`.
 test-vllm: setup

@@ -14,6 +14,7 @@ import numpy as np
 from cachemap.blocks import NO_BLOCKS, BlockTable, Budget, u64
 from cachemap.changes import Change, Clear, Contents, Observe, Remove, Store
 from cachemap.chains import BYTES_PER_BLOCK, EngineModel, Routed
+from cachemap.memory import PRIVATE, Memory
 
 PREDICTED_SECONDS = 5.0  # longer than a queue and a prefill take, shorter than a cache turns over
 UNKNOWN_CAPACITY = 8192  # blocks assumed of an engine that does not say: 131,072 tokens of 16
@@ -72,13 +73,14 @@ class CacheMap:
     shedding of the table, about 0.1 us a block that is in it.
     """
 
-    def __init__(self, budget_bytes: int, predicted_seconds: float = PREDICTED_SECONDS):
+    def __init__(self, budget_bytes: int, predicted_seconds: float = PREDICTED_SECONDS, memory: Memory = PRIVATE):
         if budget_bytes < LEAST_BUDGET:
             raise ValueError(f"budget_bytes is {budget_bytes}, the least is {LEAST_BUDGET} (1 MiB)")
         self._seconds = predicted_seconds
         self._chain_budget = budget_bytes // 4  # predicted and modelled blocks
         self._budget = Budget(budget_bytes - self._chain_budget)
-        self._gpu = BlockTable(self._budget)
+        self._memory = memory
+        self._gpu = BlockTable(self._budget, memory)
         self._lower: dict[str, BlockTable] = {}
         self._replicas: list[_Replica | None] = []
         self._live: list[tuple[int, _Replica]] = []
@@ -234,9 +236,13 @@ class CacheMap:
         if replica.copies:
             tags = u64(tag for tag in tags.tolist() if not replica.fewer(tier, tag))
         hashes = self._table(tier).remove(slot, tags)
-        if tier == "gpu" and replica.routed:
-            replica.routed.discard(hashes.tolist())
+        if tier == "gpu":
+            self._dropped(slot, replica, hashes)
         return len(hashes)
+
+    def _dropped(self, slot: int, replica: _Replica, hashes: np.ndarray) -> None:
+        if replica.routed:
+            replica.routed.discard(hashes.tolist())
 
     def _clear(self, slot: int, replica: _Replica) -> None:
         for table in (self._gpu, *self._lower.values()):
@@ -347,7 +353,7 @@ class CacheMap:
         if table is None:
             if tier not in LOWER_TIERS:
                 raise ValueError(f"tier {tier!r} is none of gpu, {', '.join(LOWER_TIERS)}")
-            table = self._lower[tier] = BlockTable(self._budget)
+            table = self._lower[tier] = BlockTable(self._budget, self._memory)
             for slot, replica in enumerate(self._replicas):
                 if replica is not None:
                     table.attach(slot, 0)

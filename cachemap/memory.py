@@ -33,21 +33,23 @@ class SharedMemory(Memory):
 
     def __init__(self, on_layout: Callable[[], None]):
         self._on_layout = on_layout
-        self._descriptors: dict[int, int] = {}
+        self._descriptors: dict[int, tuple[int, int]] = {}
+        self._made = 0
 
     def zeros(self, count: int, dtype: str | type) -> np.ndarray:
         dtype = np.dtype(dtype)
         descriptor = segment(count * dtype.itemsize)
         array = np.frombuffer(mmap.mmap(descriptor, 0), dtype)
-        self._descriptors[id(array)] = descriptor
+        self._made += 1
+        self._descriptors[id(array)] = descriptor, self._made
         weakref.finalize(array, self._gone, id(array))
         return array
 
     def _gone(self, key: int) -> None:
-        os.close(self._descriptors.pop(key))
+        os.close(self._descriptors.pop(key)[0])
 
-    def descriptor(self, array: np.ndarray) -> int:
-        """Open as long as the array is."""
+    def descriptor(self, array: np.ndarray) -> tuple[int, int]:
+        """Open as long as the array is; with a number that no other array ever has, as descriptors may."""
         return self._descriptors[id(array)]
 
     def laid_out(self) -> None:

@@ -8,8 +8,6 @@ requests get 503. Stop (SIGTERM, SIGINT): new work is refused, running requests 
 from __future__ import annotations
 
 import asyncio
-import copy
-import functools
 import gc
 import logging
 import os
@@ -21,35 +19,27 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from cachemap import CacheMap, EventIntake
-from policies import CostGroup, Ledger, make
+from policies import CostGroup, Ledger
 from replicas import Fleet, Replica, State
 from replicas import profile as profiles
 from replicas.profile import Profile
 
-from . import __version__
+from . import __version__, datapath
 from .admin.server import Admin
 from .config import ConfigError, Settings
 from .dispatch.backend import Backend
-from .dispatch.dispatcher import Dispatcher
-from .dispatch.life import Life
-from .dispatch.usage import Usage
 from .model import SIM, model_dir
-from .prompt.model import ModelError
 from .prompt.pipeline import Pipeline
 from .telemetry import log as lines
 from .telemetry.metrics import Metrics, Reading
 from .telemetry.view import View
-from .wire.http import Limits
 from .wire.server import Server
+from .workers.control import Workers
 
 if TYPE_CHECKING:
     from cachemap.share import SharedIntake, SharedMap
 
-    from .dispatch.shared import SharedLedger
-
 log = logging.getLogger("hitherto")
-
-DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
 
 
 class Gateway:
@@ -58,8 +48,9 @@ class Gateway:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.metrics = Metrics()
-        self.map = CacheMap(settings.cache_budget)
-        self.ledger = Ledger()
+        self.workers = Workers(self) if settings.workers > 1 else None
+        self.map = self.workers.map if self.workers else CacheMap(settings.cache_budget)
+        self.ledger = self.workers.ledger if self.workers else Ledger()
         self.costs = CostGroup()
         self.fleet = Fleet(self._inflight, self._waited, drain_timeout=settings.drain_timeout_s, model=settings.served_model_name)
         self.fleet.on_change.append(self._replica_changed)
@@ -68,58 +59,33 @@ class Gateway:
         self.shared = _shared_map(settings, self.map)
         self.profile = _profile(settings) if settings.launch else None
         self.model_dir, self.served_name = _model(settings, self.profile)
-        self.dispatcher = Dispatcher(
+        self.dispatcher = datapath.dispatcher(
+            settings,
             pipeline=self._pipeline(self.model_dir, self.served_name),
             cachemap=self.map,
-            policy=make(settings.policy, int.from_bytes(os.urandom(4))),
             metrics=self.metrics,
             ledger=self.ledger,
             costs=self.costs,
-            retries=settings.retries,
-            request_timeout=settings.request_timeout_s,
-            idle_timeout=settings.idle_timeout_s,
-            response_headers=settings.response_headers,
             replicas=self.fleet.replicas,
-            on_traffic=self._traffic,
-            on_end=_access if settings.access_log else None,
-            tokenize_once=settings.tokenize_once == "auto",
+            on_traffic=self.traffic,
         )
-        limits = Limits(body_bytes=settings.max_body_bytes, head_seconds=settings.header_timeout_s)
-        self.server = Server(self.dispatcher, limits)
+        self.server = self.workers or Server(self.dispatcher, datapath.limits(settings))
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
         self.view.shared = self.shared
-        self.shared_ledger = self._shared_ledger()
-        self.dispatcher.shared = self.view.shared_ledger = self.shared_ledger
+        self.view.workers = self.workers
+        # With workers each has a part of its own in the ledger of all gateways.
+        self.shared_ledger = None if self.workers else datapath.shared_ledger(settings, self.metrics, self.ledger)
+        self.dispatcher.shared = self.shared_ledger
+        self.view.shared_ledger = self.workers.shared_ledger if self.workers else self.shared_ledger
         self.metrics.read_from(self.view.reading)
-        self.metrics.read_from(self._connections)
+        self.metrics.read_from(self.workers.reading if self.workers else self._connections)
         self.admin = Admin(self)
         self.port = self.admin_port = 0
         self._learning: asyncio.Task[None] | None = None
         self._caring: asyncio.Task[None] | None = None
 
     def _pipeline(self, directory: Path | None, name: str) -> Pipeline:
-        size = self.settings.block_size or DEFAULT_BLOCK_SIZE
-        try:
-            return Pipeline(directory, name, size, chat_template=self.settings.chat_template)
-        except ModelError as error:
-            raise ConfigError(f"model {name}: {error}") from None
-
-    def _shared_ledger(self) -> SharedLedger | None:
-        """Where the load of all gateways is counted; none without Redis."""
-        if self.settings.redis_url is None:
-            return None
-        from cachemap.share import connect, parse
-
-        from .dispatch.shared import SharedLedger
-
-        metrics = self.metrics
-
-        def observe(outcome: str, seconds: float) -> None:
-            metrics.shared_decisions.inc(outcome)
-            if outcome == "shared":
-                metrics.shared_decision_seconds.observe(outcome, seconds)
-
-        return SharedLedger(connect(parse(self.settings.redis_url)), self.settings.deployment, self.ledger, observe=observe)
+        return datapath.pipeline(self.settings, directory, name)
 
     # --- start and stop
 
@@ -172,9 +138,9 @@ class Gateway:
         return self.ledger.own(replica)[0]
 
     def _waited(self, replica: str) -> float:
-        return self.dispatcher.waited(replica, monotonic())
+        return self.workers.waited(replica) if self.workers else self.dispatcher.waited(replica, monotonic())
 
-    def _traffic(self, replica: str, fault: str | None) -> None:
+    def traffic(self, replica: str, fault: str | None) -> None:
         if fault is None:
             self.fleet.succeeded(replica)
         elif fault != "status 503":  # "full, try another": load, not illness
@@ -188,6 +154,8 @@ class Gateway:
         elif new is State.READY:
             self._meet(replica)
         self.dispatcher.changed()
+        if self.workers:
+            self.workers.tell()
 
     def _meet(self, replica: Replica) -> None:
         """A replica is ready, for the first time or again: know it, and listen to its events."""
@@ -203,7 +171,8 @@ class Gateway:
         if backend is None:
             observed = replica.events is not None
             slot = self.slots[replica.id] = self.map.attach(replica.id, replica.num_blocks, observed)
-            backend = Backend(replica, slot, self.ledger.add(replica.id), self.costs.add(replica.id))
+            load = self.ledger.place(replica.id, slot) if self.workers else self.ledger.add(replica.id)
+            backend = Backend(replica, slot, load, self.costs.add(replica.id))
             self.dispatcher.add(backend)
         else:  # another process behind the same address: its cache is empty
             self.map.clear(backend.slot)
@@ -219,7 +188,7 @@ class Gateway:
             pipeline.max_model_len = replica.max_model_len
         if replica.version:
             pipeline.follow(replica.version)  # while versions are mixed, the way of the one that came last
-        size = self.settings.block_size or replica.block_size or DEFAULT_BLOCK_SIZE
+        size = self.settings.block_size or replica.block_size or datapath.DEFAULT_BLOCK_SIZE
         if size != pipeline.block_size:
             if any(b.replica is not replica for b in self.dispatcher.backends.values()):
                 log.error("replica %s has blocks of %d tokens, the others of %d: its cache can't be compared, it is chosen by load alone",
@@ -279,6 +248,8 @@ class Gateway:
         seen: dict[str, float] = {}
         while True:
             await asyncio.sleep(0.25)
+            if self.workers:
+                self.workers.tell()
             for backend in list(self.dispatcher.backends.values()):
                 if self.fleet.replicas.get(backend.id) is not backend.replica:
                     self._forget(backend)
@@ -309,14 +280,9 @@ class Gateway:
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
         """What would happen to this request now. Changes nothing: the policy asked is a copy."""
-        from .explain import describe
-
-        dispatcher = self.dispatcher
-        prepare = functools.partial(dispatcher.pipeline.prepare, path, body, headers, dispatcher.adapters)
-        prompt = await asyncio.get_running_loop().run_in_executor(None, prepare)
-        demand, backends, candidates = dispatcher.weigh(prompt)
-        choice = copy.deepcopy(dispatcher.policy).choose(demand, candidates, explain=True)
-        return describe(self.settings.policy, prompt, demand, candidates, choice)
+        if self.workers:
+            return await self.workers.explain(path, body, headers)
+        return await datapath.explain(self.settings, self.dispatcher, path, body, headers)
 
 
 # what the wire and the lives call a failure -> what health calls it
@@ -347,19 +313,6 @@ def _model(settings: Settings, profile: Profile | None) -> tuple[Path | None, st
     if name is None:
         return None, settings.served_model_name or "model"
     return model_dir(name), settings.served_model_name or os.path.basename(name.rstrip("/"))
-
-
-def _access(life: Life, outcome: str, usage: Usage | None) -> None:
-    prompt, request = life.prompt, life.request
-    lines.access(
-        request.method, request.path, life.status, monotonic() - life.begun,
-        outcome=outcome,
-        replica=life.backend.id if life.backend else None,
-        id=life.id.decode("latin-1"),
-        tokens=prompt.tokens if prompt else None,
-        predicted=life.overlap if prompt else None,
-        cached=usage.cached if usage else None,
-    )  # fmt: skip
 
 
 async def _main(settings: Settings) -> None:

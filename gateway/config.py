@@ -94,6 +94,8 @@ class Settings(BaseModel):
     admin_host: str = Field("127.0.0.1", description="address of the admin side; it has no password, keep it private")
     admin_port: Port = Field(8081, description="port of the admin side: health, metrics, replicas, status page")
 
+    workers: int = Field(1, ge=1, le=64, description="processes that share the port, one a core")
+
     model: str | None = Field(None, description="model name or folder, for its tokenizer and chat template (default: what the replicas serve)")
     served_model_name: str | None = Field(None, description="name clients use for the model (default: what the replicas say)")
     chat_template: Path | None = Field(None, description="chat template file, if the engines were started with one")
@@ -267,6 +269,8 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
             f"{sources[winner]}: {winner}: clients and the admin side cannot share port {settings.port}. "
             f"Give --admin-port another one, like {settings.port + 1}"
         )
+    if settings.workers > 1 and not hasattr(os, "memfd_create"):
+        raise ConfigError(f"{sources['workers']}: workers: several need memory that only Linux has (memfd). Leave it at 1")
     if settings.launch:
         try:
             profile.load(settings.profile)

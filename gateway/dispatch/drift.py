@@ -53,6 +53,20 @@ class Drift:
         predicted of another. The counters mean nothing until the next look."""
         self._aside = True
 
+    def take(self) -> tuple[int, int, int, bool]:
+        """What `counted` would judge by, to be judged elsewhere."""
+        taken = self._promised, self._prompts, self._silent, self._aside
+        self._promised = self._prompts = self._silent = 0
+        self._aside = False
+        return taken
+
+    def add(self, promised: int, prompts: int, silent: int, aside: bool) -> None:
+        """What another one has taken."""
+        self._promised += promised
+        self._prompts += prompts
+        self._silent += silent
+        self._aside |= aside
+
     def counted(self, queries: float | None, hits: float | None, idle: bool) -> bool:
         """The engine's totals of tokens looked up and of those found, scraped; `idle`: nothing is in flight that
         it may have counted already.
@@ -63,9 +77,7 @@ class Drift:
         if hits is None or not idle:
             return False
         (queried, hit), self._before = self._before, (queries, hits)
-        promised, prompts, silent, aside = self._promised, self._prompts, self._silent, self._aside
-        self._promised = self._prompts = self._silent = 0
-        self._aside = False
+        promised, prompts, silent, aside = self.take()
         if hit is None or hits < hit or not silent or aside:
             return False
         if queries is not None and queried is not None and queries - queried != prompts:

@@ -67,6 +67,7 @@ class Pipeline:
         self.prefixes: Prefixes | None = None
         self.renderers: dict[str, Renderer] = {}
         self.template_error = ""               # why there is no chat template that can be rendered
+        self.version: str | None = None        # of the engine that prompts are made for, if it told
         self._ways = NEWEST
         self._habits = Habits(True, "low")
         self._files: ModelFiles | None = None
@@ -114,6 +115,7 @@ class Pipeline:
 
     def follow(self, version: str | None) -> None:
         """Make prompts the way this version of the engine does (None: as the newest)."""
+        self.version = version
         found = ways(version)
         if found != self._ways:
             self._ways = found

@@ -16,7 +16,7 @@ the map's size) is read from them at scrape time: `metrics.read_from(callable)`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -60,6 +60,10 @@ READ = {
     "event_batches_replayed": ("counter", "KV event batches fetched again after a gap or on connecting", ("replica",)),
     "client_connections": ("gauge", "Open connections from clients", ()),
     "upstream_connections": ("gauge", "Open connections to a replica, idle ones included", ("replica",)),
+    "worker_up": ("gauge", "With --workers: 1 while the worker takes connections", ("worker",)),
+    "worker_connections": ("gauge", "With --workers: open connections from clients by the worker that has them", ("worker",)),
+    "worker_requests": ("counter", "With --workers: requests answered by each worker", ("worker",)),
+    "worker_restarts": ("counter", "With --workers: workers that ended and were replaced", ()),
     "uptime_seconds": ("gauge", "Time since the gateway started", ()),
     "build_info": ("gauge", "Always 1", ("version", "policy")),
 }  # fmt: skip
@@ -180,6 +184,7 @@ class Metrics:
         self.upstream_errors = Counter("upstream_errors", "Failures of replicas", "replica", "kind")
         self.rejections = Counter("rejections", "Requests refused without asking a replica", "reason")
 
+        self._taken: dict[str, dict] = {}  # by attribute: the numbers at the last `take`
         self._readers: list[Callable[[], Reading]] = []
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -198,6 +203,39 @@ class Metrics:
         for metric in self.all():
             metric.forget("replica", replica)
 
+    def take(self) -> dict[str, list]:
+        """What was counted since the last `take`, as `add` takes it; empty where nothing was. Labels with their numbers."""
+        grown = {}
+        for name, metric in vars(self).items():
+            if isinstance(metric, Counter):
+                now, before = metric.values, self._taken.get(name, {})
+                new = [[key, _less([number], [before.get(key, 0)])[0]] for key, number in now.items() if number != before.get(key, 0)]
+                self._taken[name] = now.copy()
+            elif isinstance(metric, Histogram):
+                now, before = metric.series, self._taken.get(name, {})
+                new = [[value, _less(counts, before.get(value))] for value, counts in now.items() if counts != before.get(value)]
+                self._taken[name] = {value: counts.copy() for value, counts in now.items()}
+            else:
+                continue
+            if new:
+                grown[name] = new
+        return grown
+
+    def add(self, grown: Mapping[str, list], replicas: Collection[str]) -> None:
+        """Count what another process has taken; of replicas other than these nothing is kept."""
+        for name, new in grown.items():
+            metric = getattr(self, name)
+            if isinstance(metric, Counter):
+                place = metric.labels.index("replica") if "replica" in metric.labels else None
+                for key, by in new:
+                    if place is None or key[place] in replicas:
+                        metric.inc(*key, by=by)
+                continue
+            for value, counts in new:
+                if metric.label != "replica" or value in replicas:
+                    before = metric.series.get(value)
+                    metric.series[value] = counts if before is None else [a + b for a, b in zip(before, counts, strict=True)]
+
     def collect(self) -> Iterator[Metric]:
         """prometheus_client's collector protocol."""
         for metric in self.all():
@@ -213,6 +251,13 @@ class Metrics:
     def exposition(self) -> tuple[bytes, str]:
         """The page for GET /metrics, and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+def _less(counts: list[float], before: list[float] | None) -> list[float]:
+    """What of these numbers is new; all, where the series was forgotten meanwhile and begun again."""
+    if before is None or counts[-1] < before[-1]:
+        return counts.copy()
+    return [now - then for now, then in zip(counts, before, strict=True)]
 
 
 def _family(name: str, numbers: float | Mapping[str | tuple[str, ...], float]) -> Metric:

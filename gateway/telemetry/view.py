@@ -51,6 +51,7 @@ class View:
         self.draining = False
         self.waiting_for: str | None = None
         self.shared_ledger: Any = None  # SharedLedger, with Redis
+        self.workers: Any = None  # Workers, where there are several
         self.shared: Any = None  # SharedMap, where several gateways share one map
 
     def why_not_ready(self) -> str | None:
@@ -87,6 +88,7 @@ class View:
                 "prompts": {mode: count for (mode,), count in metrics.prompts.values.items()},
             },
             "ttft_seconds": {"p50": metrics.ttft.quantile(0.5), "p99": metrics.ttft.quantile(0.99)},
+            **({"workers": self.workers.status()} if self.workers else {}),
             "map": {
                 "blocks": stats["blocks"],
                 "bytes": stats["bytes"],
@@ -127,7 +129,7 @@ class View:
             "events": intake.state if intake else "off",
             "map_role": getattr(intake, "role", None),
             "map_role_reason": getattr(intake, "role_reason", None),
-            "map_blocks": blocks.get(self.slots.get(replica.id, -1), 0),
+            "map_blocks": self._blocks(replica.id, blocks),
             "requests": metrics.replica_requests.total(replica=replica.id),
             "errors": metrics.upstream_errors.total(replica=replica.id),
             "prompt_tokens": metrics.prompt_tokens.total(replica=replica.id),
@@ -153,7 +155,7 @@ class View:
             "map_bytes": stats["bytes"],
             "map_budget_bytes": self.settings.cache_budget,
             "map_evicted_blocks": stats["evicted"],
-            "map_replica_blocks": {id: stats["slots"].get(self.slots.get(id, -1), 0) for id in ids},
+            "map_replica_blocks": {id: self._blocks(id, stats["slots"]) for id in ids},
             "events_state": {(id, intake.state): 1.0 for id, intake in self.intakes.items()},
             "uptime_seconds": time.monotonic() - self.started,
             "build_info": {(__version__, self.settings.policy): 1},
@@ -191,6 +193,10 @@ class View:
             "map_snapshots": shared.snapshots,
             "map_redis_errors": shared.errors,
         }
+
+    def _blocks(self, id: str, by_slot: Mapping[int, int]) -> int:
+        known = by_slot.get(self.slots.get(id, -1), 0)
+        return known or (self.workers.modelled(id) if self.workers else 0)
 
     def _scraped(self, field: str) -> dict[str, float]:
         """Engines that do not report a figure have no sample, rather than a made-up zero."""

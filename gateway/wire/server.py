@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
@@ -44,6 +46,14 @@ class Server:
         self._listener = await loop.create_server(lambda: Downstream(self), host, port, backlog=4096)
         self._sweep()
         return self._listener.sockets[0].getsockname()[1]
+
+    def begin(self) -> None:
+        """Serve what `adopt` brings; nothing is listened to here."""
+        self._sweep()
+
+    async def adopt(self, connection: socket.socket, made: Callable[[Server], Downstream] = Downstream) -> None:
+        """Serve a client that another process has accepted. OSError if it has left."""
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: made(self), connection)
 
     def _sweep(self) -> None:
         # First of all the next one: whatever goes wrong in this, deadlines must go on being kept.

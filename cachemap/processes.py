@@ -1,0 +1,137 @@
+"""One map in several processes: a `LeadingMap` takes in what engines report, `FollowingMap`s look things up.
+
+Confirmed blocks lie in tables that the leading process alone writes and the others read where they lie. What a
+follower predicts is known to all within a look-up: it goes round in rings, and each follower keeps it as it keeps its
+own. So does what only the leader hears: that a block is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+import numpy as np
+
+from cachemap.chains import EngineModel, Routed
+from cachemap.lookup import Lookup
+from cachemap.map import LEAST_BUDGET, UNKNOWN_CAPACITY, CacheMap, Match, _Replica
+from cachemap.memory import SharedMemory, mapped
+from cachemap.ring import Reader, Ring
+
+EXPECTED, LEARNED, DROPPED = range(3)  # kinds of news
+
+
+class LeadingMap(CacheMap):
+    """`on_layout` hears that `tables` are others than before; `on_clear(slot)`, that a replica holds nothing, or is
+    observed or not from now on."""
+
+    def __init__(self, budget_bytes: int, ring: Ring, on_layout: Callable[[], None], on_clear: Callable[[int], None]):
+        self._shared = SharedMemory(on_layout)
+        super().__init__(budget_bytes, memory=self._shared)
+        self._ring, self._on_clear = ring, on_clear
+
+    def tables(self) -> dict[str, list[tuple[str, int, int]]]:
+        """By tier, the arrays of each table: type, a descriptor that is open as long as the array is, and a number that
+        no other array ever has."""
+        tables = {"gpu": self._gpu, **self._lower}
+        return {tier: [(array.dtype.str, *self._shared.descriptor(array)) for array in table.arrays] for tier, table in tables.items()}
+
+    def observes(self, slot: int) -> bool:
+        return self._replica(slot).observed
+
+    def _dropped(self, slot: int, replica: _Replica, hashes: np.ndarray) -> None:
+        if len(hashes):
+            self._ring.write(DROPPED, slot, 0.0, hashes.tolist())
+
+    def _clear(self, slot: int, replica: _Replica) -> None:
+        super()._clear(slot, replica)
+        self._on_clear(slot)
+
+
+class FollowingMap(CacheMap):
+    """`ring` is its own, `others` are the leader's and its siblings'. `clear(slot)` asks the leader to."""
+
+    def __init__(self, budget_bytes: int, ring: Ring, others: list[Reader], clear: Callable[[int], None]):
+        super().__init__(max(budget_bytes, LEAST_BUDGET))
+        self._gpu: Lookup = Lookup()  # until the leader tells where its tables lie
+        self._lower: dict[str, Lookup] = {}
+        self._ring, self._others, self.clear = ring, others, clear
+
+    def look_at(self, tier: str, arrays: list[tuple[str, int]]) -> None:
+        """The leader's table of this tier, types and descriptors as `LeadingMap.tables` gave them; the latter are closed."""
+        table = self._gpu if tier == "gpu" else self._lower.setdefault(tier, Lookup())
+        # of all these only the epochs (the fourth) may be marked by who reads
+        table.look_at([mapped(descriptor, dtype, number == 3) for number, (dtype, descriptor) in enumerate(arrays)])
+
+    def place(self, slot: int, name: str, capacity_blocks: int | None, observed: bool) -> None:
+        """A replica joins in the leader's slot, or is observed or not from now on."""
+        self._replicas += [None] * (slot + 1 - len(self._replicas))
+        replica = self._replicas[slot]
+        if replica is None:
+            self._replicas[slot] = _Replica(name, Routed(self._seconds), EngineModel(capacity_blocks or UNKNOWN_CAPACITY), observed)
+        elif replica.observed != observed:
+            self.cleared(slot)
+            replica.observed = observed
+        else:
+            return
+        self._recount()
+
+    def detach(self, slot: int) -> None:
+        self._replica(slot)
+        self._replicas[slot] = None
+        self._recount()
+
+    def cleared(self, slot: int) -> None:
+        """The leader says that the replica holds nothing; nor does what was predicted before count."""
+        self.catch_up()
+        replica = self._replica(slot)
+        replica.routed.clear()
+        replica.model.clear()
+        self._last = ([], [])
+
+    def match(self, hashes: list[int], now: float) -> Match:
+        self.catch_up()
+        try:
+            return super().match(hashes, now)
+        except (IndexError, ValueError):
+            # Torn: a block that moved while its bucket was copied was seen twice. Nothing is known this time.
+            self._last = ([], [])
+            nothing = [0] * len(self._replicas)
+            return Match(nothing, nothing, {})
+
+    def expect(self, slot: int, hashes: list[int], now: float) -> None:
+        super().expect(slot, hashes, now)
+        if self._replica(slot).observed:
+            last, confirmed = self._last
+            known = confirmed[slot] if last is hashes and slot < len(confirmed) else 0
+            if known < len(hashes):
+                self._ring.write(EXPECTED, slot, now, hashes[known:] if known else hashes)
+        else:
+            self._ring.write(EXPECTED, slot, now, hashes)
+
+    def learn(self, slot: int, hashes: list[int], predicted_blocks: int, reported_blocks: int) -> None:
+        super().learn(slot, hashes, predicted_blocks, reported_blocks)
+        if not self._replica(slot).observed and predicted_blocks != reported_blocks:
+            self._ring.write(LEARNED, slot, 0.0, [predicted_blocks, reported_blocks])
+
+    def catch_up(self) -> None:
+        """Take in what the others told."""
+        replicas = self._replicas
+        for other in self._others:
+            for kind, slot, at, words in other.read():
+                replica = replicas[slot] if slot < len(replicas) else None
+                if replica is None:
+                    continue
+                if kind == DROPPED:
+                    replica.routed.discard(words)
+                elif kind == EXPECTED and replica.observed:
+                    if at + self._seconds > monotonic():
+                        replica.routed.add(words, at)
+                elif kind == EXPECTED:
+                    replica.model.add(words)
+                elif not replica.observed:
+                    replica.model.learn(*words)
+
+    def modelled(self) -> dict[int, int]:
+        """Blocks by slot of those whose cache is modelled."""
+        return {slot: len(model) for slot, model in self._modelled}

@@ -1,0 +1,94 @@
+"""The data path put together from the settings: what a gateway and each of its workers have alike."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import os
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from policies import Ledger, make
+
+from .config import ConfigError, Settings
+from .dispatch.dispatcher import Dispatcher
+from .dispatch.life import Life
+from .dispatch.usage import Usage
+from .prompt.model import ModelError
+from .prompt.pipeline import Pipeline
+from .telemetry import log as lines
+from .telemetry.metrics import Metrics
+from .wire.http import Limits
+
+if TYPE_CHECKING:
+    from .dispatch.shared import SharedLedger
+
+DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
+
+
+def pipeline(settings: Settings, directory: Path | None, name: str) -> Pipeline:
+    """Raises ConfigError for a model that cannot be used."""
+    size = settings.block_size or DEFAULT_BLOCK_SIZE
+    try:
+        return Pipeline(directory, name, size, chat_template=settings.chat_template)
+    except ModelError as error:
+        raise ConfigError(f"model {name}: {error}") from None
+
+
+def dispatcher(settings: Settings, kind: type[Dispatcher] = Dispatcher, **rooms: Any) -> Dispatcher:
+    return kind(
+        policy=make(settings.policy, int.from_bytes(os.urandom(4))),
+        retries=settings.retries,
+        request_timeout=settings.request_timeout_s,
+        idle_timeout=settings.idle_timeout_s,
+        response_headers=settings.response_headers,
+        on_end=_access if settings.access_log else None,
+        tokenize_once=settings.tokenize_once == "auto",
+        **rooms,
+    )
+
+
+def limits(settings: Settings) -> Limits:
+    return Limits(body_bytes=settings.max_body_bytes, head_seconds=settings.header_timeout_s)
+
+
+def shared_ledger(settings: Settings, metrics: Metrics, ledger: Ledger) -> SharedLedger | None:
+    """Where the load of all gateways is counted; none without Redis."""
+    if settings.redis_url is None:
+        return None
+    from cachemap.share import Ways, parse
+
+    from .dispatch.shared import SharedLedger
+
+    def observe(outcome: str, seconds: float) -> None:
+        metrics.shared_decisions.inc(outcome)
+        if outcome == "shared":
+            metrics.shared_decision_seconds.observe(outcome, seconds)
+
+    return SharedLedger(Ways(parse(settings.redis_url)), settings.deployment, ledger, observe=observe)
+
+
+async def explain(settings: Settings, dispatcher: Dispatcher, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
+    """What would happen to this request now. Changes nothing: the policy asked is a copy."""
+    from .explain import describe
+
+    prepare = functools.partial(dispatcher.pipeline.prepare, path, body, headers, dispatcher.adapters)
+    prompt = await asyncio.get_running_loop().run_in_executor(None, prepare)
+    demand, backends, candidates = dispatcher.weigh(prompt)
+    choice = copy.deepcopy(dispatcher.policy).choose(demand, candidates, explain=True)
+    return describe(settings.policy, prompt, demand, candidates, choice)
+
+
+def _access(life: Life, outcome: str, usage: Usage | None) -> None:
+    prompt, request = life.prompt, life.request
+    lines.access(
+        request.method, request.path, life.status, monotonic() - life.begun,
+        outcome=outcome,
+        replica=life.backend.id if life.backend else None,
+        id=life.id.decode("latin-1"),
+        tokens=prompt.tokens if prompt else None,
+        predicted=life.overlap if prompt else None,
+        cached=usage.cached if usage else None,
+    )  # fmt: skip

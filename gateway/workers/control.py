@@ -1,0 +1,438 @@
+"""The control process: it accepts clients for the workers, tells them of replicas, and replaces those that end.
+
+It has all that a gateway is one of: the replicas and their events (or Redis), the admin side, and the writing end of
+the block table. The data path is the workers'. In place of a `wire.Server` it listens, and hands each connection to the
+worker that has the fewest: what the kernel does with SO_REUSEPORT is even for thousands of connections and is not for
+dozens, and what waits in the queue of a worker that dies is lost. Here it waits in one queue, which outlives any worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import mmap
+import os
+import socket
+import sys
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from cachemap.memory import segment
+from cachemap.processes import LeadingMap
+from cachemap.ring import BYTES as RING_BYTES
+from cachemap.ring import Ring
+from replicas import Replica
+
+from ..config import ConfigError
+from ..dispatch.life import Failure
+from ..prompt import PromptError
+from ..telemetry.metrics import Reading
+from .channel import Channel, pair
+from .ledger import Board, ControlLedger
+
+if TYPE_CHECKING:
+    from ..app import Gateway
+
+log = logging.getLogger("hitherto.workers")
+
+PAUSES = (0.1, 30.0)  # seconds before a worker that ended is replaced, doubling while none lives ...
+SETTLED = 10.0  # ... this long
+STALE = 2.0  # seconds without a word from a worker after which others are preferred
+ACCEPTED_AT_ONCE = 64
+RETRY_SECONDS = 0.02  # until a connection that could not be handed over, or accepted, is tried again
+START_SECONDS = 60.0
+ANSWER_SECONDS = 30.0
+
+
+class Member:
+    """One worker process. `heard` is when it last said something, `assigned` how many connections it got."""
+
+    def __init__(self, index: int, process: asyncio.subprocess.Process):
+        self.index, self.process = index, process
+        self.channel: Channel | None = None
+        self.begun = self.heard = monotonic()
+        self.live = False
+        self.drained = asyncio.Event()
+        self.assigned = self.requests = self.cut = 0
+        self.told: dict[str, dict[str, Any]] = {}  # of each replica, what it was told last
+        self.pipeline: dict[str, Any] = {}
+        self.tables: dict[str, Any] = {}
+        self.waited: dict[str, float] = {}
+        self.idle: dict[str, int] = {}  # kept connections to replicas
+        self.modelled: dict[str, int] = {}
+        self.joined, self.reason = False, "not heard yet"
+
+
+class Workers:
+    """All of them. In the place of `wire.Server`: `start`, `drain`, `close`."""
+
+    def __init__(self, gateway: Gateway):
+        self._gateway = gateway
+        self._settings = settings = gateway.settings
+        self.count = count = settings.workers
+        self._board_memory, self._ring_memory = segment(Board.size(count)), segment(RING_BYTES * (count + 1))
+        self.board = Board(memoryview(mmap.mmap(self._board_memory, 0)), count)
+        self.ledger = ControlLedger(self.board)
+        self.members: list[Member] = []
+        self.restarts = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._listeners: list[socket.socket] = []
+        self._accepting = self._stopping = self._telling = False
+        self._unplaced: list[socket.socket] = []
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        rings = memoryview(mmap.mmap(self._ring_memory, 0))
+        self.map = LeadingMap(settings.cache_budget, Ring(rings[RING_BYTES * count :]), self._tell_soon, self._cleared)
+
+    @property
+    def live(self) -> list[Member]:
+        return [member for member in self.members if member.live]
+
+    # --- as a server
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, start all workers; returns the port. OSError if it is taken, ConfigError if a worker cannot start."""
+        self._listeners = await _listen(host, port)
+        self._first = [asyncio.get_running_loop().create_future() for _ in range(self.count)]
+        self._tasks = [asyncio.create_task(self._keep(index), name=f"worker {index}") for index in range(self.count)]
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.gather(*self._first)
+        except (ConfigError, TimeoutError) as error:
+            await self.close()
+            raise ConfigError(str(error) or f"no worker was ready within {START_SECONDS:g} s") from None
+        return self._listeners[0].getsockname()[1]
+
+    async def drain(self, seconds: float) -> int:
+        """Workers refuse new requests and end those they have; returns how many were cut at the deadline."""
+        for member in self.live:
+            member.channel.send({"do": "drain", "seconds": seconds})
+        for member in self.live:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds + 2):
+                    await member.drained.wait()
+        cut = sum(member.cut for member in self.members)
+        await self.close()
+        return cut
+
+    async def close(self) -> None:
+        """Stop listening and end all workers, with whatever they have."""
+        self._stopping = True
+        self._accept(False)
+        for one in [*self._listeners, *self._unplaced]:
+            one.close()
+        self._unplaced.clear()
+        for member in self.members:
+            member.channel.close()  # which ends it
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=3)
+            for member in self.members if late else ():
+                with contextlib.suppress(ProcessLookupError):
+                    member.process.kill()
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- processes
+
+    async def _keep(self, index: int) -> None:
+        """One worker after another, as long as the gateway lives."""
+        pause = PAUSES[0]
+        while not self._stopping:
+            member = await self._start(index)
+            code = await member.process.wait()
+            self._ended(member)
+            if self._stopping:
+                return
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            if not self._first[index].done():
+                self._first[index].set_exception(ConfigError(f"a worker ended with {how} while it started; its own lines say why"))
+                return
+            if monotonic() - member.begun > SETTLED:
+                pause = PAUSES[0]
+            log.warning("worker %d (process %d) ended with %s, its clients' connections with it; another one is started in %g s", index, member.process.pid, how, pause)
+            self.restarts += 1
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, PAUSES[1])
+
+    async def _start(self, index: int) -> Member:
+        ours, its = pair()
+        with its:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "gateway.workers.worker", str(its.fileno()),
+                pass_fds=[its.fileno()], stdin=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+        member = Member(index, process)
+        member.channel = Channel(ours, lambda message, _: self._heard(member, message), lambda: self._left(member))
+        self.members.append(member)
+        gateway = self._gateway
+        hello = {
+            "settings": self._settings.model_dump(mode="json"),
+            "index": index,
+            "model_dir": gateway.model_dir and str(gateway.model_dir),
+            "served_name": gateway.served_name,
+        }
+        member.channel.send(hello, [self._board_memory, self._ring_memory])
+        self._tell(member)
+        member.channel.send({"do": "go"})
+        if self._stopping:
+            member.channel.close()
+        return member
+
+    def _left(self, member: Member) -> None:
+        """Its end of the channel is closed: it is dying, or not of use any more."""
+        member.live = False
+        with contextlib.suppress(ProcessLookupError):
+            member.process.kill()
+
+    def _ended(self, member: Member) -> None:
+        member.live = False
+        member.channel.close()
+        member.drained.set()
+        self.members.remove(member)
+        self.board.clear(member.index)
+        self._accept(bool(self.live))
+
+    # --- connections
+
+    def _accept(self, wanted: bool) -> None:
+        """Without a worker clients wait in the kernel's queue."""
+        if wanted != self._accepting:
+            self._accepting = wanted
+            loop = asyncio.get_running_loop()
+            for listener in self._listeners:
+                if wanted:
+                    loop.add_reader(listener, self._take, listener)
+                else:
+                    loop.remove_reader(listener)
+
+    def _take(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptors left, or no memory
+                log.error("a client cannot be accepted: %s", error)
+                self._accept(False)
+                asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self._accept(bool(self.live) and not self._stopping))
+                return
+            self._place(connection)
+
+    def _place(self, connection: socket.socket) -> None:
+        now = monotonic()
+        for member in sorted(self.live, key=lambda one: (now - one.heard > STALE, self.connections(one), one.assigned)):
+            if member.channel.give(connection):
+                member.assigned += 1
+                connection.close()
+                return
+        if not self._unplaced:
+            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._place_again)
+        self._unplaced.append(connection)
+
+    def _place_again(self) -> None:
+        waiting, self._unplaced = self._unplaced, []
+        for connection in waiting:
+            self._place(connection)
+
+    def connections(self, member: Member) -> int:
+        return member.assigned - self.board.closed(member.index)
+
+    # --- what workers are told
+
+    def _tell_soon(self) -> None:
+        """At the loop's next turn: whoever changes something now may change more."""
+        if not self._telling:
+            self._telling = True
+            asyncio.get_running_loop().call_soon(self.tell)
+
+    def tell(self) -> None:
+        """Whatever is not as the workers were told."""
+        self._telling = False
+        if not self.members:
+            return
+        for id in self._gateway.dispatcher.backends:
+            self.ledger.own(id)  # into the loads
+        for member in self.members:
+            self._tell(member)
+
+    def _tell(self, member: Member) -> None:
+        send = member.channel.send
+        for tier, arrays in self.map.tables().items():
+            if member.tables.get(tier) != arrays:
+                member.tables[tier] = arrays
+                send({"do": "table", "tier": tier, "types": [dtype for dtype, _, _ in arrays]}, [descriptor for _, descriptor, _ in arrays])
+        gateway = self._gateway
+        pipeline = gateway.dispatcher.pipeline
+        told = {"block_size": pipeline.block_size, "max_model_len": pipeline.max_model_len, "version": pipeline.version, "model_dir": gateway.model_dir and str(gateway.model_dir)}
+        if member.pipeline != told:
+            member.pipeline = told
+            send({"do": "pipeline", **told})
+        replicas = gateway.fleet.replicas
+        for id in member.told.keys() - replicas.keys():
+            del member.told[id]
+            send({"do": "gone", "id": id})
+        for id, replica in replicas.items():
+            told = self._facts(replica)
+            if member.told.get(id) != told:
+                member.told[id] = told
+                send({"do": "replica", "facts": told})
+
+    def _facts(self, replica: Replica) -> dict[str, Any]:
+        """What the data path needs to know of a replica."""
+        facts = {name: getattr(replica, name) for name in FACTS}
+        scrape = replica.scrape
+        facts["models"] = dict(replica.models)
+        facts["scrape"] = scrape and [scrape.at, scrape.waiting, scrape.kv_usage]
+        backend = self._gateway.dispatcher.backends.get(replica.id)
+        if backend is not None and backend.replica is replica:
+            facts |= {"slot": backend.slot, "observed": self.map.observes(backend.slot), "followed": backend.intake is not None}
+        return facts
+
+    def _cleared(self, slot: int) -> None:
+        for member in self.members:
+            member.channel.send({"do": "clear", "slot": slot})
+        self._tell_soon()
+
+    # --- what they tell
+
+    def _heard(self, member: Member, message: dict[str, Any]) -> None:
+        member.heard = monotonic()
+        getattr(self, "_heard_" + message.pop("do"))(member, **message)
+
+    def _heard_ready(self, member: Member) -> None:
+        member.live = True
+        self._accept(not self._stopping)
+        if not self._first[member.index].done():
+            self._first[member.index].set_result(None)
+        else:
+            log.info("worker %d (process %d) has taken its place", member.index, member.process.pid)
+
+    def _heard_traffic(self, member: Member, news: list[tuple[str, str | None]]) -> None:
+        for replica, fault in news:
+            self._gateway.traffic(replica, fault)
+
+    def _heard_beat(self, member: Member, grown: dict[str, list], replicas: dict[str, dict[str, Any]], **rest: Any) -> None:
+        """A few times a second: what it counted, and what it saw of each replica."""
+        gateway = self._gateway
+        gateway.metrics.add(grown, gateway.fleet.replicas)
+        member.requests += sum(by for _, by in grown.get("requests", ()))
+        member.joined, member.reason = rest["joined"], rest["reason"]
+        member.waited = {id: seen["sent_at"] for id, seen in replicas.items() if seen["sent_at"] is not None}
+        member.idle = {id: seen["idle"] for id, seen in replicas.items()}
+        member.modelled = {id: seen["modelled"] for id, seen in replicas.items() if seen["modelled"] is not None}
+        for id, seen in replicas.items():
+            backend = gateway.dispatcher.backends.get(id)
+            if backend is None:
+                continue
+            backend.drift.add(*seen["drift"])
+            if seen["cached_tokens"] is not None:
+                backend.replica.cached_tokens = seen["cached_tokens"]
+            if seen["takes_ids"] is not None:
+                backend.replica.takes_ids = seen["takes_ids"]
+            for _ in range(seen["finished"] if backend.intake is not None else 0):
+                backend.intake.request_finished(1)
+
+    def _heard_resync(self, member: Member, id: str) -> None:
+        backend = self._gateway.dispatcher.backends.get(id)
+        if backend is not None:
+            backend.drift.reset()
+            if backend.intake is not None:
+                backend.intake.resync()
+            else:
+                self.map.clear(backend.slot)
+
+    def _heard_drained(self, member: Member, cut: int) -> None:
+        member.cut = cut
+        member.drained.set()
+
+    def _heard_explained(self, member: Member, number: int, **answer: Any) -> None:
+        future = self._answers.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    # --- what the admin side asks
+
+    async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
+        """A worker knows: what loads cost is learned where requests are answered."""
+        live = self.live
+        if not live:
+            raise Failure(503, "no worker is ready")
+        number = next(self._numbers)
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        live[0].channel.send({"do": "explain", "number": number, "path": path, "body": body.decode("latin-1"), "headers": {str(name): value for name, value in headers.items()}})
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                answer = await future
+        except TimeoutError:
+            raise Failure(503, "the worker that was asked gave no answer") from None
+        finally:
+            self._answers.pop(number, None)
+        if "prompt_error" in answer:
+            raise PromptError(*answer["prompt_error"])
+        if "failure" in answer:
+            raise Failure(*answer["failure"][:2], **answer["failure"][2])
+        return answer["told"]
+
+    def waited(self, replica: str) -> float:
+        now = monotonic()
+        return now - min((member.waited[replica] for member in self.members if replica in member.waited), default=now)
+
+    @property
+    def shared_ledger(self) -> Workers | None:
+        """With Redis, in place of a SharedLedger for people to look at."""
+        return self if self._settings.redis_url else None
+
+    @property
+    def joined(self) -> bool:
+        return bool(self.live) and all(member.joined for member in self.live)
+
+    @property
+    def reason(self) -> str:
+        return "; ".join(sorted({member.reason for member in self.live})) or "no worker is ready"
+
+    def status(self) -> list[dict[str, Any]]:
+        return [
+            {"worker": one.index, "pid": one.process.pid, "ready": one.live, "connections": self.connections(one), "requests": one.requests, "up_seconds": round(monotonic() - one.begun, 3)}
+            for one in sorted(self.members, key=lambda one: one.index)
+        ]
+
+    def modelled(self, replica: str) -> int:
+        """Blocks that a replica without events is thought to have; each worker has its own idea."""
+        return max((member.modelled.get(replica, 0) for member in self.members), default=0)
+
+    def reading(self) -> Reading:
+        """For `Metrics.read_from`."""
+        members = {str(one.index): one for one in self.members}
+        backends = self._gateway.dispatcher.backends
+        return {
+            "client_connections": sum(map(self.connections, self.members)),
+            "upstream_connections": {id: sum(one.idle.get(id, 0) for one in self.members) + self.ledger.own(id)[0] for id in backends},
+            "worker_up": {index: float(one.live) for index, one in members.items()},
+            "worker_connections": {index: self.connections(one) for index, one in members.items()},
+            "worker_requests": {index: one.requests for index, one in members.items()},
+            "worker_restarts": self.restarts,
+        }
+
+
+# Of a replica, what workers are told as it stands.
+FACTS = ("id", "url", "host", "port", "managed", "rank", "state", "reason", "incarnation", "models", "block_size", "num_blocks", "max_model_len", "version")
+
+
+async def _listen(host: str, port: int) -> list[socket.socket]:
+    """Every address the host's name stands for, on one port, as asyncio's own servers do it."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    listeners: list[socket.socket] = []
+    try:
+        for family, *_, address in dict.fromkeys(found):
+            listener = socket.create_server(address[:2] if not port and not listeners else (address[0], port or listeners[0].getsockname()[1]), family=family, backlog=4096)
+            listener.setblocking(False)
+            listeners.append(listener)
+    except OSError:
+        for one in listeners:
+            one.close()
+        raise
+    return listeners

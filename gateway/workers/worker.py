@@ -1,0 +1,346 @@
+"""One worker: the whole data path in a process of its own, and nothing else.
+
+    python -m gateway.workers.worker DESCRIPTOR        (started by `control`, never by hand)
+
+Clients come over the channel, accepted by the control process, and so does all that is known of replicas. Who holds what
+is read in the control process's block table, what siblings have sent where in their rings and on their pages. Back go
+counts, what traffic showed of replicas, and wishes. When the control process is gone, however it went, so is this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import gc
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import orjson
+import uvloop
+
+from cachemap.processes import FollowingMap
+from cachemap.ring import BYTES as RING_BYTES
+from cachemap.ring import Reader, Ring
+from policies import CostGroup
+from replicas import Replica, State
+from replicas.metrics import Scrape
+
+from .. import datapath
+from ..config import ConfigError, Settings
+from ..dispatch.backend import Backend
+from ..dispatch.dispatcher import Dispatcher
+from ..dispatch.life import Failure
+from ..model import model_dir
+from ..prompt import PromptError
+from ..telemetry import log as lines
+from ..telemetry.metrics import Metrics
+from ..wire.downstream import Downstream
+from ..wire.server import Server
+from .channel import Channel
+from .ledger import Board, WorkerLedger
+
+log = logging.getLogger("hitherto.workers")
+
+BEAT_SECONDS = 0.25
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+
+
+class WorkerDispatcher(Dispatcher):
+    """Chooses by what all workers have sent."""
+
+    ledger: WorkerLedger
+
+    def weigh(self, prompt, tried=()):
+        if self.shared is None or not self.shared.joined:
+            self.ledger.catch_up()
+        else:  # Redis tells of siblings as it does of other gateways
+            self.ledger.lose_sight()
+        return super().weigh(prompt, tried)
+
+
+class Followed:
+    """In place of a replica's EventIntake, which the control process has."""
+
+    def __init__(self, resync):
+        self.resync = resync
+        self.finished = 0
+
+    def request_finished(self, prompt_blocks: int) -> None:
+        self.finished += prompt_blocks > 0
+
+
+class Worker:
+    def __init__(self, end: socket.socket, hello: dict[str, Any], board: int, rings: int):
+        self.settings = settings = Settings.model_validate(hello["settings"])
+        self.index = index = hello["index"]
+        count = settings.workers
+        self.board = Board(memoryview(mmap.mmap(board, 0)), count)
+        memory = memoryview(mmap.mmap(rings, 0))
+        parts = [memory[RING_BYTES * number : RING_BYTES * (number + 1)] for number in range(count + 1)]
+        others = [Reader(part) for number, part in enumerate(parts) if number != index]
+        self.map = FollowingMap(settings.cache_budget // count, Ring(parts[index]), others, self._ask_resync_of)
+        self.metrics = Metrics()
+        self.ledger = WorkerLedger(self.board, index)
+        self.costs = CostGroup()
+        self.replicas: dict[str, Replica] = {}
+        self.served_name, self.model_dir = hello["served_name"], hello["model_dir"]
+        self.dispatcher = datapath.dispatcher(
+            settings,
+            WorkerDispatcher,
+            pipeline=datapath.pipeline(settings, self.model_dir and Path(self.model_dir), self.served_name),
+            cachemap=self.map,
+            metrics=self.metrics,
+            ledger=self.ledger,
+            costs=self.costs,
+            replicas=self.replicas,
+            on_traffic=self._traffic,
+        )
+        self.server = Server(self.dispatcher, datapath.limits(settings))
+        self.shared_ledger = self.dispatcher.shared = datapath.shared_ledger(settings, self.metrics, self.ledger)
+        self.ended = asyncio.Event()
+        self.channel = Channel(end, self._heard, self.ended.set, self._adopt)
+        self._news: list[tuple[str, str | None]] = []
+        self._well: set[str] = set()  # replicas of which the last news is good
+        self._told: dict[str, tuple] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until the control process closes the channel, or is gone."""
+        self.server.begin()
+        if self.shared_ledger is not None:
+            self.shared_ledger.start()
+        beating = asyncio.create_task(self._beat())
+        await self.ended.wait()
+        beating.cancel()
+        await self.server.close()
+        for backend in list(self.dispatcher.backends.values()):
+            backend.stop()
+        if self.shared_ledger is not None:
+            await self.shared_ledger.stop()
+
+    # --- clients
+
+    def _adopt(self, descriptor: int) -> None:
+        self._spawn(self._serve(socket.socket(fileno=descriptor)))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        board, index = self.board, self.index
+
+        class Counted(Downstream):
+            __slots__ = ()
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                board.close(index)
+                super().connection_lost(exc)
+
+        try:
+            connection.setblocking(False)
+            await self.server.adopt(connection, Counted)
+        except OSError:
+            connection.close()
+            board.close(index)
+
+    def _spawn(self, work) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- what the control process says
+
+    def _heard(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        what = message.pop("do")
+        if what == "table":
+            self.map.look_at(message["tier"], list(zip(message["types"], descriptors, strict=True)))
+        else:
+            getattr(self, "_heard_" + what)(**message)
+
+    def _heard_go(self) -> None:
+        """All that there is to know has been told."""
+        self.channel.send({"do": "ready"})
+
+    def _heard_replica(self, facts: dict[str, Any]) -> None:
+        scrape, slot = facts.pop("scrape"), facts.pop("slot", None)
+        observed, followed = facts.pop("observed", False), facts.pop("followed", False)
+        facts["state"] = State(facts["state"])
+        replica = self.replicas.get(facts["id"])
+        if replica is None:
+            replica = self.replicas[facts["id"]] = Replica(facts["id"], facts["url"], facts["host"], facts["port"])
+        changed = [name for name, value in facts.items() if getattr(replica, name) != value]
+        for name in changed:
+            setattr(replica, name, facts[name])
+        if slot is None:
+            return
+        backend = self.dispatcher.backends.get(replica.id)
+        if backend is not None and backend.slot != slot:  # removed, and added again
+            self._forget(backend)
+            backend = None
+        self.map.place(slot, replica.id, replica.num_blocks, observed)
+        if backend is None:
+            backend = Backend(replica, slot, self.ledger.place(replica.id, slot), self.costs.add(replica.id))
+            backend.incarnation = replica.incarnation
+            self.dispatcher.add(backend)
+        elif backend.incarnation != replica.incarnation:
+            backend.drift.reset()
+            backend.incarnation = replica.incarnation
+        if not followed:
+            backend.intake = None
+        elif backend.intake is None:
+            backend.intake = Followed(functools.partial(self._ask_resync, replica.id))
+        if scrape is not None and scrape != self._told.get(replica.id):
+            self._told[replica.id] = scrape
+            _, waiting, kv_usage = scrape
+            self.ledger.catch_up()
+            backend.load.scraped(waiting, kv_usage)
+        if changed:
+            self.dispatcher.changed()
+
+    def _heard_gone(self, id: str) -> None:
+        self.replicas.pop(id, None)
+        backend = self.dispatcher.backends.get(id)
+        if backend is not None:
+            self._forget(backend)
+
+    def _forget(self, backend: Backend) -> None:
+        self.dispatcher.remove(backend.id)
+        self.metrics.forget(backend.id)
+        self._told.pop(backend.id, None)
+
+    def _heard_clear(self, slot: int) -> None:
+        if any(backend.slot == slot for backend in self.dispatcher.backends.values()):
+            self.map.cleared(slot)
+
+    def _heard_pipeline(self, block_size: int, max_model_len: int | None, version: str | None, model_dir: str | None) -> None:
+        def follow() -> None:
+            pipeline = self.dispatcher.pipeline
+            pipeline.block_size, pipeline.max_model_len = block_size, max_model_len
+            pipeline.follow(version)
+
+        follow()
+        if model_dir != self.model_dir:
+            self.model_dir = model_dir
+            self._spawn(self._load(model_dir, follow))
+
+    async def _load(self, directory: str, follow) -> None:
+        """The replicas told what their model is."""
+        loop = asyncio.get_running_loop()
+        self.dispatcher.pipeline = await loop.run_in_executor(None, datapath.pipeline, self.settings, Path(directory), self.served_name)
+        follow()
+
+    def _heard_drain(self, seconds: float) -> None:
+        self.dispatcher.draining = self.server.draining = True
+        self._spawn(self._drain(monotonic() + seconds))
+
+    async def _drain(self, deadline: float) -> None:
+        while self.server.busy and monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self.channel.send({"do": "drained", "cut": self.server.busy})
+
+    def _heard_explain(self, number: int, path: str, body: str, headers: dict[str, str]) -> None:
+        self._spawn(self._explain(number, path, body.encode("latin-1"), headers))
+
+    async def _explain(self, number: int, path: str, body: bytes, headers: dict[str, str]) -> None:
+        try:
+            answer: dict[str, Any] = {"told": await datapath.explain(self.settings, self.dispatcher, path, body, headers)}
+        except PromptError as wrong:
+            answer = {"prompt_error": [wrong.status, wrong.message, wrong.type, wrong.param, wrong.code]}
+        except Failure as nobody:
+            answer = {"failure": [nobody.status, nobody.message, nobody.fields]}
+        self.channel.send({"do": "explained", "number": number, **answer})
+
+    # --- what it says
+
+    def _traffic(self, replica: str, fault: str | None) -> None:
+        """Bad news at once, good news once a beat."""
+        if fault is None:
+            if replica not in self._well:
+                self._well.add(replica)
+                self._news.append((replica, None))
+            return
+        self._well.discard(replica)
+        self._news.append((replica, fault))
+        self._tell_news()
+
+    def _tell_news(self) -> None:
+        if self._news:
+            news, self._news = self._news, []
+            self.channel.send({"do": "traffic", "news": news})
+
+    def _ask_resync(self, replica: str) -> None:
+        self.channel.send({"do": "resync", "id": replica})
+
+    def _ask_resync_of(self, slot: int) -> None:
+        for backend in self.dispatcher.backends.values():
+            if backend.slot == slot:
+                self._ask_resync(backend.id)
+
+    async def _beat(self) -> None:
+        while True:
+            self.map.catch_up()
+            self._well.clear()
+            self._tell_news()
+            shared, modelled = self.shared_ledger, self.map.modelled()
+            self.channel.send({
+                "do": "beat",
+                "grown": self.metrics.take(),
+                "replicas": {backend.id: self._seen(backend, modelled) for backend in self.dispatcher.backends.values()},
+                "joined": shared is not None and shared.joined,
+                "reason": shared.reason if shared is not None else "",
+            })  # fmt: skip
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def _seen(self, backend: Backend, modelled: dict[int, int]) -> dict[str, Any]:
+        replica, intake, now = backend.replica, backend.intake, monotonic()
+        waited = self.dispatcher.waited(backend.id, now)
+        finished = 0
+        if intake is not None:
+            finished, intake.finished = intake.finished, 0
+        return {
+            "sent_at": now - waited if waited else None,
+            "drift": backend.drift.take(),
+            "finished": finished,
+            "cached_tokens": replica.cached_tokens,
+            "takes_ids": None if replica.takes_ids == "not tried yet" else replica.takes_ids,
+            "idle": len(backend.pool.idle),
+            "modelled": modelled.get(backend.slot),
+        }
+
+
+async def _main(end: socket.socket, hello: dict[str, Any], descriptors: list[int]) -> None:
+    worker = Worker(end, hello, *descriptors)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)  # as in `app`
+    await worker.run()
+
+
+def main() -> int:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Ctrl-C and service managers signal all processes of a group; when to stop is the control process's to say.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end = socket.socket(fileno=int(sys.argv[1]))
+    data, descriptors, _, _ = socket.recv_fds(end, 1 << 16, 8)
+    if not data:
+        return 0  # the control process died first
+    hello = orjson.loads(data[1:])
+    outbox = lines.setup(hello["settings"]["log_level"])
+    try:
+        uvloop.run(_main(end, hello, descriptors))
+    except ConfigError as error:
+        log.error("%s", error)
+        return 2
+    finally:
+        outbox.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

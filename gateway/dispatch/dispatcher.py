@@ -252,7 +252,7 @@ class Dispatcher:
             if self.shared.joined:
                 prompt = life.prompt
                 hashes = prompt.hashes if prompt is not None and prompt.reads_cache else ()
-                self.shared.decide(self.policy, demand, candidates, hashes, lambda decision: self._decided(life, backends, decision))
+                self.shared.decide(self.policy, demand, candidates, hashes, lambda decision: self._decided(life, backends, begun, decision))
                 return
             self.metrics.shared_decisions.inc("away")
         self._choose_here(life, demand, backends, candidates)
@@ -263,8 +263,9 @@ class Dispatcher:
         backend = backends[self.policy.choose(demand, candidates).index]
         self._reserve(life, backend, backend.candidate.overlap, demand.tokens)
 
-    def _decided(self, life: Life, backends: list[Backend], decision: Decision | None) -> None:
+    def _decided(self, life: Life, backends: list[Backend], begun: float, decision: Decision | None) -> None:
         """What the shared ledger answers; None: too late, or not at all."""
+        self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
         waiting = life.state is State.CHOOSING  # else the client left meanwhile
         if decision is not None:
             backend = backends[decision.index]

@@ -1,6 +1,6 @@
 """One ledger for all gateways of a deployment, in Redis: choose and reserve in one step there.
 
-    shared = SharedLedger(client, "default", ledger)
+    shared = SharedLedger(Ways(parse(url)), "default", ledger)
     shared.start()
     shared.decide(policy, demand, candidates, hashes, answer)     # answer(Decision) or answer(None)
 
@@ -27,19 +27,20 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cachemap.share.connect import FAILURES, Script
+from cachemap.share.connect import FAILURES, Line, Script
 from cachemap.share.keys import SCHEMA, scope
 from policies import Bid, Candidate, Demand, Ledger, Policy
 from policies.ledger import NOTHING
 
 if TYPE_CHECKING:
-    from cachemap.share.connect import Client
+    from cachemap.share.connect import Ways
 
 log = logging.getLogger("hitherto.dispatch")
 
 SCRIPT = Script(Path(__file__).with_name("shared.lua"))
 DEADLINE = 0.002  # seconds a request may wait for the shared decision; it takes 0.3 ms on one machine
 LEASE = 3.0  # seconds after which a gateway that is silent is taken out of the sums
+GATHER = 0.005  # seconds that changes wait for a decision to go along with; a message of their own costs as much as one
 BEAT = 0.25  # seconds between heartbeats: how old the view of other gateways' load may be
 PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
 MOST_BIDS = 64  # candidates that are handed over: those cheapest by the local view; the script takes 1 us each
@@ -83,7 +84,7 @@ class SharedLedger:
 
     def __init__(
         self,
-        client: Client,
+        ways: Ways,
         deployment: str,
         ledger: Ledger,
         *,
@@ -91,12 +92,14 @@ class SharedLedger:
         deadline: float = DEADLINE,
     ):
         self._deadline = deadline
-        self._client, self._ledger, self._observe = client, ledger, observe
+        self._ways, self._ledger, self._observe = ways, ledger, observe
         self._key = f"hitherto:{SCHEMA}:{deployment}:{{pool}}:"
+        self._line = Line(ways, self._key)
         self._token = self._former = ""
         self._scopes: dict[str, str] = {}
         self._queue: list[_Pending] = []
         self._changes: dict[str, list[int]] = {}
+        self._due: asyncio.TimerHandle | None = None  # when changes go by themselves
         self._pump: asyncio.Task[None] | None = None
         self._beats: asyncio.Task[None] | None = None
         self._stopped = False
@@ -199,16 +202,19 @@ class SharedLedger:
         else:
             for i, count in enumerate(change):
                 sums[i] += count
-        if self.joined:
-            self._start_pump()
+        if self.joined and self._due is None:
+            self._due = asyncio.get_running_loop().call_later(GATHER, self._start_pump)
 
     def _start_pump(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
         if self._pump is None or self._pump.done():
             self._pump = asyncio.get_running_loop().create_task(self._send_all())
 
     async def _send_all(self) -> None:
-        """Whatever waits goes out in one pipeline; what comes meanwhile, in the next."""
-        while self.joined and (self._queue or self._changes):
+        """Whatever waits goes out together; decisions that come meanwhile, and the changes by then, go next."""
+        while self.joined and (self._queue or (self._changes and self._due is None)):
             batch, self._queue = self._queue, []
             changes, self._changes = self._changes, {}
             token = self._token
@@ -226,12 +232,10 @@ class SharedLedger:
 
     async def _send(self, token: str, changes: dict[str, list[int]], batch: list[_Pending]) -> list[Any]:
         """Replies to the changes, and to each decision; raises what the script or the connection raised."""
-        pipe = self._client.pipeline(transaction=False)
-        pipe.execute_command("EVALSHA", SCRIPT.sha, 1, self._key, "move", token, *self._packed(changes))
-        for pending in batch:
-            pipe.execute_command("EVALSHA", SCRIPT.sha, 1, self._key, "decide", token, *pending.arguments)
+        begin = ("EVALSHA", SCRIPT.sha, 1, self._key)
+        decisions = [(*begin, "decide", token, *pending.arguments) for pending in batch]
         async with asyncio.timeout(PATIENCE):
-            return await pipe.execute()
+            return await self._line.ask([(*begin, "move", token, *self._packed(changes)), *decisions])
 
     def _packed(self, loads: dict[str, Sequence[int]]) -> tuple[str, bytes]:
         found = [(replica, counts) for replica, counts in loads.items() if any(counts)]
@@ -253,7 +257,7 @@ class SharedLedger:
             async with asyncio.timeout(PATIENCE):
                 if was_joined:
                     await self._run("leave", self._token)
-                await self._client.aclose()
+                await self._ways.aclose()
 
     async def _keep(self) -> None:
         while not self._stopped:  # redis-py's waits may swallow a cancellation on Python 3.11
@@ -289,7 +293,7 @@ class SharedLedger:
             self._ledger.others(replica, _less(load, mine))
 
     async def _run(self, *arguments: Any) -> Any:
-        return await SCRIPT(self._client, [self._key], list(arguments))
+        return await SCRIPT(await self._ways.to(self._key), [self._key], list(arguments))
 
     def _lost(self, why: str) -> None:
         """Nothing is known of what others have; decisions are local until a new token is joined."""

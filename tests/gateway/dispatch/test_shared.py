@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cachemap.share.connect import connect, parse
-from gateway.dispatch.shared import LEASE, SharedLedger
+from cachemap.share.connect import Ways, parse
+from gateway.dispatch.shared import LEASE, SCRIPT, SharedLedger
 from policies import Candidate, CostGroup, Demand, Ledger, make
 from policies.ledger import NOTHING
-from tests.redis_server import Cluster, Proxy, running
+from tests.redis_server import Cluster, Proxy, certificate, running
 
 TOKENS, SIZE = 3210, 16
 LOAD = "hitherto:1:test:{pool}:load"
@@ -22,12 +22,11 @@ class Gateway:
     """What a dispatcher does with the shared ledger, and no more."""
 
     def __init__(self, url, replicas=8, policy="least_time", deadline=5.0, deployment="test"):
-        self.client = connect(parse(url))
         self.ledger, group = Ledger(), CostGroup()
         self.candidates = [Candidate(f"10.0.0.{i}:80", 0, self.ledger.add(f"10.0.0.{i}:80"), group.add(f"10.0.0.{i}:80")) for i in range(replicas)]
         self.outcomes: Counter = Counter()
         self.policy = make(policy)
-        self.shared = SharedLedger(self.client, deployment, self.ledger, observe=lambda outcome, _: self.outcomes.update([outcome]), deadline=deadline)
+        self.shared = SharedLedger(Ways(parse(url)), deployment, self.ledger, observe=lambda outcome, _: self.outcomes.update([outcome]), deadline=deadline)
         self.open = []
 
     def start(self):
@@ -123,12 +122,23 @@ async def test_a_burst_of_one_new_prompt_follows_its_first_as_far_as_that_is_soo
         used = Counter(index for index, _ in routed)
         # A prefill of 3,210 tokens takes 66 ms by the prior costs; 63 that find all but ten tokens held need less
         # on two or three replicas than on one, and there is nothing to be had from computing it eight times.
-        assert 1 < len(used) < 5
+        assert 1 < len(used) < 4
         assert sum(overlap > 0 for _, overlap in routed) == 64 - len(used)
-        alone = Gateway(redis_server.url)  # each by its own view, counted afterwards: what it replaces
-        views = [[alone.policy.choose(Demand(TOKENS, SIZE, 1), alone.candidates).index for _ in range(16)] for _ in range(4)]
-        assert len(Counter(index for view in views for index in view)) > len(used)
-        await alone.stop()
+    assert computed_if_decided_then_counted(4, 64) >= 4  # each gateway has a first one of its own
+
+
+def computed_if_decided_then_counted(gateways, requests):
+    """How many of the same burst compute the prompt if gateways tell each other afterwards: each knows its own load and prefixes."""
+    computed = 0
+    for number in range(gateways):
+        ledger, group, policy = Ledger(), CostGroup(), make("least_time", number)
+        candidates = [Candidate(f"r{i}", 0, ledger.add(f"r{i}"), group.add(f"r{i}")) for i in range(8)]
+        for _ in range(requests // gateways):
+            chosen = candidates[policy.choose(Demand(TOKENS, SIZE, 1), candidates).index]
+            ledger.reserve(chosen.replica, TOKENS - chosen.overlap, TOKENS)
+            computed += chosen.overlap == 0
+            chosen.overlap = TOKENS // SIZE * SIZE
+    return computed
 
 
 async def test_prefixes_sent_by_others_are_known_at_their_depth(redis_server):
@@ -231,6 +241,16 @@ async def test_deployments_know_nothing_of_each_other(redis_server):
         assert [counts[0] for counts in together(redis_server).values()] == [1]
 
 
+async def test_a_redis_that_forgot_the_script_is_given_it_again(redis_server):
+    async with gateways(redis_server, 1) as (one,):
+        with redis_server.client() as client:
+            assert client.script_exists(SCRIPT.sha) == [True]  # under the hash that this gateway has worked out
+            client.script_flush()
+            await one.route(prompt(1))
+            await until(lambda: client.script_exists(SCRIPT.sha) == [True] and one.shared.joined)
+        await until(lambda: [counts[0] for counts in together(redis_server).values()] == [1])
+
+
 async def test_only_hashes_and_counters_are_stored(redis_server):
     async with gateways(redis_server, 1) as (one,):
         await one.route(prompt(5))
@@ -241,19 +261,21 @@ async def test_only_hashes_and_counters_are_stored(redis_server):
             assert {client.ttl(key) > 0 for key in sent} == {True}
 
 
-async def test_as_the_acl_user_of_the_docs(start_redis):
+async def test_behind_tls_as_the_acl_user_of_the_docs(start_redis, tmp_path):
+    context, authority = certificate(tmp_path)
     commands = re.search(r"An ACL user needs `~hitherto:\*` and `(.*?)`", (Path(__file__).parents[3] / "docs/scaling.md").read_text(), re.S)[1]
     server = start_redis()
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "gateway", "on", ">secret", "~hitherto:*", *(f"+{name.lower()}" for name in commands.split()))
         client.execute_command("ACL", "SETUSER", "outsider", "on", ">secret", "~other:*", "+@all")
-    one = Gateway(server.url.replace("//", "//gateway:secret@")).start()
-    await until(lambda: one.shared.joined)
-    await one.route(prompt(1))
-    assert [counts[0] for counts in together(server).values()] == [1]
-    one.end_all()
-    await until(lambda: not together(server))
-    await one.stop()
+    async with Proxy(server.port, tls=context) as proxy:
+        one = Gateway(f"rediss://gateway:secret@127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority}").start()
+        await until(lambda: one.shared.joined)
+        await one.route(prompt(1))
+        assert [counts[0] for counts in together(server).values()] == [1]
+        one.end_all()
+        await until(lambda: not together(server))
+        await one.stop()
     refused = Gateway(server.url.replace("//", "//outsider:secret@")).start()
     await until(lambda: "permission" in refused.shared.reason.lower())
     await refused.route(prompt(1))

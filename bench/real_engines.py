@@ -97,7 +97,12 @@ def make_work(seed: int, requests: int, asking: Asking, model: Path) -> Work:
     rng = random.Random(seed)
     conversations = conversation_file(DATA / TAU, requests, OUTPUT, THINK, rng)
     starts = conversation_starts([len(item.turns) for item in conversations], RATE, rng)
-    pipeline, prompts = Pipeline(model, "tiny", BLOCK), {}
+    return Work(seed, conversations, starts, prompts_of(conversations, asking, Pipeline(model, "tiny", BLOCK)))
+
+
+def prompts_of(conversations: Sequence[Conversation], asking: Asking, pipeline: Pipeline) -> dict[tuple[str, int], tuple[int, list[int]]]:
+    """Tokens and block hashes of every turn's prompt."""
+    prompts = {}
     for item in conversations:
         messages = []
         for number, turn in enumerate(item.turns):
@@ -105,7 +110,7 @@ def make_work(seed: int, requests: int, asking: Asking, model: Path) -> Work:
             prompt = pipeline.prepare(CHAT, asking.body(messages, turn, item.extra))
             prompts[item.id, number] = prompt.tokens, list(prompt.hashes)
             messages.append(turn.reply)
-    return Work(seed, conversations, starts, prompts)
+    return prompts
 
 
 async def counters(engine: Engine) -> dict[str, float]:

@@ -104,7 +104,7 @@ async def write(url: str, options: argparse.Namespace) -> dict:
         await engine.fill()
     await until(lambda: not any(one.journal.whole or one.journal.due(one.blocks) or one in shared._writing.snapshots for one in intakes))
     result = {"memory": await steady_memory(url, engines, intakes, shared, options)}
-    result["warm"] = warm(url, options, table)
+    result["warm"] = await warm(url, options, table)
     result["traffic"] = await traffic(url, engines, intakes, shared, options)
     for task in tasks:
         task.cancel()
@@ -136,12 +136,13 @@ def memory(url: str) -> int:
             return sum(size or 0 for size in pipe.execute())
 
 
-def warm(url: str, options: argparse.Namespace, table: CacheMap) -> dict:
-    """A new gateway process: seconds from its first word to Redis until it holds what the writer does."""
+async def warm(url: str, options: argparse.Namespace, table: CacheMap) -> dict:
+    """A new gateway process: seconds from its first word to Redis until it holds what the writer does, who goes on meanwhile."""
     seconds = []
     for _ in range(options.runs):
         command = [sys.executable, "-m", "bench.share", "--warm", url, "--replicas", str(options.replicas), "--blocks", str(options.blocks)]
-        told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        told = json.loads((await process.communicate())[0])
         if told["blocks"] != table.stats()["blocks"]:
             raise RuntimeError(f"the new gateway holds {told['blocks']} blocks, the writer {table.stats()['blocks']}")
         seconds.append(told["seconds"])

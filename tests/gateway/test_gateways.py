@@ -2,6 +2,7 @@
 another gateway is a client's."""
 
 import asyncio
+import json
 import re
 import signal
 import struct
@@ -9,9 +10,12 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
+from email.utils import parsedate_to_datetime
 
 import httpx
+import numpy as np
 import pytest
+from msgspec import msgpack
 
 from tests.redis_server import Proxy, Sentinels, binaries, running as redis_running
 
@@ -45,15 +49,26 @@ def engines():
 
 
 @asynccontextmanager
-async def gateways(count, redis_url, engines):
+async def gateways(count, redis_url, engines, env={}):
     """That many gateway processes, ready, each with all engines, joined."""
     async with AsyncExitStack() as stack:
-        starts = [stack.enter_async_context(running("--redis-url", redis_url, "--replica-url", *engines, "--model", "sim")) for _ in range(count)]
+        starts = [stack.enter_async_context(running("--redis-url", redis_url, "--replica-url", *engines, "--model", "sim", env=env)) for _ in range(count)]
         found = [await one for one in starts]
         for one in found:
             await one.ready(len(engines))
             await joined(one)
         yield found
+
+
+def ahead(folder, seconds=10):
+    """Surroundings in which a gateway's wall clock is ahead by so much."""
+    (folder / "sitecustomize.py").write_text(f"""
+import time
+right, right_ns = time.time, time.time_ns
+time.time = lambda: right() + {seconds}
+time.time_ns = lambda: right_ns() + {seconds} * 10**9
+""")
+    return {"PYTHONPATH": str(folder)}
 
 
 async def joined(gateway, seconds=20):
@@ -92,6 +107,7 @@ class Clients:
     def __init__(self, fleet):
         self.fleet, self.answers, self.stopping = list(fleet), Counter(), False
         self.failures: list[str] = []
+        self.times: list[float] = []  # of good answers
 
     async def __aenter__(self):
         self.tasks = [asyncio.create_task(self._ask(number)) for number in range(8)]
@@ -110,7 +126,9 @@ class Clients:
             try:
                 answer = await gateway.chat([{"role": "user", "content": f"{start}{TEXT[: 80 * turn % 3000]}"}])
                 self.answers[answer.status_code] += 1
-                if answer.status_code != 200:
+                if answer.status_code == 200:
+                    self.times.append(asyncio.get_running_loop().time())
+                else:
                     self.failures.append(answer.text)
             except httpx.HTTPError as error:
                 if gateway in self.fleet:
@@ -148,7 +166,33 @@ async def test_what_one_gateway_sent_the_other_finds(redis_server, engines):
             cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert int(answer.headers["x-hitherto-cached-tokens"]) == cached > 500
         with redis_server.client() as client:
+            stored = everything(client)
+            assert len(stored) > 13 * cached // 16  # the map is there, and of the prompt neither its text nor its tokens
+            told = httpx.post(f"{engines[0]}/tokenize", json={"model": "sim", "prompt": messages[0]["content"]}).json()
+            ids = told["tokens"][8:12]
+            for kind in ("<u4", "<u8"):
+                assert np.array(ids, kind).tobytes() not in stored
+            assert not any(word in stored for word in (b"mercy", b"Only one", json.dumps(ids).encode()[1:-1], msgpack.encode(ids)[1:]))
             await settled(fleet, client)
+
+
+def everything(client):
+    """All keys and values, as bytes."""
+    read = {b"string": client.get, b"hash": client.hgetall, b"zset": lambda key: client.zrange(key, 0, -1), b"stream": client.xrange, b"list": lambda key: client.lrange(key, 0, -1)}
+    found = bytearray()
+
+    def add(value):
+        if isinstance(value, bytes):
+            found.extend(value)
+        elif isinstance(value, dict):
+            add([*value, *value.values()])
+        else:
+            for one in value:
+                add(one)
+
+    for key in client.keys():
+        add([key, read[client.type(key)](key) or b""])
+    return bytes(found)
 
 
 async def test_a_gateway_started_later_is_as_warm_as_its_siblings(redis_server, engines):
@@ -260,6 +304,32 @@ async def test_a_gateway_killed_in_a_burst_leaves_no_load_and_no_lease(redis_ser
                     await clients.more()
                 assert not clients.failures
             await settled([stays], client)
+
+
+@pytest.mark.parametrize("writes", ("ahead", "right"))
+async def test_clocks_ten_seconds_apart(redis_server, engines, tmp_path, writes):
+    """Nobody's clock is compared with another's: for longer than a lease each stays what it is, and the map is one."""
+    clocks = [ahead(tmp_path), {}]
+    async with AsyncExitStack() as stack:
+        fleet = []
+        for env in clocks if writes == "ahead" else reversed(clocks):
+            fleet += await stack.enter_async_context(gateways(1, redis_server.url, engines, env))
+            await fleet[-1].until(lambda status: roles(status) == {"mirror" if len(fleet) > 1 else "writer"})
+        dates = [parsedate_to_datetime((await one.admin.get("/status")).headers["date"]).timestamp() for one in fleet]
+        assert abs(dates[0] - dates[1]) > 8
+        async with Clients(fleet) as clients:
+            end = asyncio.get_running_loop().time() + 4
+            while asyncio.get_running_loop().time() < end:
+                await clients.more(20)
+                assert [roles(await one.status()) for one in fleet] == [{"writer"}, {"mirror"}]
+        assert not clients.failures
+        with redis_server.client() as client:
+            await settled(fleet, client)
+        for one in fleet:
+            told = (await one.admin.get("/metrics")).text
+            assert "hitherto_map_reloads_total 0" in told and "hitherto_map_takeovers_total 0" in told
+            assert 'outcome="away"' not in told
+            assert float(re.search(r"^hitherto_map_mirror_lag_seconds ([0-9.e+-]+)$", told, re.M)[1]) < 5
 
 
 async def test_sentinel_fails_over(tmp_path, engines):

@@ -30,7 +30,8 @@ from loadgen.drive import Asking, Run
 from loadgen.records import Record
 from loadgen.report import machine
 from loadgen.tiny_model import tiny_model
-from loadgen.workloads import Conversation, conversation_file
+from loadgen.traces import conversation_file
+from loadgen.workloads import Conversation
 from replicas import ports
 from replicas.simulated.model import sim_model_dir
 from replicas.simulated.profile import load_profile

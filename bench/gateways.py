@@ -46,7 +46,8 @@ from loadgen.drive import CHAT, Asking, Run
 from loadgen.records import Record
 from loadgen.report import machine, spread, summarise
 from loadgen.stack import die_with_parent, free_ports
-from loadgen.workloads import Turn, conversation_file
+from loadgen.traces import conversation_file
+from loadgen.workloads import Turn
 from replicas.simulated.model import sim_model_dir
 from tests.gateway.running import Running, running
 from tests.redis_server import RedisServer
@@ -138,7 +139,7 @@ async def empty(urls: Sequence[str]) -> None:
 @asynccontextmanager
 async def gateways(count: int, policy: str, redis_url: str | None, urls: Sequence[str]):
     async with AsyncExitStack() as stack:
-        flags = ["--model", "sim", "--policy", policy, "--log-level", "warning", *(["--redis-url", redis_url] if redis_url else []), "--replica-url", *urls]
+        flags = ["--model", "sim", "--policy", policy, *(["--redis-url", redis_url] if redis_url else []), "--replica-url", *urls]
         found = await asyncio.gather(*(stack.enter_async_context(running(*flags)) for _ in range(count)))
         for one in found:
             await one.until(lambda status: ready(status, redis_url), 60)
@@ -230,7 +231,7 @@ async def bursts(client: InTurn) -> dict:
 async def one_more(sibling: Running, redis_url: str, urls: Sequence[str]) -> dict:
     """A gateway that starts while the others have been at it for a while: seconds until it knows what they know."""
     there, began = (await sibling.status())["map"]["blocks"], perf_counter()
-    async with running("--model", "sim", "--log-level", "warning", "--redis-url", redis_url, "--replica-url", *urls) as late:
+    async with running("--model", "sim", "--redis-url", redis_url, "--replica-url", *urls) as late:
         listens = perf_counter() - began
         await late.until(lambda status: ready(status, redis_url) and status["map"]["blocks"] >= there, 60)
         return {"blocks": there, "listens_s": round(listens, 2), "warm_s": round(perf_counter() - began, 2)}

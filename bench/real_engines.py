@@ -44,7 +44,8 @@ from loadgen.records import Record
 from loadgen.report import machine, summarise
 from loadgen.sse import Reply
 from loadgen.tiny_model import tiny_model
-from loadgen.workloads import Conversation, conversation_file
+from loadgen.traces import conversation_file
+from loadgen.workloads import Conversation
 from tests.vllm.engines import Engine
 
 REPLICAS, BLOCK, CACHES = 2, 16, 1.0

@@ -11,6 +11,34 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """A rate that goes from `start` to `end` over the requests of a run, by equal steps or by equal factors."""
+
+    start: float
+    end: float
+    exponential: bool = False
+
+    def rate(self, progress: float) -> float:
+        if self.exponential:
+            return self.start * (self.end / self.start) ** progress
+        return self.start + (self.end - self.start) * progress
+
+
+def gap(rate: float, burstiness: float, rng: random.Random) -> float:
+    """Seconds to the next of `rate` events per second, gamma-distributed with shape `burstiness`.
+
+    1 makes a Poisson process, less makes bursts, more is more regular, infinity is constant: what `--burstiness` means to
+    vLLM's benchmark. An infinite rate puts all at once.
+    """
+    if math.isinf(rate):
+        return 0.0
+    if burstiness == 1:
+        return rng.expovariate(rate)
+    return 1 / rate if math.isinf(burstiness) else rng.gammavariate(burstiness, 1 / (rate * burstiness))
 
 
 def poisson(rate: float, rng: random.Random) -> Iterator[float]:
@@ -24,18 +52,20 @@ def poisson(rate: float, rng: random.Random) -> Iterator[float]:
     at = 0.0
     while True:
         yield at
-        if not math.isinf(rate):
-            at += rng.expovariate(rate)
+        at += gap(rate, 1.0, rng)
 
 
-def conversation_starts(turns: list[int], request_rate: float, rng: random.Random) -> list[float]:
+def conversation_starts(turns: list[int], request_rate: float, rng: random.Random, burstiness: float = 1.0,
+                        ramp: Ramp | None = None) -> list[float]:
     """Start times (s) for conversations of the given numbers of turns.
 
     `request_rate` counts requests, as vLLM's benchmark does. Later turns follow their
-    conversation's replies, so what arrives as a Poisson process is the conversations, at
-    request_rate / mean turns.
+    conversation's replies, so what arrives as a process is the conversations, at
+    request_rate / mean turns. A `ramp` replaces the rate.
     """
-    if not turns:
-        return []
-    starts = poisson(request_rate * len(turns) / sum(turns), rng)
-    return [next(starts) for _ in turns]
+    at, starts = 0.0, []
+    for index in range(len(turns)):
+        rate = ramp.rate(index / max(1, len(turns) - 1)) if ramp else request_rate
+        at += gap(rate * len(turns) / sum(turns), burstiness, rng) if index else 0.0
+        starts.append(at)
+    return starts

@@ -13,13 +13,13 @@ from typing import NoReturn
 import uvloop
 from rich.console import Console
 
-from loadgen import compare, demo, options, show
+from loadgen import compare, datasets, demo, options, show
 from loadgen.client import BadURL, Client
-from loadgen.drive import Run
+from loadgen.processes import ProcessFailed
 from loadgen.progress import watched
 from loadgen.report import BadSLO, setting, summarise
 from loadgen.scenes import NoEngines
-from loadgen.serving import Unreachable, model_of, stop_on_interrupt
+from loadgen.serving import Unreachable, load_of, model_of, stop_on_interrupt
 from loadgen.sources import BadSource
 from loadgen.stack import StackFailed
 from loadgen.workloads import BadWorkload
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except (options.BadOption, BadSLO, BadSource, BadURL, BadWorkload) as error:
         print(f"loadgen {args.verb}: {error}", file=sys.stderr)
         return 2
-    except (NoEngines, StackFailed, Unreachable) as error:
+    except (NoEngines, ProcessFailed, StackFailed, Unreachable) as error:
         print(f"loadgen {args.verb}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -51,9 +51,9 @@ def main(argv: list[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="loadgen", description="Load tests for OpenAI endpoints.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
-    run = verbs.add_parser("run", help="one open-loop load against one OpenAI endpoint")
+    run = verbs.add_parser("run", help="one load against one OpenAI endpoint")
     options.add_target(run)
-    options.add_workload(run)
+    datasets.add_workload(run)
     options.add_report(run)
     run.set_defaults(act=run_verb)
     several = verbs.add_parser("compare", help="the same load against several endpoints or policies")
@@ -67,15 +67,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 async def run_verb(args: argparse.Namespace, console: Console) -> int:
     options.check(args)
-    conversations, starts = options.workload(args)
+    datasets.check(args)
+    work = datasets.workload(args)
+    show.print_notes(console, work.notes)
     client = Client(args.base_url, options.headers(args), args.timeout)
-    asking = options.asking(args, await model_of(client, args.model))
-    load = Run(conversations, starts, client, asking, args.max_concurrency)
+    asking = datasets.asking(args, await model_of(client, args.model))
+    load = load_of(args, work, client, asking)
     stop_on_interrupt(load)
     await watched(load, console, client.base_url)
     client.close()
     report = {"target": client.base_url, "model": asking.model, **summarise(load, options.slo(args)),
-              "setting": setting(["loadgen", *sys.argv[1:]], args.seed), "workload": options.describe(args)}
+              "setting": setting(["loadgen", *sys.argv[1:]], args.seed), "workload": datasets.describe(args, work)}
     show.print_report(console, report)
     options.write_json(args.json, report, console)
     return 0 if report["completed"] else 1

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from rich.console import Console
 
 import policies
-from loadgen import engines, options, show, words
+from loadgen import datasets, engines, options, show, words
 from loadgen.client import Client
-from loadgen.drive import Run
 from loadgen.progress import watched
 from loadgen.report import setting, summarise
-from loadgen.serving import model_of, stop_on_interrupt
+from loadgen.serving import load_of, model_of, stop_on_interrupt
 from loadgen.stack import Stack
+from loadgen.workloads import Workload
 
 Report = Mapping[str, object]
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--launch", type=options.whole, default=4, metavar="N", help="with --policies: engines (default %(default)s)")
     group.add_argument("--profile", default="sim", metavar="NAME", help="with --policies: launch profile, name or file (default %(default)s)")
     options.add_asking(group)
-    options.add_workload(parser)
+    datasets.add_workload(parser)
     options.add_report(parser)
 
 
@@ -59,31 +59,33 @@ def targets(args: argparse.Namespace) -> dict[str, str]:
 
 async def compare_verb(args: argparse.Namespace, console: Console) -> int:
     options.check(args)
+    datasets.check(args)
+    work = datasets.workload(args)
+    show.print_notes(console, work.notes)
     reports: dict[str, Report] = {}
     if args.target:
         for name, url in targets(args).items():
-            reports[name] = await measure(args, console, name, url, None)
+            reports[name] = await measure(args, console, work, name, url, None)
     else:
         for policy in args.policies:
             console.print(f"[dim]{policy}: starting {args.launch} engines and a gateway …[/]")
             async with Stack(policy, args.launch, args.profile) as stack:
-                reports[policy] = await measure(args, console, policy, stack.base_url, stack.admin)
+                reports[policy] = await measure(args, console, work, policy, stack.base_url, stack.admin)
     console.print(show.comparison_table(reports))
     say_ratios(console, reports)
     say_troubles(console, reports)
     console.print("\n[dim]Single runs differ by some percent; --seed N gives other conversations, --json FILE all figures.[/]")
-    options.write_json(args.json, {"targets": reports, "workload": options.describe(args),
+    options.write_json(args.json, {"targets": reports, "workload": datasets.describe(args, work),
                                    "setting": setting(["loadgen", *sys.argv[1:]], args.seed)}, console)
     return 0 if all(report["completed"] for report in reports.values()) else 1
 
 
-async def measure(args: argparse.Namespace, console: Console, name: str, url: str, admin: Client | None) -> Report:
+async def measure(args: argparse.Namespace, console: Console, work: Workload, name: str, url: str, admin: Client | None) -> Report:
     """One target's report, with the engines' own counters where an admin side lists engines."""
-    conversations, starts = options.workload(args)
     client = Client(url, options.headers(args), args.timeout)
-    asking = options.asking(args, await model_of(client, args.model))
+    asking = datasets.asking(args, await model_of(client, args.model))
     before = await engines.cache_counts(admin) if admin else {}
-    load = Run(conversations, starts, client, asking, args.max_concurrency)
+    load = load_of(args, work, client, asking)
     stop_on_interrupt(load)
     await watched(load, console, name)
     counted = engines.between(before, await engines.cache_counts(admin)) if admin else None

@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from loadgen import engines, live, options, show, words
+from loadgen import datasets, engines, live, options, show, words
 from loadgen.arrivals import conversation_starts
 from loadgen.client import Client
 from loadgen.drive import Asking, Run
@@ -69,7 +69,7 @@ def plan(path: Path | None, scene: Scene = SIMULATED) -> Plan:
     length = scene.text_chars
     if path is not None:  # a short file is cut into shorter texts, so that there are still several
         length = min(length, max(LEAST_CHARS, len(read_text(path)) // scene.texts))
-    documents = options.texts(path, scene.texts, length)
+    documents = datasets.texts(path, scene.texts, length)
     tokens = sum(len(document.text) for document in documents) / scene.chars_per_token
     longest = max(len(document.text) for document in documents) / scene.chars_per_token
     least = scene.running * (longest + scene.talk_tokens)  # what the running conversations need in any case

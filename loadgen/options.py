@@ -1,23 +1,15 @@
-"""The flags that several verbs share, and what they mean as objects."""
+"""The flags that several verbs share, beside the load's own (`datasets`), and what they mean as objects."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import random
 from pathlib import Path
 
 import orjson
 from rich.console import Console
 
-from loadgen import workloads
-from loadgen.arrivals import conversation_starts
-from loadgen.drive import CHAT, COMPLETIONS, Asking
 from loadgen.report import parse_slo
-from loadgen.sources import Document, file_documents, stdlib_documents
-from loadgen.workloads import CHARS_PER_TOKEN, Conversation
-
-WORKLOADS = ("multi-turn", "shared-prefix", "conversations")
 
 
 class BadOption(ValueError):
@@ -33,45 +25,18 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 def add_asking(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="model name (default: the first in /v1/models)")
-    group.add_argument("--backend", choices=("openai-chat", "openai"), default="openai-chat",
-                       help="openai-chat asks chat completions, openai asks completions (default %(default)s)")
+    group.add_argument("--backend", choices=("openai-chat", "openai", "vllm"),
+                       help="openai-chat asks chat completions, openai or vllm asks completions (default: completions with token ids "
+                            "where the load has no text, else chat)")
     group.add_argument("--endpoint", metavar="PATH", help="path to ask (default: the backend's own)")
     group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE",
                        help="request header, repeatable; OPENAI_API_KEY from the environment becomes a bearer token")
     group.add_argument("--extra-body", type=_object, default={}, metavar="JSON",
                        help="fields to merge into every request; null removes one")
-    group.add_argument("--ignore-eos", action="store_true", help="ask for full-length replies (vLLM extension)")
-    group.add_argument("--timeout", type=_positive, default=600.0, metavar="S",
+    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction,
+                       help="ask for full-length replies, a vLLM extension (default: for traces with times)")
+    group.add_argument("--timeout", type=positive, default=600.0, metavar="S",
                        help="give a request up after this many seconds (default %(default)g)")
-
-
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("workload")
-    group.add_argument("--dataset-name", choices=WORKLOADS, metavar="NAME",
-                       help=f"one of {', '.join(WORKLOADS)} (default: multi-turn, or conversations with a .jsonl file)")
-    group.add_argument("--dataset-path", type=Path, metavar="FILE",
-                       help="OpenAI messages as JSONL (.gz too), or a text to talk about "
-                            "(default: the standard library's documentation)")
-    group.add_argument("--num-prompts", type=whole, metavar="N",
-                       help="requests in all; every turn is one (default 200, or the whole file)")
-    group.add_argument("--request-rate", type=_rate, default=4.0, metavar="R",
-                       help="requests per second, Poisson; inf sends all at once (default %(default)g)")
-    group.add_argument("--max-concurrency", type=whole, metavar="N",
-                       help="never more requests in flight; the wait shows up as lateness")
-    group.add_argument("--seed", type=int, default=0, help="same seed, same load (default %(default)s)")
-    group.add_argument("--turns", type=whole, default=5, metavar="N", help="multi-turn: mean turns (default %(default)s)")
-    group.add_argument("--think-time", type=_seconds, default=1.0, metavar="S",
-                       help="mean seconds between a reply and the next turn (default %(default)g)")
-    group.add_argument("--replies", choices=("file", "engine"),
-                       help="whose replies stay in the conversation (default: the file's where it has them)")
-    group.add_argument("--num-prefixes", "--prefix-repetition-num-prefixes", type=whole, default=12, metavar="N",
-                       help="different documents or system prompts (default %(default)s)")
-    group.add_argument("--prefix-len", "--prefix-repetition-prefix-len", type=whole, default=2000, metavar="TOKENS",
-                       help="length of each, about (default %(default)s)")
-    group.add_argument("--suffix-len", "--prefix-repetition-suffix-len", type=whole, default=128, metavar="TOKENS",
-                       help="shared-prefix: length of each question, about (default %(default)s)")
-    group.add_argument("--output-len", "--prefix-repetition-output-len", type=whole, metavar="TOKENS",
-                       help="longest reply (default 64, or as in the file)")
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +47,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Find out before a run, not after it, what is wrong. Raises BadOption, BadSLO."""
-    slo(args), headers(args), dataset(args)
+    slo(args), headers(args)
     check_writable(args.json)
 
 
@@ -123,78 +88,38 @@ def headers(args: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def asking(args: argparse.Namespace, model: str) -> Asking:
-    completions = args.backend == "openai"
-    return Asking(model, args.endpoint or (COMPLETIONS if completions else CHAT), completions,
-                  args.replies == "engine", args.ignore_eos, args.extra_body)
-
-
-def dataset(args: argparse.Namespace) -> str:
-    """The workload's name; a file of messages implies it. Raises BadOption."""
-    messages = args.dataset_path is not None and any(suffix == ".jsonl" for suffix in args.dataset_path.suffixes)
-    name = args.dataset_name or ("conversations" if messages else "multi-turn")
-    if name == "conversations" and args.dataset_path is None:
-        raise BadOption("--dataset-name conversations needs --dataset-path FILE")
-    if name != "conversations" and args.replies == "file":
-        raise BadOption("--replies file needs a file of conversations (--dataset-path FILE.jsonl)")
-    return name
-
-
-def workload(args: argparse.Namespace) -> tuple[list[Conversation], list[float]]:
-    """The conversations and their start times (s). Raises BadOption, BadSource, BadWorkload."""
-    name = dataset(args)
-    rng = random.Random(args.seed)
-    if name == "conversations":
-        asked = workloads.conversation_file(args.dataset_path, args.num_prompts, args.output_len, args.think_time, rng)
-    else:
-        documents = texts(args.dataset_path, args.num_prefixes, args.prefix_len * CHARS_PER_TOKEN)
-        requests, output = args.num_prompts or 200, args.output_len or 64
-        if name == "multi-turn":
-            asked = workloads.multi_turn(documents, requests, args.turns, args.think_time, output, rng)
-        else:
-            asked = workloads.shared_prefix(documents, requests, args.num_prefixes, args.suffix_len, output, rng)
-    return asked, conversation_starts([len(conversation.turns) for conversation in asked], args.request_rate, rng)
-
-
-def texts(path: Path | None, number: int, length: int) -> list[Document]:
-    """Up to `number` documents of about `length` characters, from a file or the standard library."""
-    return stdlib_documents(number, length) if path is None else file_documents(path, length)[:number]
-
-
-def describe(args: argparse.Namespace) -> dict[str, object]:
-    """The flags that made the load, for the record."""
-    names = ("dataset_path", "num_prompts", "request_rate", "max_concurrency", "seed", "turns", "think_time", "replies",
-             "num_prefixes", "prefix_len", "suffix_len", "output_len")
-    values = {name: getattr(args, name) for name in names}
-    return {"dataset_name": dataset(args), **values,
-            "dataset_path": str(args.dataset_path) if args.dataset_path else None}
-
-
-def _number(text: str) -> float:
+def number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def _positive(text: str) -> float:
-    value = _number(text)
+def positive(text: str) -> float:
+    value = number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above zero and finite")
     return value
 
 
-def _rate(text: str) -> float:
-    value = _number(text)
+def rate(text: str) -> float:
+    value = number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above zero")
     return value
 
 
-def _seconds(text: str) -> float:
-    value = _number(text)
+def seconds(text: str) -> float:
+    value = number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not zero or above")
+    return value
+
+
+def share(text: str) -> float:
+    value = number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to below 1")
     return value
 
 

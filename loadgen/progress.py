@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadgen.drive import Run
+from loadgen.processes import Processes
 from loadgen.records import Record
 
 _BAR_SECONDS, _LINE_SECONDS = 0.2, 10.0
 _RECENT = 50
 
 
-async def watched(run: Run, console: Console, label: str) -> list[Record]:
+async def watched(run: Run | Processes, console: Console, label: str) -> list[Record]:
     """Run to the end while showing how far it is."""
     view = _bar if console.is_terminal else watch_lines
     viewer = asyncio.create_task(view(run, console, label))
@@ -26,7 +27,7 @@ async def watched(run: Run, console: Console, label: str) -> list[Record]:
         await asyncio.gather(viewer, return_exceptions=True)
 
 
-def state(run: Run) -> str:
+def state(run: Run | Processes) -> str:
     """How it goes right now: recent TTFT, requests in flight, failures."""
     recent = sorted(record.ttft for record in run.done[-_RECENT:] if record.ttft is not None)
     failed = sum(record.error is not None for record in run.done)
@@ -34,7 +35,7 @@ def state(run: Run) -> str:
         f"{len(run.inflight)} in flight" + (f" · {failed} failed" if failed else "")
 
 
-async def _bar(run: Run, console: Console, label: str) -> None:
+async def _bar(run: Run | Processes, console: Console, label: str) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=32), MofNCompleteColumn(),
                TimeElapsedColumn(), TextColumn("[dim]{task.fields[state]}"))
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
@@ -45,7 +46,7 @@ async def _bar(run: Run, console: Console, label: str) -> None:
             await asyncio.sleep(_BAR_SECONDS)
 
 
-async def watch_lines(run: Run, console: Console, label: str) -> None:
+async def watch_lines(run: Run | Processes, console: Console, label: str) -> None:
     began = perf_counter()
     while True:
         await asyncio.sleep(_LINE_SECONDS)

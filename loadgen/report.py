@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 
 from loadgen.drive import Run
+from loadgen.processes import Processes
 from loadgen.records import Record
 
 # The generator is suspected when it kept a core this busy, or when its lateness at p50 or p99 is more than
@@ -72,7 +73,7 @@ def spread(seconds: Iterable[float | None]) -> dict[str, float] | None:
             "p99": round(float(p99), 3), "max": round(float(values.max()), 3)}
 
 
-def summarise(run: Run, slo: Mapping[str, float] | None = None) -> dict[str, object]:
+def summarise(run: Run | Processes, slo: Mapping[str, float] | None = None) -> dict[str, object]:
     """All figures of one run. Keys whose source was absent (usage, headers) hold None."""
     good = [record for record in run.done if record.error is None]
     seconds = max(run.ended - run.began, 1e-9)
@@ -140,15 +141,20 @@ def _replicas(records: list[Record]) -> dict[str, dict[str, object]]:
             for name, mine in sorted(by_name.items())}
 
 
-def _generator(run: Run, seconds: float) -> dict[str, object]:
-    """How late the generator sent, how busy it was, and whether it, not the server, was the limit."""
+def _generator(run: Run | Processes, seconds: float) -> dict[str, object]:
+    """How late the generator sent, how busy it was, and whether it, not the server, was the limit.
+
+    Of several processes the busiest one's CPU counts; a short run has no busiest second but its own share.
+    """
     late = spread(record.lateness for record in run.done)
     busy = run.cpu_seconds / seconds
     ttft = spread(record.ttft for record in run.done if record.error is None)
     matters = late and any(late[key] > max(LATE_MS, LATE_SHARE * ttft[key] if ttft else 0.0) for key in ("p50", "p99"))
-    return {"lateness_ms": late, "cpu_share": round(busy, 3), "connections": run.client.opened,
-            "max_concurrency": run.max_concurrency,
-            "was_the_limit": busy > BUSY_CORE or bool(matters)}
+    full = max(busy, run.busiest_second) > BUSY_CORE
+    return {"loop": "closed" if run.users else "bounded" if run.max_concurrency else "open", "users": run.users,
+            "max_concurrency": run.max_concurrency, "lateness_ms": late, "cpu_share": round(busy, 3),
+            "cpu_busiest_second": round(max(busy, run.busiest_second), 3), "processes": run.processes,
+            "connections": run.connections, "was_the_limit": busy > BUSY_CORE or bool(matters), "core_was_full": full}
 
 
 def setting(command: list[str], seed: int) -> dict[str, object]:

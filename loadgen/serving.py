@@ -1,14 +1,18 @@
-"""What every verb needs of a server before it sends a load: its model's name, and a way to stop."""
+"""What every verb needs before it sends a load: the server's model, who sends, and a way to stop."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import signal
 
 import orjson
 
+from loadgen import options
 from loadgen.client import Client
-from loadgen.drive import Run
+from loadgen.drive import Asking, Run
+from loadgen.processes import Processes, Share
+from loadgen.workloads import Workload
 
 
 class Unreachable(Exception):
@@ -29,7 +33,15 @@ async def model_of(client: Client, asked: str | None) -> str:
                           "name one with --model") from None
 
 
-def stop_on_interrupt(load: Run) -> None:
+def load_of(args: argparse.Namespace, work: Workload, client: Client, asking: Asking) -> Run | Processes:
+    """What will send the work: this process, or as many as asked for."""
+    if args.processes == 1:
+        return Run(work.conversations, work.starts, client, asking, args.max_concurrency, args.users)
+    share = Share(work, client.base_url, options.headers(args), args.timeout, asking, args.max_concurrency, args.users)
+    return Processes(share, args.processes)
+
+
+def stop_on_interrupt(load: Run | Processes) -> None:
     """Ctrl-C ends the load and still gives the report; a second Ctrl-C ends the program."""
     loop = asyncio.get_running_loop()
 

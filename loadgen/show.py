@@ -56,7 +56,8 @@ def _latencies(report: Report) -> Table:
     for name in ("mean", "p50", "p90", "p99"):
         table.add_column(name, justify="right")
     table.add_column("", style="dim")
-    for label, key, meaning in _LATENCIES:
+    waited = (("TTFT", "ttft_from_due_ms", "from when it was due"),) if report["generator"]["was_the_limit"] else ()
+    for label, key, meaning in (*_LATENCIES[:1], *waited, *_LATENCIES[1:]):
         row = report[key] or {}
         table.add_row(label, *(milliseconds(row.get(name)) for name in ("mean", "p50", "p90", "p99")), meaning)
     return table
@@ -82,8 +83,11 @@ def _facts(report: Report) -> Table:
                                             for name, figures in report["replicas"].items()))
     late = generator["lateness_ms"]
     if late:
-        table.add_row("generator", f"sent {milliseconds(late['p50'])} late at p50, {milliseconds(late['p99'])} at p99, "
-                                   f"used {generator['cpu_share'] * 100:.0f} % of a core")
+        loop = {"closed": f"closed loop of {generator['users']}", "bounded": f"at most {generator['max_concurrency']} at once",
+                "open": "open loop"}[generator["loop"]]
+        table.add_row("generator", f"{loop}; sent {milliseconds(late['p50'])} late at p50, {milliseconds(late['p99'])} at p99, "
+                                   f"used {generator['cpu_share'] * 100:.0f} % of a core"
+                                   + (f" in the busiest of {generator['processes']} processes" if generator["processes"] > 1 else ""))
     return table
 
 
@@ -108,8 +112,18 @@ def caution(report: Report) -> Text | None:
     if report["generator"]["max_concurrency"]:
         return Text(f"--max-concurrency {report['generator']['max_concurrency']} held requests back: this was no open loop, "
                     "and the latencies leave out the time requests waited to be sent.", "yellow")
-    return Text("The generator itself was late or busy: these figures describe it as much as the server. "
-                "Lower --request-rate or use a machine with free cores.", "yellow")
+    generator = report["generator"]
+    if generator["core_was_full"]:
+        why = (f"Its core was full ({generator['cpu_busiest_second'] * 100:.0f} % in the busiest second): "
+               f"use --processes {generator['processes'] * 2} or a lower rate.")
+    else:
+        why = "Its core was not full, so the machine was busy with something else: lower the rate or use free cores."
+    return Text(f"The generator itself was late or busy: these figures describe it as much as the server. {why}", "yellow")
+
+
+def print_notes(console: Console, notes: Iterable[str]) -> None:
+    for note in notes:
+        console.print(note, style="yellow", markup=False, soft_wrap=True)
 
 
 def print_report(console: Console, report: Report) -> None:

@@ -1,28 +1,44 @@
-"""What is asked: conversations, each a list of turns, from a generator or from a file.
+"""What is asked: conversations, each a list of turns; and two loads about real text.
 
-A turn names the messages it adds, so the prompt of turn k is everything before it plus these. All
-randomness comes from the seed: the same seed asks the same questions of every target.
-Lengths are given in tokens and made in characters at CHARS_PER_TOKEN, since the generator works
+A turn names the messages it adds, so the prompt of turn k is everything before it plus these. What a message says is
+text, or spans of tokens that stand for text nobody has (a trace's, a generator's): these become token ids or words
+(`synthetic`) when a request is about to be sent, and a simulation needs neither. All randomness comes from the seed: the
+same seed asks the same questions of every target.
+Lengths of real text are given in tokens and made in characters at CHARS_PER_TOKEN, since the generator works
 against any server and so has no tokenizer; the report shows the lengths the server counted.
 """
 
 from __future__ import annotations
 
-import gzip
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import orjson
 
 from loadgen.sources import Document
 
 CHARS_PER_TOKEN = 4
-Message = dict[str, object]
+Message = dict[str, object]  # as OpenAI has it; "content" may also be a tuple of Spans
 
 
 class BadWorkload(ValueError):
     """A workload file that can't be used; the message names the file, the line and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` tokens named by ids: each id stands for `block` of them, the last for what is left.
+
+    The same id stands for the same tokens wherever it comes; different ids share none.
+    """
+
+    ids: Sequence[int]
+    length: int
+    block: int
+
+
+def span(name: int, length: int) -> Span:
+    """`length` tokens with one name: a system prompt, a document, a reply."""
+    return Span((name,), length, max(1, length))
 
 
 @dataclass(slots=True)
@@ -31,6 +47,7 @@ class Turn:
     max_tokens: int
     reply: Message | None = None  # what the file says was answered
     think: float = 0.0  # seconds between the last reply and this turn
+    forks: tuple[Conversation, ...] = ()  # begin when this turn is answered, and go on from there on their own
 
 
 @dataclass(slots=True)
@@ -38,6 +55,35 @@ class Conversation:
     id: str
     turns: list[Turn]
     extra: dict[str, object] = field(default_factory=dict)  # fields for every request, e.g. tools
+    with_last: bool = False  # begins at the very moment the conversation before it begins
+
+    @property
+    def requests(self) -> int:
+        return sum(1 + sum(fork.requests for fork in turn.forks) for turn in self.turns)
+
+
+@dataclass(slots=True)
+class Workload:
+    """A whole load: what `drive` sends on the wall clock and what a simulation plays on a virtual one."""
+
+    conversations: list[Conversation]
+    starts: list[float]  # seconds from the beginning of the run, one for each conversation, ascending
+    notes: list[str] = field(default_factory=list)  # what is worth knowing of its file: what was left out, and why
+
+    @property
+    def requests(self) -> int:
+        return sum(conversation.requests for conversation in self.conversations)
+
+    def share(self, index: int, of: int) -> Workload:
+        """Every `of`-th conversation, for one process of several."""
+        return Workload(self.conversations[index::of], self.starts[index::of])
+
+
+def spans_of(messages: Sequence[Message]) -> Iterator[Span]:
+    """The spans that messages say, in order; text is passed over."""
+    for message in messages:
+        if isinstance(content := message.get("content"), tuple):
+            yield from content
 
 
 # Preamble and questions are long and varied enough to read as a support assistant's.
@@ -112,73 +158,3 @@ def _excerpt(text: str, length: int, rng: random.Random) -> str:
         return ""
     start = rng.randrange(max(1, len(text) - length))
     return text[start:start + length]
-
-
-def conversation_file(path: Path, requests: int | None, output_tokens: int | None, think: float,
-                      rng: random.Random) -> list[Conversation]:
-    """OpenAI messages as JSONL (.gz too): one `{"messages": [...]}` or one `[...]` a line.
-
-    Every assistant message becomes one turn; what stands before it since the last one is what the
-    turn adds. A conversation that ends with the user gets one more turn. `tools` of a line go with
-    its requests. Replies are as long as the file's unless `output_tokens` says otherwise.
-    Conversations are taken in an order drawn from `rng`, again from the start if `requests` needs more.
-    Raises BadWorkload with the place.
-    """
-    read = [_parse_line(path, number, line, output_tokens) for number, line in enumerate(_lines(path), 1) if line.strip()]
-    if not any(conversation.turns for conversation in read):
-        raise BadWorkload(f"{path}: no conversation in it has a message to answer")
-    read = [conversation for conversation in read if conversation.turns]
-    rng.shuffle(read)
-    wanted = requests if requests is not None else sum(len(conversation.turns) for conversation in read)
-    conversations, index = [], 0
-    while wanted > 0:
-        source = read[index % len(read)]
-        again = index // len(read)
-        turns = [Turn(turn.messages, turn.max_tokens, turn.reply, rng.expovariate(1 / think) if think else 0.0)
-                 for turn in source.turns[:wanted]]
-        conversations.append(Conversation(f"{source.id}+{again}" if again else source.id, turns, source.extra))
-        wanted -= len(turns)
-        index += 1
-    return conversations
-
-
-def _lines(path: Path) -> list[bytes]:
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            return file.readlines()
-    except (OSError, EOFError) as error:
-        raise BadWorkload(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _parse_line(path: Path, number: int, line: bytes, output_tokens: int | None) -> Conversation:
-    def bad(why: str) -> BadWorkload:
-        return BadWorkload(f"{path}, line {number}: {why}")
-
-    try:
-        item = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise bad(f"not JSON: {error}") from None
-    if isinstance(item, list):
-        item = {"messages": item}
-    messages = item.get("messages") if isinstance(item, dict) else None
-    if not isinstance(messages, list):
-        raise bad('expected {"messages": [...]} with OpenAI messages')
-    turns, added = [], []
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise bad('every message is an object with a "role"')
-        if message["role"] == "assistant" and added:
-            turns.append(Turn(added, output_tokens or _length(message), message))
-            added = []
-        else:
-            added.append(message)
-    if added and added[-1]["role"] != "assistant" and any(message["role"] == "user" for message in added):
-        turns.append(Turn(added, output_tokens or 128))
-    extra = {"tools": item["tools"]} if item.get("tools") else {}
-    return Conversation(str(item.get("id", f"line-{number}")), turns, extra)
-
-
-def _length(message: Message) -> int:
-    written = message.get("content") if isinstance(message.get("content"), str) else ""
-    calls = orjson.dumps(message["tool_calls"]).decode() if message.get("tool_calls") else ""
-    return max(1, (len(written) + len(calls)) // CHARS_PER_TOKEN)

@@ -156,7 +156,7 @@ async def test_a_server_that_lists_no_model(engine, wire):
     (("run", "--dataset-path", "/nonexistent.jsonl"), "/nonexistent.jsonl: No such file"),
     (("run", "--dataset-path", "/nonexistent.txt"), "/nonexistent.txt: No such file"),
     (("run", "--dataset-name", "conversations"), "needs --dataset-path"),
-    (("run", "--dataset-name", "sharegpt"), "invalid choice: 'sharegpt'"),
+    (("run", "--dataset-name", "sonnet"), "invalid choice: 'sonnet'"),
     (("run", "--replies", "file"), "needs a file of conversations"),
     (("run", "--json", "/nonexistent/x.json"), "can't be written"),
     (("run", "--no-such-flag",), "unrecognized arguments: --no-such-flag"),

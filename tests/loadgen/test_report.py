@@ -16,7 +16,8 @@ def record(ttft=0.1, gaps=(0.02, 0.02), sent=10.0, late=0.001, **fields) -> Reco
 
 def run_of(records, **fields):
     return types.SimpleNamespace(**{"done": records, "began": 10.0, "ended": 20.0, "cpu_seconds": 1.0, "interrupted": False,
-                                    "not_sent": 0, "conversations": [1], "client": types.SimpleNamespace(opened=1), "max_concurrency": None, **fields})
+                                    "not_sent": 0, "conversations": [1], "connections": 1, "max_concurrency": None,
+                                    "users": None, "processes": 1, "busiest_second": 0.0, **fields})
 
 
 def test_latencies_are_those_of_the_fields_benchmark():

@@ -28,7 +28,7 @@ def record(number=0, ttft=0.1, **fields) -> Record:
 
 def run_of(*records, inflight=()):
     return types.SimpleNamespace(done=list(records), began=1.0, ended=11.0, cpu_seconds=0.5, interrupted=False, not_sent=0,
-                                 conversations=[1], client=types.SimpleNamespace(opened=1), max_concurrency=None, total=10,
+                                 conversations=[1], connections=1, max_concurrency=None, users=None, processes=1, busiest_second=0.0, total=10,
                                  inflight={id(item): item for item in inflight})
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from loadgen.sources import BadSource, Document, file_documents, stdlib_documents
-from loadgen.workloads import BadWorkload, conversation_file, multi_turn, shared_prefix
+from loadgen.traces import conversation_file
+from loadgen.workloads import BadWorkload, multi_turn, shared_prefix
 
 DOCUMENTS = [Document(f"d{number}", f"text {number} " * 300, ("d.a", "d.b", "d.c")) for number in range(5)]
 

@@ -63,9 +63,9 @@ def conversation_starts(turns: list[int], request_rate: float, rng: random.Rando
     conversation's replies, so what arrives as a process is the conversations, at
     request_rate / mean turns. A `ramp` replaces the rate.
     """
-    at, starts = 0.0, []
+    at, starts, all_turns = 0.0, [], sum(turns)
     for index in range(len(turns)):
         rate = ramp.rate(index / max(1, len(turns) - 1)) if ramp else request_rate
-        at += gap(rate * len(turns) / sum(turns), burstiness, rng) if index else 0.0
+        at += gap(rate * len(turns) / all_turns, burstiness, rng) if index else 0.0
         starts.append(at)
     return starts

@@ -5,8 +5,8 @@ A bad entry ends the reading or is left out, as asked; either way its place and 
 
 from __future__ import annotations
 
+import codecs
 import gzip
-import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -111,18 +111,18 @@ def _reason(error: Exception) -> str:
 
 def _items(file: IO[bytes]) -> Iterator[object]:
     """The items of a JSON array, without holding all of it. Raises BadLine: what is broken has no next."""
-    decoder, source, text, at = json.JSONDecoder(), io.TextIOWrapper(file, "utf-8", "replace"), "", 0
+    parse, decoded, text, at = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8")("replace"), "", 0
     while True:
         while at < len(text) and text[at] in " \t\r\n[,":
             at += 1
         if text[at:at + 1] == "]":
             return
         try:
-            item, at = decoder.raw_decode(text, at)
+            item, at = parse(text, at)
         except json.JSONDecodeError as error:
-            more = source.read(_CHUNK)
+            more = file.read(_CHUNK)
             if not more:
                 raise BadLine(f"not JSON: {error.msg}") from None
-            text, at = text[at:] + more, 0
+            text, at = text[at:] + decoded.decode(more), 0
             continue
         yield item

@@ -47,7 +47,7 @@ class Share:
 
     def split(self, number: int) -> list[Share]:
         """Shares for `number` processes; bounds on what runs at once are split too, so not into more than they allow."""
-        most = min(filter(None, (number, len(self.load.conversations), self.max_concurrency, self.users)), default=1)
+        most = min(filter(None, (number, max(1, len(self.load.conversations)), self.max_concurrency, self.users)))
         return [replace(self, load=self.load.share(index, most), max_concurrency=_part(self.max_concurrency, index, most),
                         users=_part(self.users, index, most)) for index in range(most)]
 
@@ -110,7 +110,7 @@ class Processes:
         finally:
             for child in self._children:
                 if child.returncode is None:
-                    child.stdin.close()  # its sign to end
+                    child.kill()  # it has told all it knew, or nobody listens any more
                     await child.wait()
         return self.done
 

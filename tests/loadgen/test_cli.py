@@ -77,6 +77,28 @@ async def test_a_file_of_conversations(engine, wire, tmp_path):
         assert [message["content"] for message in server.requests[-1].json["messages"]] == ["hi", "ho", "bye"]
 
 
+async def test_a_trace_sent_by_two_processes_with_a_bad_line_left_out(engine, wire, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps({"timestamp": at, "input_length": 40, "output_length": 3, "hash_ids": [1, 2, at + 3]}) for at in range(6)) + "\n{\n")
+    flags = ("--dataset-name", "bailian", "--dataset-path", str(path), "--trace-speed", "50")
+    async with engine(openai(wire)) as server:
+        code, _, err = await loadgen("run", "--base-url", server.url, *flags)
+        assert code == 2 and err.startswith(f"loadgen run: {path}, line 7: not JSON") and server.requests == []
+        code, out, err = await loadgen("run", "--base-url", server.url, *flags, "--bad-lines", "skip", "--processes", "2", "--json", str(tmp_path / "r.json"))
+        assert (code, err) == (0, "")
+        assert "1 of 7 entries left out" in out and "line 7: not JSON" in out and "6 of 6 requests answered" in out and "busiest of 2 processes" in out
+        prompts = [request.json["prompt"] for request in server.requests if request.path == "/v1/completions"]
+        assert len(prompts) == 6 and len({tuple(prompt[:32]) for prompt in prompts}) == 1 and len({tuple(prompt) for prompt in prompts}) == 6
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["workload"]["trace_speed"] == 50 and report["workload"]["notes"][1].startswith("line 7: ") and report["generator"]["loop"] == "open"
+
+
+async def test_a_closed_loop_is_called_one(engine, wire):
+    async with engine(openai(wire)) as server:
+        code, out, _ = await loadgen("run", "--base-url", server.url, "--dataset-name", "random", "--num-prompts", "5", "--users", "2")
+    assert code == 0 and "closed loop of 2" in out
+
+
 async def test_compare_targets(engine, wire, tmp_path):
     headers = ("x-hitherto-replica: r1", "x-hitherto-cached-tokens: 48")
     async with engine(openai(wire)) as plain, engine(openai(wire, headers)) as named:

@@ -1,11 +1,13 @@
 import asyncio
 import random
+from time import perf_counter
 
 import pytest
 
 from loadgen.client import Client
 from loadgen.drive import CHAT, COMPLETIONS, Asking, Run
-from loadgen.workloads import Conversation, Turn
+from loadgen.synthetic import text, token_ids
+from loadgen.workloads import Conversation, Turn, span
 
 
 def said(text: str) -> dict:
@@ -143,3 +145,65 @@ async def test_many_conversations_all_come_back(engine, wire):
         run = await go(Run(conversations, [0.0] * 60, Client(server.url), Asking("m", engine_replies=True)))
         assert len(run.done) == run.total == len(server.requests)
         assert run.inflight == {}
+
+
+def spans(role: str, *lengths: int) -> dict:
+    return {"role": role, "content": tuple(span(length, length) for length in lengths)}
+
+
+@pytest.mark.parametrize("completions", [True, False])
+async def test_spans_become_token_ids_or_words(engine, wire, completions):
+    turns = [Turn([spans("system", 20), spans("user", 5, 7)], 3, spans("assistant", 3)), Turn([spans("user", 9)], 4)]
+    asking = Asking("m", COMPLETIONS if completions else CHAT, completions, salt=1)
+    async with engine(wire.answer()) as server:
+        await go(Run([Conversation("c", turns)], [0.0], Client(server.url), asking))
+        first, second = (request.json for request in server.requests)
+        lengths = (20, 5, 7, 3, 9)
+        if completions:
+            assert second["prompt"] == token_ids([span(length, length) for length in lengths], 1).tolist()
+            assert first["prompt"] == second["prompt"][:32]
+        else:
+            assert [message["role"] for message in second["messages"]] == ["system", "user", "assistant", "user"]
+            assert second["messages"][:2] == first["messages"]
+            assert second["messages"][1]["content"] == text([span(5, 5), span(7, 7)], 1)
+
+
+async def test_forks_go_on_from_what_was_said_while_their_origin_goes_on_too(engine, wire):
+    """All three conversations wait for each other at their last turn."""
+    together = asyncio.Event()
+
+    async def respond(request, writer):
+        if request.json["messages"][-1]["content"] == "last":
+            if server.inflight == 3:
+                together.set()
+            await together.wait()
+        writer.write(wire.answer("reply"))
+
+    branches = tuple(Conversation(f"c.{number}", [Turn([said("last")], 4, think=0.01)]) for number in range(2))
+    origin = Conversation("c", [Turn([said("one")], 4, forks=branches), Turn([said("last")], 4)])
+    async with engine(respond) as server:
+        run = await go(Run([origin], [0.0], Client(server.url), Asking("m")))
+        assert run.total == len(run.done) == 4
+        heard = [[message["content"] for message in request.json["messages"]] for request in server.requests]
+        assert heard == [["one"], *[["one", "reply", "last"]] * 3]
+        forked = [record for record in run.done if record.conversation != "c"]
+        assert all(record.due == pytest.approx(run.done[0].last + 0.01) for record in forked)
+
+
+async def test_a_closed_loop_begins_a_conversation_when_a_user_is_free(engine, wire):
+    async with engine(wire.answer()) as server:
+        run = await go(Run(singles(20), [0.0] * 20, Client(server.url), Asking("m"), users=3))
+        assert len(run.done) == 20 and server.most_inflight <= 3 and server.connections <= 3
+        ended = sorted(record.last for record in run.done)
+        later = sorted(record.due for record in run.done)[3:]
+        assert all(due >= end for due, end in zip(later, ended))
+
+
+async def test_a_run_may_begin_later(engine, wire):
+    async with engine(wire.answer()) as server:
+        run = Run(singles(2), [0.0, 0.02], Client(server.url), Asking("m"))
+        at = perf_counter() + 0.1
+        async with asyncio.timeout(10):
+            await run.go(at)
+        run.client.close()
+        assert [record.due for record in run.done] == [at, at + 0.02] and all(record.sent >= record.due for record in run.done)

@@ -117,6 +117,19 @@ def test_a_late_generator_is_named():
     assert not summarise(run_of([record(ttft=2.0, late=0.03)]))["generator"]["was_the_limit"]
 
 
+def test_whether_its_own_core_was_the_reason_is_told():
+    late = record(late=0.2)
+    assert not summarise(run_of([late]))["generator"]["core_was_full"]
+    assert summarise(run_of([late], busiest_second=0.97))["generator"]["core_was_full"]
+    assert not summarise(run_of([record()], busiest_second=0.97))["generator"]["was_the_limit"]  # full, and yet in time
+
+
+def test_what_loop_it_was():
+    assert summarise(run_of([record()]))["generator"]["loop"] == "open"
+    assert summarise(run_of([record()], max_concurrency=3))["generator"]["loop"] == "bounded"
+    assert summarise(run_of([record()], users=3))["generator"]["loop"] == "closed"
+
+
 def test_the_setting_names_machine_and_command():
     made = setting(["loadgen", "run"], 7)
     assert made["command"] == "loadgen run" and made["seed"] == 7

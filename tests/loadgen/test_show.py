@@ -63,6 +63,15 @@ def test_a_report_owns_up_to_a_late_generator():
     assert "The generator itself was late or busy" in drawn(show.run_report(summarise(run_of(record(due=0.0)))))
 
 
+@pytest.mark.parametrize("busiest, why", [(0.97, "97 % in the busiest second): use --processes 2"), (0.2, "busy with something else")])
+def test_a_late_generator_says_why_and_shows_the_time_from_when_requests_were_due(busiest, why):
+    run = run_of(record(due=0.9))
+    run.busiest_second = busiest
+    text = " ".join(drawn(show.run_report(summarise(run))).split())
+    assert why in text and "TTFT 200 ms 200 ms 200 ms 200 ms from when it was due" in text
+    assert "from when it was due" not in drawn(show.run_report(summarise(run_of(record()))))
+
+
 def test_a_bound_on_concurrency_is_named_as_the_reason():
     run = run_of(record(due=0.0))
     run.max_concurrency = 2

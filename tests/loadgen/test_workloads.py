@@ -1,13 +1,10 @@
-import gzip
-import json
 import random
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from loadgen.sources import BadSource, Document, file_documents, stdlib_documents
-from loadgen.traces import conversation_file
-from loadgen.workloads import BadWorkload, multi_turn, shared_prefix
+from loadgen.workloads import multi_turn, shared_prefix
 
 DOCUMENTS = [Document(f"d{number}", f"text {number} " * 300, ("d.a", "d.b", "d.c")) for number in range(5)]
 
@@ -55,65 +52,6 @@ def test_shared_prefix_shares_the_system_prompt_and_nothing_else():
 def test_more_prefixes_than_documents_still_differ():
     made = shared_prefix(DOCUMENTS, 300, 12, 10, 16, random.Random(0))
     assert len({conversation.turns[0].messages[0]["content"] for conversation in made}) == 12
-
-
-def write(path, *lines, compress=False):
-    data = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines).encode()
-    path.write_bytes(gzip.compress(data) if compress else data)
-    return path
-
-
-def u(text):
-    return {"role": "user", "content": text}
-
-
-def a(text, **more):
-    return {"role": "assistant", "content": text, **more}
-
-
-@pytest.mark.parametrize("compress, name", [(False, "x.jsonl"), (True, "x.jsonl.gz")])
-def test_a_file_becomes_turns(tmp_path, compress, name):
-    call = a(None, tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}])
-    lines = [{"id": "one", "messages": [{"role": "system", "content": "s"}, u("q1"), a("12345678"), u("q2"), call,
-                                        {"role": "tool", "tool_call_id": "1", "content": "r"}, a("end"), u("bye")], "tools": [{"f": 1}]},
-             "", [u("q"), a("x" * 400)]]
-    path = write(tmp_path / name, *lines, compress=compress)
-    made = {item.id: item for item in conversation_file(path, None, None, 0.0, random.Random(0))}
-    one, other = made["one"], made["line-3"]
-    assert [len(turn.messages) for turn in one.turns] == [2, 1, 1, 1]
-    assert [turn.reply for turn in one.turns] == [a("12345678"), call, a("end"), None]
-    assert one.turns[0].max_tokens == 2 and other.turns[0].max_tokens == 100
-    assert one.extra == {"tools": [{"f": 1}]} and other.extra == {}
-
-
-def test_a_file_is_cut_or_repeated_to_the_number_of_requests(tmp_path):
-    path = write(tmp_path / "x.jsonl", *([u("q"), a("r"), u("q"), a("r")] for _ in range(3)))
-    for requests in (1, 5, 6, 7, 20):
-        made = conversation_file(path, requests, 9, 1.0, random.Random(0))
-        assert sum(len(item.turns) for item in made) == requests
-        assert len({item.id for item in made}) == len(made)
-        assert all(turn.max_tokens == 9 for item in made for turn in item.turns)
-
-
-@pytest.mark.parametrize("line, why", [
-    ("{", "line 2: not JSON"), ("3", "line 2: expected"), ({"messages": 3}, "line 2: expected"),
-    ({"messages": [3]}, 'line 2: every message is an object with a "role"'), ({"messages": [{"content": "x"}]}, "line 2: every message"),
-])
-def test_a_bad_line_is_named(tmp_path, line, why):
-    path = write(tmp_path / "x.jsonl", [u("q")], line)
-    with pytest.raises(BadWorkload, match=why):
-        conversation_file(path, None, None, 0.0, random.Random(0))
-
-
-def test_files_that_are_no_use(tmp_path):
-    with pytest.raises(BadWorkload, match="No such file"):
-        conversation_file(tmp_path / "none.jsonl", None, None, 0.0, random.Random(0))
-    with pytest.raises(BadWorkload, match="no conversation"):
-        conversation_file(write(tmp_path / "x.jsonl", [{"role": "system", "content": "s"}]), None, None, 0.0, random.Random(0))
-    bad = tmp_path / "x.jsonl.gz"
-    bad.write_bytes(b"no gzip")
-    with pytest.raises(BadWorkload, match=r"x\.jsonl\.gz"):
-        conversation_file(bad, None, None, 0.0, random.Random(0))
 
 
 def test_the_standard_library_talks_about_itself():

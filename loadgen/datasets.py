@@ -10,6 +10,7 @@ import argparse
 import inspect
 import math
 import random
+import zlib
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -197,7 +198,12 @@ def asking(args: argparse.Namespace, model: str) -> Asking:
     ask_completions = completions(args)
     ignore_eos = args.ignore_eos if args.ignore_eos is not None else dataset(args) in _TRACES
     return Asking(model, args.endpoint or (COMPLETIONS if ask_completions else CHAT), ask_completions,
-                  args.replies == "engine", ignore_eos, args.extra_body, args.seed, args.vocab_size)
+                  args.replies == "engine", ignore_eos, args.extra_body, salt(args), args.vocab_size)
+
+
+def salt(args: argparse.Namespace) -> int:
+    """Another seed, load or file: other tokens, or the second run would find what the first one left in the caches."""
+    return args.seed << 32 | zlib.crc32(f"{dataset(args)} {args.dataset_path.name if args.dataset_path else ''}".encode())
 
 
 def workload(args: argparse.Namespace) -> Workload:

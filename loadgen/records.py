@@ -46,7 +46,8 @@ class Record:
 
     @property
     def lateness(self) -> float:
-        return self.sent - self.due
+        """0 when sent a little early: uvloop counts whole milliseconds, so a timer may be half of one ahead."""
+        return max(0.0, self.sent - self.due)
 
     @property
     def outputs(self) -> int:

@@ -2,10 +2,13 @@
 
 import argparse
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from loadgen import datasets, options
+from loadgen.cli import build_parser
 from loadgen.drive import CHAT, COMPLETIONS
 from loadgen.options import BadOption
 from loadgen.workloads import spans_of
@@ -60,8 +63,15 @@ def test_what_belongs_together_arrives_together_at_the_rate_of_requests():
 ])
 def test_how_is_asked(trace, flags, endpoint, completions, ignore_eos):
     flags = [part for flag in flags for part in (("--dataset-path", trace) if flag == "TRACE" else (flag,))]
-    asking = datasets.asking(given(*flags, "--seed", 5), "m")
-    assert (asking.endpoint, asking.completions, asking.ignore_eos, asking.salt) == (endpoint, completions, ignore_eos, 5)
+    asking = datasets.asking(given(*flags), "m")
+    assert (asking.endpoint, asking.completions, asking.ignore_eos) == (endpoint, completions, ignore_eos)
+
+
+def test_another_seed_load_or_file_has_other_tokens(trace):
+    flags = [("--dataset-name", "rag"), ("--dataset-name", "chat"), ("--dataset-name", "rag", "--seed", 1), ("--dataset-path", trace),
+             ("--dataset-path", trace, "--seed", -1)]
+    salts = [datasets.asking(given(*one), "m").salt for one in flags]
+    assert len(set(salts)) == len(flags) and salts == [datasets.asking(given(*one), "m").salt for one in flags]
 
 
 @pytest.mark.parametrize("name", datasets._GENERATORS)
@@ -89,6 +99,13 @@ def test_the_names_of_vllms_benchmark():
                  "--prefix-repetition-suffix-len", 16, "--prefix-repetition-output-len", 4)
     spans = [list(spans_of(conversation.turns[0].messages)) for conversation in datasets.workload(args).conversations]
     assert len({prefix for prefix, _ in spans}) == 2 and {(prefix.length, suffix.length) for prefix, suffix in spans} == {(64, 16)}
+
+
+def test_the_document_names_every_load_and_only_flags_there_are():
+    text = (Path(__file__).parents[2] / "docs/loadgen.md").read_text()
+    assert set(re.findall(r"^\| `([\w-]+)` \|", text, re.M)) == set(datasets.DATASETS)
+    known = {flag for verb in ("run", "compare") for flag in build_parser()._subparsers._group_actions[0].choices[verb]._option_string_actions}
+    assert set(re.findall(r"--[a-z][a-z-]+", text)) <= known
 
 
 @pytest.mark.parametrize("flags, said", [

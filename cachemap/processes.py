@@ -62,6 +62,9 @@ class FollowingMap(CacheMap):
         table = self._gpu if tier == "gpu" else self._lower.setdefault(tier, Lookup())
         # of all these only the epochs (the fourth) may be marked by who reads
         table.look_at([mapped(descriptor, dtype, number == 3) for number, (dtype, descriptor) in enumerate(arrays)])
+        # It may speak of replicas that we are about to be told of.
+        slots = 8 * sum(words.dtype.itemsize for words in table.holders)
+        self._replicas += [None] * (slots - len(self._replicas))
 
     def place(self, slot: int, name: str, capacity_blocks: int | None, observed: bool) -> None:
         """A replica joins in the leader's slot, or is observed or not from now on."""

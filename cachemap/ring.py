@@ -25,18 +25,24 @@ class Ring:
         self._at = self._words[SIZE]
 
     def write(self, kind: int, slot: int, seconds: float, words: list[int]) -> None:
-        if len(words) > MOST:
-            words = words[:MOST]
+        length = len(words)
+        if length > MOST:
+            words, length = words[:MOST], MOST
         at = self._at
-        record = array("Q", (at, kind | slot << 8 | len(words) << 32, int(seconds * 1000)))
-        record.extend(words)
-        start, length = at % SIZE, len(record)
-        fits = min(length, SIZE - start)
+        start, end = (at + HEADER) % SIZE, (at + HEADER + length) % SIZE
+        if HEADER <= start <= end:
+            memory = self._words
+            memory[start - 3], memory[start - 2], memory[start - 1] = at, kind | slot << 8 | length << 32, int(seconds * 1000)
+            memory[start:end] = array("Q", words)
+        else:
+            self._write_over_the_end(at, array("Q", (at, kind | slot << 8 | length << 32, int(seconds * 1000), *words)))
+        self._at = self._words[SIZE] = at + HEADER + length
+
+    def _write_over_the_end(self, at: int, record: array) -> None:
+        fits = min(len(record), SIZE - at % SIZE)
         with memoryview(record) as whole:
-            self._words[start : start + fits] = whole[:fits]
-            if fits < length:
-                self._words[: length - fits] = whole[fits:]
-        self._at = self._words[SIZE] = at + length
+            self._words[at % SIZE : at % SIZE + fits] = whole[:fits]
+            self._words[: len(record) - fits] = whole[fits:]
 
 
 class Reader:

@@ -89,10 +89,11 @@ class Counter:
         places = [(self.labels.index(label), value) for label, value in where.items()]
         return sum(number for key, number in self.values.items() if all(key[place] == value for place, value in places))
 
+    def key_of(self, series: tuple[str, ...], label: str) -> str | None:
+        return series[self.labels.index(label)] if label in self.labels else None
+
     def forget(self, label: str, value: str) -> None:
-        if label in self.labels:
-            place = self.labels.index(label)
-            self.values = {key: number for key, number in self.values.items() if key[place] != value}
+        self.values = {key: number for key, number in self.values.items() if self.key_of(key, label) != value}
 
     def collect(self) -> Metric:
         family = CounterMetricFamily("hitherto_" + self.name, self.help, labels=self.labels)
@@ -135,6 +136,9 @@ class Histogram:
                 return lower + (bound - lower) * (rank - below) / count
             below, lower = below + count, bound
         return self.bounds[-1] if counts and sum(counts) else None
+
+    def key_of(self, series: str, label: str) -> str | None:
+        return series if label == self.label else None
 
     def forget(self, label: str, value: str) -> None:
         if label == self.label:
@@ -202,6 +206,9 @@ class Metrics:
         """Drop the series of a replica that was removed, so that labels stay bounded."""
         for metric in self.all():
             metric.forget("replica", replica)
+        for name, before in self._taken.items():
+            metric = getattr(self, name)
+            self._taken[name] = {key: number for key, number in before.items() if metric.key_of(key, "replica") != replica}
 
     def take(self) -> dict[str, list]:
         """What was counted since the last `take`, as `add` takes it; empty where nothing was. Labels with their numbers."""
@@ -209,7 +216,7 @@ class Metrics:
         for name, metric in vars(self).items():
             if isinstance(metric, Counter):
                 now, before = metric.values, self._taken.get(name, {})
-                new = [[key, _less([number], [before.get(key, 0)])[0]] for key, number in now.items() if number != before.get(key, 0)]
+                new = [[key, number - before.get(key, 0)] for key, number in now.items() if number != before.get(key, 0)]
                 self._taken[name] = now.copy()
             elif isinstance(metric, Histogram):
                 now, before = metric.series, self._taken.get(name, {})
@@ -225,16 +232,14 @@ class Metrics:
         """Count what another process has taken; of replicas other than these nothing is kept."""
         for name, new in grown.items():
             metric = getattr(self, name)
-            if isinstance(metric, Counter):
-                place = metric.labels.index("replica") if "replica" in metric.labels else None
-                for key, by in new:
-                    if place is None or key[place] in replicas:
-                        metric.inc(*key, by=by)
-                continue
-            for value, counts in new:
-                if metric.label != "replica" or value in replicas:
-                    before = metric.series.get(value)
-                    metric.series[value] = counts if before is None else [a + b for a, b in zip(before, counts, strict=True)]
+            for key, by in new:
+                if (replica := metric.key_of(key, "replica")) is not None and replica not in replicas:
+                    continue
+                if isinstance(metric, Counter):
+                    metric.inc(*key, by=by)
+                else:
+                    before = metric.series.get(key)
+                    metric.series[key] = by if before is None else [a + b for a, b in zip(before, by, strict=True)]
 
     def collect(self) -> Iterator[Metric]:
         """prometheus_client's collector protocol."""
@@ -254,10 +259,8 @@ class Metrics:
 
 
 def _less(counts: list[float], before: list[float] | None) -> list[float]:
-    """What of these numbers is new; all, where the series was forgotten meanwhile and begun again."""
-    if before is None or counts[-1] < before[-1]:
-        return counts.copy()
-    return [now - then for now, then in zip(counts, before, strict=True)]
+    """What of a histogram's numbers is new."""
+    return counts.copy() if before is None else [now - then for now, then in zip(counts, before, strict=True)]
 
 
 def _family(name: str, numbers: float | Mapping[str | tuple[str, ...], float]) -> Metric:

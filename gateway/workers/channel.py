@@ -35,9 +35,10 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Channel:
-    """One end. `on_message(message, descriptors)` owns the descriptors; `on_end` is called once."""
+    """One end. `on_message(message, descriptors)` and `on_connection(descriptor)` own the descriptors; None: it was too
+    many for this process. `on_end` is called once, unless this end was closed."""
 
-    def __init__(self, end: socket.socket, on_message: OnMessage, on_end: Callable[[], None], on_connection: Callable[[int], None] = os.close):
+    def __init__(self, end: socket.socket, on_message: OnMessage, on_end: Callable[[], None], on_connection: Callable[[int | None], None] = lambda _: None):
         self._end, self._on_message, self._on_end, self._on_connection = end, on_message, on_end, on_connection
         self._waiting: deque[tuple[bytes, list[int]]] = deque()
         self._loop = asyncio.get_running_loop()
@@ -111,8 +112,9 @@ class Channel:
     def _take(self, data: bytes, descriptors: list[int]) -> None:
         kind = data[:1]
         if kind == CONNECTION:
-            for one in descriptors:
-                self._on_connection(one)
+            if not descriptors:
+                log.error("a client is lost: this process can open no more files")
+            self._on_connection(descriptors[0] if descriptors else None)
             return
         text = data[1:]
         if kind == LONG_MESSAGE:

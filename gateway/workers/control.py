@@ -2,8 +2,7 @@
 
 It has all that a gateway is one of: the replicas and their events (or Redis), the admin side, and the writing end of
 the block table. The data path is the workers'. In place of a `wire.Server` it listens, and hands each connection to the
-worker that has the fewest: what the kernel does with SO_REUSEPORT is even for thousands of connections and is not for
-dozens, and what waits in the queue of a worker that dies is lost. Here it waits in one queue, which outlives any worker.
+worker that has the fewest.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ import contextlib
 import itertools
 import logging
 import mmap
-import os
 import socket
-import sys
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +26,9 @@ from ..config import ConfigError
 from ..dispatch.life import Failure
 from ..prompt import PromptError
 from ..telemetry.metrics import Reading
-from .channel import Channel, pair
+from .door import Door
 from .ledger import Board, ControlLedger
+from .member import NOTHING, Member
 
 if TYPE_CHECKING:
     from ..app import Gateway
@@ -40,29 +38,8 @@ log = logging.getLogger("hitherto.workers")
 PAUSES = (0.1, 30.0)  # seconds before a worker that ended is replaced, doubling while none lives ...
 SETTLED = 10.0  # ... this long
 STALE = 2.0  # seconds without a word from a worker after which others are preferred
-ACCEPTED_AT_ONCE = 64
-RETRY_SECONDS = 0.02  # until a connection that could not be handed over, or accepted, is tried again
 START_SECONDS = 60.0
 ANSWER_SECONDS = 30.0
-
-
-class Member:
-    """One worker process. `heard` is when it last said something, `assigned` how many connections it got."""
-
-    def __init__(self, index: int, process: asyncio.subprocess.Process):
-        self.index, self.process = index, process
-        self.channel: Channel | None = None
-        self.begun = self.heard = monotonic()
-        self.live = False
-        self.drained = asyncio.Event()
-        self.assigned = self.requests = self.cut = 0
-        self.told: dict[str, dict[str, Any]] = {}  # of each replica, what it was told last
-        self.pipeline: dict[str, Any] = {}
-        self.tables: dict[str, Any] = {}
-        self.waited: dict[str, float] = {}
-        self.idle: dict[str, int] = {}  # kept connections to replicas
-        self.modelled: dict[str, int] = {}
-        self.joined, self.reason = False, "not heard yet"
 
 
 class Workers:
@@ -78,9 +55,9 @@ class Workers:
         self.members: list[Member] = []
         self.restarts = 0
         self._tasks: list[asyncio.Task[None]] = []
-        self._listeners: list[socket.socket] = []
-        self._accepting = self._stopping = self._telling = False
-        self._unplaced: list[socket.socket] = []
+        self._first: list[asyncio.Future[None]] = []
+        self._door = Door(self._place)
+        self._stopping = self._telling = False
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         rings = memoryview(mmap.mmap(self._ring_memory, 0))
@@ -94,24 +71,30 @@ class Workers:
 
     async def start(self, host: str, port: int) -> int:
         """Listen, start all workers; returns the port. OSError if it is taken, ConfigError if a worker cannot start."""
-        self._listeners = await _listen(host, port)
+        try:
+            port = await self._door.listen(host, port)
+        except OSError:
+            self._door.close()
+            raise
         self._first = [asyncio.get_running_loop().create_future() for _ in range(self.count)]
         self._tasks = [asyncio.create_task(self._keep(index), name=f"worker {index}") for index in range(self.count)]
         try:
             async with asyncio.timeout(START_SECONDS):
-                await asyncio.gather(*self._first)
-        except (ConfigError, TimeoutError) as error:
+                found = await asyncio.gather(*self._first, return_exceptions=True)
+        except TimeoutError:
+            found = [ConfigError(f"not all workers were ready within {START_SECONDS:g} s")]
+        for wrong in filter(None, found):
             await self.close()
-            raise ConfigError(str(error) or f"no worker was ready within {START_SECONDS:g} s") from None
-        return self._listeners[0].getsockname()[1]
+            raise wrong
+        return port
 
     async def drain(self, seconds: float) -> int:
         """Workers refuse new requests and end those they have; returns how many were cut at the deadline."""
         for member in self.live:
             member.channel.send({"do": "drain", "seconds": seconds})
-        for member in self.live:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds + 2):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds + 2):
+                for member in self.live:
                     await member.drained.wait()
         cut = sum(member.cut for member in self.members)
         await self.close()
@@ -120,17 +103,13 @@ class Workers:
     async def close(self) -> None:
         """Stop listening and end all workers, with whatever they have."""
         self._stopping = True
-        self._accept(False)
-        for one in [*self._listeners, *self._unplaced]:
-            one.close()
-        self._unplaced.clear()
+        self._door.close()
         for member in self.members:
             member.channel.close()  # which ends it
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=3)
             for member in self.members if late else ():
-                with contextlib.suppress(ProcessLookupError):
-                    member.process.kill()
+                member.kill()
             for task in late:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,7 +120,12 @@ class Workers:
         """One worker after another, as long as the gateway lives."""
         pause = PAUSES[0]
         while not self._stopping:
-            member = await self._start(index)
+            try:
+                member = await self._start(index)
+            except OSError as error:
+                log.error("worker %d cannot be started: %s", index, error)
+                await asyncio.sleep(PAUSES[1])
+                continue
             code = await member.process.wait()
             self._ended(member)
             if self._stopping:
@@ -158,24 +142,16 @@ class Workers:
             pause = min(2 * pause, PAUSES[1])
 
     async def _start(self, index: int) -> Member:
-        ours, its = pair()
-        with its:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "gateway.workers.worker", str(its.fileno()),
-                pass_fds=[its.fileno()], stdin=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
-        member = Member(index, process)
-        member.channel = Channel(ours, lambda message, _: self._heard(member, message), lambda: self._left(member))
+        member = await Member.start(index, self._heard, self._left)
         self.members.append(member)
-        gateway = self._gateway
         hello = {
             "settings": self._settings.model_dump(mode="json"),
             "index": index,
-            "model_dir": gateway.model_dir and str(gateway.model_dir),
-            "served_name": gateway.served_name,
+            "model_dir": self._model_dir(),
+            "served_name": self._gateway.served_name,
         }
         member.channel.send(hello, [self._board_memory, self._ring_memory])
-        self._tell(member)
+        self.tell(member)
         member.channel.send({"do": "go"})
         if self._stopping:
             member.channel.close()
@@ -184,8 +160,7 @@ class Workers:
     def _left(self, member: Member) -> None:
         """Its end of the channel is closed: it is dying, or not of use any more."""
         member.live = False
-        with contextlib.suppress(ProcessLookupError):
-            member.process.kill()
+        member.kill()
 
     def _ended(self, member: Member) -> None:
         member.live = False
@@ -193,49 +168,18 @@ class Workers:
         member.drained.set()
         self.members.remove(member)
         self.board.clear(member.index)
-        self._accept(bool(self.live))
+        self._door.let_in(bool(self.live) and not self._stopping)
 
     # --- connections
 
-    def _accept(self, wanted: bool) -> None:
-        """Without a worker clients wait in the kernel's queue."""
-        if wanted != self._accepting:
-            self._accepting = wanted
-            loop = asyncio.get_running_loop()
-            for listener in self._listeners:
-                if wanted:
-                    loop.add_reader(listener, self._take, listener)
-                else:
-                    loop.remove_reader(listener)
-
-    def _take(self, listener: socket.socket) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
-            try:
-                connection, _ = listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no descriptors left, or no memory
-                log.error("a client cannot be accepted: %s", error)
-                self._accept(False)
-                asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self._accept(bool(self.live) and not self._stopping))
-                return
-            self._place(connection)
-
-    def _place(self, connection: socket.socket) -> None:
+    def _place(self, connection: socket.socket) -> bool:
+        """The worker with the fewest gets it; one that has said nothing for a while, last."""
         now = monotonic()
         for member in sorted(self.live, key=lambda one: (now - one.heard > STALE, self.connections(one), one.assigned)):
             if member.channel.give(connection):
                 member.assigned += 1
-                connection.close()
-                return
-        if not self._unplaced:
-            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._place_again)
-        self._unplaced.append(connection)
-
-    def _place_again(self) -> None:
-        waiting, self._unplaced = self._unplaced, []
-        for connection in waiting:
-            self._place(connection)
+                return True
+        return False
 
     def connections(self, member: Member) -> int:
         return member.assigned - self.board.closed(member.index)
@@ -248,37 +192,26 @@ class Workers:
             self._telling = True
             asyncio.get_running_loop().call_soon(self.tell)
 
-    def tell(self) -> None:
-        """Whatever is not as the workers were told."""
+    def tell(self, member: Member | None = None) -> None:
+        """Whatever is not as the workers were told, or as this one was."""
         self._telling = False
-        if not self.members:
+        members = [member] if member else self.members
+        if not members:
             return
-        for id in self._gateway.dispatcher.backends:
-            self.ledger.own(id)  # into the loads
-        for member in self.members:
-            self._tell(member)
-
-    def _tell(self, member: Member) -> None:
-        send = member.channel.send
-        for tier, arrays in self.map.tables().items():
-            if member.tables.get(tier) != arrays:
-                member.tables[tier] = arrays
-                send({"do": "table", "tier": tier, "types": [dtype for dtype, _, _ in arrays]}, [descriptor for _, descriptor, _ in arrays])
         gateway = self._gateway
-        pipeline = gateway.dispatcher.pipeline
-        told = {"block_size": pipeline.block_size, "max_model_len": pipeline.max_model_len, "version": pipeline.version, "model_dir": gateway.model_dir and str(gateway.model_dir)}
-        if member.pipeline != told:
-            member.pipeline = told
-            send({"do": "pipeline", **told})
-        replicas = gateway.fleet.replicas
-        for id in member.told.keys() - replicas.keys():
-            del member.told[id]
-            send({"do": "gone", "id": id})
-        for id, replica in replicas.items():
-            told = self._facts(replica)
-            if member.told.get(id) != told:
-                member.told[id] = told
-                send({"do": "replica", "facts": told})
+        for id in gateway.dispatcher.backends:
+            self.ledger.own(id)  # into the loads
+        tables, pipeline = self.map.tables(), gateway.dispatcher.pipeline
+        ways = {"block_size": pipeline.block_size, "max_model_len": pipeline.max_model_len, "version": pipeline.version, "model_dir": self._model_dir()}
+        facts = {id: self._facts(replica) for id, replica in gateway.fleet.replicas.items()}
+        for one in members:
+            try:
+                one.tell(tables, ways, facts)
+            except OSError as error:  # no descriptor left to tell with; next time
+                log.error("worker %d cannot be told of what changed: %s", one.index, error)
+
+    def _model_dir(self) -> str | None:
+        return self._gateway.model_dir and str(self._gateway.model_dir)
 
     def _facts(self, replica: Replica) -> dict[str, Any]:
         """What the data path needs to know of a replica."""
@@ -304,7 +237,7 @@ class Workers:
 
     def _heard_ready(self, member: Member) -> None:
         member.live = True
-        self._accept(not self._stopping)
+        self._door.let_in(not self._stopping)
         if not self._first[member.index].done():
             self._first[member.index].set_result(None)
         else:
@@ -315,14 +248,12 @@ class Workers:
             self._gateway.traffic(replica, fault)
 
     def _heard_beat(self, member: Member, grown: dict[str, list], replicas: dict[str, dict[str, Any]], **rest: Any) -> None:
-        """A few times a second: what it counted, and what it saw of each replica."""
+        """A few times a second: what it counted, and what it saw of replicas where that changed."""
         gateway = self._gateway
         gateway.metrics.add(grown, gateway.fleet.replicas)
         member.requests += sum(by for _, by in grown.get("requests", ()))
         member.joined, member.reason = rest["joined"], rest["reason"]
-        member.waited = {id: seen["sent_at"] for id, seen in replicas.items() if seen["sent_at"] is not None}
-        member.idle = {id: seen["idle"] for id, seen in replicas.items()}
-        member.modelled = {id: seen["modelled"] for id, seen in replicas.items() if seen["modelled"] is not None}
+        member.seen |= replicas
         for id, seen in replicas.items():
             backend = gateway.dispatcher.backends.get(id)
             if backend is None:
@@ -330,7 +261,7 @@ class Workers:
             backend.drift.add(*seen["drift"])
             if seen["cached_tokens"] is not None:
                 backend.replica.cached_tokens = seen["cached_tokens"]
-            if seen["takes_ids"] is not None:
+            if seen["takes_ids"] != "not tried yet":
                 backend.replica.takes_ids = seen["takes_ids"]
             for _ in range(seen["finished"] if backend.intake is not None else 0):
                 backend.intake.request_finished(1)
@@ -378,7 +309,8 @@ class Workers:
 
     def waited(self, replica: str) -> float:
         now = monotonic()
-        return now - min((member.waited[replica] for member in self.members if replica in member.waited), default=now)
+        sent = (at for member in self.members if (at := member.seen.get(replica, NOTHING)["sent_at"]) is not None)
+        return now - min(sent, default=now)
 
     @property
     def shared_ledger(self) -> Workers | None:
@@ -401,7 +333,7 @@ class Workers:
 
     def modelled(self, replica: str) -> int:
         """Blocks that a replica without events is thought to have; each worker has its own idea."""
-        return max((member.modelled.get(replica, 0) for member in self.members), default=0)
+        return max((member.seen.get(replica, NOTHING)["modelled"] for member in self.members), default=0)
 
     def reading(self) -> Reading:
         """For `Metrics.read_from`."""
@@ -409,7 +341,7 @@ class Workers:
         backends = self._gateway.dispatcher.backends
         return {
             "client_connections": sum(map(self.connections, self.members)),
-            "upstream_connections": {id: sum(one.idle.get(id, 0) for one in self.members) + self.ledger.own(id)[0] for id in backends},
+            "upstream_connections": {id: sum(one.seen.get(id, NOTHING)["idle"] for one in self.members) + self.ledger.own(id)[0] for id in backends},
             "worker_up": {index: float(one.live) for index, one in members.items()},
             "worker_connections": {index: self.connections(one) for index, one in members.items()},
             "worker_requests": {index: one.requests for index, one in members.items()},
@@ -419,20 +351,3 @@ class Workers:
 
 # Of a replica, what workers are told as it stands.
 FACTS = ("id", "url", "host", "port", "managed", "rank", "state", "reason", "incarnation", "models", "block_size", "num_blocks", "max_model_len", "version")
-
-
-async def _listen(host: str, port: int) -> list[socket.socket]:
-    """Every address the host's name stands for, on one port, as asyncio's own servers do it."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    listeners: list[socket.socket] = []
-    try:
-        for family, *_, address in dict.fromkeys(found):
-            listener = socket.create_server(address[:2] if not port and not listeners else (address[0], port or listeners[0].getsockname()[1]), family=family, backlog=4096)
-            listener.setblocking(False)
-            listeners.append(listener)
-    except OSError:
-        for one in listeners:
-            one.close()
-        raise
-    return listeners

@@ -8,6 +8,7 @@ A worker that dies leaves a page that the control process clears.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 from policies import Ledger, Load, Reservation
@@ -19,6 +20,7 @@ RECENT = 256  # changed rows a page remembers
 CHANGES, CLOSED, LOG = 0, 1, 8  # where in a page: changes so far, connections closed, the rows changed last
 ROWS = LOG + RECENT
 PAGE = ROWS + SLOTS * COUNTS
+EMPTY = array("q", NOTHING)
 
 
 class Board:
@@ -41,13 +43,18 @@ class Board:
         return tuple(rows[0]) if len(rows) == 1 else tuple(map(sum, zip(*rows)))
 
     def add(self, worker: int, slot: int, change: tuple[int, ...]) -> None:
-        """What a worker does to a row of its own."""
+        """What a worker does to a row of its own. Tokens change only with the requests they are of."""
         words, page = self.words, worker * PAGE  # CHANGES is a page's first word
         at = page + ROWS + slot * COUNTS
-        for by in change:
-            if by:
-                words[at] += by
-            at += 1
+        requests, prefilling, prefill_tokens, decoding, context_tokens = change
+        if requests:
+            words[at] += requests
+        if prefilling:
+            words[at + 1] += prefilling
+            words[at + 2] += prefill_tokens
+        if decoding:
+            words[at + 3] += decoding
+            words[at + 4] += context_tokens
         changes = words[page]
         words[page + LOG + changes % RECENT] = slot
         words[page] = changes + 1
@@ -64,13 +71,14 @@ class Board:
         return changes, {words[log + number % RECENT] for number in range(since, changes)}
 
     def clear(self, worker: int) -> None:
-        """The worker is gone, and all it had."""
+        """The worker is gone, and all it had; perhaps half-way through a row, or before it told which."""
+        words, page = self.words, worker * PAGE
         for slot in range(SLOTS):
-            if any(row := self.row(worker, slot)):
-                self.add(worker, slot, tuple(-count for count in row))
-        self.words[worker * PAGE + CLOSED] = 0
-        # It may have died between a change and telling of it: all rows are to be read again.
-        self.words[worker * PAGE + CHANGES] += RECENT
+            if any(self.row(worker, slot)):
+                at = page + ROWS + slot * COUNTS
+                words[at : at + COUNTS] = EMPTY
+        words[page + CLOSED] = 0
+        words[page] += RECENT  # all are to be read again
 
     def closed(self, worker: int) -> int:
         return self.words[worker * PAGE + CLOSED]

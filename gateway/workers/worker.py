@@ -15,7 +15,6 @@ import functools
 import gc
 import logging
 import mmap
-import os
 import signal
 import socket
 import sys
@@ -31,50 +30,24 @@ from cachemap.ring import BYTES as RING_BYTES
 from cachemap.ring import Reader, Ring
 from policies import CostGroup
 from replicas import Replica, State
-from replicas.metrics import Scrape
 
 from .. import datapath
 from ..config import ConfigError, Settings
 from ..dispatch.backend import Backend
-from ..dispatch.dispatcher import Dispatcher
 from ..dispatch.life import Failure
 from ..model import model_dir
 from ..prompt import PromptError
 from ..telemetry import log as lines
 from ..telemetry.metrics import Metrics
-from ..wire.downstream import Downstream
 from ..wire.server import Server
 from .channel import Channel
 from .ledger import Board, WorkerLedger
+from .parts import Followed, WorkerDispatcher, counted
 
 log = logging.getLogger("hitherto.workers")
 
 BEAT_SECONDS = 0.25
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-
-
-class WorkerDispatcher(Dispatcher):
-    """Chooses by what all workers have sent."""
-
-    ledger: WorkerLedger
-
-    def weigh(self, prompt, tried=()):
-        if self.shared is None or not self.shared.joined:
-            self.ledger.catch_up()
-        else:  # Redis tells of siblings as it does of other gateways
-            self.ledger.lose_sight()
-        return super().weigh(prompt, tried)
-
-
-class Followed:
-    """In place of a replica's EventIntake, which the control process has."""
-
-    def __init__(self, resync):
-        self.resync = resync
-        self.finished = 0
-
-    def request_finished(self, prompt_blocks: int) -> None:
-        self.finished += prompt_blocks > 0
 
 
 class Worker:
@@ -83,6 +56,7 @@ class Worker:
         self.index = index = hello["index"]
         count = settings.workers
         self.board = Board(memoryview(mmap.mmap(board, 0)), count)
+        self._client = counted(self.board, index)
         memory = memoryview(mmap.mmap(rings, 0))
         parts = [memory[RING_BYTES * number : RING_BYTES * (number + 1)] for number in range(count + 1)]
         others = [Reader(part) for number, part in enumerate(parts) if number != index]
@@ -109,7 +83,8 @@ class Worker:
         self.channel = Channel(end, self._heard, self.ended.set, self._adopt)
         self._news: list[tuple[str, str | None]] = []
         self._well: set[str] = set()  # replicas of which the last news is good
-        self._told: dict[str, tuple] = {}
+        self._scraped: dict[str, list] = {}  # the last scrape of each replica
+        self._said: dict[str, dict[str, Any]] = {}  # what the control process was told of it last
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -128,25 +103,19 @@ class Worker:
 
     # --- clients
 
-    def _adopt(self, descriptor: int) -> None:
-        self._spawn(self._serve(socket.socket(fileno=descriptor)))
+    def _adopt(self, descriptor: int | None) -> None:
+        if descriptor is None:  # it was too many for us
+            self.board.close(self.index)
+        else:
+            self._spawn(self._serve(socket.socket(fileno=descriptor)))
 
     async def _serve(self, connection: socket.socket) -> None:
-        board, index = self.board, self.index
-
-        class Counted(Downstream):
-            __slots__ = ()
-
-            def connection_lost(self, exc: Exception | None) -> None:
-                board.close(index)
-                super().connection_lost(exc)
-
         try:
             connection.setblocking(False)
-            await self.server.adopt(connection, Counted)
+            await self.server.adopt(connection, self._client)
         except OSError:
             connection.close()
-            board.close(index)
+            self.board.close(self.index)
 
     def _spawn(self, work) -> None:
         task = asyncio.ensure_future(work)
@@ -194,8 +163,8 @@ class Worker:
             backend.intake = None
         elif backend.intake is None:
             backend.intake = Followed(functools.partial(self._ask_resync, replica.id))
-        if scrape is not None and scrape != self._told.get(replica.id):
-            self._told[replica.id] = scrape
+        if scrape is not None and scrape != self._scraped.get(replica.id):
+            self._scraped[replica.id] = scrape
             _, waiting, kv_usage = scrape
             self.ledger.catch_up()
             backend.load.scraped(waiting, kv_usage)
@@ -211,7 +180,8 @@ class Worker:
     def _forget(self, backend: Backend) -> None:
         self.dispatcher.remove(backend.id)
         self.metrics.forget(backend.id)
-        self._told.pop(backend.id, None)
+        self._scraped.pop(backend.id, None)
+        self._said.pop(backend.id, None)
 
     def _heard_clear(self, slot: int) -> None:
         if any(backend.slot == slot for backend in self.dispatcher.backends.values()):
@@ -286,31 +256,39 @@ class Worker:
             self.map.catch_up()
             self._well.clear()
             self._tell_news()
-            shared, modelled = self.shared_ledger, self.map.modelled()
+            shared = self.shared_ledger
             self.channel.send({
                 "do": "beat",
                 "grown": self.metrics.take(),
-                "replicas": {backend.id: self._seen(backend, modelled) for backend in self.dispatcher.backends.values()},
+                "replicas": self._news_of_replicas(),
                 "joined": shared is not None and shared.joined,
                 "reason": shared.reason if shared is not None else "",
             })  # fmt: skip
             await asyncio.sleep(BEAT_SECONDS)
 
-    def _seen(self, backend: Backend, modelled: dict[int, int]) -> dict[str, Any]:
-        replica, intake, now = backend.replica, backend.intake, monotonic()
-        waited = self.dispatcher.waited(backend.id, now)
-        finished = 0
-        if intake is not None:
-            finished, intake.finished = intake.finished, 0
-        return {
-            "sent_at": now - waited if waited else None,
-            "drift": backend.drift.take(),
-            "finished": finished,
-            "cached_tokens": replica.cached_tokens,
-            "takes_ids": None if replica.takes_ids == "not tried yet" else replica.takes_ids,
-            "idle": len(backend.pool.idle),
-            "modelled": modelled.get(backend.slot),
-        }
+    def _news_of_replicas(self) -> dict[str, dict[str, Any]]:
+        """What was seen of those of which it is not as it was."""
+        sent_at: dict[str, float] = {}
+        for life in self.dispatcher.lives:
+            if life.unanswered and life.prompt is not None:
+                sent_at[life.backend.id] = min(life.sent_at, sent_at.get(life.backend.id, life.sent_at))
+        modelled, news = self.map.modelled(), {}
+        for backend in self.dispatcher.backends.values():
+            replica, intake, finished = backend.replica, backend.intake, 0
+            if intake is not None:
+                finished, intake.finished = intake.finished, 0
+            seen = {
+                "sent_at": sent_at.get(backend.id),
+                "drift": backend.drift.take(),
+                "finished": finished,
+                "cached_tokens": replica.cached_tokens,
+                "takes_ids": replica.takes_ids,
+                "idle": len(backend.pool.idle),
+                "modelled": modelled.get(backend.slot, 0),
+            }
+            if seen != self._said.get(backend.id) or finished or any(seen["drift"]):
+                self._said[backend.id] = news[backend.id] = seen
+        return news
 
 
 async def _main(end: socket.socket, hello: dict[str, Any], descriptors: list[int]) -> None:

@@ -4,10 +4,12 @@ import asyncio
 import mmap
 import os
 
+import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemap.memory import segment
+from gateway.telemetry.metrics import Metrics
 from gateway.workers.channel import LONG, Channel, pair
 from gateway.workers.ledger import RECENT, Board, ControlLedger, WorkerLedger
 
@@ -125,3 +127,20 @@ async def test_messages_of_any_length_pass_in_order_and_descriptors_with_them():
     assert there.closed
     os.close(reading)
     os.close(writing)
+
+
+def test_what_workers_count_adds_up_and_never_shrinks():
+    all_of, workers = Metrics(), [Metrics(), Metrics()]
+    for turn in range(3):
+        for number, one in enumerate(workers):
+            one.requests.inc("chat", "2xx", by=number + 1)
+            one.replica_requests.inc("a", "2xx")
+            one.replica_requests.inc("gone", "2xx")
+            one.ttft.observe("a", 0.02 * (turn + 1))
+            if turn == 1 and number == 0:  # removed and added again: it counts from zero
+                one.forget("a")
+                one.replica_requests.inc("a", "2xx")
+            all_of.add(orjson.loads(orjson.dumps(one.take())), {"a"})
+        assert all_of.requests.total() == 3 * (turn + 1)
+        assert all_of.replica_requests.values == {("a", "2xx"): 2 * (turn + 1)}
+    assert all_of.ttft.count("a") == 5 and workers[0].take() == {}

@@ -1,0 +1,251 @@
+"""Two workers beside one: CPU per request, how evenly connections are spread, the hit rate.
+
+    python -m bench.workers [--loads plain,short,conversations] [--rounds 5] [--seconds 6] [--clients 32] [--json FILE]
+
+The same engines stand behind two gateways, one with one worker and one with two, which are asked in turns. CPU is that of
+all of a gateway's processes, all threads, by the kernel's own count. Each client has a connection of its own and never
+pauses.
+
+plain           8 kB chats that are answered at once: what a gateway costs when it is busy
+short           the same, with a new connection for each request
+conversations   four simulated engines at their own pace, six turns that begin with one of eight long prompts: the hit rate,
+                and what a gateway costs that is a third busy
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import aiohttp
+import orjson
+
+ENGINES, FAMILIES, TURNS = 4, 8, 6
+WORDS = "river stone carry window because seven letter cloud market early answer paper north quiet between garden".split()
+SERVES = re.compile(r"http://127\.0\.0\.1:(\d+)")
+
+
+def started(stack: ExitStack, *command: str, ports: int) -> list[int]:
+    """A process of ours, ended with the stack; the ports it says it has."""
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def stop() -> None:
+        process.terminate()
+        process.communicate()
+
+    stack.callback(stop)
+    for line in process.stdout:
+        if len(found := SERVES.findall(line)) >= ports:
+            return [*map(int, found)]
+    raise SystemExit(f"{' '.join(command)} ended")
+
+
+def cpu_seconds(pid: int) -> float:
+    threads = (Path(f"/proc/{pid}/task/{thread}/schedstat") for thread in os.listdir(f"/proc/{pid}/task"))
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
+class Gateway:
+    def __init__(self, stack: ExitStack, workers: int, engines: list[str]):
+        self.workers = workers
+        self.port, self.admin = started(
+            stack, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--model", "sim",
+            "--workers", str(workers), "--replica-url", *engines, ports=2,
+        )  # fmt: skip
+        self.pids: list[int] = []
+
+    async def ready(self, events: bool) -> None:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{self.admin}") as session:
+            while True:
+                async with session.get("/status") as answer:
+                    status = await answer.json()
+                if all(one["state"] == "ready" and (one["events"] == "live" or not events) for one in status["replicas"]):
+                    break
+                await asyncio.sleep(0.1)
+        self.pids = [self._control(), *(one["pid"] for one in status.get("workers", ()))]
+
+    def _control(self) -> int:
+        """The process that has the admin port."""
+        told = subprocess.run(["ss", "-ltnpH", f"sport = :{self.admin}"], capture_output=True, text=True).stdout
+        return int(re.search(r"pid=(\d+)", told)[1])
+
+    async def spread(self) -> list[int]:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{self.admin}") as session, session.get("/status") as answer:
+            return [one["connections"] for one in (await answer.json()).get("workers", ())]
+
+
+STUB = """
+import asyncio, uvloop
+ANSWERS = {b"/v1/models": b'{"object":"list","data":[{"id":"sim","object":"model","max_model_len":131072}]}', b"/version": b'{"version":"0.0.0"}', b"/health": b""}
+CHAT = b'{"id":"x","object":"chat.completion","created":1,"model":"sim","choices":[{"index":0,"message":{"role":"assistant","content":"' + b"word " * 60 + b'"},"finish_reason":"stop"}],"usage":{"total_tokens":60,"completion_tokens":60}}'
+def reply(status, body):
+    return b"HTTP/1.1 %b\\r\\ncontent-type: application/json\\r\\ncontent-length: %d\\r\\n\\r\\n%b" % (status, len(body), body)
+CHAT, NONE = reply(b"200 OK", CHAT), reply(b"404 Not Found", b"{}")
+ANSWERS = {path: reply(b"200 OK", body) for path, body in ANSWERS.items()}
+class Stub(asyncio.Protocol):
+    data = b""
+    def connection_made(self, transport):
+        self.transport = transport
+    def data_received(self, data):
+        self.data += data
+        while (end := self.data.find(b"\\r\\n\\r\\n")) >= 0:
+            head = self.data[:end].lower()
+            at = head.find(b"content-length: ")
+            size = int(head[at + 16 :].split(b"\\r", 1)[0]) if at >= 0 else 0
+            if len(self.data) < end + 4 + size:
+                return
+            path, self.data = head.split(b" ", 2)[1], self.data[end + 4 + size :]
+            self.transport.write(CHAT if path.startswith(b"/v1/chat") else ANSWERS.get(path, NONE))
+async def main():
+    server = await asyncio.get_running_loop().create_server(Stub, "127.0.0.1", 0)
+    print("http://127.0.0.1:%d" % server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+uvloop.run(main())
+"""
+
+
+class Load:
+    """One window: clients that never pause, until it is over."""
+
+    def __init__(self, gateway: Gateway, seed: int, load: str):
+        self.gateway, self.seed, self.load = gateway, seed, load
+        self.counts: Counter[str] = Counter()
+        self.ending = False
+
+    async def run(self, clients: int, seconds: float) -> dict:
+        talk = self._talk if self.load == "conversations" else self._shout
+        tasks = [asyncio.create_task(talk(number)) for number in range(clients)]
+        await asyncio.sleep(1)  # connections are there, what is new has been met
+        pids = self.gateway.pids
+        counts, cpu = self.counts.copy(), [cpu_seconds(pid) for pid in pids]
+        await asyncio.sleep(seconds)
+        counts, cpu = self.counts - counts, [cpu_seconds(pid) - before for pid, before in zip(pids, cpu, strict=True)]
+        spread = await self.gateway.spread()
+        self.ending = True
+        await asyncio.gather(*tasks)
+        return {
+            "microseconds": 1e6 * sum(cpu) / counts["requests"],
+            "by_process": [1e6 * part / counts["requests"] for part in cpu],
+            "requests_per_second": counts["requests"] / seconds,
+            "connections": spread,
+            "hit_rate": counts["cached"] / max(1, counts["prompt"]),
+            "mispredicted": counts["wrong"] / max(1, counts["prompt"]),
+        }
+
+    async def _shout(self, number: int) -> None:
+        """Requests as bytes, almost made beforehand: the client must cost less than the gateway."""
+        rng = random.Random(self.seed * 1000 + number)
+        system = " ".join(random.Random(1).choices(WORDS, k=650))
+        whole = orjson.dumps({"model": "sim", "max_tokens": 60, "messages": [{"role": "system", "content": system}, {"role": "user", "content": "@" + " ".join(rng.choices(WORDS, k=650))}]})
+        start, end = whole.split(b"@")
+        short, reader, writer = self.load == "short", None, None
+        for turn in itertools.count():
+            if self.ending:
+                break
+            if writer is None:
+                reader, writer = await asyncio.open_connection("127.0.0.1", self.gateway.port)
+            body = b"%b%d %b" % (start, turn, end)  # nobody has seen what comes after the system prompt
+            close = b"connection: close\r\n" if short else b""
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n%b" % (close, len(body), body))
+            head = await reader.readuntil(b"\r\n\r\n")
+            if not head.startswith(b"HTTP/1.1 200"):
+                raise SystemExit(f"answered {head!r}")
+            await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
+            self.counts["requests"] += 1
+            if short:
+                writer.close()
+                writer = None
+        if writer is not None:
+            writer.close()
+
+    async def _talk(self, number: int) -> None:
+        rng = random.Random(self.seed * 1000 + number)
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{self.gateway.port}") as session:
+            while not self.ending:
+                family = random.Random(self.seed * 100 + rng.randrange(FAMILIES))
+                messages = [{"role": "system", "content": " ".join(family.choices(WORDS, k=600))}]
+                for _ in range(TURNS):
+                    messages.append({"role": "user", "content": " ".join(rng.choices(WORDS, k=120))})
+                    await self._ask(session, messages)
+                    messages.append({"role": "assistant", "content": " ".join(rng.choices(WORDS, k=60))})
+
+    async def _ask(self, session: aiohttp.ClientSession, messages: list[dict]) -> None:
+        body = {"model": "sim", "messages": messages, "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}}
+        async with session.post("/v1/chat/completions", data=orjson.dumps(body), headers={"content-type": "application/json"}) as answer:
+            text, predicted = await answer.read(), int(answer.headers.get("x-hitherto-cached-tokens", 0))
+        if answer.status != 200:
+            raise SystemExit(f"status {answer.status}: {text[:300]!r}")
+        self.counts["requests"] += 1
+        self.counts["prompt"] += int(re.search(rb'"prompt_tokens": ?(\d+)', text)[1])
+        cached = int(re.search(rb'"cached_tokens": ?(\d+)', text)[1])
+        self.counts["cached"] += cached
+        self.counts["wrong"] += abs(predicted - cached)
+
+
+def summary(rounds: list[dict[int, dict]]) -> dict:
+    def median(workers: int, name: str) -> float:
+        return statistics.median(one[workers][name] for one in rounds)
+
+    ratios = [one[2]["microseconds"] / one[1]["microseconds"] for one in rounds]
+    return {
+        "cpu_ratio": round(statistics.median(ratios), 3),
+        "cpu_ratios": [round(ratio, 3) for ratio in ratios],
+        "microseconds": {workers: round(median(workers, "microseconds"), 1) for workers in (1, 2)},
+        "microseconds_control_and_workers": [round(statistics.median(column), 1) for column in zip(*(one[2]["by_process"] for one in rounds))],
+        "requests_per_second": {workers: round(median(workers, "requests_per_second")) for workers in (1, 2)},
+        "connections_of_two": [one[2]["connections"] for one in rounds],
+        "hit_rate": {workers: round(statistics.mean(one[workers]["hit_rate"] for one in rounds), 4) for workers in (1, 2)},
+        "mispredicted": {workers: round(statistics.mean(one[workers]["mispredicted"] for one in rounds), 4) for workers in (1, 2)},
+    }  # fmt: skip
+
+
+async def measure(args: argparse.Namespace, load: str) -> dict:
+    with ExitStack() as stack:
+        if load == "conversations":
+            commands = [("-m", "replicas.simulated", "--port", "0", "--num-blocks", "3000")] * ENGINES
+        else:
+            commands = [("-c", STUB)] * 2
+        engines = [f"http://127.0.0.1:{started(stack, *command, ports=1)[0]}" for command in commands]
+        gateways = [Gateway(stack, workers, engines) for workers in (1, 2)]
+        for gateway in gateways:
+            await gateway.ready(events=load == "conversations")
+        rounds = []
+        for number in range(-1, args.rounds):  # the first one warms everything up
+            order = gateways if number % 2 else gateways[::-1]
+            seconds = args.seconds if number >= 0 else 2
+            found = {one.workers: await Load(one, 2 * number + one.workers + 10, load).run(args.clients, seconds) for one in order}
+            if number >= 0:
+                rounds.append(found)
+    return summary(rounds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loads", default="plain,short,conversations")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=6)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    found: dict = {"rounds": args.rounds, "seconds": args.seconds, "clients": args.clients}
+    for load in args.loads.split(","):
+        found[load] = asyncio.run(measure(args, load))
+        print(load, json.dumps(found[load], indent=2), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -256,6 +256,7 @@ async def measure(args: argparse.Namespace, keep: list[dict]) -> list[dict]:
                         add(await play(way, count, urls, work, Path(name)))
                     continue
                 for policy in FIXED:
+                    await empty(urls)
                     async with gateways(BURST_GATEWAYS, policy, None, urls) as fleet:
                         client = InTurn([one.url for one in fleet])
                         add({"way": policy, "gateways": BURST_GATEWAYS, "burst": await bursts(client)})
@@ -292,7 +293,7 @@ def main() -> int:
     runs = asyncio.run(measure(args, keep))
     if args.json:
         settings = {"replicas": REPLICAS, "requests": args.requests, "rate": RATE, "think_s": THINK, "output_tokens": OUTPUT, "caches": CACHES,
-                    "step_ms": PROFILE.splitlines()[-1].removeprefix("step: ")}  # fmt: skip
+                    "step_ms": PROFILE.format(blocks=0).splitlines()[-1].removeprefix("step: ")}  # fmt: skip
         args.json.write_text(json.dumps({"setting": settings, "machine": machine(), "runs": runs}, indent=1) + "\n")
     return 0
 

@@ -105,7 +105,7 @@ async def write(url: str, options: argparse.Namespace) -> dict:
     await until(lambda: not any(one.journal.whole or one.journal.due(one.blocks) or one in shared._writing.snapshots for one in intakes))
     result = {"memory": await steady_memory(url, engines, intakes, shared, options)}
     result["warm"] = await warm(url, options, table)
-    result["traffic"] = await traffic(url, engines, intakes, shared, options)
+    result["traffic"] = [await traffic(url, engines, intakes, shared, options, mirrors) for mirrors in options.mirrors]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -163,11 +163,12 @@ async def start_warm(url: str, options: argparse.Namespace) -> None:
     await shared.stop()
 
 
-async def traffic(url: str, engines: list[Engine], intakes: list, shared: SharedMap, options: argparse.Namespace) -> dict:
-    """Steps at a given rate with one mirror in a process of its own: commands, bytes and CPU a second, and the lag."""
+async def traffic(url: str, engines: list[Engine], intakes: list, shared: SharedMap, options: argparse.Namespace, mirrors: int) -> dict:
+    """Steps at a given rate with some mirrors, each a process of its own: commands, bytes and CPU a second, and the lag."""
     command = [sys.executable, "-m", "bench.share", "--mirror", url, "--replicas", str(options.replicas), "--blocks", str(options.blocks), "--seconds", str(options.seconds)]
-    mirror = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    await mirror.stdout.readline()
+    running = [await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE) for _ in range(mirrors)]
+    for one in running:
+        await one.stdout.readline()
     snapshots, before, cpu, began = shared.snapshots, counters(url), time.process_time(), time.monotonic()
     steps = 0
     while time.monotonic() - began < options.seconds:
@@ -181,14 +182,14 @@ async def traffic(url: str, engines: list[Engine], intakes: list, shared: Shared
         await asyncio.sleep(0.001)
     took, cpu = time.monotonic() - began, time.process_time() - cpu
     after = counters(url)
-    told = json.loads(await mirror.stdout.readline())
-    await mirror.wait()
+    told = [json.loads((await one.communicate())[0]) for one in running]
     return {
+        "mirrors": mirrors,
         "events_per_s": round(steps / took), "blocks_stored_per_s": round(steps * STEP / took),
         "commands_per_s": round((after["commands"] - before["commands"]) / took),
         "bytes_in_per_s": round((after["in"] - before["in"]) / took), "bytes_out_per_s": round((after["out"] - before["out"]) / took),
         "redis_cpu": round((after["cpu"] - before["cpu"]) / took, 3), "writer_cpu": round(cpu / took, 3),
-        "snapshots_per_s": round((shared.snapshots - snapshots) / took, 2), **told,
+        "snapshots_per_s": round((shared.snapshots - snapshots) / took, 2), **{name: max(one[name] for one in told) for name in told[0]},
     }  # fmt: skip
 
 
@@ -235,6 +236,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1000, help="events a second, of all replicas together")
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--mirrors", type=int, nargs="+", default=[1, 3], help="gateways that mirror while the traffic is measured; each number is a measurement")
     parser.add_argument("--redis", default="redis-server", help="the server's binary")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     parser.add_argument("--warm", help=argparse.SUPPRESS)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import signal
 import struct
 import sys
 from dataclasses import dataclass, replace
@@ -97,7 +96,8 @@ class Processes:
         try:
             for share in self.shares:
                 self._children.append(await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "loadgen.processes", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE))
+                    sys.executable, "-m", "loadgen.processes", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                    start_new_session=True))  # Ctrl-C reaches the parent alone, which says what to do
                 _tell(self._children[-1], share)
             for child in self._children:
                 await _hear(child)  # it has its share and is ready
@@ -196,7 +196,6 @@ async def _work(run: Run, at: float) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which says what to do
     run = _read().run()
     _write("ready")
     uvloop.run(_work(run, _read()))

@@ -1,7 +1,7 @@
 """Files of requests: public traces, which have times, and conversations, which have texts.
 
 Traces tell lengths, and by `hash_ids` what prompts share; no words. Each line becomes one request of one span (`workloads`),
-so that a million lines can be held; tokens or text are made when a request is due.
+1.1 kB for a line of Mooncake's, so that a million can be held; tokens or text are made when a request is due.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -96,13 +96,13 @@ def azure_trace(reader: Reader, output_len: int | None) -> Iterator[Timed]:
             raise BadLine(f"{len(cells)} columns where {max(columns) + 1} are needed")
         time, prompt, output = (cells[column] for column in columns)
         try:
-            at = datetime.fromisoformat(time).timestamp()
+            when = datetime.fromisoformat(time)
         except ValueError:
             raise BadLine(f"{time!r} is no time") from None
         if not prompt.isdecimal() or not output.isdecimal() or not int(prompt):
             raise BadLine(f"{prompt!r} and {output!r} are no lengths")
         span = Span((_NOBODY_ELSES + number,), int(prompt), int(prompt))
-        return at, _single(f"line-{number}", span, output_len or int(output))
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp(), _single(f"line-{number}", span, output_len or int(output))
 
     return reader.rows(parse)
 

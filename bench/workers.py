@@ -2,9 +2,10 @@
 
     python -m bench.workers [--loads plain,short,conversations] [--rounds 5] [--seconds 6] [--clients 32] [--json FILE]
 
-The same engines stand behind two gateways, one with one worker and one with two, which are asked in turns. CPU is that of
-all of a gateway's processes, all threads, by the kernel's own count. Each client has a connection of its own and never
-pauses.
+The same engines stand behind several gateways, which are asked in turns: one with one worker, one with two, and (for
+`plain`) two of one worker that know nothing of each other and have half of the clients each. What those cost more than one
+is what the machine takes for running two processes; the rest is what sharing costs. CPU is that of all of a gateway's
+processes, all threads, by the kernel's own count. Each client has a connection of its own and never pauses.
 
 plain           8 kB chats that are answered at once: what a gateway costs when it is busy
 short           the same, with a new connection for each request
@@ -58,12 +59,13 @@ def cpu_seconds(pid: int) -> float:
 
 class Gateway:
     def __init__(self, stack: ExitStack, workers: int, engines: list[str]):
-        self.workers = workers
-        self.port, self.admin = started(
+        self.name = str(workers)
+        port, self.admin = started(
             stack, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--model", "sim",
             "--workers", str(workers), "--replica-url", *engines, ports=2,
         )  # fmt: skip
         self.pids: list[int] = []
+        self.ports = [port]
 
     async def ready(self, events: bool) -> None:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{self.admin}") as session:
@@ -115,10 +117,31 @@ uvloop.run(main())
 """
 
 
+class Apart:
+    """Two gateways as one."""
+
+    name = "apart"
+
+    def __init__(self, *gateways: Gateway):
+        self.gateways = gateways
+        self.ports = [port for one in gateways for port in one.ports]
+
+    @property
+    def pids(self) -> list[int]:
+        return [pid for one in self.gateways for pid in one.pids]
+
+    async def ready(self, events: bool) -> None:
+        for one in self.gateways:
+            await one.ready(events)
+
+    async def spread(self) -> list[int]:
+        return []
+
+
 class Load:
     """One window: clients that never pause, until it is over."""
 
-    def __init__(self, gateway: Gateway, seed: int, load: str):
+    def __init__(self, gateway: Gateway | Apart, seed: int, load: str):
         self.gateway, self.seed, self.load = gateway, seed, load
         self.counts: Counter[str] = Counter()
         self.ending = False
@@ -154,7 +177,7 @@ class Load:
             if self.ending:
                 break
             if writer is None:
-                reader, writer = await asyncio.open_connection("127.0.0.1", self.gateway.port)
+                reader, writer = await asyncio.open_connection("127.0.0.1", self.gateway.ports[number % len(self.gateway.ports)])
             body = b"%b%d %b" % (start, turn, end)  # nobody has seen what comes after the system prompt
             close = b"connection: close\r\n" if short else b""
             writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n%b" % (close, len(body), body))
@@ -171,7 +194,7 @@ class Load:
 
     async def _talk(self, number: int) -> None:
         rng = random.Random(self.seed * 1000 + number)
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{self.gateway.port}") as session:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{self.gateway.ports[0]}") as session:
             while not self.ending:
                 family = random.Random(self.seed * 100 + rng.randrange(FAMILIES))
                 messages = [{"role": "system", "content": " ".join(family.choices(WORDS, k=600))}]
@@ -193,21 +216,23 @@ class Load:
         self.counts["wrong"] += abs(predicted - cached)
 
 
-def summary(rounds: list[dict[int, dict]]) -> dict:
-    def median(workers: int, name: str) -> float:
-        return statistics.median(one[workers][name] for one in rounds)
+def summary(rounds: list[dict[str, dict]]) -> dict:
+    names = list(rounds[0])
 
-    ratios = [one[2]["microseconds"] / one[1]["microseconds"] for one in rounds]
+    def each(name: str, digits: int) -> dict[str, float]:
+        return {one: round(statistics.median(found[one][name] for found in rounds), digits) for one in names}
+
+    ratios = {name: [round(one[name]["microseconds"] / one["1"]["microseconds"], 3) for one in rounds] for name in names if name != "1"}
     return {
-        "cpu_ratio": round(statistics.median(ratios), 3),
-        "cpu_ratios": [round(ratio, 3) for ratio in ratios],
-        "microseconds": {workers: round(median(workers, "microseconds"), 1) for workers in (1, 2)},
-        "microseconds_control_and_workers": [round(statistics.median(column), 1) for column in zip(*(one[2]["by_process"] for one in rounds))],
-        "requests_per_second": {workers: round(median(workers, "requests_per_second")) for workers in (1, 2)},
-        "connections_of_two": [one[2]["connections"] for one in rounds],
-        "hit_rate": {workers: round(statistics.mean(one[workers]["hit_rate"] for one in rounds), 4) for workers in (1, 2)},
-        "mispredicted": {workers: round(statistics.mean(one[workers]["mispredicted"] for one in rounds), 4) for workers in (1, 2)},
-    }  # fmt: skip
+        "cpu_ratio": {name: statistics.median(column) for name, column in ratios.items()},
+        "cpu_ratios": ratios,
+        "microseconds": each("microseconds", 1),
+        "microseconds_control_and_workers": [round(statistics.median(column), 1) for column in zip(*(one["2"]["by_process"] for one in rounds))],
+        "requests_per_second": each("requests_per_second", 0),
+        "connections_of_two": [one["2"]["connections"] for one in rounds],
+        "hit_rate": each("hit_rate", 4),
+        "mispredicted": each("mispredicted", 4),
+    }
 
 
 async def measure(args: argparse.Namespace, load: str) -> dict:
@@ -217,16 +242,18 @@ async def measure(args: argparse.Namespace, load: str) -> dict:
         else:
             commands = [("-c", STUB)] * 2
         engines = [f"http://127.0.0.1:{started(stack, *command, ports=1)[0]}" for command in commands]
-        gateways = [Gateway(stack, workers, engines) for workers in (1, 2)]
+        gateways: list[Gateway | Apart] = [Gateway(stack, workers, engines) for workers in (1, 2)]
+        if load == "plain":
+            gateways.append(Apart(Gateway(stack, 1, engines), Gateway(stack, 1, engines)))
         for gateway in gateways:
             await gateway.ready(events=load == "conversations")
         rounds = []
         for number in range(-1, args.rounds):  # the first one warms everything up
             order = gateways if number % 2 else gateways[::-1]
             seconds = args.seconds if number >= 0 else 2
-            found = {one.workers: await Load(one, 2 * number + one.workers + 10, load).run(args.clients, seconds) for one in order}
+            found = {one.name: await Load(one, 3 * number + gateways.index(one) + 10, load).run(args.clients, seconds) for one in order}
             if number >= 0:
-                rounds.append(found)
+                rounds.append(dict(sorted(found.items())))
     return summary(rounds)
 
 

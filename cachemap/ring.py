@@ -14,7 +14,7 @@ BYTES = 8 * (SIZE + 1)
 HEADER = 3
 MOST = SIZE // 8  # words of one record: a prompt of 262,144 tokens in blocks of 16
 
-Record = tuple[int, int, float, list[int]]  # kind, slot, seconds, words
+Record = tuple[int, int, float, array]  # kind, slot, seconds, words
 
 
 class Ring:
@@ -49,7 +49,8 @@ class Reader:
     """One reading end; it hears what is written from now on."""
 
     def __init__(self, memory: memoryview):
-        self._words = memory.cast("B").cast("Q")
+        self._bytes = memory.cast("B")
+        self._words = self._bytes.cast("Q")
         self._at = self._words[SIZE]
 
     def read(self) -> Iterator[Record]:
@@ -68,7 +69,9 @@ class Reader:
             self._at = at + HEADER + length
             yield kind & 0xFF, kind >> 8 & 0xFFFFFF, milliseconds / 1000, words
 
-    def _copy(self, at: int, length: int) -> list[int]:
-        start = at % SIZE
-        words = self._words[start : min(start + length, SIZE)].tolist()
-        return words if len(words) == length else words + self._words[: length - len(words)].tolist()
+    def _copy(self, at: int, length: int) -> array:
+        start, words = 8 * (at % SIZE), array("Q")
+        words.frombytes(self._bytes[start : min(start + 8 * length, 8 * SIZE)])
+        if len(words) < length:
+            words.frombytes(self._bytes[: 8 * (length - len(words))])
+        return words

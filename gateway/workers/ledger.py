@@ -133,8 +133,10 @@ class WorkerLedger(Ledger):
             if slots:
                 self._seen[sibling] = changes
                 touched.update(slots)
-        for slot in touched & self._replicas.keys():
-            self.others(self._replicas[slot], self._board.sum(slot, self._siblings))
+        for slot in touched:
+            replica = self._replicas.get(slot)
+            if replica is not None:
+                self.others(replica, self._board.sum(slot, self._siblings))
 
     def lose_sight(self) -> None:
         """`others` are told by somebody else for now: read all when that ends."""
@@ -142,24 +144,27 @@ class WorkerLedger(Ledger):
 
     def reserve(self, replica: str, uncached: int, tokens: int, counted: bool = False) -> Reservation:
         taken = super().reserve(replica, uncached, tokens, counted)
-        self._count(taken, (1, 1, uncached, 0, 0))
+        slot = self._slots.get(replica)
+        if slot is not None:
+            self._board.add(self._worker, slot, (1, 1, uncached, 0, 0))
         return taken
 
     def first_byte(self, reservation: Reservation) -> None:
         if reservation.stage == "prefill":
             super().first_byte(reservation)
-            self._count(reservation, (0, -1, -reservation.uncached, 1, reservation.tokens))
+            slot = self._slots.get(reservation.replica)
+            if slot is not None and self._loads[reservation.replica] is reservation.load:
+                self._board.add(self._worker, slot, (0, -1, -reservation.uncached, 1, reservation.tokens))
 
     def release(self, reservation: Reservation) -> None:
         stage = reservation.stage
         if stage != "done":
             super().release(reservation)
-            self._count(reservation, (-1, -1, -reservation.uncached, 0, 0) if stage == "prefill" else (-1, 0, 0, -1, -reservation.tokens))
-
-    def _count(self, reservation: Reservation, change: tuple[int, ...]) -> None:
-        # a replica that was removed meanwhile, and perhaps added again, has nothing of this
-        if self._loads.get(reservation.replica) is reservation.load and reservation.replica in self._slots:
-            self._board.add(self._worker, self._slots[reservation.replica], change)
+            slot = self._slots.get(reservation.replica)
+            # a replica that was removed meanwhile, and perhaps added again, has nothing of this
+            if slot is not None and self._loads[reservation.replica] is reservation.load:
+                change = (-1, -1, -reservation.uncached, 0, 0) if stage == "prefill" else (-1, 0, 0, -1, -reservation.tokens)
+                self._board.add(self._worker, slot, change)
 
 
 class ControlLedger(Ledger):

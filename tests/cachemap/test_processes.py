@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from array import array
 from time import monotonic
 
 import pytest
@@ -200,7 +201,7 @@ def test_a_ring_tells_all_in_order_over_its_end(memory):
     for number in range(200):  # once round and a half
         words = [number + (1 << 63)] * (number * 10)
         ring.write(number % 3, number, number / 8, words)
-        assert [*reader.read()] == [(number % 3, number, number / 8, words)]
+        assert [*reader.read()] == [(number % 3, number, number / 8, array("Q", words))]
         assert [*reader.read()] == []
     assert SIZE < sum(number * 10 for number in range(200))
 
@@ -211,7 +212,7 @@ def test_who_is_too_far_behind_goes_on_with_what_is_new(memory):
         ring.write(0, number, 0.0, [number] * 1000)
     assert [*slow.read()] == []
     ring.write(1, 5, 0.0, [7])
-    assert [*slow.read()] == [(1, 5, 0.0, [7])]
+    assert [*slow.read()] == [(1, 5, 0.0, array("Q", [7]))]
 
 
 def test_a_writer_goes_on_where_one_that_died_stopped(memory):

@@ -11,8 +11,8 @@ import numpy as np
 
 from .samples import Sample
 
-NAMES = ("latency", "work", "token", "text_token", "base", "prefill", "prefill_token", "attention", "decode_sequence",
-         "decode_context_token")  # fmt: skip
+NAMES = ("latency", "work", "token", "text", "text_token", "busy_token", "base", "prefill", "prefill_token", "attention",
+         "decode_sequence", "decode_context_token")  # fmt: skip
 ROUNDS = 30
 FAR = 1.345  # spreads; Huber's own: 95 % as good as least squares where nothing lies off
 
@@ -31,6 +31,7 @@ class Residual:
 class Fit:
     ms: dict[str, float]  # by coefficient
     residuals: dict[str, Residual]
+    spread: float = 0.0  # of a step: a standard deviation, as a share
 
     def seconds(self, parts: dict[str, float]) -> float:
         return 1e-3 * sum(self.ms[name] * times for name, times in parts.items())
@@ -55,7 +56,8 @@ def fit(samples: Sequence[Sample]) -> Fit:
     off = matrix @ found - 1
     regions = dict.fromkeys(sample.region for sample in samples)
     residuals = {region: _residual(off[[sample.region == region for sample in samples]]) for region in regions}
-    return Fit(dict(zip(NAMES, map(float, found))), residuals)
+    spreads = [sample.spread for sample in samples if sample.spread is not None]
+    return Fit(dict(zip(NAMES, map(float, found))), residuals, float(np.median(spreads)) if spreads else 0.0)
 
 
 def _residual(off: np.ndarray) -> Residual:

@@ -10,7 +10,7 @@ from . import samples
 from .client import CalibrationError, Client, Refused, Reply
 from .fit import Fit, fit
 from .learn import at_work
-from .plan import MOST, SMALLEST, STEPS, WORDS_PER_TOKEN, Limits, Plan, Question, sizes
+from .plan import FEW, MOST, SMALLEST, STEPS, WORDS_PER_TOKEN, Limits, Plan, Question, sizes
 from .samples import Sample
 
 PROBES = 3
@@ -26,7 +26,7 @@ class Meter:
         self.client, self.limits = client, limits
 
     async def probe(self, seconds: float) -> Fit:
-        """A few prompts and one reply, after two that warm the engine up; small ones first, until one takes long."""
+        """A few prompts and replies, after two that warm the engine up; small ones first, until one takes long."""
         for size in (SMALLEST, 8 * SMALLEST):
             await self.client.complete(self.client.ids(size), 8)
         seen: list[Sample] = []
@@ -34,8 +34,8 @@ class Meter:
             if seen and seen[-1].seconds * 16 > seconds / 10 and len(seen) % PROBES == 0:
                 break
             seen += await self.ask(Question(samples.NEW, size))
-        for size in (SMALLEST, seen[-1].parts["token"]):
-            seen += await self.ask(Question(samples.DECODE, int(size), output=STEPS))
+        for size, count in ((SMALLEST, 1), (seen[-1].parts["token"], 1), (SMALLEST, min(FEW, self.limits.max_num_seqs))):
+            seen += await self.ask(Question(samples.DECODE, int(size), count=count, output=STEPS + 2 * count))
         return fit(seen)
 
     async def budget(self, found: Fit, seconds: float) -> tuple[int, str]:
@@ -45,7 +45,7 @@ class Meter:
             size *= 2
         counts = []
         for _ in range(PROBES):
-            decoding, other = await self._beside(size)
+            decoding, other = await self._beside(self.client.ids(size))
             gaps = [later - sooner for sooner, later in zip(decoding.times, decoding.times[1:])]
             counts.append(full_steps(gaps))
         steps = round(median(counts))
@@ -95,7 +95,7 @@ class Meter:
             return await self._ask_beside(question)
         if question.region in (samples.DECODE, samples.BURST):
             return await self._ask_many(question)
-        if question.region == samples.TEXT:
+        if question.region in (samples.TEXT, samples.AMID):
             return await self._ask_text(question)
         ids, cached = self.client.ids(question.tokens), 0
         reply = await self.client.complete(ids)
@@ -108,12 +108,20 @@ class Meter:
         text = self.client.text(round(question.tokens * WORDS_PER_TOKEN))
         try:
             await self.client.complete(text)
-            reply = await self.client.complete(text)
+            if question.region == samples.AMID:
+                decoding, reply = await self._beside(text)
+            else:
+                decoding, reply = None, await self.client.complete(text)
         except Refused:
             return []  # no chat template, or more tokens than the engine takes
         if reply.prompt is None:
             return []
         cached = self._cached(reply, reply.prompt - 1)
+        if decoding is not None:
+            if decoding.times[-1] < reply.times[0]:
+                return []  # it ended too soon
+            before = sum(time < reply.times[0] for time in decoding.times)
+            return [samples.amid(reply.ttft, reply.prompt, cached, SMALLEST + before, self._budget)]
         return [samples.prompt(samples.TEXT, reply.ttft, reply.prompt, cached, self._budget, text=True)]
 
     async def _ask_many(self, question: Question) -> list[Sample]:
@@ -125,10 +133,11 @@ class Meter:
             last = max(reply.times[0] for reply in replies) - min(reply.sent for reply in replies)
             return [samples.burst(last, question.count, question.tokens, self._cached(replies[0], question.tokens - 1), self._budget)]
         seconds, tokens = step_seconds(replies)
-        return [samples.decode(seconds, question.count, question.count * (question.tokens + tokens))] if seconds else []
+        context = question.count * (question.tokens + tokens)
+        return [samples.decode(seconds, question.count, context, spread(replies[0]))] if seconds else []
 
     async def _ask_beside(self, question: Question) -> list[Sample]:
-        decoding, other = await self._beside(question.tokens)
+        decoding, other = await self._beside(self.client.ids(question.tokens))
         usual = median(later - sooner for sooner, later in zip(decoding.times, decoding.times[1:]))
         first = max((n for n, time in enumerate(decoding.times) if time < other.sent), default=0)
         last = next((n for n, time in enumerate(decoding.times) if time >= other.times[0] - usual / 2), None)
@@ -137,14 +146,18 @@ class Meter:
         seconds = decoding.times[last] - decoding.times[first]
         return [samples.beside(seconds, last - first, SMALLEST + last, question.tokens, 0, self._budget)]
 
-    async def _beside(self, tokens: int) -> tuple[Reply, Reply]:
-        """One request that decodes, and another whose prompt of `tokens` comes in between."""
-        going, at_tenth = asyncio.Event(), lambda reply: going.set() if len(reply.times) == 10 else None
-        steps = 3 * STEPS + -(-tokens // self._budget)
+    async def _beside(self, prompt: list[int] | str) -> tuple[Reply, Reply]:
+        """One request that decodes, and another with that prompt that comes in between, at any moment of a step."""
+        going = asyncio.get_running_loop().create_future()
+        steps = 3 * STEPS + -(-len(prompt) // self._budget)
+
+        def at_tenth(reply: Reply) -> None:
+            if len(reply.times) >= 10 and not going.done():
+                going.set_result((reply.times[-1] - reply.times[0]) / 9)
 
         async def other() -> Reply:
-            await going.wait()
-            return await self.client.complete(self.client.ids(tokens))
+            await asyncio.sleep(await going * self.client.rng.random())
+            return await self.client.complete(prompt)
 
         return tuple(await _together(self.client.complete(self.client.ids(SMALLEST), steps, at_tenth), other()))
 
@@ -182,6 +195,13 @@ def step_seconds(replies: list[Reply]) -> tuple[float, int]:
         steps += [gap / share for gap in gaps]
         tokens += (len(inside) / 2 + sum(time < begin for time in reply.times)) * share
     return (sum(steps) / len(steps) if len(steps) >= STEPS // 4 else 0.0), round(tokens / len(replies))
+
+
+def spread(reply: Reply) -> float:
+    """How far the steps of one reply are from their median: the standard deviation of what is not far off, as a share."""
+    gaps = [later - sooner for sooner, later in zip(reply.times, reply.times[1:])]
+    usual = median(gaps)
+    return 1.4826 * median(abs(gap / usual - 1) for gap in gaps)
 
 
 def full_steps(gaps: list[float]) -> int:

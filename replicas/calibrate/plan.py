@@ -2,7 +2,7 @@
 
 Every round asks the same kinds of questions in an order of its own, so that a machine that gets busier or warmer for
 a while does not speak about one of them only. Sizes grow by a factor of two or four up to what the engine's context and a
-quarter of its cache hold, and as long as a prompt stays below a share of the time.
+quarter of its cache hold, and as long as a question stays below a share of the time: many rounds say more than long prompts.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from . import samples
 from .fit import Fit
 
 SMALLEST = 64
-LONGEST_PROMPT = 0.02  # of the time there is, for one prompt
-MOST = 64  # requests at once
+LONGEST = 0.02  # of the time there is, for one question
+FEW, MOST = 8, 64  # requests at once: however slow the engine is, and if there is time
 STEPS = 32  # decode steps looked at, with all requests decoding
 WORDS_PER_TOKEN = 0.75
 
@@ -49,12 +49,12 @@ class Question:
     @property
     def requests(self) -> int:
         """Also those that put the prompts into the cache."""
-        return {samples.NEW: 1, samples.CACHED: 2, samples.TEXT: 2, samples.BESIDE: 2}.get(self.region, 2 * self.count)
+        return {samples.NEW: 1, samples.CACHED: 2, samples.TEXT: 2, samples.AMID: 3, samples.BESIDE: 2}.get(self.region, 2 * self.count)
 
     @property
     def prompt_tokens(self) -> int:
-        if self.region == samples.BESIDE:
-            return SMALLEST + self.tokens
+        if self.region in (samples.BESIDE, samples.AMID):
+            return SMALLEST + self.tokens * (self.requests - 1)
         return (self.tokens * self.requests) + self.extra
 
     @property
@@ -67,7 +67,7 @@ class Question:
         took = fit.seconds(samples.prompt(self.region, 0, self.tokens, 0, budget).parts) * (self.count if together else 1)
         if together:
             took += fit.seconds(samples.burst(0, self.count, self.tokens, self.tokens - 1, budget).parts)
-        elif self.region in (samples.CACHED, samples.TEXT):
+        elif self.region in (samples.CACHED, samples.TEXT, samples.AMID):
             took += fit.seconds(samples.prompt(self.region, 0, self.tokens + self.extra, self.tokens - 1, budget).parts)
         return took + self.output * fit.seconds(samples.decode(0, self.count, self.count * self.tokens).parts)
 
@@ -94,7 +94,8 @@ class Plan:
 def make(limits: Limits, fit: Fit, seconds: float, text: bool) -> Plan:
     """At least two rounds, at most ten, in about `seconds`."""
     affordable = [question for question in _questions(limits, text)
-                  if question.expected(fit, limits) <= 4 * LONGEST_PROMPT * seconds or question.tokens <= 4 * SMALLEST]  # fmt: skip
+                  if question.expected(fit, limits) <= LONGEST * seconds
+                  or question.tokens <= 4 * SMALLEST and question.count <= FEW]  # fmt: skip
     each = sum(question.expected(fit, limits) for question in affordable)
     return Plan(tuple(affordable), max(2, min(10, int(seconds / each))), each)
 
@@ -109,12 +110,13 @@ def _questions(limits: Limits, text: bool) -> Iterator[Question]:
     longest, cache = limits.longest, limits.num_blocks * limits.block_size // 2
     for size in sizes(longest):
         yield Question(samples.NEW, size)
+        if text:
+            yield Question(samples.TEXT, size)
+            yield Question(samples.AMID, size, output=3 * STEPS)
     for size in sizes(longest, 4):
         for extra in (16, max(32, size // 4)):
             if size + extra < limits.max_model_len:
                 yield Question(samples.CACHED, size, extra)
-        if text:
-            yield Question(samples.TEXT, size)
     for size in sizes(longest // 2, 4):
         yield Question(samples.BESIDE, size, output=3 * STEPS)
     for count in (2**n for n in range(MOST.bit_length())):

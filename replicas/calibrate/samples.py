@@ -1,15 +1,15 @@
 """What a measured time is made of: how often each coefficient of the simulated engine's timing is in it.
 
-The names are those of `replicas.simulated.profile` (`latency`, `work`, `token`, `text_token` of a request; the others
-of a step). A prompt of 4,096 new tokens in steps of 2,048, alone, is one `latency`, one `work`, 4,096 `token`,
+The names are those of `replicas.simulated.profile` (`latency`, `work`, `token`, `text`, `text_token`, `busy_token`
+of a request; the others of a step). A prompt of 4,096 new tokens in steps of 2,048, alone, is one `latency`, one `work`, 4,096 `token`,
 two `base`, two `prefill`, 4,096 `prefill_token` and 4,096 * 2,048 `attention`.
 """
 
 from dataclasses import dataclass, field
 
 # The regions in which residuals are stated.
-NEW, CACHED, TEXT, BURST, DECODE, BESIDE = (
-    "new prompt", "prompt behind a cached prefix", "cached prompt as text", "burst of cached prompts",
+NEW, CACHED, TEXT, AMID, BURST, DECODE, BESIDE = (
+    "new prompt", "prompt behind a cached prefix", "cached prompt as text", "the same beside a decoding request", "burst of cached prompts",
     "decode step", "new prompt beside a decoding request",
 )  # fmt: skip
 
@@ -19,6 +19,7 @@ class Sample:
     region: str
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
+    spread: float | None = None  # of a step, where many were seen: a standard deviation as a share
 
 
 def prompt(region: str, seconds: float, tokens: int, cached: int, budget: int, text: bool = False) -> Sample:
@@ -26,7 +27,7 @@ def prompt(region: str, seconds: float, tokens: int, cached: int, budget: int, t
     parts = _prefill(tokens - cached, cached, budget)
     parts |= {"latency": 1, "work": 1, "token": tokens, "base": parts["prefill"]}
     if text:
-        parts["text_token"] = tokens
+        parts |= {"text": 1, "text_token": tokens}
     return Sample(region, seconds, parts)
 
 
@@ -38,9 +39,18 @@ def burst(seconds: float, count: int, tokens: int, cached: int, budget: int) -> 
     return Sample(BURST, seconds, parts | {"latency": 1, "work": count, "token": count * tokens, "base": 1.5, "prefill": 1.5})
 
 
-def decode(seconds: float, sequences: int, context: float) -> Sample:
+def amid(seconds: float, tokens: int, cached: int, context: float, budget: int) -> Sample:
+    """Time to the first token of a prompt of text that comes, at any moment, while a request of `context` tokens decodes.
+
+    It waits for what is left of the step that is under way, half of one, and the other has its token in its own step."""
+    alone = prompt(AMID, seconds, tokens, cached, budget, text=True).parts
+    other = {"base": alone["base"] + 0.5, "decode_sequence": alone["base"] + 0.5, "decode_context_token": (alone["base"] + 0.5) * context}
+    return Sample(AMID, seconds, alone | other | {"busy_token": tokens})
+
+
+def decode(seconds: float, sequences: int, context: float, spread: float | None = None) -> Sample:
     """One step in which `sequences` requests with `context` tokens in all get a token each."""
-    return Sample(DECODE, seconds, {"base": 1, "decode_sequence": sequences, "decode_context_token": context})
+    return Sample(DECODE, seconds, {"base": 1, "decode_sequence": sequences, "decode_context_token": context}, spread)
 
 
 def beside(seconds: float, steps: int, context: float, tokens: int, cached: int, budget: int) -> Sample:

@@ -10,7 +10,9 @@ _REQUEST = {
     "latency": "ms of a request that no other waits for: HTTP, scheduling, the way back",
     "work": "ms of the API server, one request after the other",
     "token": "more of it for each prompt token",
-    "text_token": "more of it for each prompt token when the prompt is text",
+    "text": "more of it when the prompt is text",
+    "text_token": "and for each of its tokens",
+    "busy_token": "and for each of its tokens while the engine is in its steps",
 }
 _STEP = {
     "base": "ms of any step",
@@ -19,6 +21,7 @@ _STEP = {
     "attention": "for each pair of a new token and one before it",
     "decode_sequence": "for each decoding request",
     "decode_context_token": "for each token of their contexts",
+    "spread": "no time but a share: a step's standard deviation",
 }
 
 
@@ -32,10 +35,11 @@ def profile(known: Known, limits: Limits, fit: Fit, facts: Mapping[str, str]) ->
         lines.append(f"#   {region:34} {one.count:4}  {one.bias:+6.1%}  {one.typical:6.1%}  {one.worst_tenth:6.1%}")
     for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
         lines.append(f"{name}: {getattr(limits, name)}  # {limits.told[name]}")
+    values = fit.ms | {"spread": fit.spread}
     for title, meanings in (("request", _REQUEST), ("step", _STEP)):
         lines.append(f"{title}:")
         for name, meaning in meanings.items():
-            lines.append(f"  {name}: {_number(fit.ms[name])}  # {meaning}{'' if fit.ms[name] else '; too small to be seen'}")
+            lines.append(f"  {name}: {_number(values[name])}  # {meaning}{'' if values[name] else '; too small to be seen'}")
     return "\n".join(lines) + "\n"
 
 

@@ -24,9 +24,11 @@ gpu-8b), this model gives hit rate and TTFT mean / p99 in ms of .050 and 362 / 2
 359 / 2199 (16,384 blocks), at twice the speed .049 and 1368 / 18317 for .051 and 1376 / 18387; with 65,536
 blocks .082 and 317 / 2079 for .082 and 321 / 2049, and .083 and 348 / 2181 for .082 and 347 / 2148.
 """
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import NamedTuple
 
 from .blocks import BlockPool, Key
@@ -145,6 +147,7 @@ class Engine:
         self._admitted = 0
         self._now = 0                              # number of the step
         self._cleared = False
+        self._chance = Random(0)                   # of how long steps take, where the profile has a spread
 
     @property
     def running(self) -> int:
@@ -219,6 +222,8 @@ class Engine:
         pairs = self._prefill(step, self.profile.max_num_batched_tokens - decoding, ended)
         step.seconds = self.profile.step.seconds(
             step.prefill_tokens, pairs, decoding, self._context, self._pool.usage) / self.profile.speedup
+        if self.profile.step.spread:
+            step.seconds *= math.exp(self._chance.gauss(0, self.profile.step.spread))
         self._context += decoding
         self.counters.generated_tokens += decoding + len(ended)
         self._report(step, due, ended)

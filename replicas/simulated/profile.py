@@ -15,7 +15,8 @@ class StepTime:
     decoding in it costs, on top of both,
         max(decode_least, decode + decode_sequence * n + decode_context_token * k
                           + decode_usage * u + decode_usage_squared * u^2)
-    for n sequences with k tokens of context in all, u being the share of KV blocks in use.
+    for n sequences with k tokens of context in all, u being the share of KV blocks in use. `spread` is no time but a share: how
+    far a step is typically (one standard deviation, of the logarithm) from what that says.
     """
     base: float = 0.0
     prefill: float = 0.0
@@ -28,6 +29,7 @@ class StepTime:
     decode_context_token: float = 0.0
     decode_usage: float = 0.0
     decode_usage_squared: float = 0.0
+    spread: float = 0.0
 
     def seconds(self, tokens: int, pairs: float, sequences: int, context: int, usage: float) -> float:
         """Duration of a step: `tokens` prompt tokens, `pairs` = sum of t_i * (c_i + t_i / 2)."""
@@ -46,16 +48,20 @@ class StepTime:
 class RequestTime:
     """What a request costs beside its steps, in milliseconds: HTTP, tokenizing, the way to the scheduler and back.
 
-    The API server's `work + token * n (+ text_token * n, if the prompt is text)` for a prompt of n tokens is done for
+    The API server's `work + token * n (+ text + text_token * n, if the prompt is text)` for a prompt of n tokens is done for
     one request after the other; `latency` is what nobody else waits for. All of it is spent before the first step.
+    `busy_token * n` is more work on text while the engine is in its steps: on a CPU both want the same cores.
     """
     latency: float = 0.0
     work: float = 0.0
     token: float = 0.0
+    text: float = 0.0
     text_token: float = 0.0
+    busy_token: float = 0.0
 
-    def work_seconds(self, tokens: int, text: bool) -> float:
-        return 1e-3 * (self.work + tokens * (self.token + self.text_token * text))
+    def work_seconds(self, tokens: int, text: bool, busy: bool) -> float:
+        as_text = self.text + tokens * (self.text_token + self.busy_token * busy) if text else 0.0
+        return 1e-3 * (self.work + tokens * self.token + as_text)
 
 
 class FrontEnd:
@@ -65,9 +71,9 @@ class FrontEnd:
     def __init__(self, profile: "Profile"):
         self._time, self._speedup, self._free = profile.request, profile.speedup, 0.0
 
-    def reaches_engine(self, arrived: float, tokens: int, text: bool = False) -> float:
-        """The same time as `arrived` for a profile that knows only of steps."""
-        self._free = max(arrived, self._free) + self._time.work_seconds(tokens, text) / self._speedup
+    def reaches_engine(self, arrived: float, tokens: int, text: bool = False, busy: bool = False) -> float:
+        """The same time as `arrived` for a profile that knows only of steps. `busy`: the engine has requests running."""
+        self._free = max(arrived, self._free) + self._time.work_seconds(tokens, text, busy) / self._speedup
         return self._free + self._time.latency * 1e-3 / self._speedup
 
 

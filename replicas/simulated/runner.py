@@ -113,7 +113,8 @@ class Runner:
                                            owner=generation)
         due = time.monotonic()
         if self._front is not None:
-            due = self._front.reaches_engine(generation.arrived, len(generation.prompt), generation.text)
+            due = self._front.reaches_engine(generation.arrived, len(generation.prompt), generation.text,
+                                             self.engine.running > 0)
         heapq.heappush(self._coming, (due, next(self._order), generation))
         self._live[generation.id] = generation
         if self._alarm is not None:

@@ -10,29 +10,32 @@ from hypothesis import strategies as st
 from replicas.calibrate import samples
 from replicas.calibrate.fit import NAMES, Fit, fit, nonnegative
 
-BUDGET = 2048
+BUDGET, ROUNDS = 2048, 5
 
 
 def every_kind(truth: Fit, rng: random.Random, noise: float = 0.0, outliers: float = 0.0) -> list[samples.Sample]:
-    """Samples as a calibration takes them, with times as `truth` has them."""
+    """Samples as a calibration of five rounds takes them, with times as `truth` has them.
+
+    Not more than two of a question's five are outliers: where most answers to it are late, nothing tells that they are."""
     made = [samples.prompt(samples.NEW, 0, n, 0, BUDGET) for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192)]
     made += [samples.prompt(samples.CACHED, 0, n + extra, n, BUDGET) for n in (64, 512, 4096) for extra in (16, n // 4)]
     made += [samples.prompt(samples.TEXT, 0, n, n - 8, BUDGET, text=True) for n in (64, 512, 4096)]
+    made += [samples.amid(0, n, n - 8, 100, BUDGET) for n in (64, 512, 4096)]
     made += [samples.decode(0, n, n * each) for n in (1, 2, 4, 8, 16) for each in (64, 512, 4096)]
     made += [samples.beside(0, steps, 64, n, 0, BUDGET) for n, steps in ((64, 3), (1024, 4), (4096, 6))]
     made += [samples.burst(0, n, 64, 48, BUDGET) for n in (4, 8, 16)]
-    made *= 3
 
-    def seen(sample: samples.Sample) -> float:
-        far = rng.uniform(1.5, 4) if rng.random() < outliers else 1
-        return truth.seconds(sample.parts) * far * (1 + rng.gauss(0, noise))
+    def seen(sample: samples.Sample, far: float) -> samples.Sample:
+        return samples.Sample(sample.region, truth.seconds(sample.parts) * far * (1 + rng.gauss(0, noise)), sample.parts)
 
-    return [samples.Sample(one.region, seen(one), one.parts) for one in made]
+    off = [min(ROUNDS // 2, sum(rng.random() < outliers for _ in range(ROUNDS))) for _ in made]
+    return [seen(one, rng.uniform(1.5, 4) if number < late else 1) for one, late in zip(made, off) for number in range(ROUNDS)]
 
 
 COEFFICIENTS = st.fixed_dictionaries(
     {
-        "latency": st.floats(1, 30), "work": st.floats(0.2, 5), "token": st.floats(1e-4, 5e-3), "text_token": st.floats(1e-4, 5e-3),
+        "latency": st.floats(1, 30), "work": st.floats(0.2, 5), "token": st.floats(1e-4, 5e-3), "text": st.floats(0.2, 5),
+        "text_token": st.floats(1e-4, 5e-3), "busy_token": st.floats(1e-4, 5e-3),
         "base": st.floats(0.5, 20), "prefill": st.floats(0.5, 20), "prefill_token": st.floats(5e-3, 0.1), "attention": st.floats(1e-7, 2e-5),
         "decode_sequence": st.floats(0.02, 1), "decode_context_token": st.floats(1e-6, 1e-3),
     }
@@ -48,13 +51,13 @@ def test_without_noise_every_coefficient_is_found(ms):
 
 
 @given(COEFFICIENTS, st.integers(0, 1 << 30))
-@settings(max_examples=40, deadline=None, derandomize=True)  # chance: some noise moves a tenth by more
+@settings(max_examples=40, deadline=None)
 def test_noise_and_a_tenth_of_outliers_leave_times_within_a_tenth(ms, seed):
     truth = Fit(ms, {})
     found = fit(every_kind(truth, random.Random(seed), noise=0.03, outliers=0.1))
     assert min(found.ms.values()) >= 0
     for sample in every_kind(truth, random.Random(seed)):
-        assert found.seconds(sample.parts) == pytest.approx(sample.seconds, rel=0.15)
+        assert found.seconds(sample.parts) == pytest.approx(sample.seconds, rel=0.1)
 
 
 def test_what_does_not_occur_stays_zero():
@@ -62,6 +65,12 @@ def test_what_does_not_occur_stays_zero():
     found = fit([samples.decode(Fit(ms, {}).seconds(samples.decode(0, n, 0).parts), n, 0) for n in (1, 2, 4)])
     assert found.ms == pytest.approx(ms, abs=1e-9)
     assert list(found.residuals) == [samples.DECODE]
+
+
+def test_the_spread_is_that_of_most_questions():
+    parts = samples.decode(0, 1, 0).parts
+    found = fit([samples.Sample("", 0.002, parts, spread) for spread in (0.1, 0.11, 0.9)] + [samples.Sample("", 0.002, parts)] * 9)
+    assert found.spread == 0.11
 
 
 def test_residuals_say_which_way_a_region_is_off():

@@ -20,8 +20,8 @@ from replicas.simulated.profile import FrontEnd, Profile, RequestTime, StepTime
 
 KNOWN = {
     "a small model on a CPU": Profile(
-        "cpu", StepTime(base=2.5, prefill=2.0, prefill_token=0.01, attention=1.5e-5, decode_sequence=0.1, decode_context_token=2e-4),
-        RequestTime(latency=3.5, work=1.6, token=0.002, text_token=0.003), num_blocks=8192, max_num_seqs=128, max_num_batched_tokens=2048,
+        "cpu", StepTime(base=2.5, prefill=2.0, prefill_token=0.01, attention=1.5e-5, decode_sequence=0.1, decode_context_token=2e-4, spread=0.06),
+        RequestTime(latency=3.5, work=1.6, token=0.002, text=1.2, text_token=0.003, busy_token=0.002), num_blocks=8192, max_num_seqs=128, max_num_batched_tokens=2048,
         max_model_len=16384),
     "a large one on a GPU": Profile(
         "gpu", StepTime(base=8, prefill=4, prefill_token=0.03, attention=2e-7, decode_sequence=0.04, decode_context_token=1e-5),
@@ -65,7 +65,7 @@ class EngineClient(Client):
         keys = [hash(tuple(ids[: n * size])) for n in range(1, len(ids) // size + 1)]
         reply, done = Reply(loop.time(), tokens, prompt=len(ids)), loop.create_future()
         self.telling[name] = reply, seen, done
-        due = self.front.reaches_engine(loop.time(), len(ids), text)
+        due = self.front.reaches_engine(loop.time(), len(ids), text, self.engine.running > 0)
         heapq.heappush(self.coming, (due, name, EngineRequest(name, keys, len(ids), tokens)))
         self.awake.set()
         await asyncio.wait((done, self.task), return_when=asyncio.FIRST_COMPLETED)
@@ -130,11 +130,13 @@ def test_its_times_are_found_again(name):
     for sample in (
         *(samples.prompt(samples.NEW, 0, n, 0, limit) for n in (64, 1000, 5000, 10_000)),
         *(samples.prompt(samples.CACHED, 0, n + 100, n, limit) for n in (64, 1024, 9600)),
-        samples.prompt(samples.TEXT, 0, 2000, 1984, limit, text=True),
+        *(samples.prompt(samples.TEXT, 0, n, n - 16, limit, text=True) for n in (64, 2000)),
+        *(samples.amid(0, n, n - 16, 100, limit) for n in (64, 2000, 8000)),
         *(samples.decode(0, count, count * each) for count in (1, 8, 32) for each in (64, 3000)),
         samples.beside(0, 4, 64, 4000, 0, limit),
     ):
         assert found.seconds(sample.parts) == pytest.approx(known(sample), rel=TOLERANCE), sample
+    assert found.spread == pytest.approx(profile.step.spread, abs=0.02)
     assert {sample.region for sample in seen} == set(found.residuals) == {question.region for question in work.questions}
     assert max(one.typical for one in found.residuals.values()) < 0.08  # bursts: when the last one comes, half a step is left on average
 

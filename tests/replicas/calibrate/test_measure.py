@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import random
+from itertools import accumulate
 
 import pytest
 from aiohttp import web
@@ -9,7 +11,7 @@ from aiohttp import web
 from replicas.calibrate import samples
 from replicas.calibrate.client import CalibrationError, Client, Refused, Reply
 from replicas.calibrate.fit import NAMES, Fit
-from replicas.calibrate.measure import changed, full_steps, most_at_once, step_seconds
+from replicas.calibrate.measure import changed, full_steps, most_at_once, spread, step_seconds
 
 
 def reply(first: float, gap: float, chunks: int, tokens: int | None = None) -> Reply:
@@ -33,6 +35,14 @@ def test_hiccups_are_left_out_and_replies_that_hardly_meet_say_nothing():
     one.times = [time + 0.5 * (n > 50) for n, time in enumerate(one.times)]
     assert step_seconds([one])[0] == pytest.approx(0.004)
     assert step_seconds([reply(0.0, 0.004, 20), reply(0.076, 0.004, 20)])[0] == 0.0
+
+
+def test_the_spread_of_steps_is_not_that_of_hiccups():
+    one = reply(0.0, 0.004, 100)
+    assert spread(one) == pytest.approx(0, abs=1e-9)
+    chance = random.Random(1)
+    one.times = list(accumulate(0.5 if n % 20 == 0 else chance.gauss(0.004, 0.0004) for n in range(1000)))
+    assert spread(one) == pytest.approx(0.1, rel=0.1)
 
 
 @pytest.mark.parametrize("ms, steps", [

@@ -1,11 +1,13 @@
 """A request's way to the scheduler takes as long as the profile says, neither more nor less; and so do steps."""
 import asyncio
+import math
 import time
-from statistics import median
+from statistics import median, stdev
 
 import pytest
 
 from replicas.simulated.alarm import Alarm
+from replicas.simulated.engine import Engine, EngineRequest
 from replicas.simulated.profile import FrontEnd, Profile, RequestTime, StepTime, load_profile
 
 
@@ -18,6 +20,9 @@ def test_latency_is_everybodys_own_and_work_is_done_in_turn():
     assert end.reaches_engine(1.0, 100) == pytest.approx(1.0 + 0.010 + 0.002 + 0.001)
     assert end.reaches_engine(1.0, 100, text=True) == pytest.approx(1.0 + 0.010 + 2 * 0.002 + 2 * 0.001 + 0.002)
     assert end.reaches_engine(2.0, 0) == pytest.approx(2.012)  # nobody before it any more
+    texts = front(work=2, text=3, text_token=0.01, busy_token=0.02)
+    assert [texts.reaches_engine(at, 100, text, busy) - at for at, text, busy in (
+        (1, False, True), (2, True, False), (3, True, True))] == pytest.approx([0.002, 0.006, 0.008])  # fmt: skip
     assert front(speedup=4, latency=10, work=2).reaches_engine(0.0, 5) == pytest.approx(0.003)
 
 
@@ -30,6 +35,19 @@ def test_base_is_in_every_step_once():
     assert step.seconds(100, 0.0, 0, 0, 0.0) == pytest.approx(0.006)
     assert step.seconds(0, 0.0, 4, 0, 0.0) == pytest.approx(0.005)
     assert step.seconds(100, 0.0, 4, 0, 0.0) == pytest.approx(0.008)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+def test_steps_differ_by_the_spread_and_are_the_same_again(spread):
+    def steps() -> list[float]:
+        engine = Engine(Profile("p", StepTime(base=2, spread=spread)))
+        engine.add(EngineRequest("one", [], 1, 2000))
+        return [engine.step().seconds for _ in range(2000)]
+
+    seen = steps()
+    assert seen == steps()
+    assert median(seen) == pytest.approx(0.002, rel=0.05 * bool(spread))
+    assert stdev(map(math.log, seen)) == pytest.approx(spread, rel=0.1, abs=1e-12)
 
 
 @pytest.mark.parametrize("text, about", [("step: {}\nrequest: {latencey: 1}", "latencey"), ("step: {}\nrequest: 5", "request must be a mapping"),

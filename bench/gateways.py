@@ -54,7 +54,7 @@ from tests.redis_server import RedisServer
 from tests.redis_server import running as redis_running
 
 REPLICAS, CACHES = 8, 1.0
-REQUESTS, RATE, THINK, OUTPUT = 1000, 35.0, 0.5, 4
+REQUESTS, RATE, THINK, OUTPUT = 800, 35.0, 0.3, 4
 PROFILE = """\
 block_size: 16
 max_num_seqs: 64
@@ -237,7 +237,7 @@ async def one_more(sibling: Running, redis_url: str, urls: Sequence[str]) -> dic
         return {"blocks": there, "listens_s": round(listens, 2), "warm_s": round(perf_counter() - began, 2)}
 
 
-async def measure(args: argparse.Namespace, keep: list[dict]) -> list[dict]:
+async def measure(args: argparse.Namespace, keep: list[dict]) -> None:
     work = make_work(args.seed, args.requests)
     blocks = math.ceil(CACHES * work.blocks / REPLICAS)
     print(f"{args.requests} requests, {RATE:g}/s; {REPLICAS} engines of {blocks} blocks, the work has {work.blocks}\n{HEAD}", flush=True)
@@ -245,6 +245,7 @@ async def measure(args: argparse.Namespace, keep: list[dict]) -> list[dict]:
     def add(run: dict) -> None:
         mine = (run["way"], run["gateways"])
         keep[:] = [one for one in keep if (one["way"], one["gateways"]) != mine] + [run]
+        save(args, keep)
         print(line(run), *run.get("errors", {}).values(), sep="\n  ", flush=True)
 
     for way in args.ways:
@@ -252,6 +253,7 @@ async def measure(args: argparse.Namespace, keep: list[dict]) -> list[dict]:
             flags = ["--no-events"] if way == "guess" else []
             async with engines(REPLICAS, PROFILE.format(blocks=blocks), Path(name), *flags) as urls:
                 if way != "fixed":
+                    await play(way, 1, urls, make_work(args.seed + 1, 150), Path(name))  # so that no run has cold engines
                     for count in args.counts:
                         add(await play(way, count, urls, work, Path(name)))
                     continue
@@ -261,7 +263,6 @@ async def measure(args: argparse.Namespace, keep: list[dict]) -> list[dict]:
                         client = InTurn([one.url for one in fleet])
                         add({"way": policy, "gateways": BURST_GATEWAYS, "burst": await bursts(client)})
                         client.close()
-    return keep
 
 
 HEAD = (f"{'way':16} {'gateways':>8} {'hit %':>6} {'ideal':>6} {'TTFT mean ms':>13} {'p50':>5} {'p99':>6} {'choose p50':>11} {'p99':>6} "
@@ -278,6 +279,13 @@ def line(run: dict) -> str:
             f"{choose['p50'] or math.nan:11.3f} {choose['p99'] or math.nan:6.2f} {run['failed']:7d} {run['late_p99_ms']:9.1f}  {ends}")  # fmt: skip
 
 
+def save(args: argparse.Namespace, runs: list[dict]) -> None:
+    if args.json:
+        settings = {"replicas": REPLICAS, "requests": args.requests, "rate": RATE, "think_s": THINK, "output_tokens": OUTPUT, "caches": CACHES,
+                    "step_ms": PROFILE.format(blocks=0).splitlines()[-1].removeprefix("step: ")}  # fmt: skip
+        args.json.write_text(json.dumps({"setting": settings, "machine": machine(), "runs": runs}, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), metavar="A,B")
@@ -290,11 +298,7 @@ def main() -> int:
         print(missing())
         return 3
     keep = json.loads(args.json.read_text())["runs"] if args.json and args.json.exists() else []
-    runs = asyncio.run(measure(args, keep))
-    if args.json:
-        settings = {"replicas": REPLICAS, "requests": args.requests, "rate": RATE, "think_s": THINK, "output_tokens": OUTPUT, "caches": CACHES,
-                    "step_ms": PROFILE.format(blocks=0).splitlines()[-1].removeprefix("step: ")}  # fmt: skip
-        args.json.write_text(json.dumps({"setting": settings, "machine": machine(), "runs": runs}, indent=1) + "\n")
+    asyncio.run(measure(args, keep))
     return 0
 
 

@@ -2,11 +2,13 @@
 import asyncio
 import random
 import re
+import time
 from collections import Counter
 from contextlib import asynccontextmanager, AsyncExitStack
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from cachemap.share.connect import Ways, parse
 from gateway.dispatch.shared import LEASE, SCRIPT, SharedLedger
@@ -226,6 +228,22 @@ async def test_what_is_decided_too_late_is_taken_back(redis_server):
         await until(lambda: sum(counts[0] for counts in together(redis_server).values()) == 10)
         one.end_all()
         await until(lambda: not together(redis_server))
+
+
+@pytest.mark.parametrize("loop", (asyncio, uvloop))
+def test_a_gateway_that_is_busy_itself_does_not_take_redis_for_late(redis_server, loop):
+    async def main():
+        async with gateways(redis_server, 1, deadline=0.002) as (one,):
+            await one.route(prompt(1))
+            one.outcomes.clear()
+            routing = asyncio.create_task(one.route(prompt(2)))
+            for _ in range(3):
+                await asyncio.sleep(0)  # it is on its way
+            time.sleep(0.05)  # as another request's long prompt would take
+            await routing
+            assert one.outcomes == {"shared": 1}
+
+    loop.run(main())
 
 
 async def test_policies_that_cannot_bid_choose_here_and_count_there(redis_server):

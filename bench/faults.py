@@ -106,6 +106,8 @@ def kill(scene: Scene) -> None:
 def kill_a_gateway(scene: Scene) -> None:
     """The one that holds the leases. What its own clients asked it fails with it; they ask the other one from here on."""
     dies = scene.fleet.pop(0)
+    while len(busy := scene.ledger.keys("hitherto:1:default:{pool}:of:*")) < 2 or min(map(scene.ledger.hlen, busy)) < 2:
+        pass  # in the middle of something, on each replica
     scene.clients.fleet.remove(dies)
     dies.process.send_signal(signal.SIGKILL)
 

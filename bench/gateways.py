@@ -11,7 +11,7 @@ replies short, so that two cores are enough for all of it and engines' times, no
   events   no Redis; every gateway follows every engine's events, and knows nothing of the others' load
   guess    no Redis, engines without events; every gateway has a map of its own, of what it sent: what gateways without
            events do
-  fixed    only the burst below, by policies that do not look at load: all to one replica, or to each in turn
+  fixed    only the burst below, where load does not decide: all to one replica, or to each in turn
 
 After the load, with 4 gateways: BURST equal prompts that nobody has seen, all at once, over all of them, a few times. After
 the largest number with Redis: one more gateway is started, and the time until it knows what the others know is taken.
@@ -64,7 +64,6 @@ step: {{base: 2, prefill: 5, prefill_token: 0.2, decode: 10, decode_sequence: 0.
 """
 WAYS = ("redis", "events", "guess", "fixed")
 BURSTS, BURST, BURST_WORDS, BURST_GATEWAYS = 5, 64, 2400, 4
-FIXED = ("consistent_hash", "round_robin")
 ASKING = Asking("sim", ignore_eos=True)
 _BUCKET = re.compile(r'^hitherto_stage_seconds_bucket\{le="([^"]+)",stage="choose"\} ([0-9.e+]+)$', re.MULTILINE)
 _DECISIONS = re.compile(r'^hitherto_shared_decisions_total\{outcome="(\w+)"\} ([0-9.e+]+)$', re.MULTILINE)
@@ -142,13 +141,13 @@ async def gateways(count: int, policy: str, redis_url: str | None, urls: Sequenc
         flags = ["--model", "sim", "--policy", policy, *(["--redis-url", redis_url] if redis_url else []), "--replica-url", *urls]
         found = await asyncio.gather(*(stack.enter_async_context(running(*flags)) for _ in range(count)))
         for one in found:
-            await one.until(lambda status: ready(status, redis_url), 60)
+            await one.until(lambda status: ready(status, len(urls), redis_url), 60)
         yield found
 
 
-def ready(status: dict, redis_url: str | None) -> bool:
+def ready(status: dict, replicas: int, redis_url: str | None) -> bool:
     """All replicas known, their caches followed by somebody, and Redis joined."""
-    if sum(one["state"] == "ready" for one in status["replicas"]) < REPLICAS:
+    if sum(one["state"] == "ready" for one in status["replicas"]) < replicas:
         return False
     if redis_url is None:
         return all(one["events"] in ("live", "off") for one in status["replicas"])
@@ -202,7 +201,10 @@ async def play(way: str, count: int, urls: Sequence[str], work: Work, folder: Pa
         if server:
             told["redis"] = {f"{name}_per_s": round((after[name] - before[name]) / took, 3 if name == "cpu" else 1) for name in after}
         if count == BURST_GATEWAYS:
+            before = await choosing(fleet)
             told["burst"] = await bursts(client)
+            after = await choosing(fleet)
+            told["burst"]["decided"] = {name: number - before["decided"].get(name, 0) for name, number in after["decided"].items()}
         if server and count > 4:
             told["late_gateway"] = await one_more(fleet[0], server.url, urls)
         client.close()
@@ -233,7 +235,7 @@ async def one_more(sibling: Running, redis_url: str, urls: Sequence[str]) -> dic
     there, began = (await sibling.status())["map"]["blocks"], perf_counter()
     async with running("--model", "sim", "--redis-url", redis_url, "--replica-url", *urls) as late:
         listens = perf_counter() - began
-        await late.until(lambda status: ready(status, redis_url) and status["map"]["blocks"] >= there, 60)
+        await late.until(lambda status: ready(status, len(urls), redis_url) and status["map"]["blocks"] >= there, 60)
         return {"blocks": there, "listens_s": round(listens, 2), "warm_s": round(perf_counter() - began, 2)}
 
 
@@ -257,11 +259,11 @@ async def measure(args: argparse.Namespace, keep: list[dict]) -> None:
                     for count in args.counts:
                         add(await play(way, count, urls, work, Path(name)))
                     continue
-                for policy in FIXED:
+                for title, policy, those in (("one replica", "least_time", urls[:1]), ("each in turn", "round_robin", urls)):
                     await empty(urls)
-                    async with gateways(BURST_GATEWAYS, policy, None, urls) as fleet:
+                    async with gateways(BURST_GATEWAYS, policy, None, those) as fleet:
                         client = InTurn([one.url for one in fleet])
-                        add({"way": policy, "gateways": BURST_GATEWAYS, "burst": await bursts(client)})
+                        add({"way": title, "gateways": BURST_GATEWAYS, "burst": await bursts(client)})
                         client.close()
 
 

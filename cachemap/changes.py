@@ -4,6 +4,7 @@ Blocks are named by their own hash and by a tag, the fingerprint of the engine's
 tokens, nothing of one process. So a change can be sent to other gateways as it is.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -46,3 +47,43 @@ class Contents(NamedTuple):
     observed: bool
     held: dict[str, tuple[np.ndarray, np.ndarray]]
     copies: dict[tuple[str, int], int]
+
+
+def merged(changes: Iterable[Change], most: int = 1024) -> Iterator[Change]:
+    """The same in fewer changes, of about `most` blocks: applying 400 small ones takes as long as 20,000 blocks at once.
+
+    What is dropped goes first, then what is stored; so far as no block is stored twice, dropped twice, or dropped after
+    it was stored, which makes a new start.
+    """
+    dropped: list[Remove] = []
+    stored: list[Store] = []
+    tags_dropped: set[int] = set()
+    tags_stored: set[int] = set()
+
+    def together() -> Iterator[Change]:
+        if dropped:
+            yield Remove(dropped[0].tier, np.concatenate([one.tags for one in dropped]))
+        if stored:
+            heads, at = [], 0
+            for one in stored:
+                heads += [(at + index, parent) for index, parent in one.heads]
+                at += len(one.hashes)
+            yield Store(stored[0].tier, np.concatenate([one.hashes for one in stored]), np.concatenate([one.tags for one in stored]), heads)
+        for one in (dropped, stored, tags_dropped, tags_stored):
+            one.clear()
+
+    for change in changes:
+        tags = set(change.tags.tolist()) if isinstance(change, Store | Remove) else set()
+        same_tier = all(one.tier == change.tier for one in (*dropped[:1], *stored[:1])) if tags else False
+        known = tags_stored if isinstance(change, Store) else tags_stored | tags_dropped
+        if not same_tier or not known.isdisjoint(tags) or len(tags_stored) > most:
+            yield from together()
+        if isinstance(change, Store):
+            stored.append(change)
+            tags_stored |= tags
+        elif isinstance(change, Remove):
+            dropped.append(change)
+            tags_dropped |= tags
+        else:
+            yield change
+    yield from together()

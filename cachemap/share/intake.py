@@ -18,10 +18,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cachemap.changes import Clear, Observe, Store
+from cachemap.changes import Change, Clear, Observe, Store, merged
 from cachemap.intake import EventIntake
 from cachemap.map import CacheMap
-from cachemap.share.codec import FIRST, RELOAD, Identity, Position, Snapshot, Unreadable, decode_delta, decode_snapshot
+from cachemap.share.codec import FIRST, RELOAD, Delta, Identity, Position, Snapshot, Unreadable, decode_delta, decode_snapshot
 from cachemap.share.connect import FAILURES, heed_cancellation
 from cachemap.share.journal import Journal
 from cachemap.share.keys import UNNAMED, Keys
@@ -260,8 +260,11 @@ class SharedIntake:
         else:
             raise Absent
         await self._adopt(snapshot)
-        for n, delta in deltas:
-            self._apply(n, delta)
+        for change in merged(change for _, delta in deltas for change in delta.changes):
+            self._change(change)
+            await asyncio.sleep(0)
+        if deltas:
+            self._applied(*deltas[-1])
 
     async def _adopt(self, snapshot: Snapshot) -> None:
         self._stop_following()
@@ -294,17 +297,23 @@ class SharedIntake:
                 self._apply(n, delta)
                 self._shared.lag(delta.at)
 
-    def _apply(self, n: int, delta) -> None:
+    def _apply(self, n: int, delta: Delta) -> None:
         for change in delta.changes:
-            removed = self._map.change(self._slot, change)
-            self._mirrored[0] += len(change.hashes) if isinstance(change, Store) else 0
-            self._mirrored[1] += removed
-            if isinstance(change, Observe):
-                self._observed = change.observed
-                self._on_change(self.state, "told by the gateway that follows its events")
-            elif isinstance(change, Clear):
-                self._on_change(self.state, "cleared by the gateway that follows its events")
+            self._change(change)
+        self._applied(n, delta)
+
+    def _applied(self, n: int, delta: Delta) -> None:
         self.n, self.term, self._position = n, delta.term, delta.position
+
+    def _change(self, change: Change) -> None:
+        removed = self._map.change(self._slot, change)
+        self._mirrored[0] += len(change.hashes) if isinstance(change, Store) else 0
+        self._mirrored[1] += removed
+        if isinstance(change, Observe):
+            self._observed = change.observed
+            self._on_change(self.state, "told by the gateway that follows its events")
+        elif isinstance(change, Clear):
+            self._on_change(self.state, "cleared by the gateway that follows its events")
 
     # --- what we write
 

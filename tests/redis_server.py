@@ -237,6 +237,10 @@ class Proxy:
     def mend(self) -> None:
         self._open = True
 
+    @property
+    def in_use(self) -> bool:
+        return bool(self._writers)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not self._open:
             writer.transport.abort()

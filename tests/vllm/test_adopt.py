@@ -221,8 +221,8 @@ async def test_the_doctor_names_what_an_engine_does_not_tell(mute, model, monkey
 
 async def test_an_engine_behind_a_key_is_served_with_the_clients_key(mute, model):
     """Nothing is told but that it lives; it still gets requests, and its cache is modelled or followed."""
-    async with gateway(mute, model=model, block_size=block_size()) as running:
-        (shown,) = (await running.status())["replicas"]
+    async with gateway(mute, model=model, block_size=block_size(), ready=False) as running:
+        (shown,) = (await running.until(lambda status: status["ready"]))["replicas"]
         assert shown["models"] == [] and any("API key" in problem for problem in shown["problems"])
         body = {"model": "tiny", "prompt": text("k"), "max_tokens": 1}
         assert (await running.client.post("/v1/completions", json=body)).status_code == 401

@@ -82,11 +82,11 @@ AS_TEXT = {
 }  # fmt: skip
 # What the engine refuses: it must refuse the same.
 REFUSED = {
-    "no room for the answer": chat(RULES, *PLAIN, max_tokens=4000),
     "no temperature": chat(RULES, *PLAIN, temperature=-1),
     "unheard-of tool": chat(RULES, *PLAIN, tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "nobody"}}),
-    "completion without room": complete(ESSAY, max_tokens=4000),
 }  # fmt: skip
+# What both refuse, each in its own words: the gateway knows how long a prompt may be.
+TOO_LONG = {"chat": chat(system(LONG * 240), *PLAIN), "completion": complete(LONG * 240)}
 
 
 @pytest.fixture(scope="module")

@@ -197,9 +197,12 @@ def step_seconds(replies: list[Reply]) -> tuple[float, int]:
     return (sum(steps) / len(steps) if len(steps) >= STEPS // 4 else 0.0), round(tokens / len(replies))
 
 
-def spread(reply: Reply) -> float:
-    """How far the steps of one reply are from their median: the standard deviation of what is not far off, as a share."""
+def spread(reply: Reply) -> float | None:
+    """How far the steps of one reply are from their median: the standard deviation of what is not far off, as a share.
+    None where chunks were read several at once, as on a busy machine: then nobody saw the steps."""
     gaps = [later - sooner for sooner, later in zip(reply.times, reply.times[1:])]
+    if gaps.count(0.0) > len(gaps) // 10:
+        return None
     usual = median(gaps)
     return 1.4826 * median(abs(gap / usual - 1) for gap in gaps)
 

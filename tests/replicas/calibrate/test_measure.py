@@ -43,6 +43,8 @@ def test_the_spread_of_steps_is_not_that_of_hiccups():
     chance = random.Random(1)
     one.times = list(accumulate(0.5 if n % 20 == 0 else chance.gauss(0.004, 0.0004) for n in range(1000)))
     assert spread(one) == pytest.approx(0.1, rel=0.1)
+    one.times[1::2] = one.times[::2]
+    assert spread(one) is None
 
 
 @pytest.mark.parametrize("ms, steps", [

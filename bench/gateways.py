@@ -11,7 +11,7 @@ replies short, so that two cores are enough for all of it and engines' times, no
   events   no Redis; every gateway follows every engine's events, and knows nothing of the others' load
   guess    no Redis, engines without events; every gateway has a map of its own, of what it sent: what gateways without
            events do
-  fixed    only the burst below, where load does not decide: all to one replica, or to each in turn
+  fixed    only the burst below, by policies that do not decide by predicted time: consistent_hash (bounded load), round_robin
 
 After the load, with 4 gateways: BURST equal prompts that nobody has seen, all at once, over all of them, a few times. After
 the largest number with Redis: one more gateway is started, and the time until it knows what the others know is taken.
@@ -64,6 +64,7 @@ step: {{base: 2, prefill: 5, prefill_token: 0.2, decode: 10, decode_sequence: 0.
 """
 WAYS = ("redis", "events", "guess", "fixed")
 BURSTS, BURST, BURST_WORDS, BURST_GATEWAYS = 5, 64, 2400, 4
+FIXED = ("consistent_hash", "round_robin")
 ASKING = Asking("sim", ignore_eos=True)
 _BUCKET = re.compile(r'^hitherto_stage_seconds_bucket\{le="([^"]+)",stage="choose"\} ([0-9.e+]+)$', re.MULTILINE)
 _DECISIONS = re.compile(r'^hitherto_shared_decisions_total\{outcome="(\w+)"\} ([0-9.e+]+)$', re.MULTILINE)
@@ -259,11 +260,11 @@ async def measure(args: argparse.Namespace, keep: list[dict]) -> None:
                     for count in args.counts:
                         add(await play(way, count, urls, work, Path(name)))
                     continue
-                for title, policy, those in (("one replica", "least_time", urls[:1]), ("each in turn", "round_robin", urls)):
+                for policy in FIXED:
                     await empty(urls)
-                    async with gateways(BURST_GATEWAYS, policy, None, those) as fleet:
+                    async with gateways(BURST_GATEWAYS, policy, None, urls) as fleet:
                         client = InTurn([one.url for one in fleet])
-                        add({"way": title, "gateways": BURST_GATEWAYS, "burst": await bursts(client)})
+                        add({"way": policy, "gateways": BURST_GATEWAYS, "burst": await bursts(client)})
                         client.close()
 
 

@@ -68,7 +68,8 @@ class SharedIntake:
         self.claim_at = 0.0  # when the lease may be asked for again
         self.stuck_at: float | None = None  # since when nothing could be written
         self._void = False
-        self.behind = 0  # looks in a row at which others were further than we
+        self.behind = 0  # looks in a row at which others were further than we, and we no further than at the look before
+        self.looked_n = -1
 
     # --- what the gateway sees of it, as of an EventIntake
 
@@ -261,8 +262,8 @@ class SharedIntake:
             raise Absent
         await self._adopt(snapshot)
         for change in merged(change for _, delta in deltas for change in delta.changes):
-            self._change(change)
             await asyncio.sleep(0)
+            self._change(change)
         if deltas:
             self._applied(*deltas[-1])
 

@@ -172,6 +172,7 @@ class SharedMap:
         # what is known to be written before we ask must be there when we are told
         journals = [None if one.journal is None or one.journal.whole or one in self._writing.snapshots else one.journal for one in group]
         written = [journal.n if journal else 0 for journal in journals]
+        read = [one.n for one in group]
         try:
             sent = self.now()
             time, *states = await TEND(await self.ways.to(keys[0]), keys, arguments)
@@ -181,13 +182,13 @@ class SharedMap:
             return LOOK_SECONDS
         self._clock = float(time) - (sent + self.now()) / 2
         self._heard(group)
-        for one, journal, n, (state, head, there, wished, life) in zip(group, journals, written, states, strict=True):
+        for one, journal, n, before, (state, head, there, wished, life) in zip(group, journals, written, read, states, strict=True):
             if one not in self.members:
                 continue
             if journal is not None and journal is one.journal and (int(head) < n or not there):
                 log.warning("replica %s: redis has lost what was written: it is written anew", one.keys.replica)
                 journal.start_over()
-            self._judge(one, state.decode(), int(head), wished, life.decode())
+            self._judge(one, state.decode(), int(head), before, wished, life.decode())
         return SETTLE_SECONDS if any(state == b"free" for state, *_ in states) else LOOK_SECONDS
 
     def _to_claim(self, group: list[SharedIntake]) -> set[SharedIntake]:
@@ -196,8 +197,8 @@ class SharedMap:
         some = random.sample(others, min(len(others), max(4, len(others) // 4)))
         return {one for one in group if one.journal is not None} | set(some)
 
-    def _judge(self, one: SharedIntake, state: str, head: int, wished: int, life: str) -> None:
-        """What the lease's state means for what we are."""
+    def _judge(self, one: SharedIntake, state: str, head: int, before: int, wished: int, life: str) -> None:
+        """What the lease's state means for what we are. `before` we asked, so many deltas were read of it."""
         one.head = head
         if state in ("ours", "held"):
             one.led_at = self.now()
@@ -219,7 +220,7 @@ class SharedMap:
                 one.want("void")
         elif state == "held":
             one.lost()
-            self._mirror(one, head)
+            self._mirror(one, head, before)
         elif self.now() - one.led_at > LEASE_SECONDS:
             one.lost()
             one.want("alone")
@@ -232,11 +233,12 @@ class SharedMap:
         one.lost()
         one.want("alone")
 
-    def _mirror(self, one: SharedIntake, head: int) -> None:
+    def _mirror(self, one: SharedIntake, head: int, before: int) -> None:
         if one.unreadable_at is not None and self.now() - one.unreadable_at < 10:
             return
-        one.behind = one.behind + 1 if one.mirroring and head > one.n else 0
-        if one.mirroring and head < one.n:
+        one.behind = one.behind + 1 if one.mirroring and head > one.n == one.looked_n else 0
+        one.looked_n = one.n
+        if one.mirroring and head < before:
             one.reload("it is shorter than what was read of it")
         elif one.behind > 2:
             one.behind = 0

@@ -2,8 +2,11 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
+
+from cachemap.share import shared
 
 from ..publisher import BLOCK, CLEARED, publishing, removed, stored
 from .gateways import Gateway, event, gateways, prompt, until
@@ -246,6 +249,36 @@ async def test_a_reader_that_was_too_slow_for_the_tail_loads_the_snapshot(redis_
         other.shared._spawn("follow 0", lambda: other.shared._follow(0))
         await same(one, other)
         assert other.shared.reloads >= 1
+
+
+async def test_a_mirror_that_has_read_on_when_a_look_is_answered_stays(redis_server, monkeypatch):
+    """What Redis told of the deltas' number is older than what was read meanwhile."""
+    async with shared_by(redis_server.url, 2) as (publisher, one, other):
+        tend, looks = shared.TEND, []
+
+        async def late(client, keys, arguments):
+            answer = await tend(client, keys, arguments)
+            if arguments[0] == other.shared.token:
+                looks.append(answer)
+                if len(looks) == 1:
+                    await publisher.publish(event(2, 0, 6))
+                    await until(lambda: other.held("r", prompt(2, 6)[1]) == 6)
+            return answer
+
+        monkeypatch.setattr(shared, "TEND", late)
+        await until(lambda: len(looks) > 1)
+        assert other.shared.reloads == 0 and other.role("r") == "mirror"
+
+
+@pytest.mark.parametrize("reads_on", [True, False])
+async def test_a_mirror_that_is_always_a_little_behind_is_not_stuck(redis_server, reads_on):
+    async with gateways(redis_server.url) as (one,):
+        reloads = []
+        mirror = SimpleNamespace(unreadable_at=None, mirroring=True, n=5, behind=0, looked_n=-1, reload=reloads.append, want=lambda role: None)
+        for _ in range(5):
+            one.shared._mirror(mirror, mirror.n + 2, mirror.n)
+            mirror.n += reads_on
+        assert bool(reloads) is not reads_on
 
 
 async def test_two_replicas_at_once_with_evictions_and_clears_end_equal(redis_server):

@@ -12,6 +12,8 @@ from ..redis_server import Proxy
 from .engines import block_size, gateway
 from .traffic import LATE_SECONDS, caught_up, drive, events, plain, share_equal, wrong
 
+pytestmark = pytest.mark.exact
+
 KEPT = 20  # batches that the lone engine can replay
 
 

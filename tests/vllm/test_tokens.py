@@ -25,6 +25,8 @@ from .engines import gateway, tiny_model, version
 from .mixed_bodies import random_bodies
 from .odd_bodies import EMBEDDED, LOAD, LOOSE, TOO_LONG
 
+pytestmark = pytest.mark.exact
+
 NAMES = ("qwen3", "llama3_2", "deepseek_v3", "mistral_nemo")
 ORDER = (*NAMES, "embedding")  # the last is Llama as an embedding model
 RANDOM = 250  # bodies a tokenizer

@@ -42,7 +42,8 @@ def test_changes_and_own_files(tmp_path):
     ("a: [", "not YAML"), ("[]", "mapping"), ("num_blocks: 5", "step"), ("step: {decoed: 1}", "decoed"),
     ("step: {decode: fast}", "fast"), ("blocks: 5\nstep: {}", "blocks"), ("num_blocks: many\nstep: {}", "num_blocks"),
     ("num_blocks: 1\nstep: {}", "null block"), ("speedup: 0\nstep: {}", "speedup"),
-    ("max_num_seqs: 300\nmax_num_batched_tokens: 200\nstep: {}", "max_num_seqs")])
+    ("max_num_seqs: 300\nmax_num_batched_tokens: 200\nstep: {}", "max_num_seqs"),
+    ("step: {}\nrequest: {latencey: 1}", "latencey"), ("step: {}\nrequest: 5", "request must be a mapping"), ("step: {}\nrequest: {work: slow}", "request: .*slow")])
 def test_what_is_wrong_is_said(tmp_path, text, about):
     path = tmp_path / "bad.yaml"
     path.write_text(text)

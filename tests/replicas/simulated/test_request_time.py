@@ -50,15 +50,6 @@ def test_steps_differ_by_the_spread_and_are_the_same_again(spread):
     assert stdev(map(math.log, seen)) == pytest.approx(spread, rel=0.1, abs=1e-12)
 
 
-@pytest.mark.parametrize("text, about", [("step: {}\nrequest: {latencey: 1}", "latencey"), ("step: {}\nrequest: 5", "request must be a mapping"),
-                                         ("step: {}\nrequest: {work: slow}", "request: .*slow")])
-def test_what_is_wrong_is_said(tmp_path, text, about):
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=about):
-        load_profile(path)
-
-
 async def test_an_alarm_rings_at_its_time():
     alarm, late = Alarm(), []
     for _ in range(50):

@@ -36,8 +36,15 @@ demo-vllm: setup
 	  test $$code != 3 || echo "No vLLM here, for the reason above. \`make demo\` shows the same with simulated engines."; exit $$code; }; \
 	$(BIN)/loadgen demo --vllm $$folder $(ARGS)
 
-test: setup
+test: setup valgrind
 	@$(BIN)/python -m pytest --ignore tests/vllm --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+
+# Counts instructions for one of the tests, which is skipped and says so where it cannot be had.
+.PHONY: valgrind
+valgrind:
+	@command -v valgrind >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 || exit 0; \
+	  echo "Installing valgrind ..."; install="apt-get install -y -qq --no-install-recommends valgrind"; \
+	  $$install >/dev/null 2>&1 || { apt-get update -qq && $$install; } >/dev/null 2>&1 || true; }
 
 # Against real vLLM (its CPU build), kept in ~/.cache/hitherto. Not part of `make test`.
 test-vllm: setup

@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--save-profile", type=Path, metavar="FILE", help="keep what was calibrated here")
     parser.add_argument("--requests", type=int, metavar="N", help="of each load (default 480, --quick 120)")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="plot of the distributions (pip install '.[bench]')")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot of the distributions (pip install '.[plots]')")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
     if why := missing():

@@ -1,4 +1,4 @@
-"""Gateways to put in front of the same two engines, one at a time: this one under several policies, and its peers.
+"""Gateways to put in front of the same engines, one at a time: this one under several policies, and its peers.
 
 A peer is looked for in an environment of its own under PEERS_HOME (`sglang`, `smg`, `vllm`; default: `peers` in the
 folder for temporary files); one that is not there is left out, and that is said. Thresholds are the peers' defaults unless
@@ -18,26 +18,40 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Protocol
 
 import orjson
 
 from loadgen.client import Client
 from loadgen.records import Record
 from loadgen.stack import die_with_parent, free_ports
-from tests.vllm.engines import Engine, heard
+from tests.vllm.engines import heard
 
 PEERS_HOME = Path(os.environ.get("PEERS_HOME", Path(tempfile.gettempdir(), "peers")))
 READY_SECONDS = 60.0
 TUNED = "--balance-abs-threshold 2 --balance-rel-threshold 1.2"
 
 
+class Backend(Protocol):
+    """What a gateway has to be told of an engine: `tests.vllm.engines.Engine` and `bench.simulated.Simulated` are such."""
+
+    url: str
+    replica_url: str  # as ours takes it
+    events: str
+    replay: str
+    pid: int
+    name: str  # of the model it serves
+    model: Path
+
+
 @dataclass(frozen=True, slots=True)
 class Contender:
     name: str
     home: str | None  # the peer's environment; None: ours
-    command: str  # {port}, {aux}, {urls}, {replicas}, {events}, {replays}, {model}: see `argv`
+    command: str  # {port}, {aux}, {urls}, {replicas}, {events}, {replays}, {model}, {name}: see `argv`
     session: bool = False  # gets a session header
     workers: str = ""  # path that lists the workers, for peers that accept requests before they know all
+    rule: str = ""  # the same rule, as `loadgen.field` calls it, for those that it has
 
     @property
     def missing(self) -> str:
@@ -49,30 +63,40 @@ class Contender:
 def ours(policy: str, session: bool = False) -> Contender:
     name = f"hitherto {policy}" + (" + session header" if session else "")
     return Contender(name, None, "-m gateway serve --host 127.0.0.1 --port {port} --admin-port {aux} --log-level warning "
-                     f"--policy {policy} --model {{model}} --served-model-name tiny --replica-url {{replicas}}", session)
+                     f"--policy {policy} --model {{model}} --served-model-name {{name}} --replica-url {{replicas}}", session, rule=policy)
 
 
 KV = "vllm-router --host 127.0.0.1 --port {port} --prometheus-port {aux} --worker-urls {urls} --policy kv_aware " \
-     "--kv-event-block-size 16 --kv-event-model tiny {events} {replays}"
+     "--kv-event-block-size 16 --kv-event-model {name} {events} {replays}"
 CACHE = "--host 127.0.0.1 --port {port} --prometheus-port {aux} --worker-urls {urls} --policy cache_aware"
 CONTENDERS = (
     ours("least_time"),
     ours("round_robin"),
     ours("least_load"),
     ours("consistent_hash", session=True),
-    Contender("vllm-router kv_aware", "vllm", KV),
+    Contender("vllm-router kv_aware", "vllm", KV, rule="vllm_kv_aware"),
     Contender("vllm-router kv_aware + session header", "vllm", f"{KV} --kv-aware-session-affinity-ttl-secs 600", session=True),
     Contender("vllm-router consistent_hash + session header", "vllm", "vllm-router --host 127.0.0.1 --port {port} "
-              "--prometheus-port {aux} --worker-urls {urls} --policy consistent_hash", session=True),
+              "--prometheus-port {aux} --worker-urls {urls} --policy consistent_hash", session=True, rule="session_hash"),
     Contender("vllm-router cache_aware", "vllm", f"vllm-router {CACHE}"),
-    Contender("sglang-router cache_aware", "sglang", f"sglang-router launch {CACHE}"),
+    Contender("sglang-router cache_aware", "sglang", f"sglang-router launch {CACHE}", rule="sglang_chars"),
     Contender("sglang-router cache_aware, tuned", "sglang", f"sglang-router launch {CACHE} {TUNED}"),
-    Contender("smg cache_aware", "smg", f"smg launch {CACHE}", workers="/workers"),
+    Contender("smg cache_aware", "smg", f"smg launch {CACHE}", workers="/workers", rule="smg_spill"),
     Contender("smg cache_aware, tuned", "smg", f"smg launch {CACHE} {TUNED}", workers="/workers"),
 )
 
 
-def argv(contender: Contender, engines: Sequence[Engine], model: Path, port: int, aux: int) -> list[str]:
+def choose(names: str | None) -> list[Contender]:
+    """The gateways asked for that are there: those whose names contain one of these."""
+    asked = [one.strip() for one in names.split(",")] if names else [""]
+    found = [one for one in CONTENDERS if any(name in one.name for name in asked)]
+    for one in found:
+        if one.missing:
+            print(f"{one.name}: {one.missing}")
+    return [one for one in found if not one.missing]
+
+
+def argv(contender: Contender, engines: Sequence[Backend], port: int, aux: int) -> list[str]:
     words: list[str] = []
     several = {
         "{urls}": [engine.url for engine in engines],
@@ -81,28 +105,28 @@ def argv(contender: Contender, engines: Sequence[Engine], model: Path, port: int
         "{replays}": [word for engine in engines for word in ("--kv-event-replay-source", f"{engine.url}={engine.replay}")],
     }
     for word in contender.command.split():
-        words += several.get(word) or [word.format(port=port, aux=aux, model=model)]
+        words += several.get(word) or [word.format(port=port, aux=aux, model=engines[0].model, name=engines[0].name)]
     if contender.home is None:
         return [sys.executable, *words]
     return [str(PEERS_HOME / contender.home / "bin" / words[0]), *words[1:]]
 
 
 @asynccontextmanager
-async def running(contender: Contender, engines: Sequence[Engine], model: Path, log: Path):
-    """The contender in front of the engines; gives its URL once it has answered and knows all of them."""
+async def running(contender: Contender, engines: Sequence[Backend], log: Path):
+    """The contender in front of the engines; gives its URL and process once it has answered and knows all of them."""
     port, aux = free_ports(2)
     env = {name: value for name, value in os.environ.items() if not name.startswith("HITHERTO_")}
     with log.open("wb") as file:
-        process = subprocess.Popen(argv(contender, engines, model, port, aux), stdout=file, stderr=file, env=env,
+        process = subprocess.Popen(argv(contender, engines, port, aux), stdout=file, stderr=file, env=env,
                                    start_new_session=True, preexec_fn=die_with_parent)  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = perf_counter() + READY_SECONDS
-        while not await _ready(contender, url, f"http://127.0.0.1:{aux}", len(engines)):
+        while not await _ready(contender, url, f"http://127.0.0.1:{aux}", engines):
             if process.poll() is not None or perf_counter() > deadline:
                 raise RuntimeError(f"{contender.name} did not come up:\n{log.read_text(errors='replace')[-1500:]}")
             await asyncio.sleep(0.2)
-        yield url
+        yield url, process.pid
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -112,24 +136,24 @@ async def running(contender: Contender, engines: Sequence[Engine], model: Path, 
             process.wait()
 
 
-async def _ready(contender: Contender, url: str, admin: str, count: int) -> bool:
+async def _ready(contender: Contender, url: str, admin: str, engines: Sequence[Backend]) -> bool:
     """Whether it answers, and with all engines behind it."""
     if contender.home is None:
         status = await _json(admin, "/status")
-        if not status or not heard(status, count):
+        if not status or not heard(status, len(engines)):
             return False
-    elif contender.workers and len((await _json(url, contender.workers) or {}).get("workers", ())) < count:
+    elif contender.workers and len((await _json(url, contender.workers) or {}).get("workers", ())) < len(engines):
         return False
     client = Client(url, timeout=5)
-    status = await say_hello(client)
+    status = await say_hello(client, engines[0].name)
     client.close()
     return status == 200
 
 
-async def say_hello(client: Client) -> int:
+async def say_hello(client: Client, model: str) -> int:
     """A request too short to fill a block; its HTTP status, 0 when nobody answers."""
     record = Record("", 0, perf_counter())
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "stream": True}
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "stream": True}
     await client.ask("/v1/chat/completions", orjson.dumps(body), record)
     return record.status
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import redis
 
-from bench.gateways import engines
+from bench.simulated import engines
 from loadgen.report import machine
 from tests.gateway.test_gateways import LOAD, Clients, ahead, gateways, settled, together
 from tests.redis_server import Cluster, Proxy, RedisServer, Sentinels
@@ -220,7 +220,8 @@ def line(one: dict) -> str:
 async def run(args: argparse.Namespace, keep: list[dict]) -> list[dict]:
     print(HEAD, flush=True)
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        async with engines(2, PROFILE, Path(name)) as urls:
+        async with engines(2, PROFILE, Path(name)) as found:
+            urls = [one.url for one in found]
             for number, fault in enumerate(FAULTS):
                 if args.only in fault.name:
                     found = await measure(fault, Path(name, str(number)), urls)

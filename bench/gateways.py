@@ -39,13 +39,13 @@ from time import perf_counter
 from bench.conversations import DATA, TAU, missing
 from bench.real_engines import BLOCK, Work, prompts_of
 from bench.share import counters
+from bench.simulated import empty, engines
 from gateway.prompt.pipeline import Pipeline
 from loadgen.arrivals import conversation_starts
 from loadgen.client import Client
 from loadgen.drive import CHAT, Asking, Run
 from loadgen.records import Record
 from loadgen.report import machine, spread, summarise
-from loadgen.stack import die_with_parent, free_ports
 from loadgen.traces import conversation_file
 from loadgen.workloads import Turn
 from replicas.simulated.model import sim_model_dir
@@ -94,46 +94,6 @@ def make_work(seed: int, requests: int) -> Work:
     conversations = conversation_file(DATA / TAU, requests, OUTPUT, THINK, rng)
     starts = conversation_starts([len(item.turns) for item in conversations], RATE, rng)
     return Work(seed, conversations, starts, prompts_of(conversations, ASKING, Pipeline(sim_model_dir(), "sim", BLOCK)))
-
-
-@asynccontextmanager
-async def engines(count: int, profile: str, folder: Path, *flags: str):
-    """URLs of so many simulated engines that answer."""
-    (folder / "profile.yaml").write_text(profile)
-    urls, processes = [], []
-    try:
-        for port in free_ports(count):
-            with (folder / f"engine-{port}.log").open("wb") as log:
-                processes.append(await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "replicas.simulated", "--port", str(port), "--profile", str(folder / "profile.yaml"), *flags,
-                    stdout=log, stderr=log, preexec_fn=die_with_parent))  # fmt: skip
-            urls.append(f"http://127.0.0.1:{port}")
-        for url in urls:
-            await until_answers(url)
-        yield urls
-    finally:
-        for one in processes:
-            one.kill()
-            await one.wait()
-
-
-async def until_answers(url: str) -> None:
-    client, deadline = Client(url, timeout=5), perf_counter() + 60
-    while (await client.get("/health"))[0] != 200:
-        if perf_counter() > deadline:
-            raise RuntimeError(f"{url} does not answer")
-        await asyncio.sleep(0.1)
-    client.close()
-
-
-async def empty(urls: Sequence[str]) -> None:
-    """Engines forget all prefixes."""
-    for url in urls:
-        client, record = Client(url, timeout=10), Record("", 0, 0.0)
-        await client.ask("/reset_prefix_cache", b"{}", record)
-        client.close()
-        if record.status != 200:
-            raise RuntimeError(f"the cache of {url} was not emptied: {record.status}")
 
 
 @asynccontextmanager
@@ -254,7 +214,8 @@ async def measure(args: argparse.Namespace, keep: list[dict]) -> None:
     for way in args.ways:
         with tempfile.TemporaryDirectory(prefix="gateways-") as name:
             flags = ["--no-events"] if way == "guess" else []
-            async with engines(REPLICAS, PROFILE.format(blocks=blocks), Path(name), *flags) as urls:
+            async with engines(REPLICAS, PROFILE.format(blocks=blocks), Path(name), *flags) as found:
+                urls = [one.url for one in found]
                 if way != "fixed":
                     await play(way, 1, urls, make_work(args.seed + 1, 150), Path(name))  # so that no run has cold engines
                     for count in args.counts:

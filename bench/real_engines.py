@@ -24,25 +24,22 @@ import json
 import math
 import os
 import random
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from time import perf_counter
 
-from bench.contenders import CONTENDERS, Contender, running, say_hello
+from bench.contenders import Contender, choose, say_hello
 from bench.conversations import DATA, TAU, missing
+from bench.head_to_head import head_to_head
 from gateway.prompt.pipeline import Pipeline
 from loadgen.arrivals import conversation_starts
 from loadgen.client import Client
-from loadgen.drive import CHAT, Asking, Run
-from loadgen.engines import parse_counts
+from loadgen.drive import CHAT, Asking
 from loadgen.records import Record
-from loadgen.report import machine, summarise
-from loadgen.sse import Reply
+from loadgen.report import machine
 from loadgen.tiny_model import tiny_model
 from loadgen.traces import conversation_file
 from loadgen.workloads import Conversation
@@ -56,16 +53,6 @@ TEMPLATE = (
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_ANSWERED = re.compile(rb"^vllm:request_success_total\{[^}]*\} ([0-9.eE+]+)", re.MULTILINE)
-
-
-class Talking(Client):
-    """Says with every request which conversation it belongs to."""
-
-    async def ask(self, endpoint: str, body: bytes, record: Record) -> None:
-        head = b"x-session-id: %b\r\n" % record.conversation.encode()
-        request = self._request("POST", endpoint, body).replace(b"\r\n\r\n", b"\r\n" + head + b"\r\n", 1)
-        await self._exchange(request, Reply(record))
 
 
 @dataclass(slots=True)
@@ -114,68 +101,23 @@ def prompts_of(conversations: Sequence[Conversation], asking: Asking, pipeline: 
     return prompts
 
 
-async def counters(engine: Engine) -> dict[str, float]:
-    """What the engine has counted."""
-    client = Client(engine.url, timeout=10)
-    _, page, _ = await client.get("/metrics")
-    client.close()
-    answered = sum(map(float, _ANSWERED.findall(page)))
-    return {**parse_counts(page), "answered": answered}
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of a process and all it started."""
-    total = 0.0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        total += sum(map(cpu_seconds, map(int, (task / "children").read_text().split())))
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return total + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-async def busy(engines: Sequence[Engine], begin: float, end: float) -> list[float]:
-    """CPU seconds a second of each engine between two times, seconds from now."""
-    await asyncio.sleep(begin)
-    before, since = [cpu_seconds(engine.pid) for engine in engines], perf_counter()
-    await asyncio.sleep(end - begin)
-    return [(cpu_seconds(engine.pid) - used) / (perf_counter() - since) for engine, used in zip(engines, before)]
-
-
 async def empty(engines: Sequence[Engine]) -> None:
     """Forget all prefixes. vLLM says so to who listens with its next step only: hence a request."""
     for engine in engines:
         client = Client(engine.url, timeout=10)
         record = Record("", 0, 0.0)
         await client.ask("/reset_prefix_cache", b"{}", record)
-        hello = await say_hello(client)
+        hello = await say_hello(client, engine.name)
         client.close()
         if record.status != 200 or hello != 200:
             raise RuntimeError(f"the engine's cache was not emptied ({record.status}, {hello})")
 
 
-async def play(contender: Contender, engines: Sequence[Engine], work: Work, asking: Asking, model: Path, logs: Path) -> dict:
+async def play(contender: Contender, engines: Sequence[Engine], work: Work, asking: Asking, log: Path) -> dict:
     """One run: fresh gateway, empty caches, the whole load."""
     await empty(engines)
-    async with running(contender, engines, model, logs / "gateway.log") as url:
-        before = [await counters(engine) for engine in engines]
-        client = (Talking if contender.session else Client)(url, timeout=120)
-        run = Run(work.conversations, work.starts, client, asking)
-        _, used = await asyncio.gather(run.go(), busy(engines, work.starts[-1] / 2, work.starts[-1]))
-        client.close()
-        after = [await counters(engine) for engine in engines]
-    grown = [{key: late[key] - early[key] for key in late} for early, late in zip(before, after)]
-    report = summarise(run)
-    ttft = report["ttft_ms"] or {}
-    answered = sum(one["answered"] for one in grown)
-    return {
-        "gateway": contender.name, "seed": work.seed, "requests": report["requests"], "failed": report["failed"],
-        "errors": report["error_examples"],
-        "hit_rate": round(sum(one["hits"] for one in grown) / sum(one["queries"] for one in grown), 4),
-        "ideal_hit_rate": round(work.ideal(run.done), 4),
-        "ttft_ms": {name: ttft.get(name) for name in ("mean", "p50", "p99")},
-        "shares": [round(one["answered"] / max(answered, 1), 3) for one in grown],
-        "busy": [round(one, 3) for one in used],
-        "duration_s": report["duration_s"], "late_p99_ms": report["generator"]["lateness_ms"]["p99"],
-    }  # fmt: skip
+    run, told = await head_to_head(contender, engines, work.conversations, work.starts, asking, log)
+    return {**told, "seed": work.seed, "ideal_hit_rate": round(work.ideal(run.done), 4)}
 
 
 HEAD = f"{'gateway':45} {'hit %':>12} {'TTFT mean ms':>13} {'p50':>9} {'p99':>11} {'share':>11} {'busy':>9} {'failed':>6}"
@@ -219,23 +161,13 @@ async def measure(args: argparse.Namespace, chosen: Sequence[Contender], keep: l
             for number, work in enumerate(works):
                 at = number * len(chosen) // len(works)  # no gateway is always first
                 for contender in [*chosen[at:], *chosen[:at]]:
-                    run = await play(contender, engines, work, asking, model, logs)
+                    run = await play(contender, engines, work, asking, logs / "gateway.log")
                     keep = [one for one in keep if (one["gateway"], one["seed"]) != (run["gateway"], run["seed"])] + [run]
                     print(line([run]), *run["errors"].values(), sep="\n  ", flush=True)
         finally:
             for engine in engines:
                 engine.stop()
     return keep
-
-
-def choose(names: str | None) -> list[Contender]:
-    """The gateways asked for that are there."""
-    asked = [one.strip() for one in names.split(",")] if names else [""]
-    found = [one for one in CONTENDERS if any(name in one.name for name in asked)]
-    for one in found:
-        if one.missing:
-            print(f"{one.name}: {one.missing}")
-    return [one for one in found if not one.missing]
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Where each microsecond of a request goes: our own stages, timed one by one without sockets.
 
-    python -m bench.stages [--json FILE]
+    python -m bench.stages [--json FILE] [--shadow POLICY ...]
 
 The rooms are the real ones (bundled tokenizer and template, 2 replicas whose caches are followed by what is sent to
 them, `least_time`); only the sockets are replaced by objects that keep nothing. Two loads, as the side-by-side
@@ -100,12 +100,15 @@ class Stopwatch:
         setattr(owner, method, timed)
 
 
-def build() -> tuple[Server, Dispatcher]:
+def build(shadows: list[str]) -> tuple[Server, Dispatcher]:
     metrics, ledger, costs, cachemap = Metrics(), Ledger(), CostGroup(), CacheMap(1 << 28)
     dispatcher = Dispatcher(
         pipeline=Pipeline(sim_model_dir(), "m", 16), cachemap=cachemap, policy=make("least_time"), metrics=metrics, ledger=ledger, costs=costs,
         retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None,
+        shadows=shadows,
     )  # fmt: skip
+    if dispatcher.shadows is not None:
+        dispatcher.shadows.acted = dispatcher.shadows.judge  # at once: the event loop does not turn here
     for port in (9001, 9002):
         replica = Replica(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "127.0.0.1", port)
         replica.state, replica.models = State.READY, {"m": None}
@@ -117,16 +120,19 @@ def build() -> tuple[Server, Dispatcher]:
     return Server(dispatcher), dispatcher
 
 
-def run(load: str, count: int, watched: bool) -> dict[str, float]:
+def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, float]:
     """Microseconds per request by stage (with `watched`), or in total under the key `total`."""
     wire.IDLE_SECONDS = float("inf")  # the two connections must last
-    server, dispatcher = build()
+    server, dispatcher = build(shadows)
     watch = Stopwatch()
     if watched:
         pipeline, policy = dispatcher.pipeline, dispatcher.policy
         watch.time(pipeline, "prepare", "prepare: JSON, render, tokens, hashes")
         watch.time(dispatcher.map, "match", "match: who holds how much")
         watch.time(policy, "choose", "choose: least_time")
+        if dispatcher.shadows is not None:
+            watch.time(dispatcher.shadows, "see", "shadow: a copy of what the choice was made from")
+            watch.time(dispatcher.shadows, "acted", "shadow: what others would choose, once it is sent")
         watch.time(dispatcher.ledger, "reserve", "reserve")
         watch.time(dispatcher.map, "expect", "expect: note what will be held")
         watch.time(dispatcher, "request_head", "request head")
@@ -159,18 +165,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--shadow", nargs="+", default=[], metavar="POLICY")
     args = parser.parse_args()
     count = 1400 if args.quick else 5600
     out: dict[str, dict[str, float]] = {}
     for load in ("plain", "chat"):
-        total = min(run(load, count, watched=False)["total"] for _ in range(3))
-        stages = min((run(load, count, watched=True) for _ in range(3)), key=lambda one: one["total"])
+        total = min(run(load, count, False, args.shadow)["total"] for _ in range(3))
+        stages = min((run(load, count, True, args.shadow) for _ in range(3)), key=lambda one: one["total"])
         del stages["total"]
         rest = max(total - sum(stages.values()), 0.0)
         out[load] = {**{name: round(us, 1) for name, us in stages.items()}, "wire, life, the rest": round(rest, 1), "total": round(total, 1)}
-    print(f"{'us per request':42}{'plain':>9}{'chat':>9}")
+    print(f"{'us per request':52}{'plain':>9}{'chat':>9}")
     for name in out["plain"]:
-        print(f"{name:42}{out['plain'][name]:9.1f}{out['chat'][name]:9.1f}")
+        print(f"{name:52}{out['plain'][name]:9.1f}{out['chat'][name]:9.1f}")
     if args.json:
         with open(args.json, "w") as file:
             json.dump(out, file, indent=1)

@@ -28,6 +28,7 @@ from . import __version__, datapath
 from .admin.server import Admin
 from .config import ConfigError, Settings
 from .dispatch.backend import Backend
+from .dispatch.decisions import Decisions
 from .model import SIM, model_dir
 from .prompt.pipeline import Pipeline
 from .telemetry import log as lines
@@ -70,6 +71,7 @@ class Gateway:
             on_traffic=self.traffic,
         )
         self.server = self.workers or Server(self.dispatcher, datapath.limits(settings))
+        self.decisions = self.workers.questions if self.workers else Decisions(self.dispatcher)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
         self.view.shared = self.shared
         self.view.workers = self.workers
@@ -270,7 +272,8 @@ class Gateway:
         self.metrics.forget(backend.id)
 
     def _connections(self) -> Reading:
-        upstream = {b.id: len(b.pool.idle) + self.ledger.own(b.id)[0] for b in self.dispatcher.backends.values()}
+        elsewhere = self.decisions.on()  # counted here, and on others' connections
+        upstream = {b.id: len(b.pool.idle) + self.ledger.own(b.id)[0] - elsewhere[b.id] for b in self.dispatcher.backends.values()}
         return {"client_connections": len(self.server.connections), "upstream_connections": upstream}
 
     # --- what the admin side asks
@@ -281,7 +284,7 @@ class Gateway:
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
         """What would happen to this request now. Changes nothing: the policy asked is a copy."""
         if self.workers:
-            return await self.workers.explain(path, body, headers)
+            return await self.workers.questions.explain(path, body, headers)
         return await datapath.explain(self.settings, self.dispatcher, path, body, headers)
 
 

@@ -1,4 +1,4 @@
-"""`hitherto serve | config | replica | calibrate | explain | doctor`: flags in, exit code out.
+"""`hitherto serve | config | replica | calibrate | explain | plan | doctor`: flags in, exit code out.
 
 Flags are made from the schema in `gateway.config`, so that a setting has one name, one help text
 and one check whether it comes from a file, the environment or the command line. Verbs import
@@ -64,6 +64,8 @@ def _metavar(name: str, annotation: Any) -> str:
         annotation = typing.get_args(annotation)[0]
     if name in SIZES:
         return "BYTES"
+    if typing.get_origin(annotation) is tuple:
+        return "POLICY,..."
     return "SECONDS" if name.endswith("_s") else {int: "N", str: "NAME"}.get(annotation, "FILE")
 
 
@@ -88,6 +90,7 @@ def build_parser() -> Parser:
         add_settings(verb)
     verbs.add_parser("replica", help="run one simulated engine", add_help=False)
     verbs.add_parser("calibrate", help="measure an engine, for simulated ones as fast as it", add_help=False)
+    verbs.add_parser("plan", help="what a model's KV cache holds, and the replicas that a load needs", add_help=False)
     return parser
 
 
@@ -143,6 +146,15 @@ def calibrate(argv: Sequence[str]) -> int:
     return cli.run(parser.parse_args(argv))
 
 
+def plan(argv: Sequence[str]) -> int:
+    """The load generator's. It is found by name, since the gateway imports nothing of that room."""
+    from importlib.metadata import entry_points
+
+    for command in entry_points(group="hitherto.commands", name="plan"):
+        return command.load()(argv)
+    raise ConfigError("the load generator, whose verb this is, is not installed: `pip install` this package again")
+
+
 def explain(args: argparse.Namespace) -> int:
     from gateway import explain as room
 
@@ -159,6 +171,7 @@ def doctor(args: argparse.Namespace) -> int:
     return room.run(config)
 
 
+WITH_FLAGS_OF_THEIR_OWN = {"replica": replica, "calibrate": calibrate, "plan": plan}
 VERBS = {"serve": serve, "config": show_config, "explain": explain, "doctor": doctor}
 
 
@@ -166,8 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `hitherto` command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv[:1] in (["replica"], ["calibrate"]):
-            return {"replica": replica, "calibrate": calibrate}[argv[0]](argv[1:])
+        if argv and argv[0] in WITH_FLAGS_OF_THEIR_OWN:
+            return WITH_FLAGS_OF_THEIR_OWN[argv[0]](argv[1:])
         args = _parse(argv)
         return VERBS[args.verb](args)
     except ConfigError as error:

@@ -57,6 +57,17 @@ def _split_urls(value: Any) -> Any:
     return re.split(r",?\s+|,(?=https?://)", value.strip()) if isinstance(value, str) else value
 
 
+def _split_names(value: Any) -> Any:
+    return re.findall(r"[^,\s]+", value) if isinstance(value, str) else value
+
+
+def _check_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is given twice; name each policy once")
+    return names
+
+
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     names = [parse_url(text).id for text in urls]
     for name in names:
@@ -82,6 +93,7 @@ PolicyName = Literal[
     "least_time", "overlap_cost", "prefix_affinity", "consistent_hash",
     "least_load", "power_of_two", "round_robin", "random",
 ]  # fmt: skip
+Policies = Annotated[tuple[PolicyName, ...], BeforeValidator(_split_names), AfterValidator(_check_once)]
 
 
 class Settings(BaseModel):
@@ -106,6 +118,7 @@ class Settings(BaseModel):
     profile: str = Field("sim", description="how to start them: a profile's name or file")
 
     policy: PolicyName = Field("least_time", description="how a replica is chosen")
+    shadow: Policies = Field((), description="policies to ask about each request as well, without acting: what they would have saved or cost is in the metrics")
     cache_budget: Bytes = Field(512 * 2**20, description="memory for the map of who holds which block, like 512MiB")
     tokenize_once: Literal["auto", "never"] = Field("auto", description="send engines the token ids of long prompts, where they are shown to take them, or never")
     retries: int = Field(2, ge=0, le=10, description="further replicas to try before the first byte of an answer")
@@ -271,6 +284,9 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
         )
     if settings.workers > 1 and not hasattr(os, "memfd_create"):
         raise ConfigError(f"{sources['workers']}: workers: several need memory that only Linux has (memfd). Leave it at 1")
+    if settings.policy in settings.shadow:
+        place = sources["shadow"] if sources["shadow"] != "default" else sources["policy"]
+        raise ConfigError(f"{place}: shadow: {settings.policy} is the policy that acts, and has nothing to be compared with. Name others with --shadow, or another --policy")
     if settings.launch:
         try:
             profile.load(settings.profile)

@@ -46,6 +46,7 @@ def dispatcher(settings: Settings, kind: type[Dispatcher] = Dispatcher, **rooms:
         response_headers=settings.response_headers,
         on_end=_access if settings.access_log else None,
         tokenize_once=settings.tokenize_once == "auto",
+        shadows=settings.shadow,
         **rooms,
     )
 

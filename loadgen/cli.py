@@ -1,4 +1,4 @@
-"""The command `loadgen`: run a load, compare targets or policies, show the demo.
+"""The command `loadgen`: run a load, compare targets or policies, live or simulated, plan a fleet, show the demo.
 
 Flags are named as in `vllm bench serve` where it has them. A flag or a file that is wrong gets one
 message and exit code 2 before anything is sent; a server that can't be reached gets exit code 1.
@@ -13,13 +13,15 @@ from typing import NoReturn
 import uvloop
 from rich.console import Console
 
-from loadgen import compare, datasets, demo, options, show
+from loadgen import compare, datasets, demo, options, plan, show, sweep
 from loadgen.client import BadURL, Client
+from loadgen.kv_space import BadModel
 from loadgen.processes import ProcessFailed
 from loadgen.progress import watched
 from loadgen.report import BadSLO, setting, summarise
 from loadgen.scenes import NoEngines
 from loadgen.serving import Unreachable, load_of, model_of, stop_on_interrupt
+from loadgen.simulate import verb as simulated
 from loadgen.sources import BadSource
 from loadgen.stack import StackFailed
 from loadgen.workloads import BadWorkload
@@ -32,36 +34,34 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists what there is)\n")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
+def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
+    parser = build_parser(prog)
     args = parser.parse_args(argv)
     try:
         # with --json - standard output is the JSON's alone
         return uvloop.run(args.act(args, Console(highlight=False, stderr=str(args.json) == "-")))
-    except (options.BadOption, BadSLO, BadSource, BadURL, BadWorkload) as error:
-        print(f"loadgen {args.verb}: {error}", file=sys.stderr)
+    except (options.BadOption, BadModel, BadSLO, BadSource, BadURL, BadWorkload) as error:
+        print(f"{prog} {args.verb}: {error}", file=sys.stderr)
         return 2
     except (NoEngines, ProcessFailed, StackFailed, Unreachable) as error:
-        print(f"loadgen {args.verb}: {error}", file=sys.stderr)
+        print(f"{prog} {args.verb}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="loadgen", description="Load tests for OpenAI endpoints.")
+def hitherto_plan(argv: list[str]) -> int:
+    """`hitherto plan`: the gateway finds it as an entry point, since it imports nothing of this room."""
+    return main(["plan", *argv], prog="hitherto")
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    parser = Parser(prog=prog, description="Load tests for OpenAI endpoints.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
-    run = verbs.add_parser("run", help="one load against one OpenAI endpoint")
-    options.add_target(run)
-    datasets.add_workload(run)
-    options.add_report(run)
-    run.set_defaults(act=run_verb)
-    several = verbs.add_parser("compare", help="the same load against several endpoints or policies")
-    compare.add_arguments(several)
-    several.set_defaults(act=compare.compare_verb)
-    show_it = verbs.add_parser("demo", help="two policies side by side, live, in about two minutes")
-    demo.add_arguments(show_it)
-    show_it.set_defaults(act=demo.demo_verb)
+    for verb, add_arguments, act, about in VERBS:
+        one = verbs.add_parser(verb, help=about)
+        add_arguments(one)
+        one.set_defaults(act=act)
     return parser
 
 
@@ -80,7 +80,24 @@ async def run_verb(args: argparse.Namespace, console: Console) -> int:
               "setting": setting(["loadgen", *sys.argv[1:]], args.seed), "workload": datasets.describe(args, work)}
     show.print_report(console, report)
     options.write_json(args.json, report, console)
+    options.write_reports(args, {client.base_url: report}, {client.base_url: load.done}, console)
     return 0 if report["completed"] else 1
+
+
+def run_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_target(parser)
+    datasets.add_workload(parser)
+    options.add_report(parser)
+
+
+VERBS = (
+    ("run", run_arguments, run_verb, "one load against one OpenAI endpoint"),
+    ("compare", compare.add_arguments, compare.compare_verb, "the same load against several endpoints or policies"),
+    ("plan", plan.add_arguments, plan.plan_verb, "what a model's KV cache holds, and the replicas that a load needs to keep an SLO"),
+    ("simulate", simulated.add_arguments, simulated.simulate_verb, "the same load in virtual time: any number of engines, gateways and policies"),
+    ("sweep", sweep.add_arguments, sweep.sweep_verb, "the highest request rate at which an SLO is kept"),
+    ("demo", demo.add_arguments, demo.demo_verb, "two policies side by side, live, in about two minutes"),
+)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from functools import partial
 
 from rich.console import Console
 
@@ -12,6 +13,7 @@ import policies
 from loadgen import datasets, engines, options, show, words
 from loadgen.client import Client
 from loadgen.progress import watched
+from loadgen.records import Record
 from loadgen.report import setting, summarise
 from loadgen.serving import load_of, model_of, stop_on_interrupt
 from loadgen.stack import Stack
@@ -25,22 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     either = group.add_mutually_exclusive_group(required=True)
     either.add_argument("--target", nargs="+", metavar="NAME=URL",
                         help="servers or gateways, each with engines of its own, else the second finds the first's cache warm")
-    either.add_argument("--policies", type=_names, metavar="A,B", help="start `hitherto serve` once per policy, engines fresh each time")
+    either.add_argument("--policies", type=partial(options.names, known=policies.NAMES), metavar="A,B", help="start `hitherto serve` once per policy, engines fresh each time")
     group.add_argument("--launch", type=options.whole, default=4, metavar="N", help="with --policies: engines (default %(default)s)")
     group.add_argument("--profile", default="sim", metavar="NAME", help="with --policies: launch profile, name or file (default %(default)s)")
     options.add_asking(group)
     datasets.add_workload(parser)
     options.add_report(parser)
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names or len(set(names)) != len(names):
-        raise argparse.ArgumentTypeError(f"{text!r}: name each policy once, joined by commas")
-    for name in names:
-        if name not in policies.NAMES:
-            raise argparse.ArgumentTypeError(f"there is no policy {name!r}; there are {', '.join(policies.NAMES)}")
-    return names
 
 
 def targets(args: argparse.Namespace) -> dict[str, str]:
@@ -63,25 +55,28 @@ async def compare_verb(args: argparse.Namespace, console: Console) -> int:
     work = datasets.workload(args)
     show.print_notes(console, work.notes)
     reports: dict[str, Report] = {}
+    records: dict[str, list[Record]] = {}
     if args.target:
         for name, url in targets(args).items():
-            reports[name] = await measure(args, console, work, name, url, None)
+            reports[name], records[name] = await measure(args, console, work, name, url, None)
     else:
         for policy in args.policies:
             console.print(f"[dim]{policy}: starting {args.launch} engines and a gateway …[/]")
             async with Stack(policy, args.launch, args.profile) as stack:
-                reports[policy] = await measure(args, console, work, policy, stack.base_url, stack.admin)
+                reports[policy], records[policy] = await measure(args, console, work, policy, stack.base_url, stack.admin)
     console.print(show.comparison_table(reports))
     say_ratios(console, reports)
     say_troubles(console, reports)
     console.print("\n[dim]Single runs differ by some percent; --seed N gives other conversations, --json FILE all figures.[/]")
-    options.write_json(args.json, {"targets": reports, "workload": datasets.describe(args, work),
-                                   "setting": setting(["loadgen", *sys.argv[1:]], args.seed)}, console)
+    about = {"workload": datasets.describe(args, work), "setting": setting(["loadgen", *sys.argv[1:]], args.seed)}
+    options.write_json(args.json, {"targets": reports, **about}, console)
+    options.write_reports(args, reports, records, console, about)
     return 0 if all(report["completed"] for report in reports.values()) else 1
 
 
-async def measure(args: argparse.Namespace, console: Console, work: Workload, name: str, url: str, admin: Client | None) -> Report:
-    """One target's report, with the engines' own counters where an admin side lists engines."""
+async def measure(args: argparse.Namespace, console: Console, work: Workload, name: str, url: str,
+                  admin: Client | None) -> tuple[Report, list[Record]]:
+    """One target's report and records, with the engines' own counters where an admin side lists engines."""
     client = Client(url, options.headers(args), args.timeout)
     asking = datasets.asking(args, await model_of(client, args.model))
     before = await engines.cache_counts(admin) if admin else {}
@@ -90,7 +85,7 @@ async def measure(args: argparse.Namespace, console: Console, work: Workload, na
     await watched(load, console, name)
     counted = engines.between(before, await engines.cache_counts(admin)) if admin else None
     client.close()
-    return {"target": url, "model": asking.model, **summarise(load, options.slo(args)), "engines": counted}
+    return {"target": url, "model": asking.model, **summarise(load, options.slo(args)), "engines": counted}, load.done
 
 
 def say_troubles(console: Console, reports: Mapping[str, Report]) -> None:

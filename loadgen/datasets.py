@@ -101,10 +101,10 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--dataset-name", choices=tuple(DATASETS), metavar="NAME",
                        help=f"one of {', '.join(DATASETS)} (default: what the file is, else multi-turn)")
-    group.add_argument("--dataset-path", type=Path, metavar="FILE",
+    group.add_argument("--dataset-path", "--trace", type=Path, metavar="FILE",
                        help="a trace, a file of conversations (.gz too), or a text to talk about "
                             "(default: the standard library's documentation)")
-    group.add_argument("--num-prompts", type=whole, metavar="N",
+    group.add_argument("--num-prompts", "--requests", type=whole, metavar="N",
                        help=f"requests in all; every turn is one (default {REQUESTS}, or the whole file)")
     group.add_argument("--seed", type=int, default=0, help="same seed, same load (default %(default)s)")
     group.add_argument("--replies", choices=("file", "engine"),

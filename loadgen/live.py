@@ -5,26 +5,21 @@ On a terminal it is redrawn in place; elsewhere a plain line comes every few sec
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 
+import numpy as np
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
+from loadgen import progress
 from loadgen.drive import Run
-from loadgen.progress import watch_lines
 from loadgen.records import Record
-from loadgen.report import spread
 
 _FRAME_SECONDS = 0.2
 _CONVERSATIONS = 4
-_WIDTH = 92
 
 
 @contextmanager
@@ -41,63 +36,22 @@ def starting(console: Console, policy: str, engines: int) -> Iterator[Callable[[
 
 async def watched(run: Run, console: Console, policy: str, which: str) -> list[Record]:
     """Run to the end while showing what goes on."""
-    viewer = asyncio.create_task(_live(run, console, policy, which) if console.is_terminal
-                                 else watch_lines(run, console, policy))
-    try:
-        return await run.go()
-    finally:
-        viewer.cancel()
-        await asyncio.gather(viewer, return_exceptions=True)
+    return await progress.watched(run, console, policy, View(run, policy, which), _FRAME_SECONDS)
 
 
-async def _live(run: Run, console: Console, policy: str, which: str) -> None:
-    view = View(run, policy, which)
-    with Live(console=console, auto_refresh=False, transient=True) as screen:
-        while True:
-            screen.update(view.frame(min(console.width, _WIDTH)), refresh=True)
-            await asyncio.sleep(_FRAME_SECONDS)
-
-
-class View:
-    """Draws a run. Keeps per-replica sums, so that a frame costs what is new and not what is done."""
+class View(progress.View):
+    """Draws a round of the demo."""
 
     def __init__(self, run: Run, policy: str, which: str):
-        self.run, self.policy, self.which = run, policy, which
-        self.counted = 0
-        self.requests: dict[str, int] = {}
-        self.prompt: dict[str, int] = {}
-        self.cached: dict[str, int] = {}
+        super().__init__(run, policy)
+        self.which = which
         self.shown: list[Record] = []
 
-    def frame(self, width: int) -> RenderableType:
-        self._count()
-        head = Text.assemble((self.policy, "bold"), (f"  {self.which}", "dim"))
-        return Group(head, Text(), self._engines(), Text(), *self._talk(width), Text(), self._foot(width))
-
-    def _count(self) -> None:
-        for record in self.run.done[self.counted:]:
-            name = record.replica or "server"
-            self.requests[name] = self.requests.get(name, 0) + 1
-            if record.prompt_tokens is not None and record.cached_tokens is not None:
-                self.prompt[name] = self.prompt.get(name, 0) + record.prompt_tokens
-                self.cached[name] = self.cached.get(name, 0) + record.cached_tokens
-        self.counted = len(self.run.done)
-
-    def _engines(self) -> Table:
-        busy: dict[str, int] = {}
-        for record in self.run.inflight.values():
-            if record.replica:
-                busy[record.replica] = busy.get(record.replica, 0) + 1
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        for title, justify in (("engine", "left"), ("requests", "right"), ("from its cache", "left"), ("", "right"),
-                               ("streaming now", "left")):
-            table.add_column(title, justify=justify, no_wrap=True, min_width=16 if title == "streaming now" else 0)
-        for name in sorted(set(self.requests) | set(busy)):
-            rate = self.cached.get(name, 0) / self.prompt[name] if self.prompt.get(name) else 0.0
-            bar = ProgressBar(total=1, completed=rate, width=24, complete_style="green", finished_style="green")
-            table.add_row(name, str(self.requests.get(name, 0)), bar, f"{rate * 100:.0f} %",
-                          Text("●" * min(busy.get(name, 0), 16), "cyan"))
-        return table
+    def frame(self, width: int, now: float | None = None) -> RenderableType:
+        self.count()
+        head = Text.assemble((self.label, "bold"), (f"  {self.which}", "dim"))
+        foot = self._foot(width, perf_counter() if now is None else now)
+        return Group(head, Text(), self.replicas("engine", "streaming now"), Text(), *self._talk(width), Text(), foot)
 
     def _talk(self, width: int) -> Iterator[Text]:
         """A few conversations, each kept until it is answered so that it can be read."""
@@ -113,16 +67,12 @@ class View:
             else:  # so that nothing jumps
                 yield from (Text(), Text())
 
-    def _foot(self, width: int) -> RenderableType:
-        run = self.run
+    def _foot(self, width: int, now: float) -> RenderableType:
         prompt, cached = sum(self.prompt.values()), sum(self.cached.values())
-        ttft = spread(record.ttft for record in run.done if record.error is None)
-        text = Text(f" {len(run.done)}/{run.total}  {max(0.0, perf_counter() - run.began):.0f} s")
-        if prompt and ttft:
-            text.append(f"   hit rate {cached / prompt * 100:.0f} %   TTFT p50 {ttft['p50']:,.0f} ms", "bold")
-        grid = Table.grid()
-        grid.add_row(ProgressBar(total=run.total, completed=len(run.done), width=max(10, width - 60)), text)
-        return grid
+        text = Text(self.clock(now))
+        if prompt and self.ttft:
+            text.append(f"   hit rate {cached / prompt * 100:.0f} %   TTFT p50 {np.median(self.ttft):,.0f} ms", "bold")
+        return self.bar(width - 60, text)
 
 
 def one_line(mark: str, text: str, style: str, width: int, end: bool = False) -> Text:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import orjson
 from rich.console import Console
 
+from loadgen import reports as files
 from loadgen.report import parse_slo
 
 
@@ -43,21 +45,33 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("report")
     group.add_argument("--slo", "--goodput", nargs="+", metavar="LIMIT", help="e.g. ttft:500ms,tpot:50ms: count what meets it")
     group.add_argument("--json", "--result-filename", type=Path, metavar="FILE", help="write all figures (- for stdout)")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write a page with tables and plots (pip install 'hitherto[plots]')")
+    group.add_argument("--png", type=Path, metavar="FILE", help="write the plots alone")
+    group.add_argument("--csv", type=Path, metavar="FILE", help="write a line per request")
 
 
 def check(args: argparse.Namespace) -> None:
     """Find out before a run, not after it, what is wrong. Raises BadOption, BadSLO."""
-    slo(args), headers(args)
-    check_writable(args.json)
+    headers(args)
+    check_report(args)
 
 
-def check_writable(path: Path | None) -> None:
-    """Raises BadOption when `--json` names a place that can't be written."""
+def check_report(args: argparse.Namespace) -> None:
+    """The same for the flags of `add_report` alone. Raises BadOption, BadSLO."""
+    slo(args)
+    for kind in ("json", "html", "png", "csv"):
+        check_writable(getattr(args, kind), f"--{kind}")
+    if (args.html or args.png) and not files.can_draw():
+        raise BadOption("--html and --png need matplotlib: pip install 'hitherto[plots]'")
+
+
+def check_writable(path: Path | None, flag: str = "--json") -> None:
+    """Raises BadOption when a flag names a place that can't be written."""
     if path is None or str(path) == "-":
         return
     folder = path.resolve().parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise BadOption(f"--json {path}: can't be written; name a file in a folder that exists")
+        raise BadOption(f"{flag} {path}: can't be written; name a file in a folder that exists")
 
 
 def write_json(path: Path | None, report: object, console: Console) -> None:
@@ -69,6 +83,21 @@ def write_json(path: Path | None, report: object, console: Console) -> None:
         return
     path.write_bytes(data)
     console.print(f"[dim]figures written to {path}[/]")
+
+
+def write_reports(args: argparse.Namespace, reports: files.Reports, records: files.Records, console: Console,
+                  about: Mapping[str, object] | None = None) -> None:
+    """Whatever was asked for beside `--json`, from reports and records by the name of target or policy.
+
+    `about` has the `setting` and the `workload` where they are not in the reports themselves.
+    """
+    if args.html or args.png:
+        files.draw(reports, records, about or {}, args.html, args.png)
+    if args.csv:
+        files.write_csv(args.csv, records)
+    for what, path in (("page", args.html), ("plots", args.png), ("requests", args.csv)):
+        if path:
+            console.print(f"[dim]{what} written to {path}[/]")
 
 
 def slo(args: argparse.Namespace) -> dict[str, float] | None:
@@ -137,3 +166,14 @@ def _object(text: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("expected a JSON object")
     return value
+
+
+def names(text: str, known: Collection[str]) -> list[str]:
+    """Policies, joined by commas."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found or len(set(found)) != len(found):
+        raise argparse.ArgumentTypeError(f"{text!r}: name each policy once, joined by commas")
+    for name in found:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"there is no policy {name!r}; there are {', '.join(known)}")
+    return found

@@ -94,7 +94,7 @@ def summarise(run: Run | Processes, slo: Mapping[str, float] | None = None) -> d
         "ttft_from_due_ms": spread(record.ttft + record.lateness for record in good if record.first is not None),
         "goodput": _goodput(good, slo, seconds),
         "cache": cache_figures(good),
-        "replicas": _replicas(run.done),
+        "replicas": _replicas(run.done, getattr(run, "replicas", ())),
         "generator": _generator(run, seconds),
     }
 
@@ -130,15 +130,15 @@ def cache_figures(records: list[Record]) -> dict[str, object]:
     }
 
 
-def _replicas(records: list[Record]) -> dict[str, dict[str, object]]:
-    """Requests and cache figures by `x-hitherto-replica`; empty where nothing names replicas."""
-    by_name: dict[str, list[Record]] = {}
+def _replicas(records: list[Record], known: Iterable[str]) -> dict[str, dict[str, object]]:
+    """Requests and cache figures by `x-hitherto-replica`, and of those `known` that got none; empty where nothing names replicas."""
+    by_name: dict[str, list[Record]] = {name: [] for name in known}
     for record in records:
         if record.replica is not None:
             by_name.setdefault(record.replica, []).append(record)
     return {name: {"requests": len(mine), "failed": sum(record.error is not None for record in mine),
                    **cache_figures([record for record in mine if record.error is None])}
-            for name, mine in sorted(by_name.items())}
+            for name, mine in sorted(by_name.items(), key=lambda item: (len(item[0]), item[0]))}
 
 
 def _generator(run: Run | Processes, seconds: float) -> dict[str, object]:

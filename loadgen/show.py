@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from loadgen.words import fair_share
+
 Report = Mapping[str, object]
-_LATENCIES = (("TTFT", "ttft_ms", "to the first token"), ("ITL", "itl_ms", "between chunks"),
+_SHARES = 4  # replicas whose requests are told one by one
+LATENCIES = (("TTFT", "ttft_ms", "to the first token"), ("ITL", "itl_ms", "between chunks"),
               ("TPOT", "tpot_ms", "per token after the first"), ("E2E", "e2el_ms", "to the last token"))
 
 
@@ -57,7 +60,7 @@ def _latencies(report: Report) -> Table:
         table.add_column(name, justify="right")
     table.add_column("", style="dim")
     waited = (("TTFT", "ttft_from_due_ms", "from when it was due"),) if report["generator"]["was_the_limit"] else ()
-    for label, key, meaning in (*_LATENCIES[:1], *waited, *_LATENCIES[1:]):
+    for label, key, meaning in (*LATENCIES[:1], *waited, *LATENCIES[1:]):
         row = report[key] or {}
         table.add_row(label, *(milliseconds(row.get(name)) for name in ("mean", "p50", "p90", "p99")), meaning)
     return table
@@ -136,16 +139,20 @@ def comparison_table(reports: Mapping[str, Report], rows: Sequence[Row] | None =
     table.add_column("")
     for name in reports:
         table.add_column(name, justify="right", no_wrap=True)
-    for label, read, form, better in rows or ROWS:
-        values = [read(report) for report in reports.values()]
-        if all(value is None for value in values):
-            continue
-        best = better(value for value in values if value is not None) if better else None
-        table.add_row(label, *(Text(form(value), "bold green" if value == best and len(set(values)) > 1 else "")
+    for label, values, form, best in compared(reports, rows):
+        table.add_row(label, *(Text("–" if value is None else form(value), "bold green" if value is not None and value == best else "")
                                for value in values))
     if any(report["replicas"] for report in reports.values()):
         table.add_row("requests per replica", *(shares(report) for report in reports.values()))
     return table
+
+
+def compared(reports: Mapping[str, Report], rows: Sequence[Row] | None = None) -> Iterator[tuple[str, list[float | None], Callable, float | None]]:
+    """Rows that somebody has a value for: label, values, how to write one, and the best where they differ."""
+    for label, read, form, better in rows or ROWS:
+        values = [read(report) for report in reports.values()]
+        if any(value is not None for value in values):
+            yield label, values, form, better(value for value in values if value is not None) if better and len(set(values)) > 1 else None
 
 
 def bullets(sentences: Iterable[str]) -> Table:
@@ -157,8 +164,11 @@ def bullets(sentences: Iterable[str]) -> Table:
 
 
 def shares(report: Report) -> str:
-    """Requests of each replica, in the order of their names."""
-    return "  ".join(str(figures["requests"]) for figures in report["replicas"].values()) or "–"
+    """Requests of each replica, in the order of their names; of more than fit beside each other, the least and the most."""
+    requests = [figures["requests"] for figures in report["replicas"].values()]
+    if len(requests) > _SHARES:
+        return f"{min(requests):,} to {max(requests):,}"
+    return "  ".join(map(str, requests)) or "–"
 
 
 def _of(*path: str) -> Callable[[Report], float | None]:
@@ -179,11 +189,13 @@ ROWS: tuple[Row, ...] = (
     ("prefill tokens computed", _of("cache", "prefill_tokens"), count, min),
     ("TTFT mean", _of("ttft_ms", "mean"), milliseconds, min),
     ("TTFT p50", _of("ttft_ms", "p50"), milliseconds, min),
+    ("TTFT p90", _of("ttft_ms", "p90"), milliseconds, min),
     ("TTFT p99", _of("ttft_ms", "p99"), milliseconds, min),
     ("TPOT p50", _of("tpot_ms", "p50"), milliseconds, min),
     ("TPOT p99", _of("tpot_ms", "p99"), milliseconds, min),
     ("E2E p50", _of("e2el_ms", "p50"), milliseconds, min),
     ("within the SLO", _of("goodput", "share"), percent, max),
+    ("busiest replica, even share is 1", fair_share, lambda value: f"{value:.2f}", min),
     ("requests answered", _of("completed"), count, None),
     ("requests failed", _of("failed"), count, min),
     ("sent late, p99", _of("generator", "lateness_ms", "p99"), milliseconds, None),

@@ -79,13 +79,15 @@ class Bid(NamedTuple):
     per_stream: float = 0.0
     per_context_token: float = 0.0
     own_per_stream: float = 0.0     # x own prefill x streams
+    own_per_waiting: float = 0.0    # x own prefill x prompts without a first token
 
     def cost(self, load: Load, own: float) -> float:
         """With this load there, and `own` for the prefill. The same arithmetic is in the Redis script."""
         linear = (self.per_request * load.requests + self.per_prefill_token * load.prefill_tokens
                   + self.per_stream * load.decoding + self.per_context_token * load.context_tokens)
         steps = self.if_prefilling * (load.prefilling > 0) + self.if_decoding * (load.decoding > 0)
-        return max(self.least, own * (1 + self.own_per_stream * load.decoding) + self.fixed + linear + steps)
+        held_up = self.own_per_stream * load.decoding + self.own_per_waiting * load.prefilling
+        return max(self.least, own * (1 + held_up) + self.fixed + linear + steps)
 
 
 class Policy(Protocol):

@@ -10,6 +10,9 @@
     DELETE /replicas/ID         drains and forgets it
                                 (of an engine with ranks: HOST:PORT-dp0 is one of them, HOST:PORT all)
     POST /explain?path=/v1/...  what would happen to this request; nothing is sent
+    POST /decide?path=/v1/...   where this request goes; counted there until the caller tells its end:
+    POST /decide/ID/first_byte  its answer has begun
+    POST /decide/ID/done        it has ended; with the answer's last bytes, its usage is learned from
 
 There is no password: bind it to a private address. Requests a browser makes for some other site's
 page are refused, so that nobody's web page can drain the operator's replicas.
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any, Protocol
 
@@ -28,6 +31,7 @@ import orjson
 from aiohttp import web
 
 from gateway.config import ConfigError
+from gateway.dispatch.decisions import LEASE, LEASES
 from gateway.dispatch.errors import error_object
 from gateway.dispatch.life import Failure
 from gateway.prompt import PromptError
@@ -54,11 +58,20 @@ class Fleet(Protocol):
     def remove(self, id: str) -> asyncio.Task[None]: ...
 
 
+class Decisions(Protocol):
+    """As `dispatch.decisions.Decisions`, wherever they are made; all raise Failure, `decide` PromptError too."""
+
+    async def decide(self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str], lease: float) -> dict[str, Any]: ...
+    async def first_byte(self, id: str) -> dict[str, Any]: ...
+    async def done(self, id: str, answer: bytes) -> dict[str, Any]: ...
+
+
 class Gateway(Protocol):
     """What the admin side needs of the gateway."""
 
     fleet: Fleet
     metrics: Metrics
+    decisions: Decisions
 
     def status(self) -> dict[str, Any]:
         """As `telemetry.view.View.status`."""
@@ -84,6 +97,11 @@ def error(status: int, message: str, code: str | None, type: str = "invalid_requ
     return answer({"error": {"message": message, "type": type, "param": param, "code": code}}, status)
 
 
+def headers_of(request: web.Request) -> dict[str, str]:
+    """As the pipeline wants them."""
+    return {name.lower(): value for name, value in request.headers.items()}
+
+
 @web.middleware
 async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
     """Refuse other sites' pages; turn every failure into a JSON error."""
@@ -93,6 +111,10 @@ async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable
         return await handler(request)
     except Refusal as refusal:
         return error(refusal.status, str(refusal), refusal.code)
+    except PromptError as wrong:
+        return error(wrong.status, wrong.message, wrong.code, wrong.type, wrong.param)
+    except Failure as failure:
+        return answer(error_object("", failure.status, failure.message, **failure.fields), failure.status)
     except web.HTTPMethodNotAllowed as refused:
         return error(405, f"{request.path} takes {', '.join(sorted(refused.allowed_methods))}", "method_not_allowed")
     except web.HTTPException as refused:
@@ -123,6 +145,9 @@ class Admin:
             web.post("/replicas/{id}/drain", self.drain),
             web.delete("/replicas/{id}", self.remove),
             web.post("/explain", self.explain),
+            web.post("/decide", self.decide),
+            web.post("/decide/{id}/first_byte", self.first_byte),
+            web.post("/decide/{id}/done", self.done),
         ])  # fmt: skip
         return app
 
@@ -180,12 +205,25 @@ class Admin:
 
     async def explain(self, request: web.Request) -> web.Response:
         path = request.query.get("path", "/v1/chat/completions")
+        return answer(await self.gateway.explain(path, await request.read(), headers_of(request)))
+
+    async def decide(self, request: web.Request) -> web.Response:
+        query = request.query
         try:
-            return answer(await self.gateway.explain(path, await request.read(), dict(request.headers)))
-        except PromptError as wrong:
-            return error(wrong.status, wrong.message, wrong.code, wrong.type, wrong.param)
-        except Failure as nobody:
-            return answer(error_object("", nobody.status, nobody.message, **nobody.fields), nobody.status)
+            lease = float(query.get("lease_s", LEASE))
+        except ValueError:
+            lease = 0.0
+        if not LEASES[0] <= lease <= LEASES[1]:
+            raise Refusal(400, f"lease_s={query['lease_s']}: give seconds from {LEASES[0]:g} to {LEASES[1]:g}", "invalid_lease")
+        path = query.get("path", "/v1/chat/completions")
+        body, exclude = await request.read(), query.getall("exclude", [])
+        return answer(await self.gateway.decisions.decide(path, body, headers_of(request), exclude, lease))
+
+    async def first_byte(self, request: web.Request) -> web.Response:
+        return answer(await self.gateway.decisions.first_byte(request.match_info["id"]))
+
+    async def done(self, request: web.Request) -> web.Response:
+        return answer(await self.gateway.decisions.done(request.match_info["id"], await request.read()))
 
     def _known(self, request: web.Request) -> str:
         id = request.match_info["id"]

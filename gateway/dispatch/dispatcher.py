@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from .drift import TOLERATED
 from .errors import JSON, error_body
 from .life import RETRYABLE, Failure, Life
 from .once import TokenizeOnce
+from .shadow import Seen, Shadows
 from .states import State
 from .usage import Usage
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from replicas import Replica
 
     from ..telemetry.metrics import Metrics
+    from .decisions import Decided
     from .shared import Decision, SharedLedger
 
 log = logging.getLogger("hitherto.dispatch")
@@ -56,8 +58,6 @@ STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "
 # A collected body is sent with its length; Host is the replica's.
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
 NOT_FORWARDED_TO_RANKS = NOT_FORWARDED | {b"x-data-parallel-rank"}
-# One observation costs 15 to 20 us; a coefficient does not move within this time.
-LEARN_SECONDS = 0.05
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
 LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
@@ -81,6 +81,7 @@ class Dispatcher:
         on_traffic: Callable[[str, str | None], None],
         on_end: Callable[[Life, str, Usage | None], None] | None = None,
         tokenize_once: bool = True,
+        shadows: Sequence[str] = (),
     ):
         self.pipeline = pipeline
         self.map = cachemap
@@ -96,6 +97,7 @@ class Dispatcher:
         self.on_traffic = on_traffic  # (replica id, None or the kind of failure): what health learns from traffic
         self.on_end = on_end
         self.once = TokenizeOnce(metrics, tokenize_once)
+        self.shadows = Shadows(shadows, metrics) if shadows else None
         self.backends: dict[str, Backend] = {}
         self.lives: set[Life] = set()
         self.draining = False
@@ -239,7 +241,7 @@ class Dispatcher:
                     backend.candidate.lower = tuple((tier, blocks * size) for tier, blocks in runs)
         return demand, backends, [b.candidate for b in backends]
 
-    def choose(self, life: Life) -> None:
+    def choose(self, life: Life | Decided) -> None:
         """Choose, and count the load at once: decision and reservation are one step, here or where the load
         of all gateways is known. Calls `life.chosen` or `life.unchosen`."""
         begun = perf_counter()
@@ -252,18 +254,22 @@ class Dispatcher:
             if self.shared.joined:
                 prompt = life.prompt
                 hashes = prompt.hashes if prompt is not None and prompt.reads_cache else ()
-                self.shared.decide(self.policy, demand, candidates, hashes, lambda decision: self._decided(life, backends, begun, decision))
+                seen = self.shadows.see(demand, candidates) if self.shadows is not None else None
+                self.shared.decide(self.policy, demand, candidates, hashes, lambda decision: self._decided(life, backends, begun, seen, decision))
                 return
             self.metrics.shared_decisions.inc("away")
         self._choose_here(life, demand, backends, candidates)
         self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
         life.chosen()
 
-    def _choose_here(self, life: Life, demand: Demand, backends: list[Backend], candidates: list[Candidate]) -> None:
-        backend = backends[self.policy.choose(demand, candidates).index]
+    def _choose_here(self, life: Life | Decided, demand: Demand, backends: list[Backend], candidates: list[Candidate]) -> None:
+        index = self.policy.choose(demand, candidates).index
+        if self.shadows is not None:
+            self.shadows.acted(self.shadows.see(demand, candidates), index)
+        backend = backends[index]
         self._reserve(life, backend, backend.candidate.overlap, demand.tokens)
 
-    def _decided(self, life: Life, backends: list[Backend], begun: float, decision: Decision | None) -> None:
+    def _decided(self, life: Life | Decided, backends: list[Backend], begun: float, seen: Seen | None, decision: Decision | None) -> None:
         """What the shared ledger answers; None: too late, or not at all."""
         self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
         waiting = life.state is State.CHOOSING  # else the client left meanwhile
@@ -272,6 +278,8 @@ class Dispatcher:
             if waiting and backend in self.serving(life.prompt.model or None if life.prompt else None):
                 self.ledger.others(backend.id, decision.others)
                 self._reserve(life, backend, decision.overlap, decision.overlap + decision.uncached, decision.counted)
+                if seen is not None:
+                    self.shadows.acted(seen, decision.index)
                 life.chosen()
                 return
             self.shared.undo(decision)
@@ -283,7 +291,7 @@ class Dispatcher:
             else:
                 life.chosen()
 
-    def _reserve(self, life: Life, backend: Backend, overlap: int, tokens: int, counted: bool = False) -> None:
+    def _reserve(self, life: Life | Decided, backend: Backend, overlap: int, tokens: int, counted: bool = False) -> None:
         prompt = life.prompt
         life.backend, life.overlap = backend, overlap
         life.reservation = self.ledger.reserve(backend.id, tokens - overlap, tokens, counted)
@@ -297,7 +305,7 @@ class Dispatcher:
         states = "; ".join(f"{one.id} is {one.state}: {one.reason}" for one in self.replicas.values())
         return Failure(503, f"no replica is ready ({states or 'none is known'})")
 
-    def release(self, life: Life) -> None:
+    def release(self, life: Life | Decided) -> None:
         if life.reservation is not None:
             self.ledger.release(life.reservation)
 
@@ -359,7 +367,7 @@ class Dispatcher:
             self.metrics.upstream_errors.inc(backend.id, kind)
             self.on_traffic(backend.id, kind)
 
-    def first_byte(self, life: Life) -> None:
+    def first_byte(self, life: Life | Decided) -> None:
         backend = life.backend
         self.ledger.first_byte(life.reservation)
         if life.status >= 500:
@@ -368,8 +376,7 @@ class Dispatcher:
             self.on_traffic(backend.id, None)
         if life.streams and not backend.gone:  # the first byte of an answer in one piece is its last as well
             self.metrics.ttft.observe(backend.id, life.first_at - life.begun)
-        if life.streams and life.status == 200 and life.prompt is not None and life.first_at >= backend.learn_at:
-            backend.learn_at = life.first_at + LEARN_SECONDS
+        if life.streams and life.status == 200 and life.prompt is not None and backend.may_learn(life.first_at):
             taken = life.reservation
             backend.costs.observe_ttft(life.first_at - life.sent_at, taken.uncached, life.overlap, taken.before)
 
@@ -383,19 +390,23 @@ class Dispatcher:
 
     def settle(self, life: Life, usage: Usage) -> None:
         """A complete answer: compare what was predicted with what was delivered."""
+        if life.prompt is not None and life.status == 200 and not life.backend.gone:
+            self.learn(life, usage)
+            self.once.settled(life, usage)
+        self.ended(life, "complete", usage)
+
+    def learn(self, life: Life | Decided, usage: Usage) -> None:
+        """From the complete answer to a prompt, which is released."""
         now = monotonic()
         backend, prompt = life.backend, life.prompt
-        if prompt is not None and life.status == 200 and not backend.gone:
-            self._compare(life, backend, prompt, usage)
-            self.once.settled(life, usage)
-            if backend.intake is not None and backend.replica.takes_rank(prompt.path):
-                backend.intake.request_finished(len(prompt.hashes) - life.overlap // self.pipeline.block_size)
-            tokens = usage.completion or life.pieces
-            if life.streams and tokens > 8 and now >= backend.learn_at:
-                load = backend.load
-                # itself included: it decoded until now
-                backend.costs.observe_itl((now - life.first_at) / (tokens - 1), load.decoding + 1, load.context_tokens + prompt.tokens)
-        self.ended(life, "complete", usage)
+        self._compare(life, backend, prompt, usage)
+        if backend.intake is not None and backend.replica.takes_rank(prompt.path):
+            backend.intake.request_finished(len(prompt.hashes) - life.overlap // self.pipeline.block_size)
+        tokens = usage.completion or life.pieces
+        if life.streams and tokens > 8 and backend.may_learn(now):
+            load = backend.load
+            # itself included: it decoded until now
+            backend.costs.observe_itl((now - life.first_at) / (tokens - 1), load.decoding + 1, load.context_tokens + prompt.tokens)
 
     def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int) -> None:
         """The replica computed other tokens than it was chosen by. Counted each time, said the first time."""
@@ -405,7 +416,7 @@ class Dispatcher:
                       backend.id, counted, prompt.tokens, prompt.path)  # fmt: skip
         self.metrics.prompt_mismatches.inc(backend.id)
 
-    def _compare(self, life: Life, backend: Backend, prompt: Prompt, usage: Usage) -> None:
+    def _compare(self, life: Life | Decided, backend: Backend, prompt: Prompt, usage: Usage) -> None:
         metrics, name = self.metrics, backend.id
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
         metrics.predicted_cached_tokens.inc(name, by=life.overlap)

@@ -122,7 +122,7 @@ local function record_sent(fields, current, replica)
 end
 
 -- token, four numbers (random 0..1, ratio, slack, tokens), bids, depths, hashes at these depths, replicas. A bid is
--- 12 numbers, see `cost`; a depth two: tokens, and the own prefill of a replica of pace 1 that holds so many.
+-- 13 numbers, see `cost`; a depth two: tokens, and the own prefill of a replica of pace 1 that holds so many.
 -- Gives: index from 0, tokens held (-1: as the bidder thought), load met of all and of this gateway.
 function operations.decide(token)
   if not alive(token) then return 0 end
@@ -136,7 +136,7 @@ function operations.decide(token)
   local costs, held, uncached_of, least = {}, {}, {}, math.huge
   for i, replica in ipairs(replicas) do
     local own, pace, fixed, floor, per_request, if_prefilling, per_prefill_token, if_decoding, per_stream,
-      per_context_token, own_per_stream, uncached = struct.unpack('<dddddddddddd', bids, 96 * (i - 1) + 1)
+      per_context_token, own_per_stream, own_per_waiting, uncached = struct.unpack('<ddddddddddddd', bids, 104 * (i - 1) + 1)
     held[i] = -1
     local depth = deepest[replica]
     if depth then
@@ -146,8 +146,8 @@ function operations.decide(token)
     local cost = own + fixed
     if loads[i] then
       local requests, prefilling, prefill, decoding, context = struct.unpack(PACKED, loads[i])
-      cost = cost + own * own_per_stream * decoding + per_request * requests + per_prefill_token * prefill
-        + per_stream * decoding + per_context_token * context
+      cost = cost + own * (own_per_stream * decoding + own_per_waiting * prefilling) + per_request * requests
+        + per_prefill_token * prefill + per_stream * decoding + per_context_token * context
       if prefilling > 0 then cost = cost + if_prefilling end
       if decoding > 0 then cost = cost + if_decoding end
     end

@@ -47,7 +47,7 @@ PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
 MOST_BIDS = 64  # candidates that are handed over: those cheapest by the local view; the script takes 1 us each
 _HEADER = struct.Struct("<4d")
 _LOAD = struct.Struct("<5d")
-_BID = struct.Struct("<12d")
+_BID = struct.Struct("<13d")
 _DEPTH = struct.Struct("<2d")
 # Numbers of blocks at which a prompt's prefix is made known to other gateways: all up to 8, then four an octave.
 _COUNTS = (1, 2, 3, *(part << octave for octave in range(20) for part in (4, 5, 6, 7)))

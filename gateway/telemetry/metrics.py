@@ -184,6 +184,11 @@ class Metrics:
         self.ids_refused = Counter("ids_refused", "Times a replica was found not to take token ids, or not ours", "replica")
         self.shared_decisions = Counter("shared_decisions", "With Redis: choices made in the shared ledger, by this gateway's own view because that came too late, or because Redis is away", "outcome")  # shared, late, away
         self.shared_decision_seconds = Histogram("shared_decision_seconds", "Time a request waited for the shared ledger's choice", "outcome", STAGE_BUCKETS)
+        # shadow mode: by policies that did not act
+        self.decisions = Counter("decisions", "Decisions for another proxy, by how they ended: it told, or its lease ran out", "outcome")  # done, expired
+        self.shadow_decisions = Counter("shadow_decisions", "Choices a policy in shadow would have made, by whether the acting one made the same", "policy", "choice")  # same, other
+        self.shadow_prefill_tokens = Counter("shadow_prefill_tokens", "Prompt tokens to compute that its other choices would have saved, or cost", "policy", "effect")  # saved, cost
+        self.shadow_ttft_seconds = Counter("shadow_ttft_seconds", "Predicted time to the first token that its other choices would have saved, or cost", "policy", "effect")
         self.retries = Counter("retries", "Requests sent to another replica before their first byte", "reason")
         self.upstream_errors = Counter("upstream_errors", "Failures of replicas", "replica", "kind")
         self.rejections = Counter("rejections", "Requests refused without asking a replica", "reason")

@@ -12,6 +12,7 @@ from typing import Any
 
 from gateway import __version__
 from gateway.config import Settings
+from gateway.dispatch.shadow import told
 from gateway.telemetry.metrics import Metrics, Reading
 from policies import Ledger, Load
 from replicas.adopt import NO_CACHED_TOKENS
@@ -88,6 +89,7 @@ class View:
                 "prompts": {mode: count for (mode,), count in metrics.prompts.values.items()},
             },
             "ttft_seconds": {"p50": metrics.ttft.quantile(0.5), "p99": metrics.ttft.quantile(0.99)},
+            "shadow": told(metrics, self.settings.shadow),
             **({"workers": self.workers.status()} if self.workers else {}),
             "map": {
                 "blocks": stats["blocks"],

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import mmap
 import socket
@@ -23,12 +22,11 @@ from cachemap.ring import Ring
 from replicas import Replica
 
 from ..config import ConfigError
-from ..dispatch.life import Failure
-from ..prompt import PromptError
 from ..telemetry.metrics import Reading
 from .door import Door
 from .ledger import Board, ControlLedger
 from .member import NOTHING, Member
+from .questions import Questions
 
 if TYPE_CHECKING:
     from ..app import Gateway
@@ -39,7 +37,6 @@ PAUSES = (0.1, 30.0)  # seconds before a worker that ended is replaced, doubling
 SETTLED = 10.0  # ... this long
 STALE = 2.0  # seconds without a word from a worker after which others are preferred
 START_SECONDS = 60.0
-ANSWER_SECONDS = 30.0
 
 
 class Workers:
@@ -58,8 +55,7 @@ class Workers:
         self._first: list[asyncio.Future[None]] = []
         self._door = Door(self._place)
         self._stopping = self._telling = False
-        self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self.questions = Questions(self)
         rings = memoryview(mmap.mmap(self._ring_memory, 0))
         self.map = LeadingMap(settings.cache_budget, Ring(rings[RING_BYTES * count :]), self._tell_soon, self._cleared)
 
@@ -167,6 +163,7 @@ class Workers:
         member.channel.close()
         member.drained.set()
         self.members.remove(member)
+        self.questions.ended(member)
         self.board.clear(member.index)
         self._door.let_in(bool(self.live) and not self._stopping)
 
@@ -279,33 +276,10 @@ class Workers:
         member.cut = cut
         member.drained.set()
 
-    def _heard_explained(self, member: Member, number: int, **answer: Any) -> None:
-        future = self._answers.pop(number, None)
-        if future is not None and not future.done():
-            future.set_result(answer)
+    def _heard_answered(self, member: Member, number: int, **answer: Any) -> None:
+        self.questions.answered(number, answer)
 
     # --- what the admin side asks
-
-    async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        """A worker knows: what loads cost is learned where requests are answered."""
-        live = self.live
-        if not live:
-            raise Failure(503, "no worker is ready")
-        number = next(self._numbers)
-        future = self._answers[number] = asyncio.get_running_loop().create_future()
-        live[0].channel.send({"do": "explain", "number": number, "path": path, "body": body.decode("latin-1"), "headers": {str(name): value for name, value in headers.items()}})
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                answer = await future
-        except TimeoutError:
-            raise Failure(503, "the worker that was asked gave no answer") from None
-        finally:
-            self._answers.pop(number, None)
-        if "prompt_error" in answer:
-            raise PromptError(*answer["prompt_error"])
-        if "failure" in answer:
-            raise Failure(*answer["failure"][:2], **answer["failure"][2])
-        return answer["told"]
 
     def waited(self, replica: str) -> float:
         now = monotonic()

@@ -34,6 +34,7 @@ from replicas import Replica, State
 from .. import datapath
 from ..config import ConfigError, Settings
 from ..dispatch.backend import Backend
+from ..dispatch.decisions import Decisions
 from ..dispatch.life import Failure
 from ..model import model_dir
 from ..prompt import PromptError
@@ -43,6 +44,7 @@ from ..wire.server import Server
 from .channel import Channel
 from .ledger import Board, WorkerLedger
 from .parts import Followed, WorkerDispatcher, counted
+from .questions import mark
 
 log = logging.getLogger("hitherto.workers")
 
@@ -77,6 +79,7 @@ class Worker:
             replicas=self.replicas,
             on_traffic=self._traffic,
         )
+        self.decisions = Decisions(self.dispatcher, mark(index))
         self.server = Server(self.dispatcher, datapath.limits(settings))
         self.shared_ledger = self.dispatcher.shared = datapath.shared_ledger(settings, self.metrics, self.ledger)
         self.ended = asyncio.Event()
@@ -213,17 +216,27 @@ class Worker:
             await asyncio.sleep(0.02)
         self.channel.send({"do": "drained", "cut": self.server.busy})
 
-    def _heard_explain(self, number: int, path: str, body: str, headers: dict[str, str]) -> None:
-        self._spawn(self._explain(number, path, body.encode("latin-1"), headers))
+    def _heard_ask(self, number: int, what: str, body: str, arguments: dict[str, Any]) -> None:
+        self._spawn(self._answer(number, what, body.encode("latin-1"), arguments))
 
-    async def _explain(self, number: int, path: str, body: bytes, headers: dict[str, str]) -> None:
+    async def _answer(self, number: int, what: str, body: bytes, arguments: dict[str, Any]) -> None:
         try:
-            answer: dict[str, Any] = {"told": await datapath.explain(self.settings, self.dispatcher, path, body, headers)}
+            answer: dict[str, Any] = {"told": await self._told(what, body, **arguments)}
         except PromptError as wrong:
             answer = {"prompt_error": [wrong.status, wrong.message, wrong.type, wrong.param, wrong.code]}
         except Failure as nobody:
             answer = {"failure": [nobody.status, nobody.message, nobody.fields]}
-        self.channel.send({"do": "explained", "number": number, **answer})
+        except Exception:
+            log.exception("a worker failed on what the admin side asked")
+            answer = {"failure": [500, "the worker that was asked failed on this request; the gateway's log says why", {}]}
+        self.channel.send({"do": "answered", "number": number, **answer})
+
+    async def _told(self, what: str, body: bytes, **arguments: Any) -> dict[str, Any]:
+        if what == "explain":
+            return await datapath.explain(self.settings, self.dispatcher, body=body, **arguments)
+        if what == "decide":
+            return await self.decisions.decide(body=body, **arguments)
+        return await (self.decisions.done(answer=body, **arguments) if what == "done" else self.decisions.first_byte(**arguments))
 
     # --- what it says
 
@@ -272,7 +285,7 @@ class Worker:
         for life in self.dispatcher.lives:
             if life.unanswered and life.prompt is not None:
                 sent_at[life.backend.id] = min(life.sent_at, sent_at.get(life.backend.id, life.sent_at))
-        modelled, news = self.map.modelled(), {}
+        modelled, elsewhere, news = self.map.modelled(), self.decisions.on(), {}
         for backend in self.dispatcher.backends.values():
             replica, intake, finished = backend.replica, backend.intake, 0
             if intake is not None:
@@ -283,7 +296,7 @@ class Worker:
                 "finished": finished,
                 "cached_tokens": replica.cached_tokens,
                 "takes_ids": replica.takes_ids,
-                "idle": len(backend.pool.idle),
+                "idle": len(backend.pool.idle) - elsewhere[backend.id],  # the control process adds what is counted, on others' connections too
                 "modelled": modelled.get(backend.slot, 0),
             }
             if seen != self._said.get(backend.id) or finished or any(seen["drift"]):

@@ -17,7 +17,8 @@ server sleeps that long; a simulation adds it to its virtual clock. Followed her
 - The key/value of a request's last output token is never computed.
 
 Requests that only decode cost nothing in most steps: a request is looked at when it needs a block,
-fills one or ends, so a step's cost does not grow with the batch unless `every_token` is asked for.
+fills one or ends, so a step's cost does not grow with the batch unless `every_token` is asked for. Steps in which
+nobody is looked at need not be taken one by one: `ahead` says when they end, `leap` takes them at once.
 
 Held against Dynamo 1.6.1's offline replay (8 engines, round robin, the Mooncake conversation trace, profile
 gpu-8b), this model gives hit rate and TTFT mean / p99 in ms of .050 and 362 / 2285 where that has .050 and
@@ -110,7 +111,7 @@ class Counters:
 class _Sequence:
     """A request inside the engine. While it decodes, its length follows from the number of the step."""
     __slots__ = ("request", "keys", "held", "tokens", "computed", "generated", "limit", "reason", "reported",
-                 "cached", "order", "base", "due", "finish")
+                 "cached", "order", "base", "due", "finish", "wanted")
 
     def __init__(self, request: EngineRequest, limit: int, reason: str):
         self.request = request
@@ -126,6 +127,7 @@ class _Sequence:
         self.base = 0                     # the step that ended its prefill
         self.due = -1                     # the next step that must look at it
         self.finish = -1                  # the step that yields its last token
+        self.wanted = -1                  # prompt tokens to compute, as of when `outlook` first looked
 
 
 class Engine:
@@ -147,7 +149,9 @@ class Engine:
         self._admitted = 0
         self._now = 0                              # number of the step
         self._cleared = False
+        self._settled = False                      # the next step schedules nobody but those who decode
         self._chance = Random(0)                   # of how long steps take, where the profile has a spread
+        self._drawn: deque[float] = deque()        # by `ahead`, for steps not taken yet
 
     @property
     def running(self) -> int:
@@ -164,6 +168,34 @@ class Engine:
     @property
     def cached_blocks(self) -> int:
         return self._pool.cached
+
+    def cached(self, request_blocks: list[Key], prompt_tokens: int) -> int:
+        """How many blocks of such a prompt would be hits now."""
+        return len(self._pool.find(request_blocks, (prompt_tokens - 1) // self._size))
+
+    def outlook(self) -> tuple[int, int, int, int]:
+        """What a new request finds: prompt tokens to compute before its own, blocks they will take beyond those that are
+        free (negative: what is left), requests that decode, and their context in tokens."""
+        tokens, blocks = 0, -self._pool.free
+        if (begun := self._partial) is not None:
+            tokens += begun.tokens - begun.computed
+            blocks += self._blocks(begun.tokens) - len(begun.held)
+        for sequence in self._waiting:
+            if sequence.wanted < 0:      # looked up once: it is what the cache had when somebody first asked
+                sequence.wanted = sequence.tokens - self.cached(sequence.keys, sequence.tokens) * self._size
+            tokens += sequence.wanted
+            blocks += self._blocks(sequence.wanted)
+        return tokens, blocks, len(self._decoding), self._context
+
+    def steps_until_free(self, blocks: int) -> int:
+        """In how many steps so many blocks come free by requests that end, if nobody else takes them."""
+        steps = 0
+        for sequence in sorted(self._decoding.values(), key=lambda s: s.finish):
+            if blocks <= 0:
+                break
+            blocks -= len(sequence.held)
+            steps = sequence.finish - self._now
+        return steps
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. ValueError if it could never run or its id is in use."""
@@ -182,6 +214,7 @@ class Engine:
         if request.stop_tokens is not None and request.stop_tokens <= limit:
             limit, reason = max(1, request.stop_tokens), "stop"
         sequence = _Sequence(request, limit, reason)
+        self._settled = False
         self._all[request.id] = sequence
         self._waiting.append(sequence)
 
@@ -190,6 +223,7 @@ class Engine:
         sequence = self._all.pop(id, None)
         if sequence is None:
             return False
+        self._settled = False
         if sequence is self._partial:
             self._partial = None
         elif id in self._decoding:
@@ -203,7 +237,7 @@ class Engine:
         """Forget every cached block; False while requests hold blocks. Told with the next step, as vLLM does."""
         if not self._pool.clear():
             return False
-        self._cleared = True
+        self._cleared, self._settled = True, False
         return True
 
     def step(self) -> Step | None:
@@ -219,15 +253,50 @@ class Engine:
         due = self._grow(step)
         decoding = step.decode_tokens = len(self._decoding)
         ended: list[_Sequence] = []  # whose prompt is complete after this step
-        pairs = self._prefill(step, self.profile.max_num_batched_tokens - decoding, ended)
-        step.seconds = self.profile.step.seconds(
-            step.prefill_tokens, pairs, decoding, self._context, self._pool.usage) / self.profile.speedup
-        if self.profile.step.spread:
-            step.seconds *= math.exp(self._chance.gauss(0, self.profile.step.spread))
+        self._settled, pairs = True, 0.0
+        if self._waiting or self._partial is not None:
+            pairs = self._prefill(step, self.profile.max_num_batched_tokens - decoding, ended)
+        step.seconds = self._seconds(step.prefill_tokens, pairs, decoding, self._context, self._pool.usage)
+        self._drawn and self._drawn.popleft()
         self._context += decoding
         self.counters.generated_tokens += decoding + len(ended)
         self._report(step, due, ended)
         return step
+
+    def _seconds(self, tokens: int, pairs: float, sequences: int, context: int, usage: float, step: int = 0) -> float:
+        """How long the step takes that is the `step`-th from now."""
+        time, drawn = self.profile.step, self._drawn
+        seconds = time.seconds(tokens, pairs, sequences, context, usage) / self.profile.speedup
+        if time.spread:
+            while len(drawn) <= step:
+                drawn.append(math.exp(self._chance.gauss(0, time.spread)))
+            seconds *= drawn[step]
+        return seconds
+
+    def ahead(self, now: float) -> list[float]:
+        """The next step begins at `now`: when it and those after it end, as long as they change nothing but the length
+        of what decodes. No block is begun or filled in them, nobody starts, ends or waits for what they could give."""
+        if not self._settled or not self._decoding or self._every_token:
+            return []
+        count = min(self._due) - self._now - 1
+        ends, decoding, context, usage = [], len(self._decoding), self._context, self._pool.usage
+        alike = not self.profile.step.spread and not self.profile.step.decode_context_token
+        for step in range(count):
+            if not step or not alike:
+                seconds = self._seconds(0, 0.0, decoding, context + step * decoding, usage, step)
+            now += seconds
+            ends.append(now)
+        return ends
+
+    def leap(self, steps: int) -> None:
+        """Take so many of the steps that `ahead` told of."""
+        decoded = steps * len(self._decoding)
+        self._now += steps
+        self._context += decoded
+        self.counters.steps += steps
+        self.counters.generated_tokens += decoded
+        for _ in range(min(steps, len(self._drawn))):
+            self._drawn.popleft()
 
     # ---- decoding requests
 
@@ -315,6 +384,7 @@ class Engine:
                 self._partial = None
                 pairs += self._compute(sequence, new, step, ended)
                 budget -= new
+        self._settled = False
         if step.preempted:
             return pairs
         waiting, most = self._waiting, self.profile.max_num_seqs
@@ -328,6 +398,7 @@ class Engine:
             new = min(sequence.tokens - sequence.computed, budget)
             pairs += self._compute(sequence, new, step, ended)
             budget -= new
+        self._settled = self._partial is None and (budget > 0 or not waiting)
         return pairs
 
     def _blocks(self, tokens: int) -> int:
@@ -409,6 +480,7 @@ class Engine:
                 outputs.append(Output(sequence.request.id, 1, first, None, sequence.cached))
 
     def _finish(self, sequence: _Sequence, step: Step) -> None:
+        self._settled = self._settled and not self._waiting  # what it leaves may be what someone waits for
         self._pool.release(sequence.held)
         del self._all[sequence.request.id]
         step.outputs.append(Output(sequence.request.id, sequence.generated - sequence.reported,

@@ -101,3 +101,13 @@ def test_module_runs_and_stays_light():
     assert done.returncode == 0, done.stderr
     done = subprocess.run([sys.executable, "-m", "gateway", "config", "--port", "x"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("hitherto: flag --port")
+
+
+def test_plan_is_the_load_generators_found_by_name(capsys):
+    assert cli.main(["plan", "--model", "/nowhere"]) == 2
+    assert "hitherto plan: --model /nowhere: there is no such folder" in capsys.readouterr().err
+
+
+def test_plan_without_the_load_generator_says_so(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **which: ())
+    assert "pip install" in refused(capsys, "plan")

@@ -132,6 +132,19 @@ def test_the_policies_offered_are_the_policies_there_are():
     assert Settings().policy == policies.DEFAULT
 
 
+def test_policies_in_shadow_in_one_string_or_a_list(empty_folder):
+    (empty_folder / "hitherto.yaml").write_text("shadow: [round_robin, least_load]\n")
+    assert load(environ={}).settings.shadow == ("round_robin", "least_load")
+    assert load(environ={"HITHERTO_SHADOW": "round_robin, least_load"}).settings.shadow == ("round_robin", "least_load")
+    assert load(flags={"shadow": "random"}, environ={}).settings.shadow == ("random",)
+
+
+def test_what_cannot_be_in_shadow_is_said():
+    assert "Did you mean 'least_load'?" in wrong(flags={"shadow": "least_laod"})
+    assert "shadow: random is given twice" in wrong(flags={"shadow": "random,random"})
+    assert wrong(flags={"shadow": "random,least_time"}).startswith("flag --shadow: shadow: least_time is the policy that acts")
+
+
 def test_chat_template_must_exist(empty_folder):
     assert "there is no file nowhere.jinja" in wrong(flags={"chat_template": "nowhere.jinja"})
     (empty_folder / "t.jinja").write_text("x")

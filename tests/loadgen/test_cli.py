@@ -165,7 +165,7 @@ async def test_a_server_that_lists_no_model(engine, wire):
 
 
 @pytest.mark.parametrize("args, said", [
-    (("run", "--num-prompts", "0"), "--num-prompts: '0' is not a whole number above zero"),
+    (("run", "--num-prompts", "0"), "--num-prompts/--requests: '0' is not a whole number above zero"),
     (("run", "--request-rate", "-1"), "--request-rate: -1 is not above zero"),
     (("run", "--request-rate", "fast"), "'fast' is not a number"),
     (("run", "--think-time", "-1"), "--think-time: -1 is not zero or above"),

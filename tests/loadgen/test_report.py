@@ -5,6 +5,7 @@ from hypothesis import given, strategies as st
 
 from loadgen.records import Record
 from loadgen.report import BadSLO, cache_figures, machine, meets, parse_slo, setting, spread, summarise
+from loadgen.words import fair_share
 
 
 def record(ttft=0.1, gaps=(0.02, 0.02), sent=10.0, late=0.001, **fields) -> Record:
@@ -134,3 +135,9 @@ def test_the_setting_names_machine_and_command():
     made = setting(["loadgen", "run"], 7)
     assert made["command"] == "loadgen run" and made["seed"] == 7
     assert "python" in made["versions"] and "cores" in machine()
+
+
+def test_a_known_replica_without_requests_is_one_too():
+    report = summarise(run_of([record(replica="r1", prompt_tokens=10, cached_tokens=5)], replicas=["r0", "r1"]))
+    assert list(report["replicas"]) == ["r0", "r1"] and report["replicas"]["r0"]["requests"] == 0
+    assert report["replicas"]["r0"]["hit_rate"] is None and fair_share(report) == 2.0

@@ -101,7 +101,6 @@ async def test_a_gateway_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     assert not alive(pid)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
 async def test_no_gateway_outlives_a_generator_that_is_killed(tmp_path):
     parent = f"""
 import asyncio, sys

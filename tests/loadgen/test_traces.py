@@ -1,11 +1,10 @@
 """Files of requests: what becomes of good lines, and what is said of bad ones."""
 
 import gzip
+import itertools
 import json
-import os
 import random
 from array import array
-from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -15,9 +14,6 @@ from loadgen.files import Reader
 from loadgen.synthetic import token_ids
 from loadgen.traces import azure_trace, conversation_file, custom, guess, hash_trace, replay, sharegpt
 from loadgen.workloads import BadWorkload, Span, spans_of
-
-DATA = Path(os.environ.get("HITHERTO_DATA", Path(__file__).parents[3] / "shared" / "data"))
-MOONCAKE = DATA / "mooncake_conversation_blk512.jsonl.gz"
 
 
 def write(path, *lines, compress=False):
@@ -126,10 +122,21 @@ def test_sharing_is_kept_to_the_token(tmp_path_factory, data):
             assert common(first, second) == said
 
 
-@pytest.mark.skipif(not MOONCAKE.is_file(), reason=f"no Mooncake trace in {DATA}; set HITHERTO_DATA to the folder that has it")
-def test_blocks_of_16_repeat_exactly_where_the_public_trace_repeats_its_512():
-    load = played(MOONCAKE, 512, 1e-3, requests=400)
-    seen, names, seed = set(), set(), chain_seed("m", 16)
+def mooncake_like(requests: int, rng: random.Random) -> list[dict]:
+    """Prompts of up to 40 ids of 512 tokens that grow from one another, on a clock of 3 s; a last id that is not full is nobody else's."""
+    chains, ids, lines = [[0]], itertools.count(1), []
+    for number in range(requests):
+        shared = rng.choice(chains)
+        chain = shared[:rng.randint(1, len(shared))] + [next(ids) for _ in range(rng.randint(1, 20))]
+        chains.append(chain[:40])
+        rest = rng.randint(1, 511)
+        lines.append(line(3000 * (number // 8), 512 * len(chains[-1]) + rest, [*chains[-1], next(ids)]))
+    return lines
+
+
+def test_blocks_of_16_repeat_exactly_where_a_trace_repeats_its_512(tmp_path):
+    load = played(write(tmp_path / "m.jsonl", *mooncake_like(400, random.Random(4))), 512, 1e-3)
+    seen, names, seed, shared = set(), set(), chain_seed("m", 16), 0
     for conversation in load.conversations:
         span = prompt(conversation)
         hashes = hash_blocks(token_ids([span]).tobytes(), 16, seed)
@@ -137,7 +144,8 @@ def test_blocks_of_16_repeat_exactly_where_the_public_trace_repeats_its_512():
         assert sum(one in seen for one in hashes) == min(known * 32, len(hashes))
         seen.update(hashes)
         names.update(span.ids)
-    assert load.notes == ["400 requests have 48 different times: --trace-jitter 3 spreads them over the steps"]
+        shared += known
+    assert shared > 400 and load.notes == ["400 requests have 50 different times: --trace-jitter 3 spreads them over the steps"]
 
 
 def test_chats_of_a_trace_carry_their_first_ones_name(tmp_path):

@@ -138,6 +138,13 @@ def test_least_time_prefers_room_for_a_prompt_that_does_not_fit():
     assert make("least_time").choose(Demand(4000), candidates).index == 0
 
 
+def test_least_time_goes_where_fewer_prompts_would_wait_for_its_batch():
+    group = CostGroup()
+    alike = [Load(requests=count, prefilling=count, prefill_tokens=3000) for count in (6, 1, 3)]
+    candidates = [Candidate(f"r{i}", 0, load, group.add(f"r{i}")) for i, load in enumerate(alike)]
+    assert make("least_time").choose(Demand(3000), candidates).index == 1
+
+
 def test_a_scrape_tells_capacity_only_where_it_may_be_short():
     load = Load(decoding=4, context_tokens=8000, prefill_tokens=1000)
     load.scraped(3, 0.9)

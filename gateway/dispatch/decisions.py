@@ -1,0 +1,170 @@
+"""Decisions for somebody else's proxy: a request gets a replica and is counted there, and its bytes pass elsewhere.
+
+What a `Life` learns from its own sockets, the caller tells: the first byte, the end. Load is counted from the choice on,
+so whoever asks next sees it. Each report renews a lease; a request not heard of within it is taken off the ledger, so a
+caller that dies leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from policies import make
+
+from .life import Failure
+from .states import State
+from .usage import read_usage
+
+if TYPE_CHECKING:
+    from policies import Reservation
+
+    from ..prompt import Prompt
+    from .backend import Backend
+    from .dispatcher import Dispatcher
+
+LEASE = 60.0  # seconds without a word, unless the caller asks for another time
+LEASES = (1.0, 3600.0)
+MOST = 16_384  # under way at once; of 8,000 tokens each, 300 MB of hashes
+MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
+
+
+class Decided:
+    """As much of a `Life` as the dispatcher needs, for a request that is answered elsewhere."""
+
+    __slots__ = ("id", "prompt", "tried", "lease", "state", "streams", "backend", "reservation", "overlap", "begun", "sent_at", "first_at", "made", "timer")
+
+    status, pieces = 200, 0  # what goes wrong is the caller's to see; the engine's own count tells how many there were
+
+    def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], lease: float):
+        self.id, self.prompt, self.tried, self.lease = id, prompt, tried, lease
+        self.state, self.streams = State.CHOOSING, prompt.stream
+        self.backend: Backend | None = None
+        self.reservation: Reservation | None = None
+        self.overlap = 0
+        self.begun = self.sent_at = monotonic()
+        self.first_at = 0.0
+        self.made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.timer: asyncio.TimerHandle | None = None
+
+    def chosen(self) -> None:
+        self.made.set_result(None)
+
+    def unchosen(self, failure: Failure) -> None:
+        self.made.set_exception(failure)
+
+
+class Decisions:
+    """Those whose end has not been told. `name` begins their ids."""
+
+    def __init__(self, dispatcher: Dispatcher, name: str = ""):
+        self._dispatcher = dispatcher
+        self._ids = map(f"{name}{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
+        self._open: dict[str, Decided] = {}
+        self._others = make(dispatcher.policy.name)  # puts in order what was not chosen, with turns and dice of its own
+
+    async def decide(self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str] = (), lease: float = LEASE) -> dict[str, Any]:
+        """Choose and reserve. Raises PromptError for the client's faults, Failure where nobody can take the request."""
+        dispatcher = self._dispatcher
+        if dispatcher.draining:
+            raise Failure(503, "the gateway is shutting down; ask another one", code="shutting_down")
+        if len(self._open) >= MOST:
+            raise Failure(429, f"{MOST} requests are under way of which no end was told; tell it with POST /decide/ID/done")
+        tried = tuple(dispatcher.backends[id] for id in exclude if id in dispatcher.backends)
+        prompt = await self._prepare(path, body, headers)
+        prompt.token_ids = b""  # nothing is sent from here
+        decided = Decided(next(self._ids), prompt, tried, lease)
+        dispatcher.choose(decided)
+        try:
+            await decided.made
+        finally:
+            decided.state = State.ENDED  # an answer of the shared ledger that comes for a caller who left is taken back
+        self._open[decided.id] = decided
+        self._renew(decided)
+        before = decided.reservation.before
+        seconds = decided.backend.costs.ttft_seconds(before, decided.reservation.uncached, decided.overlap)
+        if not decided.streams:  # no first byte to tell of: as `assume_prefilled`
+            asyncio.get_running_loop().call_later(seconds, dispatcher.ledger.first_byte, decided.reservation)
+        return self._told(decided, seconds)
+
+    async def _prepare(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
+        pipeline, adapters = self._dispatcher.pipeline, self._dispatcher.adapters
+        if len(body) <= pipeline.offload_bytes:
+            return pipeline.prepare(path, body, headers, adapters)
+        return await asyncio.get_running_loop().run_in_executor(None, pipeline.prepare, path, body, headers, adapters)
+
+    def _told(self, decided: Decided, seconds: float) -> dict[str, Any]:
+        backend, prompt = decided.backend, decided.prompt
+        held = f"{decided.overlap} of {prompt.tokens} prompt tokens held" if prompt.hashes else f"by load alone ({prompt.note or 'no full block'})"
+        return {
+            "id": decided.id,
+            "replica": backend.id,
+            "url": backend.replica.url,
+            "headers": backend.replica.headers,
+            "reason": f"{self._dispatcher.policy.name}: {held}, {decided.reservation.before.requests} requests there, first token in {1e3 * seconds:.1f} ms as predicted",
+            "tokens": prompt.tokens,
+            "cached_tokens": decided.overlap,
+            "ttft_seconds": seconds,
+            "candidates": self._in_order(decided),
+            "lease_seconds": decided.lease,
+        }
+
+    def _in_order(self, decided: Decided) -> list[str]:
+        """Whom the gateway itself would try, one after the other."""
+        order = [decided.backend.id]
+        try:
+            demand, _, left = self._dispatcher.weigh(decided.prompt, (*decided.tried, decided.backend))
+        except Failure:
+            return order
+        while left and len(order) < MOST_CANDIDATES:
+            order.append(left.pop(self._others.choose(demand, left).index).replica)
+        return order
+
+    async def first_byte(self, id: str) -> dict[str, Any]:
+        """The answer has begun. Told again it only renews the lease."""
+        decided = self._find(id)
+        if not decided.first_at:
+            decided.first_at = monotonic()
+            self._dispatcher.first_byte(decided)
+        self._renew(decided)
+        return {"id": id, "lease_seconds": decided.lease}
+
+    async def done(self, id: str, answer: bytes) -> dict[str, Any]:
+        """It has ended, however. `answer`: its last bytes, with the engine's usage, if that is to be learned from."""
+        decided = self._find(id)
+        self._end(decided, "done")
+        usage = read_usage(answer)
+        decided.streams &= decided.first_at > 0  # else nobody knows how long it decoded
+        if usage.prompt is not None and not decided.backend.gone:
+            self._dispatcher.learn(decided, usage)
+        return {"id": id, "done": True}
+
+    def on(self) -> Counter[str]:
+        """How many there are on each replica."""
+        return Counter(decided.backend.id for decided in self._open.values())
+
+    def _find(self, id: str) -> Decided:
+        decided = self._open.get(id)
+        if decided is None:
+            raise unknown(id)
+        return decided
+
+    def _renew(self, decided: Decided) -> None:
+        if decided.timer is not None:
+            decided.timer.cancel()
+        decided.timer = asyncio.get_running_loop().call_later(decided.lease, self._end, decided, "expired")
+
+    def _end(self, decided: Decided, outcome: str) -> None:
+        del self._open[decided.id]
+        decided.timer.cancel()
+        self._dispatcher.release(decided)
+        self._dispatcher.metrics.decisions.inc(outcome)
+
+
+def unknown(id: str) -> Failure:
+    return Failure(404, f"no decision {id[:100]!r} is under way: its end was told, or nothing within its lease", code="unknown_decision")

@@ -1,0 +1,270 @@
+"""KV cache arithmetic from a model's config.json: bytes of a token, blocks of a GPU, the longest context.
+
+It counts as vLLM does (0.28 to 0.32; tests/vllm holds it to vLLM's own log). A block is `block_size` tokens in a group of
+layers. Layers that all keep the same tokens are one group. Where some keep a window only, each kind is cut into groups of
+equally many layers, so that all blocks have one size, and a request takes blocks for every group from one pool.
+Pure: no files, no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+KV_DTYPES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # bytes of a number in the cache
+_WEIGHT_DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16", "float32": "bfloat16", "float": "bfloat16"}
+_PACKED_LATENT = 656  # bytes: how vLLM stores an fp8 latent of 512 + 64 for sparse attention (`fp8_ds_mla`), scales included
+RESERVE = 2 << 30  # bytes of a GPU for activations, CUDA and its graphs: a guess that vLLM's log replaces (see docs/plan.md)
+UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
+
+_LATENT_NOT_CACHED = ("minicpm3",)  # has kv_lora_rank, but vLLM caches its heads
+_UNEQUAL = ("global_head_dim", "swa_head_dim", "swa_num_key_value_heads", "compress_ratios", "block_configs", "per_layer_config")
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}  # every n-th layer is full: their classes' defaults
+_FULL = ("full_attention", "attention", "chunked_attention")  # vLLM keeps chunked ones whole by default
+
+
+class BadModel(ValueError):
+    """A configuration this arithmetic does not know; the message says what is missing or unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Some layers that keep the same tokens: all of them, or the last `window`."""
+
+    count: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the cache depends on in a model's configuration."""
+
+    layers: tuple[Layers, ...]
+    kv_heads: int
+    head_size: int
+    latent: int  # numbers of a token in a layer where one latent stands for all heads (MLA), else 0
+    index: int  # bytes of a token in a layer for the index of sparse attention, else 0
+    dtype: str  # what --kv-cache-dtype auto is
+    context: int  # max_position_embeddings
+    notes: tuple[str, ...] = ()
+
+    def bytes(self, dtype: str, tensor_parallel: int) -> int:
+        """Of one token in one layer on one GPU. A latent is the same on each; heads are shared out, one at least."""
+        if not self.latent:
+            return max(1, self.kv_heads // tensor_parallel) * 2 * self.head_size * KV_DTYPES[dtype]
+        if self.index and dtype.startswith("fp8"):
+            return _PACKED_LATENT + self.index
+        return self.latent * KV_DTYPES[dtype] + self.index
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpace:
+    """The cache of one replica: `tensor_parallel` GPUs that each hold their share of every token.
+
+    `context_parallel` GPUs of these hold each a part of the tokens instead (--decode-context-parallel-size). `in_flight`:
+    tokens scheduled and not yet settled, for which layers with a window need room, too: two batches in vLLM.
+    """
+
+    shape: Shape
+    dtype: str = "auto"
+    block_size: int = 16
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    in_flight: int = 2 * 8192
+
+    def __post_init__(self) -> None:
+        if self.dtype != "auto" and self.dtype not in KV_DTYPES:
+            raise BadModel(f"the size of --kv-cache-dtype {self.dtype} is not known here; known are auto, {', '.join(KV_DTYPES)}")
+        if not self.shape.latent and (heads := self.shape.kv_heads) % self.tensor_parallel and self.tensor_parallel % heads:
+            raise BadModel(f"{heads} KV heads can't be shared out over {self.tensor_parallel} GPUs: one number must divide the other")
+        if self.tensor_parallel % self.context_parallel:
+            raise BadModel(f"context parallel ({self.context_parallel}) must divide tensor parallel ({self.tensor_parallel})")
+        if self.context_parallel > 1 and any(layers.window for layers in self.shape.layers):
+            raise BadModel("layers with a window can't be split along the context: leave context parallel at 1")
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token on one GPU, as long as every layer keeps it."""
+        return sum(layers.count for layers in self.shape.layers) * self._layer_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block on one GPU: what the pool is cut into."""
+        return self.group_size * self._layer_bytes * self.block_size
+
+    @property
+    def group_size(self) -> int:
+        """Layers of a group: as many as the rarest kind has, or as the commonest if that is hardly more."""
+        counts = [layers.count for layers in self.shape.layers]
+        return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+
+    @property
+    def groups(self) -> int:
+        return sum(self._groups(layers) for layers in self.shape.layers)
+
+    def blocks(self, memory: int) -> int:
+        """Of `memory` bytes on each GPU; vLLM's `num_gpu_blocks`, one of which it keeps for itself."""
+        return memory // self.block_bytes
+
+    def needed(self, tokens: int) -> int:
+        """Blocks that one request of `tokens` takes while it is computed."""
+        return sum(self._groups(layers) * self._blocks_of(layers, tokens) for layers in self.shape.layers)
+
+    def size(self, blocks: int, context: int | None = None) -> int:
+        """Tokens, as vLLM's log says: requests of the longest context that fit, times that context."""
+        context = context or self.shape.context
+        return int(blocks / self.needed(context) * context)
+
+    def kept(self, blocks: int) -> int:
+        """Tokens that stay findable for later requests if every layer keeps them: what prefix caching can count on."""
+        return blocks // self.groups * self.block_size * self.context_parallel
+
+    def longest(self, blocks: int, context: int | None = None) -> int:
+        """The longest request that fits alone, up to `context` tokens; 0 if none does."""
+        low, high = 0, context or self.shape.context
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.needed(middle) <= blocks - 1:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    @property
+    def _layer_bytes(self) -> int:
+        return self.shape.bytes(self.shape.dtype if self.dtype == "auto" else self.dtype, self.tensor_parallel)
+
+    def _groups(self, layers: Layers) -> int:
+        return -(-layers.count // self.group_size)
+
+    def _blocks_of(self, layers: Layers, tokens: int) -> int:
+        if layers.window is None:
+            return -(-tokens // (self.block_size * self.context_parallel))
+        return -(-min(layers.window - 1 + self.in_flight, tokens) // self.block_size) + 1  # a window may begin within a block
+
+
+def memory_for_kv(gpu: int, weights: int, tensor_parallel: int, utilization: float = UTILIZATION) -> int:
+    """Bytes that a GPU of `gpu` bytes has left for the cache. Raises BadModel if nothing is left."""
+    left = int(gpu * utilization) - weights // tensor_parallel - RESERVE
+    if left <= 0:
+        raise BadModel(f"{weights / tensor_parallel / 2**30:.1f} GiB of weights on each GPU leave no room for a cache in {utilization:.0%} of "
+                       f"{gpu / 2**30:.0f} GiB: larger GPUs, more of them (--tensor-parallel-size) or quantised weights would")  # fmt: skip
+    return left
+
+
+def read(config: Mapping[str, object]) -> Shape:
+    """The shape of the model whose config.json this is. Raises BadModel."""
+    text = next((config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)), config)
+    for key in _UNEQUAL:
+        if text.get(key):
+            raise BadModel(f"its layers differ in size ({key}), and this arithmetic takes them as equal: start the engine once and give "
+                           "the tokens that its log says (--kv-tokens)")  # fmt: skip
+    heads = _number(text, "num_attention_heads", "n_head")
+    latent = bool(text.get("kv_lora_rank")) and text.get("model_type") not in _LATENT_NOT_CACHED
+    index = _number(text, "index_head_dim", default=0)
+    layers, notes = _layers(text)
+    dtype, said = _dtype(config, text)
+    return Shape(
+        layers=layers, kv_heads=1 if latent else _kv_heads(text, heads), head_size=_head_size(text, heads),
+        latent=_number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim") if latent else 0,
+        index=index + index // 128 * 4, dtype=dtype, context=_number(text, "max_position_embeddings", "n_positions", "seq_length"),
+        notes=(*notes, *said))  # fmt: skip
+
+
+def _number(config: Mapping[str, object], *names: str, default: int | None = None) -> int:
+    """The first of these fields that is set. Raises BadModel."""
+    for name in names:
+        if (value := config.get(name)) is not None:
+            if type(value) is not int or value < 1:
+                raise BadModel(f"{name} is {value!r}, and must be a whole number above 0")
+            return value
+    if default is None:
+        raise BadModel(f"there is no {names[0]}: is this a language model's config.json?")
+    return default
+
+
+def _kv_heads(config: Mapping[str, object], heads: int) -> int:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1  # Falcon-7B and StarCoder say it this way
+    return _number(config, "n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups", default=heads)
+
+
+def _head_size(config: Mapping[str, object], heads: int) -> int:
+    if config.get("head_dim"):  # some say 0 for none
+        return _number(config, "head_dim")
+    if (width := _number(config, "hidden_size", "n_embd")) < heads:
+        raise BadModel(f"{heads} attention heads do not fit in a hidden size of {width}")
+    return width // heads
+
+
+def _dtype(config: Mapping[str, object], text: Mapping[str, object]) -> tuple[str, list[str]]:
+    """What the engine stores if nobody says otherwise: as the checkpoint's quantisation says, else the weights' type."""
+    quantized = next((said["quantization_config"] for said in (config, text) if isinstance(said.get("quantization_config"), dict)), {})
+    scheme, algorithm = quantized.get("kv_cache_scheme"), quantized.get("kv_cache_quant_algo")
+    if isinstance(scheme, dict) and scheme.get("num_bits") == 8 or str(algorithm).lower() == "fp8":
+        return "fp8", ["the checkpoint says that its cache is fp8"]
+    for said in (config, text):
+        if name := said.get("dtype") or said.get("torch_dtype"):
+            if (name := str(name).removeprefix("torch.")) not in _WEIGHT_DTYPES:
+                raise BadModel(f"dtype is {name!r}; known are {', '.join(_WEIGHT_DTYPES)}")
+            return _WEIGHT_DTYPES[name], []
+    return "bfloat16", ["no dtype is said: taken as bfloat16"]
+
+
+def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], list[str]]:
+    """The kinds of layers and what to say of them. Those that share another's cache, or keep a state, have no tokens to keep."""
+    kinds = _kinds(config, _number(config, "num_hidden_layers", "n_layer", "num_layers"))
+    shared = _number(config, "num_kv_shared_layers", default=0) if config.get("num_kv_shared_layers") else 0
+    kinds = kinds[: len(kinds) - shared]
+    windows = [layer for layer in kinds if type(layer) is int]
+    full, states = kinds.count("full"), kinds.count("state")
+    if not full and not windows:
+        raise BadModel("it has no attention layers, so no KV cache that grows with the context")
+    found, notes = [Layers(full)] if full else [], []
+    if windows:
+        found.append(Layers(len(windows), windows[0]))
+        notes.append(f"{len(windows)} of {len(kinds)} layers need only the last {windows[0]:,} tokens of a running request")
+    if states:
+        notes.append(f"{states} of {len(kinds)} layers keep a state of fixed size for each request, which is not counted: vLLM holds some blocks for it")
+    if shared:
+        notes.append(f"the last {shared} layers use the cache of others")
+    return tuple(found), notes
+
+
+def _kinds(config: Mapping[str, object], count: int) -> list[str | int]:
+    """For each layer "full", "state", or its window. Raises BadModel."""
+    window = _number(config, "sliding_window") if config.get("sliding_window") and config.get("use_sliding_window", True) else None
+    named = config.get("layer_types") or config.get("layers_block_type")
+    if isinstance(named, list):
+        return [_kind(name, window) for name in named[:count]]
+    if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H: * attention, M Mamba, - and E have no cache
+        return ["full" if letter == "*" else "state" for letter in str(pattern) if letter in "*M"]
+    if config.get("full_attention_interval"):  # Qwen3-Next
+        every = _number(config, "full_attention_interval")
+        return ["full" if (layer + 1) % every == 0 else "state" for layer in range(count)]
+    if config.get("attn_layer_period"):  # Jamba
+        every = _number(config, "attn_layer_period")
+        return ["full" if layer % every == config.get("attn_layer_offset", 0) else "state" for layer in range(count)]
+    if any(key.startswith(("mamba", "ssm_", "linear_", "conv_")) for key in config):
+        raise BadModel("some of its layers keep a state instead of tokens, and no field says which: start the engine once and give the "
+                       "tokens that its log says (--kv-tokens)")  # fmt: skip
+    if window is None:
+        return ["full"] * count
+    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or _PATTERNS.get(str(config.get("model_type")))
+    if isinstance(pattern, str):  # EXAONE 4: LLLG, local and global
+        return [window if pattern[layer % len(pattern)] == "L" else "full" for layer in range(count)]
+    if pattern is not None and (type(pattern) is not int or pattern < 1):
+        raise BadModel(f"sliding_window_pattern is {pattern!r}, and must be a whole number above 0 or letters like LLLG")
+    return [window if pattern is None or (layer + 1) % pattern else "full" for layer in range(count)]
+
+
+def _kind(name: object, window: int | None) -> str | int:
+    if name in _FULL:
+        return "full"
+    if name in ("sliding_attention", "sliding_window_attention"):
+        if window is None:
+            raise BadModel(f"layer_types names {name}, and no sliding_window says how long it is")
+        return window
+    if str(name).startswith(("linear", "mamba", "conv", "recurrent", "gated_delta")):
+        return "state"
+    raise BadModel(f"layer_types names {name!r}, which is not known here: start the engine once and give the tokens that its log says (--kv-tokens)")

@@ -1,0 +1,221 @@
+"""A fleet on a virtual clock: gateways with one policy, and N simulated engines behind them.
+
+Policies, ledger and learned costs are the ones the gateway uses, the map answers as the gateway's does; the engines are the
+ones behind `hitherto replica`. Time is a heap of events, so a minute of fleet takes as long as its engine steps cost to
+compute, and the same seed gives the same result.
+
+Per request: match -> choose -> reserve -> engine, then first token -> ledger and TTFT learned, end -> release and the
+conversation's next turn after its think time. A replica that is lost takes its cache with it and cuts the streams it has begun;
+what it had not answered is sent elsewhere, as the gateway does, which notices at once since every connection breaks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from loadgen import field
+from policies import Ledger
+from replicas.simulated.engine import Engine, EngineRequest, Output
+from replicas.simulated.profile import Profile
+
+from .gateway import Gateway, Sent, Wire
+from .replica import Replica
+from .truth import Truth
+from .turns import Record, Result, Turn
+
+RETRIES = 2               # further replicas that are tried; the gateway's default
+_SCRAPE_SECONDS = 1.0     # the gateway's own interval
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that has not ended."""
+    record: Record
+    gateway: Gateway
+    session: str | None
+    on_end: Callable[[], None] | None
+    sent: Sent | None = None
+
+
+class Fleet:
+    """One simulated run. `profiles`: one per replica, all of the same block size; `policy`: a name that `loadgen.field.make`
+    knows; `keep`: keep the records of requests that ended, with their hashes."""
+
+    def __init__(self, profiles: Sequence[Profile], policy: str, seed: int = 0, event_delay: float | None = 0.005, *,
+                 event_loss: float = 0.0, losses_unseen: bool = False, gateways: int = 1, shared_ledger: bool = True,
+                 keep: bool = True) -> None:
+        self.now = 0.0
+        self.replicas = [Replica(profile) for profile in profiles]
+        self.names = [f"r{index}" for index in range(len(profiles))]
+        ledger = Ledger()
+        truth = Truth(self.replicas, lambda: self.now)
+        wire = Wire(event_delay, event_loss, losses_unseen)
+        self.gateways = [Gateway(self.names, profiles, field.make(policy, seed + number, truth),
+                                 ledger if shared_ledger else Ledger(), wire, truth, seed + number) for number in range(gateways)]
+        self._tells = event_delay is not None
+        self._random = random.Random(seed).random
+        self._scrape_at = 0.0
+        self._live: list[dict[int, _Live]] = [{} for _ in profiles]      # by replica
+        self._heap: list[tuple[float, int, Callable, tuple]] = []
+        self._order, self._ids = count(), count(1)
+        self._keep = keep
+        self.result = Result()
+
+    # --- what one gateway sees, for those who ask of the only one
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [replica.engine for replica in self.replicas]
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.gateways[0].ledger
+
+    @property
+    def candidates(self) -> list:
+        return self.gateways[0].candidates
+
+    # --- time
+
+    def at(self, when: float, action: Callable, *args) -> None:
+        heapq.heappush(self._heap, (when, next(self._order), action, args))
+
+    def run(self, until: float = float("inf")) -> Result:
+        """Let happen what is scheduled and what follows from it, up to `until` seconds."""
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= until:
+            self.now, _, action, args = pop(heap)
+            action(*args)
+        self.result.seconds = self.now
+        return self.result
+
+    # --- a request
+
+    def send(self, turn: Turn, session: str | None = None, on_end: Callable[[], None] | None = None) -> Record:
+        """Route one request now; `on_end` is called when its last token is out, or when it has failed."""
+        if self.now >= self._scrape_at:
+            self._scrape()
+        gateways = self.gateways
+        gateway = gateways[int(self._random() * len(gateways))] if len(gateways) > 1 else gateways[0]
+        record = Record(turn, self.now)
+        if self._keep:
+            self.result.records.append(record)
+        self._dispatch(next(self._ids), _Live(record, gateway, session, on_end))
+        return record
+
+    def _dispatch(self, request: int, live: _Live) -> None:
+        record, turn = live.record, live.record.turn
+        sent = live.sent = live.gateway.choose(turn, live.session, self.now, record.tried)
+        if sent is None:
+            answered = ("http_502", "no replica is left to try") if record.tried else ("http_503", "no replica is ready")
+            self.at(self.now, self._ended, live, *answered)
+            return
+        index = record.replica = sent.index
+        record.predicted, record.expected_ttft = sent.overlap, sent.expected
+        self._live[index][request] = live
+        replica = self.replicas[index]
+        asked = EngineRequest(request, turn.hashes, turn.tokens, turn.output, turn.all_hashes.__getitem__)
+        reaches = replica.front.reaches_engine(self.now, turn.tokens, turn.text, replica.engine.running > 0)
+        if reaches > self.now:
+            self.at(reaches, self._arrived, index, replica.incarnation, asked)
+        else:
+            self._arrived(index, replica.incarnation, asked)
+
+    def _arrived(self, index: int, incarnation: int, asked: EngineRequest) -> None:
+        replica = self.replicas[index]
+        if replica.incarnation != incarnation:
+            return      # it was lost on the way there, and sent elsewhere
+        planned = replica.turn
+        try:
+            begins = replica.add(asked, self.now)
+        except ValueError as error:      # too long for it: as the engine's answer of 400, which is not tried again
+            live = self._live[index].pop(asked.id)
+            live.gateway.release(live.sent)
+            self.at(self.now, self._ended, live, "http_400", str(error))
+            return
+        if begins:
+            self._go_on(index, replica)
+        elif replica.turn != planned:
+            self._plan(index, replica)
+
+    def _ended(self, live: _Live, error: str | None, detail: str = "") -> None:
+        record = live.record
+        record.end, record.error, record.detail = self.now, error, detail
+        if live.on_end is not None:
+            live.on_end()
+
+    # --- engines
+
+    def _go_on(self, index: int, replica: Replica) -> None:
+        step = replica.go_on(self.now)
+        if step is not None and step.events and self._tells:
+            ends = self.now + step.seconds
+            for gateway in self.gateways:
+                gateway.told(index, ends, step.events)
+        self._plan(index, replica)
+
+    def _plan(self, index: int, replica: Replica) -> None:
+        if replica.wakes is not None:
+            self.at(replica.wakes, self._wake, index, replica, replica.turn)
+
+    def _wake(self, index: int, replica: Replica, turn: int) -> None:
+        if turn != replica.turn:
+            return      # a request came in between, or the replica was lost
+        step = replica.wake()
+        if step is not None:
+            for output in step.outputs:
+                self._output(index, output)
+        self._go_on(index, replica)
+
+    def _output(self, index: int, output: Output) -> None:
+        live = self._live[index][output.id]
+        record = live.record
+        if output.first:
+            record.first, record.cached = self.now, output.cached_tokens
+            live.gateway.first(live.sent, self.now)
+        if output.finished:
+            del self._live[index][output.id]
+            live.gateway.complete(live.sent, self.now - record.first, record.output, record.cached)
+            self._ended(live, None)
+
+    def _scrape(self) -> None:
+        """What gateways read off /metrics, as old as it would be."""
+        self._scrape_at = self.now + _SCRAPE_SECONDS
+        ledgers = {id(gateway.ledger): gateway.ledger for gateway in self.gateways}.values()
+        for name, replica in zip(self.names, self.replicas):
+            for ledger in ledgers:
+                ledger.load(name).scraped(replica.engine.waiting, replica.engine.kv_usage)
+
+    # --- replicas come and go
+
+    def lose(self, index: int) -> None:
+        """A replica dies now; `restore` brings it back. Nothing happens if it is gone already."""
+        replica = self.replicas[index]
+        if not replica.up:
+            return
+        replica.stop()
+        for gateway in self.gateways:
+            gateway.lost(index)
+        lives, self._live[index] = self._live[index], {}
+        for request, live in lives.items():
+            live.gateway.release(live.sent)
+            record = live.record
+            record.tried += (index,)
+            if record.first:
+                self._ended(live, "stream_error", f"the answer broke off: {self.names[index]} was lost")
+            elif len(record.tried) > RETRIES:
+                self._ended(live, "http_502", f"no replica answered after {len(record.tried)} attempts")
+            else:
+                self._dispatch(request, live)
+
+    def restore(self, index: int) -> None:
+        """It is back, with an empty cache."""
+        replica = self.replicas[index]
+        if not replica.up:
+            replica.start()
+            for gateway in self.gateways:
+                gateway.back(index)

@@ -1,0 +1,123 @@
+"""Conversations as block hashes: what each request's prompt holds, and what the engine's reply adds to it.
+
+Spans become token ids by `synthetic`, the same that a live run sends. Text is rendered and tokenized as the bundled simulated
+model does it, message by message, which is exact for its template: a prompt there is the concatenation of its messages. A
+conversation is hashed as it grows: what was said is never hashed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from cachemap.hashing import TOKEN_BYTES, chain_seed, hash_blocks
+from loadgen import synthetic
+from loadgen.workloads import Message, Span, spans_of
+from loadgen.workloads import Turn as Asked
+from replicas.simulated.model import sim_model_dir
+from replicas.simulated.tokens import Tokens
+
+from .turns import Turn
+
+_OUR_REPLIES = 1 << 64      # above all hashes: blocks that hold some of a reply which nobody sends again
+
+
+class Said(NamedTuple):
+    """A conversation so far: its full blocks' hashes, the bytes after them, and its length in tokens."""
+    hashes: list[int] = []
+    tail: bytes = b""
+    tokens: int = 0
+
+
+class Prompts:
+    """`engine_replies`: what the engine says is what stands in the file, and so is found again in its cache; else the file's
+    reply is sent in the next prompt, as `loadgen run` does, and the engine's own is another one of `max_tokens`."""
+
+    def __init__(self, block_size: int, salt: int, vocabulary: int, engine_replies: bool = False) -> None:
+        self._size, self._salt, self._vocabulary = block_size, salt, vocabulary
+        self._engine_replies = engine_replies
+        self._seed = chain_seed("simulated", block_size)
+        self._replies = 0
+        # system prompts come again and again; some hundred of 1,000 tokens are a megabyte
+        self._opening = lru_cache(256)(lambda span: self._more(Said(), self._tokens((span,))))
+
+    def ask(self, said: Said, turn: Asked, extra: dict[str, object], goes_on: bool = True) -> tuple[Said, Turn]:
+        """The conversation with what this turn adds, and its request; `goes_on`: its reply stands in another prompt."""
+        text = any(not isinstance(message.get("content"), tuple) for message in turn.messages)
+        said = self._with(said, turn, text, extra)
+        prompt = self._more(said, self._model.assistant) if text else said
+        if self.says(turn) and (goes_on or turn.reply is not None):
+            after = self._more(said, self._reply(turn, text))
+            output, all_hashes = max(1, after.tokens - prompt.tokens), after.hashes
+        else:
+            output = turn.max_tokens
+            full = (prompt.tokens + output) // self._size
+            self._replies += 1
+            own = _OUR_REPLIES + (self._replies << 20)
+            all_hashes = prompt.hashes + list(range(own, own + full - len(prompt.hashes)))
+        return said, Turn(prompt.hashes, prompt.tokens, output, all_hashes, turn.think, text)
+
+    def _with(self, said: Said, turn: Asked, text: bool, extra: dict[str, object]) -> Said:
+        if text:
+            return self._more(said, self._ids(turn.messages, text, not said.tokens, extra))
+        spans = list(spans_of(turn.messages))
+        if not said.tokens and len(spans) > 1 and isinstance(spans[0].ids, tuple):
+            said = self._opening(spans.pop(0))
+        return self._more(said, self._tokens(spans))
+
+    def says(self, turn: Asked) -> bool:
+        """Whether the engine's own reply stays in the conversation."""
+        return self._engine_replies or turn.reply is None
+
+    def answer(self, said: Said, turn: Asked) -> Said:
+        """The conversation with the reply that stays in it."""
+        return self._more(said, self._reply(turn, isinstance(turn.messages[-1].get("content"), str)))
+
+    def _reply(self, turn: Asked, text: bool) -> np.ndarray:
+        if turn.reply is not None:
+            return self._ids([turn.reply], text, False, {})
+        # nobody has its words, so any do that are nobody else's
+        name = xxh3_64_intdigest(repr(turn.messages).encode()) | 1 << 63
+        ids = self._tokens((Span((name,), turn.max_tokens, turn.max_tokens),))
+        return np.concatenate((self._model.assistant, ids, self._model.end)) if text else ids
+
+    def _ids(self, messages: Sequence[Message], text: bool, first: bool, extra: dict[str, object]) -> np.ndarray:
+        if not text:
+            return self._tokens(spans_of(messages))
+        worded = [{**message, "content": synthetic.text(message["content"], self._salt)}
+                  if isinstance(message.get("content"), tuple) else message for message in messages]
+        return self._model.ids(worded, first, extra)
+
+    def _tokens(self, spans: Iterable[Span]) -> np.ndarray:
+        return synthetic.token_ids(spans, self._salt, self._vocabulary)
+
+    def _more(self, said: Said, ids: np.ndarray) -> Said:
+        data = said.tail + ids.tobytes()
+        new = hash_blocks(data, self._size, said.hashes[-1] if said.hashes else self._seed)
+        return Said(said.hashes + new if new else said.hashes, data[len(new) * self._size * TOKEN_BYTES:], said.tokens + len(ids))
+
+    @cached_property
+    def _model(self) -> _Model:
+        return _Model()
+
+
+class _Model:
+    """The bundled model's template and tokenizer; loading takes a second, so only where there is text."""
+
+    def __init__(self) -> None:
+        self._tokens = Tokens(sim_model_dir())
+        bare = self._render([{"role": "user", "content": ""}])
+        self.assistant = self._render([{"role": "user", "content": ""}], add_generation_prompt=True)[len(bare):]
+        self.end = np.array([self._tokens.eos_id], np.uint32)
+
+    def ids(self, messages: list[Message], first: bool, extra: dict[str, object]) -> np.ndarray:
+        """What these messages add to a prompt; the first ones also bring what stands at its begin."""
+        return self._render(messages, tools=extra.get("tools")) if first else self._render(messages)[1:]
+
+    def _render(self, messages: list[Message], add_generation_prompt: bool = False, **body: object) -> np.ndarray:
+        ids = self._tokens.chat({"messages": messages, "add_generation_prompt": add_generation_prompt, **body})
+        return np.array(ids, np.uint32)

@@ -1,0 +1,164 @@
+"""A whole workload on the virtual clock: what `drive` does on the wall's, with records of the same kind."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from loadgen import records, synthetic
+from loadgen.workloads import Conversation, Workload
+from replicas.simulated.profile import Profile
+
+from .fleet import Fleet
+from .prompts import Prompts, Said
+from .turns import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A replica that is lost at a second of the run, and back at another; None: it stays away."""
+    replica: int
+    at: float
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A fleet, and how it is asked. The same setting and workload give the same outcome."""
+    policy: str
+    profiles: Sequence[Profile]             # one a replica
+    seed: int = 0
+    gateways: int = 1                       # requests come to them at random
+    shared_ledger: bool = True              # gateways know each other's load, as with Redis
+    event_delay: float | None = 0.005       # seconds from the end of a step to the map; None: engines without events
+    event_loss: float = 0.0                 # share of event batches lost on the way to each gateway
+    losses_unseen: bool = False
+    outages: Sequence[Outage] = ()
+    engine_replies: bool = False            # see `Prompts`
+    salt: int = 0
+    vocabulary: int = synthetic.VOCABULARY
+    users: int | None = None                # closed loop
+    max_concurrency: int | None = None
+
+
+@dataclass
+class Outcome:
+    """What `report.summarise` reads of a run. The generator is no machine here, so it is never late nor busy."""
+    conversations: Sequence[Conversation]
+    requests: int
+    replicas: Sequence[str] = ()            # all there are, also those that are never chosen
+    done: list[records.Record] = field(default_factory=list)
+    began: float = 0.0
+    ended: float = 0.0
+    users: int | None = None
+    max_concurrency: int | None = None
+    interrupted: bool = False
+    processes: int = 1
+    connections: int = 0
+    cpu_seconds: float = 0.0
+    busiest_second: float = 0.0
+
+    @property
+    def not_sent(self) -> int:
+        return self.requests - len(self.done)
+
+
+def simulate(workload: Workload, setting: Setting) -> Outcome:
+    """Play it to the end."""
+    fleet = Fleet(setting.profiles, setting.policy, setting.seed, setting.event_delay, event_loss=setting.event_loss,
+                  losses_unseen=setting.losses_unseen, gateways=setting.gateways, shared_ledger=setting.shared_ledger, keep=False)
+    for outage in setting.outages:
+        fleet.at(outage.at, fleet.lose, outage.replica)
+        if outage.until is not None:
+            fleet.at(outage.until, fleet.restore, outage.replica)
+    player = _Player(workload, setting, fleet)
+    gc.collect()
+    gc.freeze()      # nothing here is cyclic, and looking for what is takes a third of the time
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return player.play()
+    finally:
+        if collecting:
+            gc.enable()
+        gc.unfreeze()
+
+
+class _Player:
+    """Sends each conversation's turns when they are due, as `drive.Run` does."""
+
+    def __init__(self, workload: Workload, setting: Setting, fleet: Fleet) -> None:
+        self.workload, self.fleet = workload, fleet
+        self.prompts = Prompts(setting.profiles[0].block_size, setting.salt, setting.vocabulary, setting.engine_replies)
+        self.outcome = Outcome(workload.conversations, workload.requests, fleet.names, users=setting.users, max_concurrency=setting.max_concurrency)
+        self.room = setting.max_concurrency
+        self.queue: deque[Callable[[], None]] = deque()
+        self.new = deque(workload.conversations)
+
+    def play(self) -> Outcome:
+        if self.outcome.users:
+            for _ in range(self.outcome.users):
+                self._next_user()
+        else:
+            for conversation, start in zip(self.workload.conversations, self.workload.starts, strict=True):
+                self.fleet.at(start, self._converse, conversation, 0, Said(), None)
+        self.fleet.run()
+        self.outcome.ended = max((record.last for record in self.outcome.done), default=0.0)
+        return self.outcome
+
+    def _next_user(self) -> None:
+        if self.new:
+            self.fleet.at(self.fleet.now, self._converse, self.new.popleft(), 0, Said(), self._next_user)
+
+    def _converse(self, conversation: Conversation, number: int, said: Said, then: Callable[[], None] | None) -> None:
+        """Send a turn now, and what follows from its answer later; `then` is called when the conversation is over."""
+        due = self.fleet.now
+        if self.room is None:
+            self._send(conversation, number, said, due, then)
+        elif self.room > 0:
+            self.room -= 1
+            self._send(conversation, number, said, due, then)
+        else:
+            self.queue.append(lambda: self._send(conversation, number, said, due, then))
+
+    def _send(self, conversation: Conversation, number: int, said: Said, due: float, then: Callable[[], None] | None) -> None:
+        turn = conversation.turns[number]
+        last = number + 1 == len(conversation.turns) and not turn.forks
+        said, request = self.prompts.ask(said, turn, conversation.extra, not last)
+
+        def ended() -> None:
+            self.outcome.done.append(_told(record, conversation.id, number, due, self.fleet))
+            if self.queue:
+                self.queue.popleft()()
+            elif self.room is not None:
+                self.room += 1
+            self._go_on(conversation, number, said, record, then)
+        record = self.fleet.send(request, conversation.id, ended)
+
+    def _go_on(self, conversation: Conversation, number: int, said: Said, record: Record, then: Callable[[], None] | None) -> None:
+        fleet, turn, following = self.fleet, conversation.turns[number], number + 1
+        goes_on = following < len(conversation.turns)
+        if record.error and self.prompts.says(turn):
+            goes_on = False      # there is no reply to go on from
+        elif goes_on or turn.forks:
+            said = self.prompts.answer(said, turn)
+            for fork in turn.forks:
+                fleet.at(fleet.now + fork.turns[0].think, self._converse, fork, 0, said, None)
+        if goes_on:
+            fleet.at(fleet.now + conversation.turns[following].think, self._converse, conversation, following, said, then)
+        elif then is not None:
+            then()
+
+
+def _told(record: Record, conversation: str, number: int, due: float, fleet: Fleet) -> records.Record:
+    """As a client and its gateway would tell of it."""
+    answered = record.error is None
+    return records.Record(
+        conversation, number, due, sent=record.sent, first=record.first or None, last=record.end,
+        status=200 if answered or record.error == "stream_error" else int(record.error.removeprefix("http_")),
+        error=record.error, detail=record.detail, finish_reason="length" if answered else None,
+        prompt_tokens=record.tokens if answered else None, output_tokens=record.output if answered else None,
+        cached_tokens=record.cached if answered else None, predicted_tokens=record.predicted if answered else None,
+        replica=fleet.names[record.replica] if record.replica >= 0 else None)

@@ -1,0 +1,209 @@
+"""`POST /decide`: the gateway decides and counts, the bytes go by the caller's own way; over real sockets to real engines."""
+
+import asyncio
+import os
+import signal
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from .running import Running, running
+from .test_gateways import joined, together
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PATH = "/v1/chat/completions"
+
+
+def chat(text: str, **fields) -> dict:
+    return {"model": "sim", "messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
+
+
+async def decide(gateway: Running, body: dict, **query) -> dict:
+    answer = await gateway.admin.post("/decide", params=query, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def tell(gateway: Running, decided: dict, what: str, content: bytes = b"") -> int:
+    return (await gateway.admin.post(f"/decide/{decided['id']}/{what}", content=content)).status_code
+
+
+async def pass_on(gateway: Running, body: dict) -> tuple[dict, int]:
+    """What a proxy does that keeps to the rules; gives the decision and the engine's own count of cached tokens."""
+    decided = await decide(gateway, body)
+    async with httpx.AsyncClient() as own:
+        answer = await own.post(decided["url"] + PATH, json=body, headers=decided["headers"])
+    assert await tell(gateway, decided, "done", answer.content) == 200
+    return decided, answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def refused(answer: httpx.Response) -> tuple[int, str | None]:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return answer.status_code, error["code"]
+
+
+def counted(status: dict) -> dict[str, tuple[int, bool, bool]]:
+    """By replica: requests there, whether any tokens wait for prefill, whether any stream."""
+    return {one["id"]: (one["inflight"], one["prefill_tokens"] > 0, one["context_tokens"] > 0) for one in status["replicas"]}
+
+
+IDLE = (0, False, False)
+
+
+@pytest.fixture(scope="module")
+def engines(start_engine):
+    return [engine.wait().url for engine in [start_engine(), start_engine()]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["one process", "two workers"])
+async def gateway(engines, request):
+    """One for all tests, each of which leaves it idle."""
+    async with running("--model", "sim", "--replica-url", *engines, *(("--workers", "2") if request.param == "two workers" else ())) as one:
+        await one.ready(2)
+        yield one
+
+
+async def page(gateway: Running, has: str) -> str:
+    """The metrics, once that is among them: workers tell a few times a second."""
+    async with asyncio.timeout(5):
+        while has not in (found := (await gateway.admin.get("/metrics")).text):
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def test_conversations_go_where_their_prefix_is_and_the_engine_agrees(gateway):
+    homes = {}
+    for turn in range(4):
+        for name in "abc":
+            decided, cached = await pass_on(gateway, chat(f"I am {name}. " * (60 + 20 * turn)))
+            assert decided["cached_tokens"] == cached and f"{cached} of {decided['tokens']} prompt tokens held" in decided["reason"]
+            assert decided["url"] == "http://" + decided["replica"] and decided["headers"] == {}
+            assert decided["candidates"][0] == decided["replica"] and len(set(decided["candidates"])) == 2
+            if turn:
+                assert decided["replica"] == homes[name] and cached > 100
+            homes[name] = decided["replica"]
+    await gateway.until(lambda status: set(counted(status).values()) == {IDLE})
+    shown = await page(gateway, 'hitherto_decisions_total{outcome="done"} 12.0')
+    assert 'outcome="expired"' not in shown and 'outcome="over"' not in shown and 'outcome="under"' not in shown
+
+
+async def test_load_is_counted_from_the_choice_to_the_end_that_is_told(gateway):
+    first = await decide(gateway, chat("Count. " * 400, stream=True))
+    second = await decide(gateway, chat("Again. " * 400, stream=True))
+    assert second["replica"] != first["replica"]  # the second sees the first, though both engines are idle
+    a, b = first["replica"], second["replica"]
+    assert counted(await gateway.status()) == {a: (1, True, False), b: (1, True, False)}
+    for _ in range(2):
+        assert await tell(gateway, first, "first_byte") == 200
+        assert counted(await gateway.status()) == {a: (1, False, True), b: (1, True, False)}
+    assert await tell(gateway, first, "done") == 200
+    assert counted(await gateway.status()) == {a: IDLE, b: (1, True, False)}
+    for what in ("first_byte", "done"):
+        assert refused(await gateway.admin.post(f"/decide/{first['id']}/{what}")) == (404, "unknown_decision")
+    assert await tell(gateway, second, "done") == 200  # it failed before its first byte
+    assert set(counted(await gateway.status()).values()) == {IDLE}
+    await page(gateway, "hitherto_reservations 0.0")
+
+
+async def test_what_a_dead_caller_left_is_taken_off(gateway):
+    for _ in range(5):
+        decided = await decide(gateway, chat("Is anybody there? " * 40, stream=True), lease_s=2)
+    assert decided["lease_seconds"] == 2
+    assert sum(one["inflight"] for one in (await gateway.status())["replicas"]) == 5
+    await gateway.until(lambda status: set(counted(status).values()) == {IDLE})
+    assert refused(await gateway.admin.post(f"/decide/{decided['id']}/done")) == (404, "unknown_decision")
+    await page(gateway, 'hitherto_decisions_total{outcome="expired"} 5.0')
+
+
+async def test_words_renew_the_lease(gateway):
+    kept = await decide(gateway, chat("A long answer", stream=True), lease_s=2)
+    left = await decide(gateway, chat("Another one", stream=True), lease_s=2)
+    while await tell(gateway, kept, "first_byte") == 200 and sum(one for one, _, _ in counted(await gateway.status()).values()) == 2:
+        pass
+    assert [await tell(gateway, one, "done") for one in (left, kept)] == [404, 200]
+
+
+async def test_an_answer_in_one_piece_counts_as_prefilled_when_it_should_be(gateway):
+    decided = await decide(gateway, chat("In one piece. " * 40))
+    status = await gateway.until(lambda status: counted(status)[decided["replica"]] == (1, False, True))
+    assert status["ready"] and await tell(gateway, decided, "done") == 200
+
+
+async def test_where_it_failed_is_left_out_of_the_next_decision(gateway):
+    decided, _ = await pass_on(gateway, chat("Knock, knock. " * 40))
+    again = await decide(gateway, chat("Knock, knock. " * 40), exclude=decided["replica"])
+    assert again["candidates"] == [again["replica"]] and again["replica"] == decided["candidates"][1] and again["cached_tokens"] == 0
+    answer = await gateway.admin.post("/decide", params={"exclude": decided["candidates"]}, json=chat("Knock"))
+    assert refused(answer) == (503, "no_replica_ready") and "no replica is left to try" in answer.text
+    unknown = await decide(gateway, chat("Knock"), exclude="10.0.0.7:8000")
+    assert len(unknown["candidates"]) == 2
+    assert [await tell(gateway, one, "done") for one in (again, unknown)] == [200, 200]
+
+
+async def test_refusals_have_the_clients_own_format(gateway):
+    ask = gateway.admin.post
+    assert refused(await ask("/decide", content=b"{")) == (400, None)
+    assert refused(await ask("/decide", json={"model": "sim"}))[0] == 400
+    assert refused(await ask("/decide", json=chat("x", stream=[])))[0] == 400
+    assert refused(await ask("/decide", json={**chat("x"), "model": "gpt-9"})) == (404, "model_not_found")
+    for lease in ("0", "-3", "soon", "nan", "1e9"):
+        answer = await ask("/decide", params={"lease_s": lease}, json=chat("x"))
+        assert refused(answer) == (400, "invalid_lease") and lease in answer.text
+    assert refused(await ask("/decide/0-nobody/done")) == (404, "unknown_decision")
+    assert refused(await gateway.admin.get("/decide"))[0] == 405
+    await page(gateway, "hitherto_reservations 0.0")
+
+
+async def test_other_paths_are_prompts_too_and_unknown_ones_go_by_load(gateway):
+    text = "All the world's a stage. " * 40
+    made = [await decide(gateway, {"model": "sim", name: text}, path=path) for name, path in (("prompt", "/v1/completions"), ("input", "/v1/responses"))]
+    assert all(one["tokens"] > 100 for one in made)
+    other = await decide(gateway, {}, path="/v1/audio/transcriptions")
+    assert (other["tokens"], other["cached_tokens"]) == (0, 0) and "by load alone (this path is routed by load alone)" in other["reason"]
+    assert [await tell(gateway, one, "done") for one in (*made, other)] == [200] * 3
+
+
+async def test_a_policy_that_takes_turns_takes_them_with_both_kinds_of_requests(engines):
+    async with running("--model", "sim", "--policy", "round_robin", "--replica-url", *engines) as gateway:
+        await gateway.ready(2)
+        found = []
+        for _ in range(3):
+            found.append((await decide(gateway, chat("Whose turn?")))["replica"])
+            answer = await gateway.chat([{"role": "user", "content": "And now?"}])
+            found.append(answer.headers["x-hitherto-replica"])
+        assert found == [found[0], found[1]] * 3 and found[0] != found[1]
+
+
+async def test_with_redis_a_decision_counts_in_the_ledger_of_all_gateways(engines, redis_server):
+    async with running("--model", "sim", "--redis-url", redis_server.url, "--replica-url", *engines) as gateway:
+        await gateway.ready(2)
+        await joined(gateway)
+        client = redis_server.client()
+
+        async def until(requests: int) -> None:
+            async with asyncio.timeout(5):
+                while sum(one[0] for one in together(client).values()) != requests:
+                    await asyncio.sleep(0.02)
+
+        made = await decide(gateway, chat("Together. " * 40, stream=True))
+        await decide(gateway, chat("Alone. " * 40, stream=True), lease_s=2)
+        await until(2)
+        assert await tell(gateway, made, "done") == 200
+        await until(1)
+        await until(0)
+        await page(gateway, 'hitherto_shared_decisions_total{outcome="shared"}')
+
+
+@pytest.mark.parametrize("gateway", ["two workers"], indirect=True)
+async def test_a_worker_that_dies_takes_what_it_counted(gateway):
+    before = (await gateway.status())["workers"][0]["pid"]
+    made = [await decide(gateway, chat(f"{number} " * 40, stream=True)) for number in range(4)]
+    assert sorted(one["id"].split("-")[0] for one in made) == ["0", "0", "1", "1"]
+    os.kill(before, signal.SIGKILL)
+    await gateway.until(lambda status: sum(one["inflight"] for one in status["replicas"]) == 2)
+    await gateway.until(lambda status: all(one["ready"] for one in status["workers"]) and status["workers"][0]["pid"] != before)
+    assert [await tell(gateway, one, "done") for one in made] == [404 if one["id"].startswith("0-") else 200 for one in made]
+    assert set(counted(await gateway.status()).values()) == {IDLE}

@@ -1,0 +1,151 @@
+"""The search is pure and is tried on made-up servers; the verb runs against a scripted one."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given, strategies as st
+from rich.console import Console
+
+from loadgen import cli, datasets, sweep
+from loadgen.options import BadOption
+from loadgen.report import summarise
+from loadgen.simulate import Setting, simulate
+from loadgen.sweep import Search, Sweep, at_rate, highest, own_rate
+from loadgen.workloads import Conversation, Turn, Workload
+from replicas.simulated.profile import load_profile
+
+RATES = st.floats(0.01, 1e4)
+
+
+def report(met: int, of: int = 100, **fields) -> dict:
+    return {"goodput": {"met": met}, "requests": of, "not_sent": 0, "completed": of, "errors": {}, "generator": {"core_was_full": False}, **fields}
+
+
+def searched(first: float, capacity: float, **how) -> Sweep:
+    return highest(lambda rate: report(95 if rate <= capacity else 20), Search(first, **how), {"ttft": 500.0})
+
+
+@given(RATES, st.floats(1 / 30, 100), st.floats(0.01, 0.5))
+def test_the_rate_found_is_within_the_precision_of_the_true_one(first, factor, precision):
+    capacity = first * factor
+    search = searched(first, capacity, precision=precision).search
+    assert search.kept <= capacity < search.missed <= search.kept * (1 + precision) * (1 + 1e-9)
+    assert "within" in search.stopped and search.rate is None
+
+
+@given(RATES, RATES, RATES)
+def test_a_search_ends_and_tries_nothing_above_its_limit(first, capacity, limit):
+    found = searched(first, capacity, limit=limit)
+    rates = [step["rate"] for step in found.steps]
+    assert 1 <= len(rates) <= 16 and max(rates) <= limit and len(set(rates)) == len(rates)
+    assert found.search.stopped
+    assert found.search.kept == max((step["rate"] for step in found.steps if step["kept"]), default=None)
+
+
+@given(st.lists(st.booleans(), min_size=20, max_size=20))
+def test_whatever_is_measured_kept_stays_below_missed(answers):
+    told = iter(answers)
+    found = highest(lambda rate: report(100 * next(told)), Search(1.0), {"ttft": 1.0})
+    assert not found.search.kept or not found.search.missed or found.search.kept < found.search.missed
+
+
+def test_nothing_kept_is_said():
+    found = searched(32.0, 0.0)
+    assert [step["rate"] for step in found.steps] == [32, 16, 8, 4, 2, 1]
+    assert found.search.stopped == "Stopped: not even 1 requests/s keep it."
+    assert found.answer == "No rate that was tried kept the SLO: 90 % of requests within TTFT 500 ms."
+
+
+def test_what_failed_or_was_not_sent_counts_as_missed():
+    search = Search(1.0)
+    step = Sweep(search, {"ttft": 1.0}, 0.9, []).add(1.0, report(85, 90, not_sent=10))
+    assert step["share"] == 0.85 and not step["kept"]
+
+
+def test_the_figures_say_how_they_were_found():
+    found = searched(1.0, 3.0)
+    figures = found.figures()
+    assert figures["rate"] == found.search.kept and 2.85 < figures["rate"] <= 3
+    assert [step["rate"] for step in figures["steps"]][:3] == [1, 2, 4] and figures["steps"][3]["rate"] == math.sqrt(8)
+    assert figures["answer"].startswith(f"{found.search.kept:.4g} requests/s is the highest rate that kept the SLO: 90 % of requests within TTFT 500 ms.")
+    assert json.dumps(figures)
+
+
+def load(starts: list[float]) -> Workload:
+    return Workload([Conversation(str(index), [Turn([], 1), Turn([], 1)]) for index in range(len(starts))], starts)
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=1, max_size=30), RATES)
+def test_a_load_at_another_rate_has_the_same_pattern(gaps, rate):
+    starts = [0.0]
+    for gap in gaps:
+        starts.append(starts[-1] + gap)
+    moved = at_rate(load(starts), rate)
+    assert own_rate(moved) == pytest.approx(rate)
+    assert moved.starts == pytest.approx([start * moved.starts[-1] / starts[-1] for start in starts])
+
+
+@pytest.mark.parametrize("starts", [[], [3.0], [0.0, 0.0]])
+def test_a_load_without_a_rate_is_refused(starts):
+    with pytest.raises(BadOption, match="a sweep needs a load whose conversations begin at different times"):
+        own_rate(load(starts))
+
+
+def test_a_simulated_fleet_is_swept_by_the_same_search():
+    work, slo = datasets.workload(arguments("http://127.0.0.1:1", "--request-rate", "4", "--suffix-len", "4000", "--output-len", "20", "--num-prompts", "80")), {"ttft": 300.0}
+    profiles = [load_profile("gpu-8b")] * 2
+    found = highest(lambda rate: summarise(simulate(at_rate(work, rate), Setting("least_load", profiles)), slo), Search(4.0, precision=0.2), slo)
+    assert found.search.kept and found.search.missed / found.search.kept <= 1.2 + 1e-9
+    shares = [step["share"] for step in sorted(found.steps, key=lambda step: step["rate"])]
+    assert shares == sorted(shares, reverse=True)  # the same load, drawn together
+
+
+def arguments(url: str, *flags: str):
+    return cli.build_parser("loadgen").parse_args(["sweep", "--base-url", url, "--dataset-name", "random", "--num-prompts", "20",
+                                                   "--suffix-len", "40", "--output-len", "3", *flags])
+
+
+@pytest.mark.parametrize("flags, reason", [
+    ((), "needs an SLO"), (("--goodput", "ttft:1s", "--users", "3"), "--users: a sweep is an open loop"),
+    (("--goodput", "ttft:1s", "--max-concurrency", "3"), "--max-concurrency")])
+def test_what_makes_no_sweep_is_refused(flags, reason):
+    with pytest.raises(BadOption, match=reason):
+        sweep.check(arguments("http://127.0.0.1:1", *flags))
+
+
+@pytest.fixture
+def console():
+    with open("/dev/null", "w") as nowhere:
+        yield Console(file=nowhere, record=True, width=120)
+
+
+def openai(wire, **broken):
+    async def respond(request, writer):
+        writer.write(wire.whole({"data": [{"id": "tiny"}]}) if request.path == "/v1/models" else broken.get("answer") or wire.answer("one two"))
+    return respond
+
+
+async def test_a_sweep_of_a_live_target(engine, wire, tmp_path, monkeypatch, console):
+    monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.04)
+    async with engine(openai(wire)) as server:
+        args = arguments(server.url, "--request-rate", "200", "--goodput", "ttft:30s", "--json", str(tmp_path / "s.json"), "--html", str(tmp_path / "s.html"),
+                         "--png", str(tmp_path / "s.png"), "--csv", str(tmp_path / "s.csv"))
+        assert await sweep.sweep_verb(args, console) == 0
+        prompts = [tuple(request.json["prompt"]) for request in server.requests if request.path == "/v1/completions"]
+    figures = json.loads((tmp_path / "s.json").read_text())
+    rates = [step["rate"] for step in figures["sweep"]["steps"]]
+    assert len(rates) >= 2 and rates[0] == 200 and rates[1] <= 400 and figures["sweep"]["rate"] == rates[-1]
+    assert "Ask more (--num-prompts)" in figures["sweep"]["stopped"] and figures["workload"]["seed"] == 0
+    assert all(step["report"]["completed"] == 20 for step in figures["sweep"]["steps"])
+    assert len(set(prompts)) == len(prompts) == 20 * len(rates)  # other tokens in every step
+    page = (tmp_path / "s.html").read_text()
+    assert "TTFT against load" in page and figures["sweep"]["answer"] in page and page.count('<td class="yes">') == len(rates)
+    assert (tmp_path / "s.csv").read_text().count("\n") == 1 + len(prompts) and (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+async def test_a_target_that_answers_nothing_ends_the_sweep(engine, wire, monkeypatch, console):
+    monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.01)
+    async with engine(openai(wire, answer=wire.whole({"error": {"message": "no"}}, 400))) as server:
+        assert await sweep.sweep_verb(arguments(server.url, "--request-rate", "1000", "--goodput", "ttft:1s"), console) == 1
+    assert "Stopped: no request was answered (http_400)." in console.export_text()

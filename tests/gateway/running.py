@@ -59,7 +59,7 @@ async def running(*args: str, env: dict[str, str] = {}):
 
     reader = asyncio.create_task(read())
     try:
-        ports = await asyncio.wait_for(asyncio.shield(found), 20)
+        ports = await asyncio.wait_for(asyncio.shield(found), 60)  # 1 s, but for machines that are busy with other things
         gateway = Running(process, *ports, log)
         async with gateway.client, gateway.admin:
             yield gateway

@@ -1,6 +1,9 @@
 """What a simulated engine is like: the size of its cache, its scheduler's limits, and how long steps take."""
+import math
+from collections import deque
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from random import Random
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -62,6 +65,32 @@ class RequestTime:
     def work_seconds(self, tokens: int, text: bool, busy: bool) -> float:
         as_text = self.text + tokens * (self.text_token + self.busy_token * busy) if text else 0.0
         return 1e-3 * (self.work + tokens * self.token + as_text)
+
+
+class StepDurations:
+    """Says how long an engine's steps take. What a profile's `spread` makes of a step is drawn once, however often that is asked."""
+    __slots__ = ("differ", "_time", "_speedup", "_chance", "_drawn")
+
+    def __init__(self, profile: "Profile"):
+        time = self._time = profile.step
+        self._speedup = profile.speedup
+        self._chance = Random(0)
+        self._drawn: deque[float] = deque()  # for steps that were asked about and not taken yet
+        self.differ = bool(time.spread or time.decode_context_token)  # also while the same requests decode
+
+    def seconds(self, tokens: int, pairs: float, sequences: int, context: int, usage: float, step: int = 0) -> float:
+        """Of the `step`-th from now; the rest as for `StepTime.seconds`."""
+        seconds = self._time.seconds(tokens, pairs, sequences, context, usage) / self._speedup
+        if spread := self._time.spread:
+            drawn = self._drawn
+            while len(drawn) <= step:
+                drawn.append(math.exp(self._chance.gauss(0, spread)))
+            seconds *= drawn[step]
+        return seconds
+
+    def taken(self, steps: int) -> None:
+        for _ in range(min(steps, len(self._drawn))):
+            self._drawn.popleft()
 
 
 class FrontEnd:

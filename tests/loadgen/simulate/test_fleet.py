@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from loadgen.simulate import Fleet, Turn, backlog, ideal_hit_rate, pace, play
-from replicas.simulated.profile import load_profile
+from replicas.simulated.profile import StepDurations, load_profile
 
 PROFILE = load_profile("gpu-8b", num_blocks=4096)
 
@@ -122,7 +122,7 @@ def test_a_replica_that_turns_slow_is_noticed_and_used_less():
     fleet = Fleet([PROFILE] * 3, "least_time", 1)
 
     def turn_slow():
-        fleet.engines[0].profile = replace(PROFILE, speedup=0.2)
+        fleet.engines[0].durations = StepDurations(replace(PROFILE, speedup=0.2))
     fleet.at(6.0, turn_slow)
     pace(fleet, work, 40.0, 20, 1)
     before = [r.replica for r in fleet.result.records if r.sent < 6.0]

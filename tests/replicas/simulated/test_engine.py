@@ -193,6 +193,15 @@ def test_abort_frees_waiting_partial_and_decoding_requests():
     assert engine.kv_usage == 0 and engine.running == engine.waiting == 0 and engine.step() is None
 
 
+def test_how_soon_requests_that_end_give_up_so_many_blocks():
+    """4, 2 and 3 blocks, which the cache keeps when their requests end after 9, 3 and 6 steps."""
+    engine = make(every_token=False)
+    for id, tokens, out in (("long", 16, 9), ("short", 8, 3), ("middle", 12, 6)):
+        engine.add(request(id, tokens, out, text=id))
+    engine.step()  # computes the prompts, and the first token of each
+    assert [engine.steps_until_free(blocks) for blocks in (-1, 0, 1, 2, 3, 5, 6, 9, 99)] == [0, 0, 2, 2, 5, 5, 8, 8, 8]
+
+
 def test_what_can_never_run_is_refused():
     engine = make(num_blocks=11, max_model_len=400)
     with pytest.raises(ValueError, match="40"):

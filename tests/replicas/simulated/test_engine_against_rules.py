@@ -81,4 +81,4 @@ def test_every_step_is_as_the_rules_say(limits, script, every_token):
     for _ in range(10_000):
         if not step():
             break
-    assert engine.kv_usage == 0 and not engine._decoding and engine._context == 0
+    assert engine.kv_usage == 0 and engine.outlook()[2:] == (0, 0)

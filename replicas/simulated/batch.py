@@ -1,0 +1,96 @@
+"""The requests that decode: one token each a step, and nobody is looked at but those that need it.
+
+While a request decodes, its length follows from the number of the step, so that a step costs nothing for those that
+neither start a block, nor fill one, nor end. Steps in which nobody does can be taken at once.
+"""
+from .steps import EngineRequest
+
+
+class Sequence:
+    """A request inside the engine. While it decodes, its length follows from the number of the step."""
+    __slots__ = ("request", "keys", "held", "tokens", "computed", "generated", "limit", "reason", "reported",
+                 "cached", "order", "base", "due", "finish", "wanted")
+
+    def __init__(self, request: EngineRequest, limit: int, reason: str):
+        self.request = request
+        self.keys = list(request.blocks)  # grows as output fills blocks
+        self.held: list[int] = []         # block ids
+        self.tokens = request.prompt_tokens  # prompt and output; while decoding: as of step `base`
+        self.computed = 0                 # of these, with key/value computed; unused while decoding
+        self.generated = 0                # output; while decoding: as of step `base`
+        self.limit, self.reason = limit, reason
+        self.reported = 0                 # output tokens already told
+        self.cached = -1                  # hits at first admission; -1: never admitted
+        self.order = 0
+        self.base = 0                     # the step that ended its prefill
+        self.due = -1                     # the next step that must look at it
+        self.finish = -1                  # the step that yields its last token
+        self.wanted = -1                  # prompt tokens to compute, as of when `outlook` first looked
+
+
+class Batch:
+    """In order of admission. Pure: the engine says when a step begins and who comes and goes."""
+    __slots__ = ("now", "context", "sequences", "_due", "_block_size")
+
+    def __init__(self, block_size: int):
+        self.now = 0       # number of the step
+        self.context = 0   # tokens of all, before the next step
+        self.sequences: dict[str, Sequence] = {}
+        self._due: dict[int, list[Sequence]] = {}
+        self._block_size = block_size
+
+    def join(self, sequence: Sequence) -> None:
+        """Its prompt is done and its next token known: from the next step on it decodes."""
+        sequence.base = self.now
+        sequence.finish = self.now + sequence.limit - sequence.generated
+        self.sequences[sequence.request.id] = sequence
+        self.context += sequence.tokens
+        self.plan(sequence)
+
+    def leave(self, sequence: Sequence, last: int) -> None:
+        """Out of the decoding batch; `last` is the last step that gave it a token."""
+        del self.sequences[sequence.request.id]
+        sequence.tokens += last - sequence.base
+        sequence.generated += last - sequence.base
+        self.context -= sequence.tokens
+        sequence.due = sequence.finish = -1
+
+    def plan(self, sequence: Sequence) -> None:
+        """Note the next step in which a decoding request starts a block, fills one or ends."""
+        size = self._block_size
+        offset = (sequence.tokens + self.now - sequence.base - 1) % size  # within its block, of the next token
+        if offset == 0:
+            wait = 1
+        elif sequence.request.output_blocks is not None:
+            wait = size - offset
+        else:
+            wait = size - offset + 1
+        sequence.due = due = min(self.now + wait, sequence.finish)
+        self._due.setdefault(due, []).append(sequence)
+
+    def due(self) -> list[Sequence]:
+        """Whom this step must look at, first admitted first. One may have left the batch since, or stand here twice."""
+        now = self.now
+        due = [sequence for sequence in self._due.pop(now, ()) if sequence.due == now]
+        if len(due) > 1:
+            due.sort(key=lambda sequence: sequence.order)
+        return due
+
+    def quiet_steps(self) -> int:
+        """How many of the next steps need to look at nobody. Not to be asked of an empty batch."""
+        return min(self._due) - self.now - 1
+
+    def leap(self, steps: int) -> None:
+        """Take so many quiet steps."""
+        self.now += steps
+        self.context += steps * len(self.sequences)
+
+    def steps_until_free(self, blocks: int) -> int:
+        """As `Engine.steps_until_free` tells it."""
+        steps = 0
+        for sequence in sorted(self.sequences.values(), key=lambda s: s.finish):
+            if blocks <= 0:
+                break
+            blocks -= len(sequence.held)
+            steps = sequence.finish - self.now
+        return steps

@@ -1,0 +1,78 @@
+"""What an engine is asked, and what its steps tell."""
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .blocks import Key
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """`blocks`: chained keys of the prompt's full blocks (any hashable; equal keys mean equal prefixes).
+
+    `output_blocks(i)` gives the key of block `i` of the whole sequence, prompt included, once output has
+    filled it; without it, blocks filled by output are never hits and raise no events. `stop_tokens`:
+    after how many tokens the model ends by itself (None: never); the output is cut at `max_tokens` and at the
+    engine's context length."""
+    id: str
+    blocks: list[Key]
+    prompt_tokens: int
+    max_tokens: int
+    output_blocks: Callable[[int], Key] | None = None
+    stop_tokens: int | None = None
+    owner: object = None  # the caller's own; the engine never looks at it
+
+
+class Output(NamedTuple):
+    """Tokens a request got in a step. `tokens`: new since this request's last Output."""
+    id: str
+    tokens: int
+    first: bool
+    finished: str | None  # "stop", "length", or None: goes on
+    cached_tokens: int
+
+
+class Stored(NamedTuple):
+    """Blocks `start`, `start + 1`, ... of a request's sequence were filled; `parent` is the key before them."""
+    request: EngineRequest
+    start: int
+    keys: list[Key]
+    parent: Key | None
+
+
+class Removed(NamedTuple):
+    keys: list[Key]
+
+
+class Cleared(NamedTuple):
+    """The whole prefix cache was reset (before this step)."""
+
+
+@dataclass(slots=True)
+class Step:
+    """`seconds` long. `events` in the order the cache changed: apply them in this order."""
+    seconds: float
+    outputs: list[Output] = field(default_factory=list)
+    events: list[Stored | Removed | Cleared] = field(default_factory=list)
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preempted: int = 0
+
+    @property
+    def stored(self) -> list[Stored]:
+        return [event for event in self.events if type(event) is Stored]
+
+    @property
+    def removed(self) -> list[Key]:
+        return [key for event in self.events if type(event) is Removed for key in event.keys]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, as vLLM's metrics of these names count them (tokens unless said)."""
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0

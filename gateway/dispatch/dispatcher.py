@@ -148,7 +148,7 @@ class Dispatcher:
     def handle(self, client: Downstream, request: Request) -> None:
         path = request.path
         local = self._local.get(path)
-        if local is not None and request.method in ("GET", "HEAD"):
+        if local is not None and request.method in ("GET", "HEAD") and (self.models or local != self._models):
             local(client, request)
             return
         given = request.header(b"x-request-id")
@@ -157,7 +157,7 @@ class Dispatcher:
         self.lives.add(life)
         if self.draining:
             life.refused(Failure(503, "the gateway is shutting down; ask another one", code="shutting_down"))
-        elif local is not None:
+        elif local is not None and request.method not in ("GET", "HEAD"):
             life.refused(Failure(405, f"{request.method} is not supported for {path}", allow=b"GET, HEAD"))
         elif path in PROMPT_PATHS and request.method not in ("POST", "OPTIONS"):
             life.refused(Failure(405, f"{request.method} is not supported for {path}", allow=b"POST, OPTIONS"))
@@ -473,6 +473,8 @@ class Dispatcher:
     # --- answers of the gateway's own
 
     def _models(self, client: Downstream, request: Request) -> None:
+        """Only where some name is known: an empty list would be taken for an answer. Until a replica is ready it is 503, as
+        for prompts; one that tells the gateway no names (it wants an API key) is asked with what the client brought."""
         names = self.models
         length = self.pipeline.max_model_len
         data = [

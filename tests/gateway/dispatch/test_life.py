@@ -7,6 +7,7 @@ import pytest
 
 from gateway.prompt.pipeline import Pipeline
 from gateway.wire.http import Limits
+from replicas import State
 from replicas.simulated.model import sim_model_dir
 
 from ..wire.talk import eventually, read_request
@@ -171,6 +172,31 @@ async def test_the_clients_own_faults_come_back_as_openai_errors(raw, status, co
         await eventually(s.idle)
         await talk.say(post())  # and the connection is as good as before
         assert (await talk.response())[0] == 200
+
+
+async def test_models_are_asked_for_in_vain_until_a_replica_is_ready():
+    async with stack(answers(), ports=()) as s:
+        (backend,) = s.dispatcher.backends.values()
+        backend.replica.state = State.STARTING
+        s.dispatcher.changed()
+        talk = await s.talk()
+        await talk.say(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        status, headers, body = await talk.response()
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert json.loads(body)["error"]["message"].startswith("no replica is ready")
+
+
+async def test_models_of_replicas_that_want_a_key_are_told_to_those_who_bring_it():
+    seen = []
+    async with stack(answers(b'{"data":[{"id":"theirs"}]}', seen=seen)) as s:
+        (backend,) = s.dispatcher.backends.values()
+        backend.replica.models = {}
+        s.dispatcher.changed()
+        talk = await s.talk()
+        await talk.say(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\n\r\n")
+        status, _, body = await talk.response()
+        assert (status, body) == (200, b'{"data":[{"id":"theirs"}]}')
+        assert b"authorization: Bearer k" in seen[0][0]
 
 
 async def test_models_are_merged_over_replicas():

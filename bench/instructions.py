@@ -14,6 +14,7 @@ to compare with, and it says so. The versions of packages are those of constrain
 from __future__ import annotations
 
 import argparse
+import asyncio
 import ctypes
 import gc
 import itertools
@@ -93,7 +94,7 @@ def replay() -> None:
     cachemap, ledger, costs = CacheMap(1 << 26), Ledger(), CostGroup()
     dispatcher = module.Dispatcher(
         pipeline=Pipeline(sim_model_dir(), "m", 16), cachemap=cachemap, policy=make("least_time", 1), metrics=Metrics(), ledger=ledger, costs=costs,
-        retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None,
+        retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
     )  # fmt: skip
     for port in range(9001, 9001 + REPLICAS):
         replica = Replica(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "127.0.0.1", port)

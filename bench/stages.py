@@ -104,7 +104,7 @@ def build(shadows: list[str]) -> tuple[Server, Dispatcher]:
     metrics, ledger, costs, cachemap = Metrics(), Ledger(), CostGroup(), CacheMap(1 << 28)
     dispatcher = Dispatcher(
         pipeline=Pipeline(sim_model_dir(), "m", 16), cachemap=cachemap, policy=make("least_time"), metrics=metrics, ledger=ledger, costs=costs,
-        retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None,
+        retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
         shadows=shadows,
     )  # fmt: skip
     if dispatcher.shadows is not None:

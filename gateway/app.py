@@ -69,6 +69,7 @@ class Gateway:
             costs=self.costs,
             replicas=self.fleet.replicas,
             on_traffic=self.traffic,
+            ask_models=self.fleet.ask_models,
         )
         self.server = self.workers or Server(self.dispatcher, datapath.limits(settings))
         self.decisions = self.workers.questions if self.workers else Decisions(self.dispatcher)

@@ -163,6 +163,13 @@ async def probe(url: str, session: aiohttp.ClientSession, deadline: float = 2.0)
     return facts
 
 
+async def served_models(session: aiohttp.ClientSession, url: str, deadline: float) -> dict[str, str | None]:
+    """Each served name with the base model of an adapter; {} where it does not tell."""
+    facts = Facts()
+    _models(facts, await get(session, f"{url}/v1/models", deadline))
+    return facts.models
+
+
 def _models(facts: Facts, answer: Answer) -> None:
     listed = answer.json().get("data")
     if answer.status == 200 and isinstance(listed, list):

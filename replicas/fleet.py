@@ -208,6 +208,10 @@ class Fleet:
         if id in self.replicas:
             self._engine(id).watch.failed(monotonic(), kind)
 
+    async def ask_models(self) -> None:
+        """Ask every ready engine what it serves, now; what changed is told of before this returns."""
+        await asyncio.gather(*(one.watch.ask_models() for one in self.engines.values() if one.lead.state is State.READY))
+
     def logs(self, id: str) -> list[str]:
         """The last lines an engine of our own wrote; [] for adopted ones."""
         supervisor = self._engine(id).supervisor

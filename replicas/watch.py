@@ -13,7 +13,7 @@ from time import monotonic
 
 import aiohttp
 
-from replicas.adopt import Facts, get, health, probe, problems_of
+from replicas.adopt import Facts, get, health, probe, problems_of, served_models
 from replicas.exits import said
 from replicas.health import Health, Limits, Verdict
 from replicas.lifecycle import Event, State
@@ -132,6 +132,14 @@ class Watch:
         elif not await self._stalls(now, facts) and await self._warm(facts):
             self._answered(monotonic(), facts, full)
         self.looked()
+
+    async def ask_models(self) -> None:
+        """What does it serve now? Somebody wants a model that it was not known to serve."""
+        replica, pid = self.replica, self.replica.pid
+        found = await served_models(self.session, replica.url, SHORT_DEADLINE)
+        if found and found != replica.models and replica.pid == pid and replica.state is State.READY:
+            replica.models = found
+            self.changed(replica)
 
     async def _warm(self, facts: Facts) -> bool:
         """One of our own computes its first tokens before a client waits for them: 2 s with vLLM on a CPU, and a replica that

@@ -77,6 +77,9 @@ class Decisions:
             raise Failure(429, f"{MOST} requests are under way of which no end was told; tell it with POST /decide/ID/done")
         tried = tuple(dispatcher.backends[id] for id in exclude if id in dispatcher.backends)
         prompt = await self._prepare(path, body, headers)
+        if dispatcher.unheard_of(prompt.model):
+            await dispatcher.newcomers.asked()
+            prompt = await self._prepare(path, body, headers)
         prompt.token_ids = b""  # nothing is sent from here
         decided = Decided(next(self._ids), prompt, tried, lease)
         dispatcher.choose(decided)

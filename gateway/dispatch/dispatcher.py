@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from .backend import Backend
 from .drift import TOLERATED
 from .errors import JSON, error_body
 from .life import RETRYABLE, Failure, Life
+from .newcomers import Newcomers
 from .once import TokenizeOnce
 from .shadow import Seen, Shadows
 from .states import State
@@ -79,6 +80,7 @@ class Dispatcher:
         response_headers: bool,
         replicas: Mapping[str, Replica],
         on_traffic: Callable[[str, str | None], None],
+        ask_models: Callable[[], Awaitable[None]],
         on_end: Callable[[Life, str, Usage | None], None] | None = None,
         tokenize_once: bool = True,
         shadows: Sequence[str] = (),
@@ -95,6 +97,7 @@ class Dispatcher:
         self.response_headers = response_headers
         self.replicas = replicas  # all that are known, for the words of a 503; `backends` are those that were ready once
         self.on_traffic = on_traffic  # (replica id, None or the kind of failure): what health learns from traffic
+        self.newcomers = Newcomers(ask_models)
         self.on_end = on_end
         self.once = TokenizeOnce(metrics, tokenize_once)
         self.shadows = Shadows(shadows, metrics) if shadows else None
@@ -105,6 +108,7 @@ class Dispatcher:
         self.models: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
         self._serving: dict[str | None, list[Backend]] = {}
+        self._unheard: set[asyncio.Task[None]] = set()
         self._tiered = False  # some candidate has blocks in a slower tier from the last request
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._local = {"/v1/models": self._models, "/health": self._health}
@@ -142,6 +146,10 @@ class Dispatcher:
             if model is None or model in self.models:  # a client may ask for any name; those are not kept
                 self._serving[model] = found
         return found
+
+    def unheard_of(self, model: str) -> bool:
+        """Replicas are ready and have told their models, and this is none of them."""
+        return model not in self.models and bool(model and self.models) and not self.serving(model)
 
     # --- the wire's calls
 
@@ -207,7 +215,21 @@ class Dispatcher:
         self.metrics.stage_seconds.observe(stage, seconds)
         if prompt.mode == "load" and life.label not in NO_PREFILL:
             self.metrics.prompt_failures.inc(prompt.path)
-        life.prepared(prompt)
+        if self.unheard_of(prompt.model):
+            task = asyncio.ensure_future(self._prepare_anew(life, prompt))
+            self._unheard.add(task)
+            task.add_done_callback(self._unheard.discard)
+        else:
+            life.prepared(prompt)
+
+    async def _prepare_anew(self, life: Life, prompt: Prompt) -> None:
+        """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""
+        await self.newcomers.asked()
+        if self.unheard_of(prompt.model):
+            life.prepared(prompt)
+        else:
+            thread = asyncio.get_running_loop().run_in_executor(None, self._prepare, life.request)
+            thread.add_done_callback(lambda done: self._prepared(life, done.result, "prepare_offloaded"))
 
     # --- a prompt gets a replica
 

@@ -64,6 +64,8 @@ class Server:
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
+        app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
         app.router.add_get("/metrics", self._metrics)
         for path in ("/health", "/ping"):
             app.router.add_get(path, self._empty)
@@ -260,6 +262,27 @@ class Server:
                     "permission": []}
         cards = [card(self.model, self.root, None), *(card(name, name, self.model) for name in self.adapters)]
         return reply_json({"object": "list", "data": cards})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        """As vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING; here any name will do, and no path is looked at."""
+        name = self._adapter_named(await request.read())
+        if name == self.model or name in self.adapters:
+            raise RequestError(f"The lora adapter {name!r} has already been loaded.", 400, "InvalidUserInput")
+        self.adapters.append(name)
+        return web.Response(text=f"Success: LoRA adapter {name!r} added successfully.")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        name = self._adapter_named(await request.read())
+        if name not in self.adapters:
+            raise RequestError(f"The lora adapter {name!r} cannot be found.", 404, "NotFoundError")
+        self.adapters.remove(name)
+        return web.Response(text=f"Success: LoRA adapter {name!r} removed successfully.")
+
+    def _adapter_named(self, body: bytes) -> str:
+        name = requests.parse(body).get("lora_name")
+        if not isinstance(name, str) or not name:
+            raise RequestError("lora_name must be a string that is not empty", 400, "InvalidUserInput", "lora_name")
+        return name
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self.metrics.text(), headers={"content-type": "text/plain; version=0.0.4"})

@@ -75,6 +75,21 @@ async def test_every_endpoint_goes_through_with_exact_tokens():
         assert [one["id"] for one in (await gateway.client.get("/v1/models")).json()["data"]] == ["sim"]
 
 
+async def test_an_adapter_is_served_from_the_moment_it_is_loaded_and_has_blocks_of_its_own(start_engine):
+    engine = start_engine().wait()
+    async with running("--model", "sim", "--replica-url", engine.url) as gateway:
+        await gateway.ready(1)
+        prompt = [SYSTEM, user("Who goes there? " * 40)]
+        assert predicted(await gateway.chat(prompt)) == 0
+        refused = await gateway.client.post("/v1/chat/completions", json={"model": "sql", "messages": prompt})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        async with httpx.AsyncClient(base_url=engine.url) as direct:
+            assert (await direct.post("/v1/load_lora_adapter", json={"lora_name": "sql", "lora_path": "/sql"})).status_code == 200
+        answers = [await gateway.client.post("/v1/chat/completions", json={"model": "sql", "messages": prompt, "max_tokens": 2}) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert predicted(answers[0]) == reported(answers[0]) == 0 < predicted(answers[1]) == reported(answers[1])
+
+
 async def test_replicas_without_events_are_followed_by_what_was_sent_to_them(tmp_path):
     profile = tmp_path / "quiet.yaml"
     profile.write_text("engine: sim\nkv_events: false\n")

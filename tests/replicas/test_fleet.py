@@ -312,6 +312,21 @@ async def test_a_new_adapter_is_told_to_who_listens(fleet, engine, comes, until)
     assert replica.models == {"m": None, "sql": "m"}
 
 
+async def test_asked_for_models_the_fleet_knows_a_new_adapter_when_the_call_returns(fleet, engine, comes):
+    replica = await comes(fleet.add(await engine()), READY)
+    fleet.seen.clear()
+    await fleet.ask_models()
+    assert fleet.seen == []  # nothing is new
+    engine.pages["/v1/models"] = {"data": [{"id": "m"}, {"id": "sql", "parent": "m"}]}
+    await fleet.ask_models()
+    assert fleet.seen == [(replica.id, READY, READY)] and replica.models == {"m": None, "sql": "m"}
+    engine.pages["/v1/models"] = {"data": []}
+    await fleet.ask_models()
+    await engine.stop()
+    await fleet.ask_models()
+    assert replica.models == {"m": None, "sql": "m"}  # an engine that does not tell serves what it did
+
+
 async def test_the_url_may_name_events_and_model(fleet, engine, comes):
     url = await engine()
     replica = await comes(fleet.add(f"{url}#events=tcp://h:1,replay=tcp://h:2,model=m"), READY)

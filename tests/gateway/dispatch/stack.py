@@ -43,6 +43,10 @@ def backend_for(dispatcher: Dispatcher, port: int, models=("m",)) -> Backend:
     return backend
 
 
+async def nothing_new() -> None:
+    """All replicas serve what they did."""
+
+
 @asynccontextmanager
 async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_timeout=5.0, idle_timeout=5.0, pipeline=None, limits=Limits(), **options):
     """One replica per script, plus replicas at `ports` (where perhaps nobody listens)."""
@@ -51,7 +55,7 @@ async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_tim
         dispatcher = Dispatcher(
             pipeline=pipeline or Pipeline(None, "m", 16), cachemap=CacheMap(1 << 24), policy=make(policy), metrics=Metrics(), ledger=Ledger(),
             costs=CostGroup(), retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True, replicas={},
-            on_traffic=lambda replica, kind: faults.append(kind) if kind else None, **options,
+            on_traffic=lambda replica, kind: faults.append(kind) if kind else None, **{"ask_models": nothing_new, **options},
         )  # fmt: skip
         for port in ports:
             backend_for(dispatcher, port)

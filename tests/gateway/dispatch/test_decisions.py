@@ -71,6 +71,20 @@ def test_nothing_is_left_whatever_happens(steps):
     asyncio.run(play())
 
 
+async def test_a_model_loaded_a_moment_ago_is_asked_for_first():
+    async def loaded():
+        for backend in s.dispatcher.backends.values():
+            backend.replica.models = {"m": None, "sql": "m"}
+        s.dispatcher.changed()
+
+    async with decisions(ask_models=loaded) as (s, d):
+        told = await d.decide(PATH, chat(model="sql"), {})
+        assert told["replica"] in s.dispatcher.backends
+        await d.done(told["id"], b"")
+        assert (await refused(d.decide(PATH, chat(model="none"), {}))).status == 404
+        assert s.idle()
+
+
 async def test_there_are_only_so_many(monkeypatch):
     monkeypatch.setattr(module, "MOST", 3)
     async with decisions() as (s, d):

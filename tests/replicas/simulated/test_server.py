@@ -338,3 +338,23 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(stack):
     await stack.idle()
     assert stack.engine.kv_usage == 0
     assert (await stack.post("/v1/chat/completions", **CHAT, max_tokens=2))["usage"]["completion_tokens"] == 2
+
+
+async def test_adapters_come_and_go_at_run_time(stack):
+    async def ask(path, **body):
+        async with stack.session.post(stack.url + path, json=body) as response:
+            return response.status
+
+    async def listed():
+        async with stack.session.get(stack.url + "/v1/models") as response:
+            return [card["id"] for card in (await response.json())["data"]]
+
+    assert await ask("/v1/load_lora_adapter", lora_name="sql", lora_path="/sql") == 200
+    assert await listed() == ["sim", "tuned", "sql"]
+    assert await ask("/v1/completions", model="sql", prompt="x", max_tokens=1) == 200
+    assert await ask("/v1/load_lora_adapter", lora_name="sql", lora_path="/sql") == 400
+    assert await ask("/v1/load_lora_adapter", lora_path="/sql") == 400
+    assert await ask("/v1/unload_lora_adapter", lora_name="sql") == 200
+    assert await listed() == ["sim", "tuned"]
+    assert await ask("/v1/completions", model="sql", prompt="x", max_tokens=1) == 404
+    assert await ask("/v1/unload_lora_adapter", lora_name="sql") == 404

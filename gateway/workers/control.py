@@ -52,6 +52,7 @@ class Workers:
         self.members: list[Member] = []
         self.restarts = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._asking: set[asyncio.Task[None]] = set()  # for workers whose clients want models that nobody serves
         self._first: list[asyncio.Future[None]] = []
         self._door = Door(self._place)
         self._stopping = self._telling = False
@@ -271,6 +272,16 @@ class Workers:
                 backend.intake.resync()
             else:
                 self.map.clear(backend.slot)
+
+    def _heard_ask_models(self, member: Member) -> None:
+        async def ask() -> None:
+            await self._gateway.dispatcher.newcomers.asked()
+            self.tell()
+            member.channel.send({"do": "models_asked"})
+
+        task = asyncio.ensure_future(ask())
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
 
     def _heard_drained(self, member: Member, cut: int) -> None:
         member.cut = cut

@@ -78,6 +78,7 @@ class Worker:
             costs=self.costs,
             replicas=self.replicas,
             on_traffic=self._traffic,
+            ask_models=self._ask_models,
         )
         self.decisions = Decisions(self.dispatcher, mark(index))
         self.server = Server(self.dispatcher, datapath.limits(settings))
@@ -89,6 +90,7 @@ class Worker:
         self._scraped: dict[str, list] = {}  # the last scrape of each replica
         self._said: dict[str, dict[str, Any]] = {}  # what the control process was told of it last
         self._tasks: set[asyncio.Task[None]] = set()
+        self._models_asked: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
         """Until the control process closes the channel, or is gone."""
@@ -207,6 +209,9 @@ class Worker:
         self.dispatcher.pipeline = await loop.run_in_executor(None, datapath.pipeline, self.settings, Path(directory), self.served_name)
         follow()
 
+    def _heard_models_asked(self) -> None:
+        self._models_asked.set_result(None)
+
     def _heard_drain(self, seconds: float) -> None:
         self.dispatcher.draining = self.server.draining = True
         self._spawn(self._drain(monotonic() + seconds))
@@ -255,6 +260,12 @@ class Worker:
         if self._news:
             news, self._news = self._news, []
             self.channel.send({"do": "traffic", "news": news})
+
+    async def _ask_models(self) -> None:
+        """What engines serve now is heard before the answer to this."""
+        self._models_asked = asyncio.get_running_loop().create_future()
+        self.channel.send({"do": "ask_models"})
+        await self._models_asked
 
     def _ask_resync(self, replica: str) -> None:
         self.channel.send({"do": "resync", "id": replica})

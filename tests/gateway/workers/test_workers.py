@@ -165,6 +165,22 @@ async def test_running_requests_end_before_the_workers_do(engines):
         assert not any(map(alive, pids))
 
 
+async def test_an_adapter_loaded_a_moment_ago_is_served_by_each_worker(engines):
+    async with two(engines) as gateway, AsyncExitStack() as stack:
+        await gateway.ready(2)
+        both = await clients(stack, gateway, 2)
+        unknown = [await one.http.post("/v1/completions", json={"model": "sql", "prompt": "x"}) for one in both]
+        assert [answer.status_code for answer in unknown] == [404, 404]
+        for url in engines:
+            httpx.post(url + "/v1/load_lora_adapter", json={"lora_name": "sql", "lora_path": "/sql"}).raise_for_status()
+        try:
+            known = await asyncio.gather(*(one.ask(TEXT, model="sql") for one in both))
+        finally:
+            for url in engines:
+                httpx.post(url + "/v1/unload_lora_adapter", json={"lora_name": "sql"}).raise_for_status()
+        assert [answer.status_code for answer in known] == [200, 200]
+
+
 async def test_with_redis_each_worker_counts_in_the_ledger_of_all_gateways(engines, redis_server):
     async with two(engines, "--redis-url", redis_server.url, "--shadow", "round_robin") as gateway, AsyncExitStack() as stack:
         await gateway.ready(2)

@@ -39,6 +39,7 @@ class Decided:
 
     __slots__ = ("id", "prompt", "tried", "lease", "state", "streams", "backend", "reservation", "overlap", "begun", "sent_at", "first_at", "made", "timer")
 
+    response = None  # no answer passes here, so nobody knows who made one
     status, pieces = 200, 0  # what goes wrong is the caller's to see; the engine's own count tells how many there were
 
     def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], lease: float):

@@ -29,6 +29,8 @@ from .drift import TOLERATED
 from .errors import JSON, error_body
 from .life import RETRYABLE, Failure, Life
 from .newcomers import Newcomers
+from .responses import PATH as RESPONSES
+from .responses import Responses, referred_to
 from .once import TokenizeOnce
 from .shadow import Seen, Shadows
 from .states import State
@@ -98,6 +100,7 @@ class Dispatcher:
         self.replicas = replicas  # all that are known, for the words of a 503; `backends` are those that were ready once
         self.on_traffic = on_traffic  # (replica id, None or the kind of failure): what health learns from traffic
         self.newcomers = Newcomers(ask_models)
+        self.responses = Responses()
         self.on_end = on_end
         self.once = TokenizeOnce(metrics, tokenize_once)
         self.shadows = Shadows(shadows, metrics) if shadows else None
@@ -161,6 +164,8 @@ class Dispatcher:
             return
         given = request.header(b"x-request-id")
         life = Life(self, client, request, given.encode("latin-1") if given else next(self._ids).encode(), PROMPT_PATHS.get(path, "other"))
+        if path.startswith(RESPONSES):
+            life.response = referred_to(request)
         client.exchange = life
         self.lives.add(life)
         if self.draining:
@@ -263,12 +268,19 @@ class Dispatcher:
                     backend.candidate.lower = tuple((tier, blocks * size) for tier, blocks in runs)
         return demand, backends, [b.candidate for b in backends]
 
+    def _weigh(self, life: Life | Decided) -> tuple[Demand, list[Backend], list[Candidate]]:
+        """As `weigh`, with one candidate where only that can do it."""
+        demand, backends, candidates = self.weigh(life.prompt, life.tried)
+        maker = self.responses.maker(life.response)
+        only = next((backend for backend in backends if backend.id == maker), None) if maker is not None else None
+        return (demand, [only], [only.candidate]) if only is not None else (demand, backends, candidates)
+
     def choose(self, life: Life | Decided) -> None:
         """Choose, and count the load at once: decision and reservation are one step, here or where the load
         of all gateways is known. Calls `life.chosen` or `life.unchosen`."""
         begun = perf_counter()
         try:
-            demand, backends, candidates = self.weigh(life.prompt, life.tried)
+            demand, backends, candidates = self._weigh(life)
         except Failure as failure:
             life.unchosen(failure)
             return
@@ -307,7 +319,7 @@ class Dispatcher:
             self.shared.undo(decision)
         if waiting:
             try:
-                self._choose_here(life, *self.weigh(life.prompt, life.tried))
+                self._choose_here(life, *self._weigh(life))
             except Failure as failure:
                 life.unchosen(failure)
             else:
@@ -335,6 +347,11 @@ class Dispatcher:
         """Whether a failing answer may be thrown away: an attempt and another replica are left."""
         tried = (*life.tried, life.backend)
         return len(tried) <= self.retries and any(b not in tried for b in self.serving(life.prompt.model or None if life.prompt else None))
+
+    def may_be_elsewhere(self, life: Life) -> bool:
+        """Whether a replica is left that was not asked for a stored response."""
+        tried = (*life.tried, life.backend)
+        return any(b not in tried for b in self.serving(life.prompt.model or None if life.prompt else None))
 
     def better_elsewhere(self, life: Life, now: float) -> bool:
         """Whether an unanswered request should leave a replica that is lost, or that is unwell and has had its time,

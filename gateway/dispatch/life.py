@@ -52,6 +52,8 @@ class Life:
         "state", "prompt", "backend", "upstream", "reservation", "overlap", "held", "status", "streams",
         # retries
         "tried", "last_error", "reconnected",
+        # the stored response it is about, if any: only one replica has that
+        "response",
         # whether the body has the prompt's ids in it, and the replica that would not have them
         "sent_ids", "ids_refused",
         # the answer as it passes
@@ -78,6 +80,7 @@ class Life:
         self.tried: tuple[Backend, ...] = ()
         self.last_error = ""
         self.reconnected = False
+        self.response: str | None = None
         self.sent_ids = False
         self.ids_refused: Backend | None = None
         self.tail: deque[bytes] = deque(maxlen=TAIL)
@@ -164,6 +167,8 @@ class Life:
         if status in RETRYABLE and self.dispatcher.may_retry(self):
             self.dispatcher.failed(self.backend, f"status {status}")
             self.advance(Event.UNWELL, UpstreamError(f"status {status}", f"answered {status}"))
+        elif status == 404 and self.response is not None and self.dispatcher.may_be_elsewhere(self):
+            self.advance(Event.UNWELL, UpstreamError("elsewhere", "answered 404"))
         elif self.sent_ids and status in MAY_BE_OURS:
             self.ids_refused = self.backend
             self.advance(Event.UNWELL, UpstreamError("ids", f"answered {status}"))
@@ -243,12 +248,12 @@ class Life:
             dispatcher.metrics.retries.inc("reconnect")
             self.advance(Event.CHOSEN)
             return
-        if not error.kind.startswith("status"):
+        if not error.kind.startswith(("status", "elsewhere")):
             dispatcher.failed(self.backend, error.kind)
         dispatcher.release(self)
         self.tried += (self.backend,)
         self.last_error = f"replica {self.backend.id}: {error}"
-        if not dispatcher.has_attempts(self):
+        if error.kind != "elsewhere" and not dispatcher.has_attempts(self):
             self.advance(Event.EXHAUSTED, Failure(502, f"no replica answered after {len(self.tried)} attempt(s); the last: {self.last_error}"))
             return
         dispatcher.metrics.retries.inc(error.kind)
@@ -260,6 +265,8 @@ class Life:
         self.tail.append(data)
         self.pieces = 1
         self.dispatcher.first_byte(self)
+        if self.label == "responses" or self.response is not None:
+            self.dispatcher.responses.answered(self, data)
         self.client.transport.write(self.held.block(self.dispatcher.response_lines(self)) + data)
 
     def _settle(self, _: object) -> None:

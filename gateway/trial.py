@@ -161,7 +161,7 @@ async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]
         await trial.post("/v1/completions", body)
         if trial.pipeline is None:
             came = await _until(lambda: intake.batches > before, EVENT_SECONDS)
-            yield Finding("ok", subject, f"arrive from {source.endpoint}") if came else _silent(subject, source)
+            yield Finding("ok", subject, f"arrive from {source.endpoint}") if came else _silent(trial, source)
             return
         hashes = trial.pipeline.prepare("/v1/completions", json.dumps(body).encode()).hashes
         found = await _until(lambda: cachemap.match(hashes, 0.0).confirmed[slot] >= len(hashes), EVENT_SECONDS)
@@ -172,7 +172,7 @@ async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]
             for problem in intake.problems:
                 yield Finding("warn", subject, problem)
         elif intake.batches == before:
-            yield _silent(subject, source)
+            yield _silent(trial, source)
         else:
             held = cachemap.match(hashes, 0.0).confirmed[slot]
             why = "; ".join(intake.problems) or (intake.reason if intake.state == "unobserved" else "")
@@ -183,10 +183,13 @@ async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _silent(subject: str, source: EventSource) -> Finding:
-    return Finding("fail", subject, f"silent: the engine stored new blocks, but nothing came from {source.endpoint} within {EVENT_SECONDS:g} s",
+def _silent(trial: Trial, source: EventSource) -> Finding:
+    # Nothing that the engine tells says on which node a rank is; that its publisher is not where the others are is what shows.
+    elsewhere = ("; ranks on another node than the server that answers for them are not supported, their caches can only be guessed: "
+                 "start one engine a rank (--data-parallel-external-lb) and give the URL of each" if trial.replica.rank else "")  # fmt: skip
+    return Finding("fail", f"events {trial.id}", f"silent: the engine stored new blocks, but nothing came from {source.endpoint} within {EVENT_SECONDS:g} s",
                    "check that this address can be reached from here, and that the engine binds it (tcp://*:PORT) with prefix caching on; "
-                   "else say where events are: --replica-url URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT")  # fmt: skip
+                   f"else say where events are: --replica-url URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT{elsewhere}")  # fmt: skip
 
 
 def _no_replay(trial: Trial, source: EventSource) -> Finding:

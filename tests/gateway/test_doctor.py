@@ -240,6 +240,17 @@ def test_ranks_are_tried_one_by_one_and_one_without_events_is_named(capsys, fake
     assert re.search(rf"warn  events {name}-dp1 .*vLLM connects to rather than binds", out)
 
 
+def test_a_rank_that_may_be_on_another_node_is_said_not_to_be_supported(capsys, fake, monkeypatch):
+    monkeypatch.setattr(trial, "EVENT_SECONDS", 0.1)
+    monkeypatch.setattr(trial, "JOIN_SECONDS", 0.1)
+    two = METRICS + METRICS.replace('engine="0"', 'engine="1"')
+    sources = {str(rank): {"endpoint": f"tcp://*:{free_port()}"} for rank in range(2)}
+    cli.main(["doctor", "--replica-url", fake({**TRIED, "/metrics": two, "/kv_event_sources": sources})])
+    first, second = re.findall(r"fail  events .*-dp\d +silent: .*\n +-> (.*)", capsys.readouterr().out)
+    assert "another node" in second and "--data-parallel-external-lb" in second
+    assert "another node" not in first  # it is where the server is
+
+
 def test_replicas_that_serve_different_models(capsys, fake):
     other = {**TRIED, "/v1/models": {"data": [{"id": "another"}]}}
     code, found = examine(capsys, "--replica-url", fake(TRIED), fake(other))

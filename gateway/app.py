@@ -32,6 +32,7 @@ from .dispatch.decisions import Decisions
 from .model import SIM, model_dir
 from .prompt.pipeline import Pipeline
 from .telemetry import log as lines
+from .telemetry import traces
 from .telemetry.metrics import Metrics, Reading
 from .telemetry.view import View
 from .wire.server import Server
@@ -60,8 +61,11 @@ class Gateway:
         self.shared = _shared_map(settings, self.map)
         self.profile = _profile(settings) if settings.launch else None
         self.model_dir, self.served_name = _model(settings, self.profile)
+        self.receiver = traces.receiver()
+        self.spans = None if self.workers else traces.start()  # workers have their own
         self.dispatcher = datapath.dispatcher(
             settings,
+            self.spans,
             pipeline=self._pipeline(self.model_dir, self.served_name),
             cachemap=self.map,
             metrics=self.metrics,
@@ -134,6 +138,8 @@ class Gateway:
             await self.shared_ledger.stop()
         await self.fleet.stop()
         await self.admin.stop()
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
     # --- replicas come, change and go
 
@@ -327,6 +333,8 @@ async def _main(settings: Settings) -> None:
         loop.add_signal_handler(number, stop.set)
     log.info("hitherto %s serves http://%s:%d, policy %s; admin side http://%s:%d",
              __version__, settings.host, gateway.port, settings.policy, settings.admin_host, gateway.admin_port)  # fmt: skip
+    if gateway.receiver is not None:
+        log.info("traces go to %s", gateway.receiver)
     # What start-up made lives for ever: out of the collector's sight, a full collection looks at requests only.
     gc.collect()
     gc.freeze()

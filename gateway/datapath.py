@@ -6,6 +6,7 @@ import asyncio
 import copy
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from .wire.http import Limits
 
 if TYPE_CHECKING:
     from .dispatch.shared import SharedLedger
+    from .dispatch.traced import TracedLife
+    from .telemetry.spans import Spans
 
 DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
 
@@ -37,14 +40,19 @@ def pipeline(settings: Settings, directory: Path | None, name: str) -> Pipeline:
         raise ConfigError(f"model {name}: {error}") from None
 
 
-def dispatcher(settings: Settings, kind: type[Dispatcher] = Dispatcher, **rooms: Any) -> Dispatcher:
+def dispatcher(settings: Settings, spans: Spans | None, kind: type[Dispatcher] = Dispatcher, **rooms: Any) -> Dispatcher:
+    access = _access if settings.access_log else None
+    if spans is not None:
+        from .dispatch.traced import TracedLife
+
+        rooms["life"] = functools.partial(TracedLife, spans)
     return kind(
         policy=make(settings.policy, int.from_bytes(os.urandom(4))),
         retries=settings.retries,
         request_timeout=settings.request_timeout_s,
         idle_timeout=settings.idle_timeout_s,
         response_headers=settings.response_headers,
-        on_end=_access if settings.access_log else None,
+        on_end=access if spans is None else functools.partial(_traced, access),
         tokenize_once=settings.tokenize_once == "auto",
         shadows=settings.shadow,
         **rooms,
@@ -82,6 +90,12 @@ async def explain(settings: Settings, dispatcher: Dispatcher, path: str, body: b
     return describe(settings.policy, prompt, demand, candidates, choice)
 
 
+def _traced(then: Callable[[Life, str, Usage | None], None] | None, life: TracedLife, outcome: str, usage: Usage | None) -> None:
+    life.export(outcome, usage)
+    if then is not None:
+        then(life, outcome, usage)
+
+
 def _access(life: Life, outcome: str, usage: Usage | None) -> None:
     prompt, request = life.prompt, life.request
     lines.access(
@@ -89,6 +103,7 @@ def _access(life: Life, outcome: str, usage: Usage | None) -> None:
         outcome=outcome,
         replica=life.backend.id if life.backend else None,
         id=life.id.decode("latin-1"),
+        trace_id=life.trace_id,
         tokens=prompt.tokens if prompt else None,
         predicted=life.overlap if prompt else None,
         cached=usage.cached if usage else None,

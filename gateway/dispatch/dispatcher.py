@@ -86,6 +86,7 @@ class Dispatcher:
         on_end: Callable[[Life, str, Usage | None], None] | None = None,
         tokenize_once: bool = True,
         shadows: Sequence[str] = (),
+        life: Callable[[Dispatcher, Downstream, Request, bytes, str], Life] = Life,
     ):
         self.pipeline = pipeline
         self.map = cachemap
@@ -104,6 +105,7 @@ class Dispatcher:
         self.on_end = on_end
         self.once = TokenizeOnce(metrics, tokenize_once)
         self.shadows = Shadows(shadows, metrics) if shadows else None
+        self.life = life  # with traces, one that makes them
         self.backends: dict[str, Backend] = {}
         self.lives: set[Life] = set()
         self.draining = False
@@ -163,7 +165,7 @@ class Dispatcher:
             local(client, request)
             return
         given = request.header(b"x-request-id")
-        life = Life(self, client, request, given.encode("latin-1") if given else next(self._ids).encode(), PROMPT_PATHS.get(path, "other"))
+        life = self.life(self, client, request, given.encode("latin-1") if given else next(self._ids).encode(), PROMPT_PATHS.get(path, "other"))
         if path.startswith(RESPONSES):
             life.response = referred_to(request)
         client.exchange = life

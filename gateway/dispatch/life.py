@@ -62,6 +62,8 @@ class Life:
         "begun", "sent_at", "first_at",
     )  # fmt: skip
 
+    trace_id: str | None = None  # with traces on
+
     def __init__(self, dispatcher: Dispatcher, client: Downstream, request: Request, request_id: bytes, label: str):
         self.dispatcher = dispatcher
         self.client = client

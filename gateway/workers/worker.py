@@ -39,6 +39,7 @@ from ..dispatch.life import Failure
 from ..model import model_dir
 from ..prompt import PromptError
 from ..telemetry import log as lines
+from ..telemetry import traces
 from ..telemetry.metrics import Metrics
 from ..wire.server import Server
 from .channel import Channel
@@ -68,8 +69,10 @@ class Worker:
         self.costs = CostGroup()
         self.replicas: dict[str, Replica] = {}
         self.served_name, self.model_dir = hello["served_name"], hello["model_dir"]
+        self.spans = traces.start()
         self.dispatcher = datapath.dispatcher(
             settings,
+            self.spans,
             WorkerDispatcher,
             pipeline=datapath.pipeline(settings, self.model_dir and Path(self.model_dir), self.served_name),
             cachemap=self.map,
@@ -105,6 +108,8 @@ class Worker:
             backend.stop()
         if self.shared_ledger is not None:
             await self.shared_ledger.stop()
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
     # --- clients
 

@@ -1,0 +1,140 @@
+"""Traces with OpenTelemetry's SDK: who decides, what ids there are, and how spans leave.
+
+Imported only where traces are on, see `traces`. A request's trace begins with `Spans.begin`: its ids and whether it is
+sampled are known before anything is sent, since the replica is told of them. Its spans are made when it is over, from
+the times that were taken on the way, and go to the SDK's batch processor, whose thread sends them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from time import monotonic, time_ns
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState, get_current_span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace.status import Status, StatusCode
+
+from .. import __version__
+
+log = logging.getLogger("hitherto.traces")
+
+FLUSH_SECONDS = 2.0  # for what is not sent when the gateway stops; a worker is killed after 3
+QUIET_SECONDS = 60.0
+Attributes = Mapping[str, Any]
+Moment = tuple[str, float, Attributes]  # name, monotonic seconds, attributes
+
+
+class Trace:
+    """One request's: where its spans hang, and what a replica is told of them. `id` is the trace's, in hex."""
+
+    __slots__ = ("id", "sampled", "continued", "root", "parent", "attributes", "_ids", "_zero")
+
+    def __init__(self, root: SpanContext, parent: SpanContext | None, attributes: Attributes, ids: Any, zero: int):
+        self.id = f"{root.trace_id:032x}"
+        self.sampled = bool(root.trace_flags.sampled)
+        self.continued = parent is not None
+        self.root, self.parent, self.attributes = root, parent, attributes
+        self._ids, self._zero = ids, zero
+
+    def child(self) -> SpanContext:
+        root = self.root
+        return SpanContext(root.trace_id, self._ids.generate_span_id(), False, root.trace_flags, root.trace_state)
+
+    def nanoseconds(self, at: float) -> int:
+        """Since 1970, of a time by the monotonic clock."""
+        return self._zero + int(at * 1e9)
+
+
+def traceparent(of: SpanContext) -> bytes:
+    """The header's value by which a span is named as parent (W3C Trace Context)."""
+    return b"00-%032x-%016x-%02x" % (of.trace_id, of.span_id, of.trace_flags)
+
+
+class Spans:
+    """The SDK as its environment variables set it up: OTEL_EXPORTER_OTLP_*, OTEL_TRACES_SAMPLER, OTEL_BSP_*,
+    OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES."""
+
+    def __init__(self) -> None:
+        said = OTELResourceDetector().detect().attributes
+        self._resource = Resource.create({"service.name": "hitherto", "service.version": __version__, **said})
+        provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
+        self._sampler, self._ids = provider.sampler, provider.id_generator
+        self._scope = InstrumentationScope("hitherto", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        _hush()
+        self._batches = BatchSpanProcessor(OTLPSpanExporter())
+
+    def begin(self, name: str, attributes: Attributes, headers: Mapping[str, list[str]]) -> Trace:
+        """A request is there. `headers`: of it, those named traceparent and tracestate."""
+        context = self._propagator.extract(headers) if headers else None
+        parent = get_current_span(context).get_span_context() if context is not None else None
+        if parent is None or not parent.is_valid:
+            context = parent = None
+        trace_id = parent.trace_id if parent is not None else self._ids.generate_trace_id()
+        result = self._sampler.should_sample(context, trace_id, name, SpanKind.SERVER, attributes)
+        flags = TraceFlags(TraceFlags.SAMPLED if result.decision.is_sampled() else TraceFlags.DEFAULT)
+        root = SpanContext(trace_id, self._ids.generate_span_id(), False, flags, result.trace_state or TraceState())
+        return Trace(root, parent, {**attributes, **(result.attributes or {})}, self._ids, time_ns() - int(monotonic() * 1e9))
+
+    def end(self, trace: Trace, context: SpanContext, name: str, begun: float, ended: float, attributes: Attributes, moments: Sequence[Moment], error: str | None) -> None:
+        """One span of a sampled trace: the request's own, of kind SERVER, or an attempt below it, CLIENT. `error`: None if
+        it went well, else why not, or "".
+
+        Made at once instead of by a Tracer: two spans in 24 us, not 72."""
+        ours = context is trace.root
+        span = ReadableSpan(
+            name,
+            context,
+            trace.parent if ours else trace.root,
+            self._resource,
+            {key: value for key, value in attributes.items() if value is not None},
+            [Event(what, dict(told), trace.nanoseconds(at)) for what, at, told in moments],
+            (),
+            SpanKind.SERVER if ours else SpanKind.CLIENT,
+            status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, error or None),
+            start_time=trace.nanoseconds(begun),
+            end_time=trace.nanoseconds(ended),
+            instrumentation_scope=self._scope,
+        )
+        self._batches.on_end(span)
+
+    def close(self) -> None:
+        """Send what is left, for FLUSH_SECONDS at most: neither the SDK nor its exporter keeps to a bound of its own."""
+        closing = threading.Thread(target=self._batches.shutdown, name="traces", daemon=True)
+        closing.start()
+        closing.join(FLUSH_SECONDS)
+        if closing.is_alive():
+            log.warning("the receiver of traces did not take the last spans within %g s; they are lost", FLUSH_SECONDS)
+
+
+class _Seldom(logging.Handler):
+    """What the SDK says, each thing once a minute: a collector that is down makes it say the same of every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._quiet_until: dict[str, float] = {}  # by the text before its values are put in: the SDK has a few dozen
+        self._untold: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        what, now = str(record.msg), monotonic()
+        if now < self._quiet_until.get(what, 0.0):
+            self._untold[what] += 1
+            return
+        self._quiet_until[what] = now + QUIET_SECONDS
+        more = self._untold.pop(what, 0)
+        log.log(record.levelno, "%s%s", record.getMessage(), f" ({more} more like it in the last {QUIET_SECONDS:g} s)" if more else "", exc_info=record.exc_info)
+
+
+def _hush() -> None:
+    logger = logging.getLogger("opentelemetry")
+    logger.propagate = False
+    logger.handlers[:] = [_Seldom()]

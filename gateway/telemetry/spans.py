@@ -29,6 +29,7 @@ log = logging.getLogger("hitherto.traces")
 
 FLUSH_SECONDS = 2.0  # for what is not sent when the gateway stops; a worker is killed after 3
 QUIET_SECONDS = 60.0
+RANDOM = 0x02  # Trace Context level 2: the id was made at random, which samplers further on may need to know
 Attributes = Mapping[str, Any]
 Moment = tuple[str, float, Attributes]  # name, monotonic seconds, attributes
 
@@ -75,13 +76,14 @@ class Spans:
 
     def begin(self, name: str, attributes: Attributes, headers: Mapping[str, list[str]]) -> Trace:
         """A request is there. `headers`: of it, those named traceparent and tracestate."""
-        context = self._propagator.extract(headers) if headers else None
+        context = self._propagator.extract(headers) if len(headers.get("traceparent", ())) == 1 else None
         parent = get_current_span(context).get_span_context() if context is not None else None
         if parent is None or not parent.is_valid:
             context = parent = None
         trace_id = parent.trace_id if parent is not None else self._ids.generate_trace_id()
         result = self._sampler.should_sample(context, trace_id, name, SpanKind.SERVER, attributes)
-        flags = TraceFlags(TraceFlags.SAMPLED if result.decision.is_sampled() else TraceFlags.DEFAULT)
+        random = parent.trace_flags & RANDOM if parent is not None else 0
+        flags = TraceFlags(random | (TraceFlags.SAMPLED if result.decision.is_sampled() else TraceFlags.DEFAULT))
         root = SpanContext(trace_id, self._ids.generate_span_id(), False, flags, result.trace_state or TraceState())
         return Trace(root, parent, {**attributes, **(result.attributes or {})}, self._ids, time_ns() - int(monotonic() * 1e9))
 

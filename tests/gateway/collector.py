@@ -66,9 +66,9 @@ async def collecting(answer=None):
     collector = Collector()
     app = web.Application()
     app.router.add_post("/v1/traces", answer or collector.take)
-    runner = web.AppRunner(app, handler_cancellation=True)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0)
+    site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     collector.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:

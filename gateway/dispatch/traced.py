@@ -63,7 +63,7 @@ class TracedLife(Life):
             if name in (b"traceparent", b"tracestate"):
                 headers.setdefault(name.decode(), []).append(value.decode("latin-1"))
         self.trace = spans.begin(self._name(), known, headers)
-        if not self.trace.sampled and not self.trace.continued:
+        if not self.trace.sampled and self.trace.parent is None:
             self._tell_replica(self.trace.root)  # that it is not sampled: the engine would decide for itself
 
     @property
@@ -106,7 +106,7 @@ class TracedLife(Life):
 
     def _tell_replica(self, parent: SpanContext) -> None:
         """In the request's headers, which are sent on."""
-        dropped = (b"traceparent",) if self.trace.continued else (b"traceparent", b"tracestate")  # a state belongs to a valid parent
+        dropped = (b"traceparent",) if self.trace.parent is not None else (b"traceparent", b"tracestate")  # a state belongs to a valid parent
         request = self.request
         request.headers = [header for header in request.headers if header[0] not in dropped]
         request.headers.append((b"traceparent", traceparent(parent)))

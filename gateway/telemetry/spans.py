@@ -18,8 +18,9 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState, get_current_span
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.trace.status import Status, StatusCode
 
@@ -35,16 +36,17 @@ Moment = tuple[str, float, Attributes]  # name, monotonic seconds, attributes
 
 
 class Trace:
-    """One request's: where its spans hang, and what a replica is told of them. `id` is the trace's, in hex."""
+    """One request's: where its spans hang, and what a replica is told of them."""
 
-    __slots__ = ("id", "sampled", "continued", "root", "parent", "attributes", "_ids", "_zero")
+    __slots__ = ("sampled", "root", "parent", "attributes", "_ids", "_zero")
 
-    def __init__(self, root: SpanContext, parent: SpanContext | None, attributes: Attributes, ids: Any, zero: int):
-        self.id = f"{root.trace_id:032x}"
-        self.sampled = bool(root.trace_flags.sampled)
-        self.continued = parent is not None
-        self.root, self.parent, self.attributes = root, parent, attributes
-        self._ids, self._zero = ids, zero
+    def __init__(self, sampled: bool, root: SpanContext, parent: SpanContext | None, attributes: Attributes, ids: IdGenerator):
+        self.sampled, self.root, self.parent, self.attributes = sampled, root, parent, attributes
+        self._ids, self._zero = ids, time_ns() - int(monotonic() * 1e9)
+
+    @property
+    def id(self) -> str:
+        return f"{self.root.trace_id:032x}"
 
     def child(self) -> SpanContext:
         root = self.root
@@ -79,13 +81,15 @@ class Spans:
         context = self._propagator.extract(headers) if len(headers.get("traceparent", ())) == 1 else None
         parent = get_current_span(context).get_span_context() if context is not None else None
         if parent is None or not parent.is_valid:
-            context = parent = None
-        trace_id = parent.trace_id if parent is not None else self._ids.generate_trace_id()
+            context, parent = None, None
+            trace_id, flags = self._ids.generate_trace_id(), 0
+        else:
+            trace_id, flags = parent.trace_id, parent.trace_flags & RANDOM
         result = self._sampler.should_sample(context, trace_id, name, SpanKind.SERVER, attributes)
-        random = parent.trace_flags & RANDOM if parent is not None else 0
-        flags = TraceFlags(random | (TraceFlags.SAMPLED if result.decision.is_sampled() else TraceFlags.DEFAULT))
-        root = SpanContext(trace_id, self._ids.generate_span_id(), False, flags, result.trace_state or TraceState())
-        return Trace(root, parent, {**attributes, **(result.attributes or {})}, self._ids, time_ns() - int(monotonic() * 1e9))
+        if sampled := result.decision.is_sampled():
+            flags |= TraceFlags.SAMPLED
+        root = SpanContext(trace_id, self._ids.generate_span_id(), False, TraceFlags(flags), result.trace_state)
+        return Trace(sampled, root, parent, {**attributes, **(result.attributes or {})}, self._ids)
 
     def end(self, trace: Trace, context: SpanContext, name: str, begun: float, ended: float, attributes: Attributes, moments: Sequence[Moment], error: str | None) -> None:
         """One span of a sampled trace: the request's own, of kind SERVER, or an attempt below it, CLIENT. `error`: None if

@@ -4,6 +4,7 @@ import json
 import re
 from importlib import resources
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import jsonschema
 import pytest
@@ -11,6 +12,7 @@ import yaml
 
 from gateway import cli
 from gateway.config import Settings
+from gateway.telemetry import traces
 from replicas.replica import parse_url
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +73,12 @@ def test_the_replicas_command_is_one_they_take():
             assert service["command"][0] == "replica"
             args = parser.parse_args(service["command"][1:])
             assert (args.port, args.events_port, args.replay_port) == (8000, 5557, 5558)
+
+
+def test_traces_go_to_a_service_that_is_there_by_what_is_installed():
+    receiver = urlsplit(traces.receiver(SERVICES["gateway"]["environment"]))
+    assert receiver.hostname in SERVICES and receiver.port == 4318
+    assert "'.[otel]'" in DOCKERFILE
 
 
 def test_stopping_waits_for_the_drain(monkeypatch, tmp_path):

@@ -31,6 +31,7 @@ def test_the_standard_environment_names_the_receiver(environ, url):
     [
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "OTEL_EXPORTER_OTLP_PROTOCOL: 'grpc' is not spoken here; set it to http/protobuf"),
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"}, "'http/json' is not spoken"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "grpc://c:4317"}, "'grpc://c:4317' is no http:// or https:// URL"),
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER: 'zipkin'"),
     ],
 )

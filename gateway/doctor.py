@@ -30,6 +30,7 @@ from gateway.model import model_dir
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
 from gateway.redis_check import redis_findings
+from gateway.telemetry import traces
 from gateway.trial import WORDS, Finding, Trial, trials
 from replicas.adopt import Facts, Problem, described, probe, problems_of
 from replicas.replica import Address, parse_url
@@ -67,6 +68,8 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
     if settings.redis_url is not None:
         async for finding in redis_findings(settings.redis_url):
             yield finding
+    if (finding := await _traces()) is not None:
+        yield finding
     async with aiohttp.ClientSession() as session:
         running = await _running_gateway(settings, session)
         for finding in _gateway(settings, running):
@@ -109,6 +112,22 @@ def _settings(config: Config) -> Finding:
     files = sorted({source.split(":")[0] for source in given if source.startswith("file ")})
     parts = [f"{len(given)} of {len(config.sources)} settings given", *(f"read {name.removeprefix('file ')}" for name in files)]
     return Finding("ok", "config", ", ".join(parts))
+
+
+async def _traces() -> Finding | None:
+    """Whether they arrive, if the environment wants them."""
+    try:
+        receiver = traces.receiver()
+    except ConfigError as error:
+        return Finding("fail", "traces", str(error))
+    if receiver is None:
+        return None
+    from gateway.telemetry.spans import refusal
+
+    why = await asyncio.to_thread(refusal, 2.0)
+    if why:
+        return Finding("warn", "traces", f"{receiver} does not take them: {why}", "start the collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT; its port for HTTP is most often 4318")
+    return Finding("ok", "traces", f"{receiver} takes them")
 
 
 async def _running_gateway(settings: Settings, session: aiohttp.ClientSession) -> dict[str, Any] | None:

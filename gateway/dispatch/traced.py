@@ -101,8 +101,8 @@ class TracedLife(Life):
             attempt.sent = self.sent_at
         if self.state is State.STREAMING:
             attempt.first = self.first_at
-        if attempt.first or attempt.kind not in (None, "timeout"):
-            attempt.status = self.status if self.held is not None else 0
+        if self.held is not None:
+            attempt.status = self.status
 
     def _tell_replica(self, parent: SpanContext) -> None:
         """In the request's headers, which are sent on."""

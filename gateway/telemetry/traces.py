@@ -49,7 +49,10 @@ def start() -> Spans | None:
         return None
     from .spans import Spans
 
-    return Spans()
+    try:
+        return Spans()
+    except ValueError as error:
+        raise ConfigError(f"environment OTEL_...: {error}") from None
 
 
 def _installed(name: str) -> bool:

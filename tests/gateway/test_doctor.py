@@ -328,3 +328,28 @@ def test_a_new_prompt_fills_three_blocks_of_any_size_and_is_new():
     assert len(prompts) == 6
     for text, size in prompts.items():
         assert len(pipeline.tokenizer.encode(text)) // 4 >= 3 * size
+
+
+def test_traces_that_arrive_and_that_do_not(capsys, engines, monkeypatch):
+    class Receiver(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200 if self.path == "/v1/traces" else 404)
+            self.end_headers()
+
+        def log_message(self, *_): ...
+
+    receiver = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    threading.Thread(target=receiver.serve_forever, daemon=True).start()
+    base = f"http://127.0.0.1:{receiver.server_port}"
+    found = {}
+    for url in (base, base + "/elsewhere", f"http://127.0.0.1:{free_port()}", "collector:4317"):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        found[url] = examine(capsys)[1]["traces"]
+    receiver.shutdown()
+    receiver.server_close()
+    (ok, takes), (wrong, elsewhere), (absent, nobody), (bad, no_url) = found.values()
+    assert (ok, wrong, absent, bad) == ("ok", "warn", "warn", "fail")
+    assert takes == f"{base}/v1/traces takes them" and "404" in elsewhere and "refused" in nobody and "no http:// or https:// URL" in no_url
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT")
+    assert "traces" not in examine(capsys)[1]

@@ -6,9 +6,11 @@
 #include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/tcp.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/epoll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -169,6 +171,7 @@ int main(int argc, char **argv) {
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0), one = 1;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (bind(fd, (struct sockaddr *)&here, sizeof here) || listen(fd, 4096)) return perror("null_proxy"), 1;
+    signal(SIGPIPE, SIG_IGN);
     loop = epoll_create1(0);
     add(fd, LISTENER);
     for (struct epoll_event events[64];;) {

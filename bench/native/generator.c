@@ -5,7 +5,7 @@
      streams PORT COUNT INTERVAL_US CHUNK_BYTES SECONDS SLOW SLOW_CHUNK_BYTES
          COUNT endless streams; the last SLOW of them stop reading after their first chunk, and their chunks are of another
          size. {"event":"begin"} and {"event":"end"} enclose the window that is measured.
-     requests PORT CONNECTIONS FILE CHUNKS INTERVAL_US
+     requests PORT CONNECTIONS PATH FILE CHUNKS INTERVAL_US
          every body of FILE (each after a line with its size) once, one at a time on each connection
      idle PORT COUNT BODY_FILE
          COUNT connections that have had one answer each, from eight addresses; kept until
@@ -16,10 +16,10 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/tcp.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 #include <sys/epoll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -82,7 +82,7 @@ void leave(struct client *c) {
 
 int ask(struct client *c, const char *body, size_t bytes) {
     char head[256];
-    int n = sprintf(head, "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %zu\r\n\r\n", bytes);
+    int n = snprintf(head, sizeof head, "POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %zu\r\n\r\n", run.path, bytes);
     char *both = need(malloc(n + bytes));
     memcpy(both, head, n);
     memcpy(both + n, body, bytes);
@@ -98,8 +98,9 @@ int ask(struct client *c, const char *body, size_t bytes) {
 
 void begin(int port, int count) {
     memset(&run, 0, sizeof run);
-    run.port = port, run.count = count;
+    run.port = port, run.count = count, run.path = "/v1/chat/completions";
     run.all = need(calloc(count, sizeof *run.all));
+    for (int i = 0; i < count; i++) run.all[i].source.fd = -1;
 }
 
 int join(int number, void (*ready)(struct source *, uint32_t), int slow) {
@@ -134,15 +135,14 @@ static char line[4096];
 static int quit;
 
 static void command(void) {
-    int port, count, slow, chunks;
-    int bytes, slow_bytes;
+    int port, count, slow, chunks, bytes, slow_bytes;
     long us;
     double seconds;
-    char file[2048];
+    char path[128], file[2048];
     if (sscanf(line, "streams %d %d %ld %d %lf %d %d", &port, &count, &us, &bytes, &seconds, &slow, &slow_bytes) == 7)
         streams(port, count, us, bytes, seconds, slow, slow_bytes);
-    else if (sscanf(line, "requests %d %d %2000s %d %ld", &port, &count, file, &chunks, &us) == 5)
-        requests(port, count, file, chunks, us);
+    else if (sscanf(line, "requests %d %d %100s %2000s %d %ld", &port, &count, path, file, &chunks, &us) == 6)
+        requests(port, count, path, file, chunks, us);
     else if (sscanf(line, "idle %d %d %2000s", &port, &count, file) == 3)
         idle(port, count, file);
     else if (!strncmp(line, "close", 5)) {
@@ -168,6 +168,7 @@ int main(void) {
     getrlimit(RLIMIT_NOFILE, &files);
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);
+    signal(SIGPIPE, SIG_IGN);
     loop = epoll_create1(0);
     printf("{\"ports\":[%d,", engine_listen());
     printf("%d]}\n", engine_listen()), fflush(stdout);

@@ -51,6 +51,7 @@ struct client {
 extern struct clients {
     struct client *all;
     int port, count, open, waiting, failed; /* waiting: no byte of an answer yet */
+    const char *path;
 } run;
 
 extern char buffer[1 << 18];
@@ -63,6 +64,6 @@ void leave(struct client *);
 int ask(struct client *, const char *body, size_t bytes);
 
 void streams(int port, int count, long interval_us, int chunk_bytes, double seconds, int slow, int slow_bytes);
-void requests(int port, int connections, const char *file, int chunks, long interval_us);
+void requests(int port, int connections, const char *path, const char *file, int chunks, long interval_us);
 void idle(int port, int count, const char *file);
 #endif

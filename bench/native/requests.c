@@ -84,9 +84,10 @@ static void load(const char *file) {
     at = text, end_of_file = text + size;
 }
 
-void requests(int port, int connections, const char *file, int chunks, long interval_us) {
+void requests(int port, int connections, const char *path, const char *file, int chunks, long interval_us) {
     engine_pace(interval_us, chunks, 180, 180);
     begin(port, connections);
+    run.path = path;
     answered = bad = keep = 0;
     load(file);
     puts("{\"event\":\"begin\"}"), fflush(stdout);

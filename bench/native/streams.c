@@ -89,10 +89,11 @@ static void on_stream(struct source *source, uint32_t events) {
 void streams(int port, int count, long interval_us, int chunk_bytes, double seconds, int slow, int slow_bytes) {
     engine_pace(interval_us, -1, chunk_bytes, slow_bytes);
     begin(port, count);
+    uint64_t slow_first = engine_counts.slow_bytes;
     chunks = bytes_read = 0;
     uint64_t patience = clock_ns() + 60000000000ull;
     for (int i = 0; i < count && clock_ns() < patience;) {
-        if (run.waiting < 32) join(i, on_stream, i >= count - slow), i++;
+        if (run.waiting < 128) join(i, on_stream, i >= count - slow), i++;
         else turn(1);
     }
     while (run.waiting && clock_ns() < patience) turn(10);
@@ -103,13 +104,15 @@ void streams(int port, int count, long interval_us, int chunk_bytes, double seco
     uint64_t cpu = cpu_ns(), from = clock_ns();
     measuring = 1;
     puts("{\"event\":\"begin\"}"), fflush(stdout);
-    turns(seconds);
+    turns(seconds * .75);
+    uint64_t slow_before_last = engine_counts.slow_bytes;
+    turns(seconds * .25);
     measuring = 0;
     double wall = (clock_ns() - from) / 1e9, busy = (cpu_ns() - cpu) / 1e9 / wall;
     printf("{\"event\":\"end\",\"streams\":%d,\"failed\":%d,\"seconds\":%.4f,\"planned\":%.0f,\"written\":%llu,\"blocked\":%llu,\"read\":%llu,\"bytes\":%llu,"
-           "\"slow_bytes\":%llu,", begun, run.failed + count - begun, wall, (begun - slow) * wall * 1e6 / interval_us,
+           "\"slow_bytes\":%llu,\"slow_bytes_last_quarter\":%llu,", begun, run.failed + count - begun, wall, (begun - slow) * wall * 1e6 / interval_us,
            (unsigned long long)(engine_counts.written - before.written), (unsigned long long)(engine_counts.blocked - before.blocked),
-           (unsigned long long)chunks, (unsigned long long)bytes_read, (unsigned long long)(engine_counts.slow_bytes - before.slow_bytes));
+           (unsigned long long)chunks, (unsigned long long)bytes_read, (unsigned long long)(engine_counts.slow_bytes - slow_first), (unsigned long long)(engine_counts.slow_bytes - slow_before_last));
     show("delay", &delays), show("gap", &gaps);
     printf("\"generator_cpu\":%.3f}\n", busy), fflush(stdout);
     engine_end();

@@ -34,6 +34,8 @@ ABORTED = b'"finish_reason":"abort"'
 # Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
 # chunk one by one, and each may be a read of its own. One more, should a read end within the usage.
 TAIL = 4
+# And of each as much as matters, where a client stops reading: a read may be 256 kB.
+TAIL_BYTES = 4096
 
 
 class Failure(Exception):
@@ -104,6 +106,7 @@ class Life:
     def pause(self) -> None:
         if self.upstream is not None:
             self.upstream.pause()
+            self.tail = deque((piece[-TAIL_BYTES:] for piece in self.tail), TAIL)
 
     def resume(self) -> None:
         if self.upstream is not None:

@@ -124,31 +124,6 @@ async def test_chunked_request_bodies_arrive_with_their_length():
         assert body == BODY and b"transfer-encoding" not in head
 
 
-async def test_a_slow_reader_slows_the_replica_down():
-    sent = 0
-
-    async def script(reader, writer):
-        nonlocal sent
-        await read_request(reader)
-        writer.write(SSE_HEAD)
-        for _ in range(1000):
-            writer.write(chunk(b"d" * 65536))
-            await writer.drain()
-            sent += 1
-        writer.write(b"0\r\n\r\n")
-
-    async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post())
-        before = -1
-        while before != sent:
-            before = sent
-            await asyncio.sleep(0.2)
-        assert sent < 700  # kernel buffers hold some megabytes, 65 MB they do not
-        assert len((await talk.response(30))[2]) == 1000 * 65536
-        await eventually(s.idle)
-
-
 @pytest.mark.parametrize(
     ("raw", "status", "code"),
     [

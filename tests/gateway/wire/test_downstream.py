@@ -396,6 +396,18 @@ async def test_a_connection_that_comes_while_closing_is_cut():
         assert aborted and not server.connections
 
 
+async def test_of_many_connections_a_sweep_sees_a_part_and_none_is_forgotten():
+    async with served(Limits(keep_alive_seconds=0.05)) as (_, echo, server):
+        port = server._listener.sockets[0].getsockname()[1]
+        ending = []
+        echo.sweep = lambda now: ending.append(sum(connection.closing for connection in server.connections))
+        talkers = await asyncio.gather(*(Talker.to(port) for _ in range(200)))
+        await eventually(lambda: not server.connections, 20)
+        assert max(ending) <= 64
+        for talker in talkers:
+            await talker.close()
+
+
 async def test_a_failing_sweep_does_not_end_the_sweeping():
     async with served(Limits(head_seconds=0.1)) as (talk, echo, server):
         talk2 = await Talker.to(server._listener.sockets[0].getsockname()[1])

@@ -5,16 +5,18 @@ Predicted blocks, those of prompts just routed, lie apart and expire. A replica 
 events has neither: it has a model of the engine's own cache instead.
 """
 
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from cachemap.blocks import NO_BLOCKS, BlockTable, Budget, u64
 from cachemap.changes import Change, Clear, Contents, Observe, Remove, Store
-from cachemap.chains import BYTES_PER_BLOCK, EngineModel, Routed
+from cachemap.chains import BYTES_PER_BLOCK, EngineModel
 from cachemap.memory import PRIVATE, Memory
+from cachemap.routed import Routed
 
 PREDICTED_SECONDS = 5.0  # longer than a queue and a prefill take, shorter than a cache turns over
 UNKNOWN_CAPACITY = 8192  # blocks assumed of an engine that does not say: 131,072 tokens of 16
@@ -46,7 +48,6 @@ class Match:
 @dataclass(slots=True)
 class _Replica:
     name: str
-    routed: Routed
     model: EngineModel
     observed: bool
     # Two requests that compute the same block leave two copies, and engines tell of each, when it comes
@@ -76,7 +77,7 @@ class CacheMap:
     def __init__(self, budget_bytes: int, predicted_seconds: float = PREDICTED_SECONDS, memory: Memory = PRIVATE):
         if budget_bytes < LEAST_BUDGET:
             raise ValueError(f"budget_bytes is {budget_bytes}, the least is {LEAST_BUDGET} (1 MiB)")
-        self._seconds = predicted_seconds
+        self._routed = Routed(predicted_seconds)
         self._chain_budget = budget_bytes // 4  # predicted and modelled blocks
         self._budget = Budget(budget_bytes - self._chain_budget)
         self._memory = memory
@@ -84,9 +85,8 @@ class CacheMap:
         self._lower: dict[str, BlockTable] = {}
         self._replicas: list[_Replica | None] = []
         self._live: list[tuple[int, _Replica]] = []
-        self._routed: list[tuple[int, Routed]] = []
         self._modelled: list[tuple[int, EngineModel]] = []
-        self._last: tuple[list[int], list[int]] = ([], [])
+        self._last: tuple[Sequence[int], list[int]] = ([], [])
 
     def attach(self, name: str, capacity_blocks: int | None, observed: bool) -> int:
         """A replica joins; `capacity_blocks` is its cache's size in blocks, None if unknown.
@@ -94,7 +94,7 @@ class CacheMap:
         `observed`: its events are followed. Otherwise its cache is modelled.
         """
         model = EngineModel(capacity_blocks or UNKNOWN_CAPACITY)
-        replica = _Replica(name, Routed(self._seconds), model, observed)
+        replica = _Replica(name, model, observed)
         if None in self._replicas:
             slot = self._replicas.index(None)
             self._replicas[slot] = replica
@@ -112,32 +112,28 @@ class CacheMap:
         self._replica(slot)
         for table in (self._gpu, *self._lower.values()):
             table.detach(slot)
+        self._routed.clear(slot)
         self._replicas[slot] = None
         self._recount()
 
     def _recount(self) -> None:
         """After a change of replicas: who is there how, and their shares of the chain budget."""
         self._live = [(slot, replica) for slot, replica in enumerate(self._replicas) if replica]
-        self._routed = [(slot, one.routed) for slot, one in self._live if one.observed]
         self._modelled = [(slot, one.model) for slot, one in self._live if not one.observed]
         most = self._chain_budget // BYTES_PER_BLOCK // max(len(self._live), 1)
+        self._routed.most = most * (len(self._live) - len(self._modelled)) // 2  # two generations
         for _, replica in self._live:
-            replica.routed.most = most // 2  # two generations
             replica.model.most = most
 
-    def match(self, hashes: list[int], now: float) -> Match:
+    def match(self, hashes: Sequence[int], now: float) -> Match:
         """How much of the prompt with these block hashes each replica holds."""
         gpu = self._gpu
         places = gpu.prefix(hashes)
         confirmed = gpu.reach(places, len(self._replicas))
         held = confirmed.copy()
-        end = len(hashes)
-        for slot, routed in self._routed:
-            known = confirmed[slot]
-            # a call of `reach` for each of 64 replicas would cost 20 us, this costs 6
-            if known < end and (hashes[known] in routed.new or hashes[known] in routed.old):
-                reach = routed.reach(hashes, known, now)
-                while known < reach < len(places) and gpu.holds(slot, places[reach]):
+        if self._routed:
+            for slot, reach in self._routed.reach(hashes, now, confirmed).items():
+                while reach < len(places) and gpu.holds(slot, places[reach]):
                     reach += 1  # confirmed again after what is predicted
                 held[slot] = reach
         for slot, model in self._modelled:
@@ -145,7 +141,7 @@ class CacheMap:
         self._last = (hashes, confirmed)
         return Match(held, confirmed, self._further(hashes, held) if self._lower else {})
 
-    def _further(self, hashes: list[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
+    def _further(self, hashes: Sequence[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
         """For each slot the runs of blocks after the held ones that lie in lower tiers."""
         wanted = u64(hashes)
         holders = {tier: table.holders_of(wanted) for tier, table in self._lower.items()}
@@ -162,19 +158,20 @@ class CacheMap:
                 lower[slot] = runs
         return lower
 
-    def expect(self, slot: int, hashes: list[int], now: float) -> None:
+    def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
         """A prompt with these blocks was just routed to this replica.
 
-        Called right after `match` of the same list, it leaves out what is confirmed.
+        Called right after `match` of the same list, it leaves out one that is confirmed as a whole.
         """
-        replica = self._replica(slot)
-        if not replica.observed:
+        replica, (last, confirmed) = self._replica(slot), self._last
+        if not replica.observed or last is not hashes or slot >= len(confirmed) or confirmed[slot] < len(hashes):
+            self._expected(slot, replica, hashes, now)
+
+    def _expected(self, slot: int, replica: _Replica, hashes: Sequence[int], now: float) -> None:
+        if replica.observed:
+            self._routed.add(slot, hashes, now)
+        else:
             replica.model.add(hashes)
-            return
-        last, confirmed = self._last
-        known = confirmed[slot] if last is hashes and slot < len(confirmed) else 0
-        if known < len(hashes):
-            replica.routed.add(hashes[known:] if known else hashes, now)
 
     def store(
         self,
@@ -241,14 +238,14 @@ class CacheMap:
         return len(hashes)
 
     def _dropped(self, slot: int, replica: _Replica, hashes: np.ndarray) -> None:
-        if replica.routed:
-            replica.routed.discard(hashes.tolist())
+        if self._routed:
+            self._routed.discard(slot, array("Q", hashes.tobytes()))
 
     def _clear(self, slot: int, replica: _Replica) -> None:
         for table in (self._gpu, *self._lower.values()):
             table.clear(slot)
         replica.copies.clear()
-        replica.routed.clear()
+        self._routed.clear(slot)
         replica.model.clear()
         self._last = ([], [])
 
@@ -325,12 +322,12 @@ class CacheMap:
         """Sizes: `bytes` counts tables and the estimate for predicted and modelled blocks."""
         tables = (self._gpu, *self._lower.values())
         blocks = sum(table.blocks.count for table in tables)
-        chained = sum(len(replica.routed) + len(replica.model) for _, replica in self._live)
+        chained = len(self._routed) + sum(len(replica.model) for _, replica in self._live)
         return {
             "blocks": blocks,
             "bytes": self._budget.used + chained * BYTES_PER_BLOCK,
             "bytes_per_block": self._budget.used / blocks if blocks else 0.0,
-            "predicted": sum(len(replica.routed) for _, replica in self._live),
+            "predicted": len(self._routed),
             "modelled": sum(len(replica.model) for _, replica in self._live),
             "evicted": sum(table.evicted for table in tables),
             "refused": sum(table.refused for table in tables),

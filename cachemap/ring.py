@@ -1,18 +1,18 @@
 """Ring: short news from one process to its siblings, through memory and without waiting.
 
-One process writes, any number read, each at its own pace. A record is its own position, a word of kind, slot and
-length, a time, and words. Who is too far behind has missed what was overwritten, and goes on with the newest: news are
-worth little when they are old. The writer tells of a record when it is whole; a reader that was overtaken while it
-copied one sees that by the writer's position and takes none of it.
+One process writes, any number read, each at its own pace. A record is a word of kind, slot and length, a time, and words.
+Who is too far behind has missed what was overwritten, and goes on with the newest: news are worth little when they are old.
+The writer tells of a record when it is whole; a reader that may have been overtaken while it copied takes none of it.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 SIZE = 1 << 17  # words, 1 MiB: what a busy gateway predicts in a second or so
 BYTES = 8 * (SIZE + 1)
-HEADER = 3
+HEADER = 2
 MOST = SIZE // 8  # words of one record: a prompt of 262,144 tokens in blocks of 16
+NEAR = SIZE - HEADER - MOST  # behind by no more, what is read is not what is being written
 
 Record = tuple[int, int, float, array]  # kind, slot, seconds, words
 
@@ -24,25 +24,21 @@ class Ring:
         self._words = memory.cast("B").cast("Q")
         self._at = self._words[SIZE]
 
-    def write(self, kind: int, slot: int, seconds: float, words: list[int]) -> None:
+    def write(self, kind: int, slot: int, seconds: float, words: array) -> None:
         length = len(words)
         if length > MOST:
             words, length = words[:MOST], MOST
-        at = self._at
-        start, end = (at + HEADER) % SIZE, (at + HEADER + length) % SIZE
-        if HEADER <= start <= end:
-            memory = self._words
-            memory[start - 3], memory[start - 2], memory[start - 1] = at, kind | slot << 8 | length << 32, int(seconds * 1000)
-            memory[start:end] = array("Q", words)
+        memory, start = self._words, self._at % SIZE
+        end = start + HEADER + length
+        if end <= SIZE:
+            memory[start], memory[start + 1] = kind | slot << 8 | length << 32, int(seconds * 1000)
+            memory[start + HEADER : end] = words
         else:
-            self._write_over_the_end(at, array("Q", (at, kind | slot << 8 | length << 32, int(seconds * 1000), *words)))
-        self._at = self._words[SIZE] = at + HEADER + length
-
-    def _write_over_the_end(self, at: int, record: array) -> None:
-        fits = min(len(record), SIZE - at % SIZE)
-        with memoryview(record) as whole:
-            self._words[at % SIZE : at % SIZE + fits] = whole[:fits]
-            self._words[: len(record) - fits] = whole[fits:]
+            record = array("Q", (kind | slot << 8 | length << 32, int(seconds * 1000))) + words
+            memory[start:SIZE] = record[: SIZE - start]
+            memory[: end - SIZE] = record[SIZE - start :]
+        self._at += HEADER + length
+        memory[SIZE] = self._at
 
 
 class Reader:
@@ -53,25 +49,28 @@ class Reader:
         self._words = self._bytes.cast("Q")
         self._at = self._words[SIZE]
 
-    def read(self) -> Iterator[Record]:
+    def read(self) -> Sequence[Record]:
         """What is new."""
-        head = self._words[SIZE]
-        while self._at < head:
-            at, kind, milliseconds = self._copy(self._at, HEADER)
-            length = kind >> 32
-            if at != self._at or length > MOST or at + HEADER + length > head or self._words[SIZE] - at > SIZE:
-                self._at = self._words[SIZE]
-                return
-            words = self._copy(at + HEADER, length)
-            if self._words[SIZE] + HEADER + MOST - at > SIZE:  # it may have been overwritten meanwhile
-                self._at = self._words[SIZE]
-                return
-            self._at = at + HEADER + length
-            yield kind & 0xFF, kind >> 8 & 0xFFFFFF, milliseconds / 1000, words
+        at, head = self._at, self._words[SIZE]
+        if at == head:
+            return ()
+        self._at = head
+        if head - at > NEAR:
+            return ()
+        words = self._copy(at % SIZE, head - at)
+        if self._words[SIZE] - at > NEAR:
+            return ()
+        records, start = [], 0
+        while start < len(words):
+            kind = words[start]
+            end = start + HEADER + (kind >> 32)
+            records.append((kind & 0xFF, kind >> 8 & 0xFFFFFF, words[start + 1] / 1000, words[start + HEADER : end]))
+            start = end
+        return records
 
-    def _copy(self, at: int, length: int) -> array:
-        start, words = 8 * (at % SIZE), array("Q")
-        words.frombytes(self._bytes[start : min(start + 8 * length, 8 * SIZE)])
+    def _copy(self, start: int, length: int) -> array:
+        words = array("Q")
+        words.frombytes(self._bytes[8 * start : 8 * min(start + length, SIZE)])
         if len(words) < length:
             words.frombytes(self._bytes[: 8 * (length - len(words))])
         return words

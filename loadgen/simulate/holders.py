@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import repeat
 
-from cachemap.chains import EngineModel, Routed
+from cachemap.chains import EngineModel
 from cachemap.map import PREDICTED_SECONDS
+from cachemap.routed import Routed
 
 
 class Holders:
@@ -21,7 +22,7 @@ class Holders:
     def __init__(self, capacities: Sequence[int], observed: bool) -> None:
         self._holders: dict[int, int] = {}
         self._copies: list[dict[int, int]] = [{} for _ in capacities]    # of each: blocks it has several of, and how many beyond the first
-        self._routed = [Routed(PREDICTED_SECONDS) for _ in capacities] if observed else []
+        self._routed = Routed(PREDICTED_SECONDS)
         self._models = [] if observed else [EngineModel(capacity) for capacity in capacities]
         self._none = [0] * len(capacities)
 
@@ -30,11 +31,10 @@ class Holders:
         if self._models:
             return [model.reach(hashes) for model in self._models], self._none
         confirmed = self._confirmed(hashes)
-        held, end = confirmed.copy(), len(hashes)
-        for replica, routed in enumerate(self._routed):
-            known = confirmed[replica]
-            if known < end and (hashes[known] in routed.new or hashes[known] in routed.old):
-                held[replica] = self._further(replica, hashes, known, routed.reach(hashes, known, now))
+        held = confirmed.copy()
+        if self._routed:
+            for replica, reach in self._routed.reach(hashes, now, confirmed).items():
+                held[replica] = self._further(replica, hashes, confirmed[replica], reach)
         return held, confirmed
 
     def _confirmed(self, hashes: list[int]) -> list[int]:
@@ -65,7 +65,7 @@ class Holders:
         if self._models:
             self._models[replica].add(hashes)
         elif confirmed < len(hashes):
-            self._routed[replica].add(hashes[confirmed:] if confirmed else hashes, now)
+            self._routed.add(replica, hashes, now)
 
     def learn(self, replica: int, predicted: int, reported: int) -> None:
         """The engine told how many blocks of a prompt it had."""
@@ -92,10 +92,8 @@ class Holders:
         if had.count(bit) < len(had):      # others have some of them
             holders.update((block, left) for block, having in zip(blocks, had) if (left := having & ~bit))
             blocks = [block for block, having in zip(blocks, had) if having & bit]
-        if self._routed:
-            routed = self._routed[replica]
-            if not (routed.new.keys().isdisjoint(blocks) and routed.old.keys().isdisjoint(blocks)):
-                routed.discard(blocks)
+        if blocks:
+            self._routed.discard(replica, blocks)
 
     def clear(self, replica: int) -> None:
         """It holds nothing: it is another incarnation."""
@@ -105,7 +103,7 @@ class Holders:
         bit = 1 << replica
         self._holders = {block: left for block, having in self._holders.items() if (left := having & ~bit)}
         self._copies[replica] = {}
-        self._routed[replica].clear()
+        self._routed.clear(replica)
 
 
 def _fewer(copies: dict[int, int], block: int) -> bool:

@@ -199,9 +199,9 @@ def memory():
 def test_a_ring_tells_all_in_order_over_its_end(memory):
     ring, reader = Ring(memory), Reader(memory)
     for number in range(200):  # once round and a half
-        words = [number + (1 << 63)] * (number * 10)
+        words = array("Q", [number + (1 << 63)] * (number * 10))
         ring.write(number % 3, number, number / 8, words)
-        assert [*reader.read()] == [(number % 3, number, number / 8, array("Q", words))]
+        assert [*reader.read()] == [(number % 3, number, number / 8, words)]
         assert [*reader.read()] == []
     assert SIZE < sum(number * 10 for number in range(200))
 
@@ -209,15 +209,15 @@ def test_a_ring_tells_all_in_order_over_its_end(memory):
 def test_who_is_too_far_behind_goes_on_with_what_is_new(memory):
     ring, slow = Ring(memory), Reader(memory)
     for number in range(SIZE // 1000 + 1):
-        ring.write(0, number, 0.0, [number] * 1000)
+        ring.write(0, number, 0.0, array("Q", [number] * 1000))
     assert [*slow.read()] == []
-    ring.write(1, 5, 0.0, [7])
+    ring.write(1, 5, 0.0, array("Q", [7]))
     assert [*slow.read()] == [(1, 5, 0.0, array("Q", [7]))]
 
 
 def test_a_writer_goes_on_where_one_that_died_stopped(memory):
     reader, ring = Reader(memory), Ring(memory)
-    ring.write(0, 1, 0.0, [1])
-    Ring(memory).write(0, 2, 0.0, [*range(2 * MOST)])
+    ring.write(0, 1, 0.0, array("Q", [1]))
+    Ring(memory).write(0, 2, 0.0, array("Q", range(2 * MOST)))
     first, second = reader.read()
     assert (first[1], second[1], len(second[3])) == (1, 2, MOST)

@@ -1,4 +1,4 @@
-"""BlockTable: which replicas hold which block, in one tier, at about 30 bytes a block.
+"""BlockTable: which replicas hold which block, in one tier, at about 29 bytes a block.
 
 `Lookup` is how it is read and `Room` how it grows; here is what engines' events do to it. A removal tells us
 nothing but the engine's own key of a block, hence `aliases`.
@@ -11,7 +11,7 @@ import numpy as np
 
 from cachemap.lookup import NO_BLOCKS, NONE, u64
 from cachemap.room import OLDEST, Budget, Room
-from cachemap.table import MIX, U64, Buckets, distinct
+from cachemap.table import MIX, Buckets, distinct
 
 __all__ = ["NO_BLOCKS", "BlockTable", "Budget", "u64"]
 
@@ -24,7 +24,7 @@ class BlockTable(Room):
     @property
     def tag_bits(self) -> int:
         """How wide a fingerprint is, its top bit, which is always set, included."""
-        return 64 - self._place_bits
+        return 64 - self._number_bits
 
     def store(self, slot: int, hashes: np.ndarray, tags: np.ndarray, heads: Heads) -> list[int]:
         """The replica now holds these blocks, known to it under these tags.
@@ -33,82 +33,74 @@ class BlockTable(Room):
         the hash of the block before that, 0 if the chain starts a prompt. Gives the indices
         of those it held already: a further copy of each.
         """
-        places = self._settle(slot, hashes, heads)
-        if places is None:
+        numbers = self._settle(slot, hashes, heads)
+        if numbers is None:
             self.refused += len(hashes)
             return []
-        words, bit = self._bit(slot)
         alias = self.aliases[slot]
-        packed = (tags << self._tag_shift) | places.view(U64)
+        packed = (tags << self._tag_shift) | numbers.view(np.uint64)
         at = alias.find(tags)
-        if (at >= 0).any() or (words[places] & bit).any() or len(distinct(places)) < len(places):
-            return self._store_again(slot, places, packed, at)
-        words[places] |= bit
-        lost = alias.words.take(alias.add(packed)) != packed
+        if (at >= 0).any() or self._held(slot, numbers).any() or len(distinct(numbers)) < len(numbers):
+            return self._store_again(slot, numbers, packed, at)
+        self._join(slot, numbers)
+        lost = alias.words.take(alias.add(tags, packed)) != packed
         if lost.any():  # one tag for two blocks: a key given twice, or a clash
-            self._release(slot, places[lost])
+            self._release(slot, numbers[lost])
         return []
 
-    def _store_again(self, slot: int, places: np.ndarray, packed: np.ndarray, at: np.ndarray) -> list[int]:
+    def _held(self, slot: int, numbers: np.ndarray) -> np.ndarray:
+        return self.holders.has(self.sets.take(numbers), slot)
+
+    def _store_again(self, slot: int, numbers: np.ndarray, packed: np.ndarray, at: np.ndarray) -> list[int]:
         """`store` where a tag or a block is known already or comes twice: tag by tag. `at`: where the tags are, or -1."""
-        words, bit = self._bit(slot)
         alias, twins = self.aliases[slot], self._twins.setdefault(slot, Counter())
         known = at >= 0
-        again = known.nonzero()[0][self._named(alias, at[known]) == places[known]].tolist()
+        again = known.nonzero()[0][alias.payloads(at[known]) == numbers[known]].tolist()
         renamed = distinct(at[known])
-        before = self._named(alias, renamed)
-        alias.words[at[known]] = packed[known]
-        added = distinct(alias.add(packed[~known])) if len(again) < len(places) else NONE
-        now = self._named(alias, renamed)
+        before = alias.payloads(renamed)
+        alias.put(at[known], packed[known])
+        added = NONE
+        if len(again) < len(numbers):
+            added = distinct(alias.add(packed[~known] >> self._tag_shift, packed[~known]))
+        now = alias.payloads(renamed)
         moved = before != now
-        for place in (*now[moved].tolist(), *self._named(alias, added).tolist()):
-            if words[place] & bit:
-                twins[int(self.blocks.words[place])] += 1
+        for number in (*now[moved].tolist(), *alias.payloads(added).tolist()):
+            if self.holds(slot, number):
+                twins[int(self.hashes[number])] += 1
             else:
-                words[place] |= bit
+                self._join(slot, np.array([number]))
         self._unname(slot, before[moved])
-        self._release(slot, places[words[places] & bit == 0])  # whose tag went to another block
+        self._release(slot, numbers[~self._held(slot, numbers)])  # whose tag went to another block
         return again
 
-    def _named(self, alias: Buckets, at: np.ndarray) -> np.ndarray:
-        """The places of the blocks that these aliases stand for."""
-        return (alias.words[at] & self._place_mask).view(np.int64)
-
-    def _unname(self, slot: int, places: np.ndarray) -> np.ndarray:
-        """The blocks at these places have an alias less; the replica no longer holds those of which it was the last:
-        gives their hashes."""
-        hashes = self.blocks.words[places]
+    def _unname(self, slot: int, numbers: np.ndarray) -> np.ndarray:
+        """These blocks have an alias less; the replica no longer holds those of which it was the last: gives their hashes."""
+        hashes = self.hashes[numbers]
         twins = self._twins.get(slot)
         if twins:
             last = np.array([not _fewer(twins, block) for block in hashes.tolist()], bool)
-            places, hashes = places[last], hashes[last]
-        self._release(slot, places)
+            numbers, hashes = numbers[last], hashes[last]
+        self._release(slot, numbers)
         return hashes
 
     def _settle(self, slot: int, hashes: np.ndarray, heads: Heads) -> np.ndarray | None:
-        """The places of these blocks, new ones put in; None if they cannot fit."""
-        if self.aliases[slot].room < len(hashes) and not self._widen_alias(slot, len(hashes)):
+        """The numbers of these blocks, new ones put in; None if they cannot fit."""
+        if not self._fit(slot, len(hashes)):
             return None
-        places = self.blocks.find(hashes)
-        new = (places < 0).nonzero()[0]
-        if len(new) > self.blocks.room:
-            if not self._widen_blocks(len(new)):
-                return None
-            return self._settle(slot, hashes, heads)  # everything may have moved
+        numbers = self.index.numbers(hashes)
+        new = (numbers == 0).nonzero()[0]
         if len(new):
-            added = self.blocks.add(hashes.take(new))
-            places[new] = added
-            self.epochs[added] = self._epoch - OLDEST & 0xFF
-        ends = [head for head, _ in heads[1:]] + [len(places)]
+            numbers[new] = self._enter(hashes.take(new))
+        ends = [head for head, _ in heads[1:]] + [len(numbers)]
         for (start, parent), end in zip(heads, ends):
-            self._date(places[start:end], parent)
-        self._tick(len(places))
-        return places
+            self._date(numbers[start:end], parent)
+        self._tick(len(numbers))
+        return numbers
 
     def _date(self, chain: np.ndarray, parent: int) -> None:
         """A chain counts as used now, but not later than the block before it was."""
-        place = self.blocks.at(parent) if parent else -1
-        age = self._epoch - int(self.epochs[place]) & 0xFF if place >= 0 else 0
+        number = self.index.at(parent) if parent else 0
+        age = self._epoch - int(self.epochs[number]) & 0xFF if number else 0
         if age:
             now = self._ages(chain)
             self.epochs[chain] = self._epoch - np.minimum(now, age) & 0xFF
@@ -117,18 +109,19 @@ class BlockTable(Room):
 
     def remove(self, slot: int, tags: np.ndarray) -> np.ndarray:
         """The replica no longer holds these; gives the hashes of those it had."""
+        self._clean()
         alias = self.aliases[slot]
         at = alias.find(tags)
         at = distinct(at[at >= 0])
-        places = self._named(alias, at)
+        numbers = alias.payloads(at)
         alias.drop(at)
-        return self._unname(slot, places)
+        return self._unname(slot, numbers)
 
     def resolve(self, slot: int, tags: np.ndarray) -> np.ndarray:
         """The hash of each block the replica holds under these tags, 0 where unknown."""
         alias = self.aliases[slot]
         at = alias.find(tags)
-        hashes = self.blocks.words[(alias.words[at] & self._place_mask).view(np.int64)]
+        hashes = self.hashes.take(alias.payloads(at))
         hashes[at < 0] = 0
         return hashes
 
@@ -136,16 +129,16 @@ class BlockTable(Room):
         """Hashes and tags of all the replica holds, those longest unused first."""
         alias = self.aliases[slot]
         words = alias.words[alias.words.nonzero()]
-        places = (words & self._place_mask).view(np.int64)
-        order = np.argsort(OLDEST * 2 - 1 - self._ages(places), kind="stable")
-        return self.blocks.words[places[order]], (words >> self._tag_shift)[order]
+        numbers = (words & self._number_mask).view(np.int64)
+        order = np.argsort(OLDEST * 2 - 1 - self._ages(numbers), kind="stable")
+        return self.hashes[numbers[order]], (words >> self._tag_shift)[order]
 
     def differing(self, slot: int, hashes: np.ndarray, tags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What stands between what the replica holds and these: which of these it does not hold, as
         indices, and the tags it has besides."""
         alias = self.aliases[slot]
         at = alias.find(tags)
-        held = self.blocks.words[(alias.words[at] & self._place_mask).view(np.int64)] == hashes
+        held = self.hashes.take(alias.payloads(at)) == hashes
         missing = ((at < 0) | ~held).nonzero()[0]
         besides = alias.words != 0
         besides[at[at >= 0]] = False

@@ -321,7 +321,7 @@ class CacheMap:
     def stats(self) -> dict:
         """Sizes: `bytes` counts tables and the estimate for predicted and modelled blocks."""
         tables = (self._gpu, *self._lower.values())
-        blocks = sum(table.blocks.count for table in tables)
+        blocks = sum(table.index.count for table in tables)
         chained = len(self._routed) + sum(len(replica.model) for _, replica in self._live)
         return {
             "blocks": blocks,

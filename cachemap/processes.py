@@ -63,10 +63,10 @@ class FollowingMap(CacheMap):
     def look_at(self, tier: str, arrays: list[tuple[str, int]]) -> None:
         """The leader's table of this tier, types and descriptors as `LeadingMap.tables` gave them; the latter are closed."""
         table = self._gpu if tier == "gpu" else self._lower.setdefault(tier, Lookup())
-        # of all these only the epochs (the fourth) may be marked by who reads
-        table.look_at([mapped(descriptor, dtype, number == 3) for number, (dtype, descriptor) in enumerate(arrays)])
+        # of all these only the epochs (the first) may be marked by who reads
+        table.look_at([mapped(descriptor, dtype, number == 0) for number, (dtype, descriptor) in enumerate(arrays)])
         # It may speak of replicas that we are about to be told of.
-        slots = 8 * sum(words.dtype.itemsize for words in table.holders)
+        slots = 64 * table.holders.width
         self._replicas += [None] * (slots - len(self._replicas))
 
     def place(self, slot: int, name: str, capacity_blocks: int | None, observed: bool) -> None:

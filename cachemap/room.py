@@ -1,26 +1,35 @@
-"""Room: what a block table's arrays need of memory. Growth, and what goes when there is none left.
+"""Room: what a block table needs of memory. Growth, and what goes when there is none left, a step with each call.
 
-The size is bounded by a byte budget that counts all arrays. When it is reached, the blocks
-of the oldest epochs go. No block's epoch is later than its parent's, so what goes is
-always the ends of chains, never a block with others behind it.
+The size is bounded by a byte budget that counts all arrays. When it is reached, what was not used for longest goes,
+replica by replica. No block is younger than its parent, so what goes are the ends of chains.
 """
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from cachemap.lookup import Lookup
 from cachemap.memory import PRIVATE, Memory
+from cachemap.numbers import Numbers
 from cachemap.table import CHUNK, FILL, U64, Buckets, distinct
 
 EPOCHS = 64  # to a table full of uses: the finest it can tell apart is 1.6 % of its blocks
 OLDEST = 128  # ages stop here, two tables full of uses; three would wrap in a byte
+DATED = 1 << 12  # blocks whose ages are cut in the same epoch
 SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs more than storing
 SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
-BYTES_PER_BLOCK = 36  # with one holder: 20.7 in the table, 10.1 its alias, and some slack
-# Bits of an alias that name a place: enough for tables of 2 GiB. Gateways that share what their
-# replicas hold exchange the rest, the fingerprint of an engine's key, so it must be as wide in all.
-PLACE_BITS = 28
+LEFT = 1 << 12  # blocks of a replica that left, handled in a step: 1 to 2 ms
+JUMP = 4  # times its size a table grows at most, as laying out memory takes time
+SMALL = 1 << 15  # places that a table may grow to at once
+BYTES_BESIDE = 13  # of a block: hash, set, epoch
+LEAST_BYTES = 28  # of a block with one holder: those, 5.4 in the index, 10.1 its alias
+BYTES_PER_BLOCK = 32  # the same with some slack
+SLACK = 1 << 12  # bytes left for holder sets that come with a call
+MOST_BLOCKS = 1 << 29  # of a table: numbers leave three bits of the index's words to the hash
+# Bits of an alias that name a block. Gateways that share what their replicas hold exchange the rest, the
+# fingerprint of an engine's key, so it must be as wide in all: with tables of up to 7 GiB it is.
+NUMBER_BITS = 28
 
 
 class Budget:
@@ -34,210 +43,286 @@ class Budget:
     def used(self) -> int:
         return sum(table.nbytes for table in self.tables)
 
+    @property
+    def left(self) -> int:
+        return self.total - self.used
+
 
 class Room(Lookup):
     """A table that grows and sheds. For each replica, `aliases` translates the engine's own key of a
-    block to the block's place: one word of fingerprint and place."""
+    block to the block's number: one word of fingerprint and number."""
 
     def __init__(self, budget: Budget, memory: Memory = PRIVATE):
-        super().__init__(memory)
+        super().__init__(memory, min(budget.total // LEAST_BYTES, MOST_BLOCKS))
         self._budget = budget
-        budget.tables.append(self)
-        # a place takes at least 8 bytes, so the budget bounds how many bits name one
-        self._place_bits = max(PLACE_BITS, (budget.total // 8).bit_length())
-        self._place_mask = U64((1 << self._place_bits) - 1)
-        self._tag_top = U64(1 << (63 - self._place_bits))
-        self._tag_shift = U64(self._place_bits)
+        self._numbers = Numbers()
+        self._number_bits = max(NUMBER_BITS, len(self.hashes).bit_length())
+        self._number_mask = U64((1 << self._number_bits) - 1)
+        self._tag_top = U64(1 << (63 - self._number_bits))
+        self._tag_shift = U64(self._number_bits)
         self.aliases: dict[int, Buckets] = {}
+        self._alias_bytes = 0
         # A block may have several aliases: older engines do not tell a tenant's salt, an adapter may be loaded again
         # under its name. By replica and block, those beyond the first: it holds the block until the last is removed.
         self._twins: dict[int, Counter[int]] = {}
         self._capacity: dict[int, int] = {}
         self._share = 1.0  # of the capacities, what the budget allows
+        self._left: deque[np.ndarray] = deque()  # blocks that replicas had which are gone or were cleared
+        self._shedding: dict[int | None, Iterator[None]] = {}  # passes that are under way
         self._epoch = 0
         self._used_in_epoch = 0
         self._pressed = False
         self.evicted = 0
         self.refused = 0
+        budget.tables.append(self)
 
     @property
     def nbytes(self) -> int:
-        return self._block_bytes + sum(alias.nbytes for alias in self.aliases.values())
+        return self._numbers.top * BYTES_BESIDE + self.index.nbytes + self.holders.nbytes + self._alias_bytes
+
+    # ---- replicas ----
 
     def attach(self, slot: int, capacity: int) -> None:
         """Make room for a replica; `capacity` (blocks, 0 if unknown) sizes later growth."""
-        self.aliases[slot] = Buckets(1, self._place_bits)
+        self._set_alias(slot, Buckets(1, self._number_bits))
         self._capacity[slot] = capacity
-        expected = BYTES_PER_BLOCK * sum(self._capacity.values())
-        self._share = min(1.0, self._budget.total / (expected or 1))
-        narrow = self.holders[0].dtype.itemsize * 8
-        if narrow < 64 and slot >= narrow:
-            wide = next(bits for bits in (16, 32, 64) if bits > slot or bits == 64)
-            before, self.holders[0] = self.holders[0], self._memory.zeros(len(self.blocks.words), f"u{wide // 8}")
-            self.holders[0][:] = before
-        while slot >= 64 * len(self.holders):
-            self.holders.append(self._memory.zeros(len(self.blocks.words), U64))
-        self._memory.laid_out()
+        self._expect()
+        self.holders.widen(slot + 1)
 
     def detach(self, slot: int) -> None:
         self.clear(slot)
-        del self.aliases[slot], self._capacity[slot]
+        self._alias_bytes -= self.aliases.pop(slot).nbytes
+        del self._capacity[slot]
+        self._shedding.pop(slot, None)
+        self._expect()
 
-    def _used(self, places: np.ndarray) -> None:
+    def _expect(self) -> None:
+        expected = BYTES_PER_BLOCK * sum(self._capacity.values())
+        self._share = min(1.0, self._budget.total / (expected or 1))
+
+    def clear(self, slot: int) -> None:
+        """The replica holds nothing. Nobody finds its blocks any more; what is left of those that only it had goes
+        with the next calls."""
+        alias = self.aliases[slot]
+        numbers = alias.payloads(alias.words.nonzero()[0])
+        self.holders.forget(slot)
+        self._set_alias(slot, Buckets(1, self._number_bits))
+        self._twins.pop(slot, None)
+        for start in range(0, len(numbers), LEFT):
+            self._left.append(numbers[start : start + LEFT])
+        self._clean()
+
+    def _clean(self) -> None:
+        """The next step of what `clear` left to do."""
+        if self._left:
+            numbers = distinct(self._left.popleft())
+            numbers = numbers[self.hashes.take(numbers) != 0]
+            if len(numbers):
+                self._drop(numbers[self.holders.empty(self.sets.take(numbers))])
+
+    def _set_alias(self, slot: int, alias: Buckets) -> None:
+        before = self.aliases.get(slot)
+        self._alias_bytes += alias.nbytes - (before.nbytes if before is not None else 0)
+        self.aliases[slot] = alias
+
+    # ---- use ----
+
+    def _used(self, numbers: np.ndarray) -> None:
         if self._pressed:
-            self.epochs[places] = self._epoch
-            self._tick(len(places))
+            self.epochs[numbers] = self._epoch
+            self._tick(len(numbers))
 
-    def _ages(self, places: np.ndarray) -> np.ndarray:
-        return self._epoch - self.epochs[places].astype(np.int64) & 0xFF
+    def _ages(self, numbers: np.ndarray) -> np.ndarray:
+        return self._epoch - self.epochs[numbers].astype(np.int64) & 0xFF
 
     def _tick(self, used: int) -> None:
-        """Count uses. After a table full of them all ages are cut, so that none wraps."""
+        """Count uses. In each epoch one in 64 of all ages is cut, so that none wraps."""
         self._used_in_epoch += used
-        if self._used_in_epoch * EPOCHS < len(self.epochs):
+        if self._used_in_epoch * EPOCHS < self._numbers.top:
             return
         self._used_in_epoch = 0
         self._epoch = self.told[0] = self._epoch + 1 & 0xFF
-        if self._epoch % EPOCHS == 0:
-            for start in range(0, len(self.epochs), CHUNK):
-                piece = slice(start, start + CHUNK)
-                ages = np.minimum(np.uint8(self._epoch) - self.epochs[piece], np.uint8(OLDEST))
-                self.epochs[piece] = np.uint8(self._epoch) - ages
+        for start in range(self._epoch % EPOCHS * DATED, self._numbers.top, EPOCHS * DATED):
+            piece = slice(start, start + DATED)
+            ages = np.minimum(np.uint8(self._epoch) - self.epochs[piece], np.uint8(OLDEST))
+            self.epochs[piece] = np.uint8(self._epoch) - ages
 
-    def clear(self, slot: int) -> None:
-        """The replica holds nothing."""
+    # ---- blocks come and go ----
+
+    def _enter(self, hashes: np.ndarray) -> np.ndarray:
+        """Numbers for blocks that are absent; there must be room for them."""
+        numbers = self._numbers.take(len(hashes), self._end())
+        self.hashes[numbers] = hashes
+        known = self.index.insert(hashes, numbers)
+        twins = numbers[known != numbers]
+        if len(twins):
+            self.hashes[twins] = 0
+            self._numbers.give(twins)
+        self.epochs[known] = self._epoch - OLDEST & 0xFF
+        return known
+
+    def _end(self) -> int:
+        """The first number that there is no room for."""
+        return min(len(self.hashes), self._numbers.top + max(self._budget.left - SLACK, 0) // BYTES_BESIDE)
+
+    def _join(self, slot: int, numbers: np.ndarray) -> None:
+        """The replica holds these blocks (distinct) from now on."""
+        self.sets[numbers] = self.holders.turn(self.sets.take(numbers), slot, True)
+
+    def _release(self, slot: int, numbers: np.ndarray) -> None:
+        """The replica no longer holds these; those that nobody holds go."""
+        if not len(numbers):
+            return
+        numbers = distinct(numbers)
+        sets = self.sets[numbers] = self.holders.turn(self.sets.take(numbers), slot, False)
+        self._drop(numbers[sets == 0])
+
+    def _drop(self, numbers: np.ndarray) -> None:
+        if not len(numbers):
+            return
+        self.index.remove(numbers)
+        kinds, counts = np.unique(self.sets.take(numbers), return_counts=True)
+        for number, count in zip(kinds.tolist(), counts.tolist()):
+            self.holders.leave(number, count)
+        self.hashes[numbers] = 0
+        self.sets[numbers] = 0
+        self._numbers.give(numbers)
+
+    # ---- growth ----
+
+    def _fit(self, slot: int, more: int) -> bool:
+        """Make room for so many blocks more of this replica; whether there is."""
+        self._clean()
         alias = self.aliases[slot]
-        filled = alias.words[alias.words.nonzero()]
-        self._release(slot, (filled & self._place_mask).view(np.int64))
-        self.aliases[slot] = Buckets(1, self._place_bits)
-        self._twins.pop(slot, None)
+        if alias.wider is not None:
+            alias = self._carry_on(slot, alias, more)
+        if alias.room < more and not self._widen_alias(slot, alias, more):
+            return False
+        index = self.index
+        if index.wider is not None:
+            self._lead_on(index.go_on(more) if index.room >= more else index.grown())
+        if self.index.room < more:
+            self._widen_index(more)
+        left = self._budget.left
+        self._pressed = self.told[1] = left < self._budget.total / 2  # before, nothing is evicted soon
+        if not self._has_room(more) or left < 0:
+            self._shed(None, lambda: self._has_room(more) and self._budget.left >= 0)
+        return self._has_room(more)
 
-    def _bit(self, slot: int):
-        words = self.holders[slot >> 6]
-        return words, words.dtype.type(1 << (slot & 63))
+    def _has_room(self, more: int) -> bool:
+        numbers = self._numbers
+        return self.index.room >= more and (numbers.free >= more or numbers.free + self._end() - numbers.top >= more)
 
-    def _release(self, slot: int, places: np.ndarray) -> None:
-        """Take the replica's bit off these places and free those that nobody holds."""
-        words, bit = self._bit(slot)
-        words[places] &= ~bit
-        held = words[places] != 0
-        for others in self.holders:
-            if others is not words:
-                held |= others[places] != 0
-        if not held.all():
-            self.blocks.drop(distinct(places[~held]))
+    def _carry_on(self, slot: int, alias: Buckets, more: int) -> Buckets:
+        """The next step of an alias table's growth."""
+        before = alias.nbytes
+        alias = self.aliases[slot] = alias.go_on(more) if alias.room >= more else alias.grown()
+        self._alias_bytes += alias.nbytes - before
+        return alias
 
-    def _widen_alias(self, slot: int, more: int) -> bool:
+    def _widen_alias(self, slot: int, alias: Buckets, more: int) -> bool:
         """Room for `more` aliases: by growth, else by dropping the replica's oldest blocks."""
-        alias = self.aliases[slot]
-        capacity = self._affordable(alias, more, self._capacity[slot], alias.nbytes)
+        capacity = self._affordable(alias, more, self._capacity[slot])
         if not capacity and 4 * len(self.aliases) * alias.nbytes < self._budget.total:
             self._shrink()  # a replica that came late gets its part, too
-            capacity = self._affordable(alias, more, self._capacity[slot], alias.nbytes)
+            capacity = self._affordable(alias, more, self._capacity[slot])
         if not capacity:
-            self._shed_from(slot, max(more, alias.count // SHED))
+            self._shed(slot, lambda: alias.room >= more)
             return alias.room >= more
-        wider = self.aliases[slot] = Buckets(capacity, self._place_bits)
-        for _ in alias.pour(wider):
-            pass
+        before = alias.nbytes
+        alias.widen(capacity)
+        self._alias_bytes += alias.nbytes - before
+        self._carry_on(slot, alias, more)
         return True
 
-    def _widen_blocks(self, more: int) -> bool:
-        """Room for `more` blocks: by growth, else by dropping the oldest of all."""
-        expected = sum(self._capacity.values())
-        capacity = self._affordable(self.blocks, more, expected, self._block_bytes)
-        if not capacity:
-            self._shed(max(more, self.blocks.count // SHED))
-            return self.blocks.room >= more
-        self._move(capacity)
-        return True
+    def _widen_index(self, more: int) -> None:
+        capacity = self._affordable(self.index, more, sum(self._capacity.values()))
+        if capacity:
+            self.index.widen(capacity)
+            self._lead_on(self.index.go_on(more) if self.index.room >= more else self.index.grown())
 
-    def _shrink(self) -> None:
-        """Give up a part of the blocks and of the memory they lie in."""
-        self._shed(self.blocks.count // SHED)
-        capacity = int(len(self.epochs) * FILL)
-        self._move(max(self.blocks.count, capacity - capacity // SHED))
+    def _lead_on(self, index: Buckets) -> None:
+        if index is not self.index:
+            self.index = index
+            self._memory.laid_out()
 
-    @property
-    def _block_bytes(self) -> int:
-        beside = self.epochs.nbytes + sum(words.nbytes for words in self.holders)
-        return self.blocks.nbytes + beside
+    def _affordable(self, table: Buckets, more: int, expected: int) -> int:
+        """The capacity a full table should grow to; 0 if the budget allows no real growth.
 
-    def _affordable(self, table: Buckets, more: int, expected: int, nbytes: int) -> int:
-        """The capacity a full table should grow to; 0 if the budget allows no real growth."""
-        per_word = nbytes / len(table.words)
-        now = int(len(table.words) * FILL)
-        left = self._budget.total - self._budget.used
-        self._pressed = self.told[1] = left < self._budget.total / 2  # before, nothing is evicted soon
-        most = int((len(table.words) + left / per_word) * FILL) - 8
-        need = table.count + more
-        capacity = min(most, max(need, int(expected * self._share), now + now // 2))
+        Both are there while it grows. So the last growth goes all the way to what the budget allows at most, while
+        there is room for both.
+        """
+        now, need = int(len(table.words) * FILL), table.count + more
+        ceiling = self._budget.total // LEAST_BYTES
+        wanted = max(now + now // 2, min(int(expected * self._share), max(JUMP * now, SMALL)))
+        if 2 * now >= ceiling:
+            wanted = ceiling
+        per_word = table.nbytes / len(table.words)
+        most = int((self._budget.left - SLACK) / per_word * FILL) - 8
+        capacity = min(most, max(need, wanted))
         return capacity if capacity >= max(need, now + now // 16) else 0
 
-    def _move(self, capacity: int) -> None:
-        """Lay the blocks out anew, and with them what lies beside and points at them."""
-        zeros = self._memory.zeros
-        blocks = Buckets(capacity, memory=self._memory)
-        size = len(blocks.words)
-        holders = [zeros(size, words.dtype) for words in self.holders]
-        epochs = zeros(size, np.uint8)
-        moved = np.empty(len(self.epochs), np.uint32)
-        for old, new in self.blocks.pour(blocks):
-            moved[old] = new
-            epochs[new] = self.epochs[old]
-            for words, before in zip(holders, self.holders, strict=True):
-                words[new] = before[old]
-        self.blocks, self.holders, self.epochs = blocks, holders, epochs
-        self._memory.laid_out()
-        for alias in self.aliases.values():
-            at = alias.words.nonzero()[0]
-            word = alias.words[at]
-            alias.words[at] = (word & ~self._place_mask) | moved[word & self._place_mask]
+    def _shrink(self) -> None:
+        """The replica that has most gives up a part of it and of the memory it takes."""
+        slot = max(self.aliases, key=lambda slot: len(self.aliases[slot].words))
+        alias = self.aliases[slot].grown()
+        for _ in self._shed_pass(slot):
+            pass
+        alias.widen(alias.count)
+        self._set_alias(slot, alias.grown())
 
-    def _shed(self, want: int) -> None:
-        """Drop the blocks longest unused, about `want` of them, for all who hold them.
+    # ---- shedding ----
 
-        How old that is is told from a sample (places are random, so any stride is one).
-        """
-        stride = 1 + len(self.epochs) // SAMPLE
-        sample = self._ages(self.blocks.words[::stride].nonzero()[0] * stride)
-        oldest = _nth_oldest(sample, want, self.blocks.count)
-        for start in range(0, len(self.epochs), CHUNK):
-            filled = self.blocks.words[start : start + CHUNK].nonzero()[0] + start
-            gone = filled[self._ages(filled) >= oldest]
-            for words in self.holders:
-                words[gone] = 0
-            for slot in self._twins:
-                self._forget_twins(slot, gone)
-            self.blocks.drop(gone)
-            self.evicted += len(gone)
-        for alias in self.aliases.values():
-            at = alias.words.nonzero()[0]
-            empty = self.blocks.words[alias.words[at] & self._place_mask] == 0
-            alias.drop(at[empty])
+    def _shed(self, slot: int | None, enough: Callable[[], bool]) -> None:
+        """Drop what was not used for longest, of one replica or (None) of all, until that is enough."""
+        for _ in range(2):
+            for _ in self._shedding.get(slot, ()):
+                if enough():
+                    return
+            self._shedding[slot] = self._shed_pass(slot)
 
-    def _shed_from(self, slot: int, want: int) -> None:
-        """Drop the `want` blocks that this replica holds and were longest unused."""
-        alias = self.aliases[slot]
-        at = alias.words.nonzero()[0]
-        if not len(at):
+    def _shed_pass(self, slot: int | None) -> Iterator[None]:
+        """Drop about one block in 8, those not used for longest. Yields after each step. How old those are is told from
+        a sample."""
+        if slot is None:
+            some = np.arange(1, self._numbers.top, 1 + self._numbers.top // SAMPLE)
+            some = some[self.hashes.take(some) != 0]
+        else:
+            alias = self.aliases[slot]
+            some = alias.payloads(alias.words[:SAMPLE].nonzero()[0])
+        if not len(some):
             return
-        places = (alias.words[at] & self._place_mask).view(np.int64)
-        ages = self._ages(places)
-        gone = ages >= _nth_oldest(ages, want, len(ages))
-        alias.drop(at[gone])
-        self._forget_twins(slot, places[gone])
-        self._release(slot, places[gone])
-        self.evicted += int(gone.sum())
+        oldest, begun = _nth_oldest(self._ages(some), len(some) // SHED), self._epoch
+        for one in list(self.aliases) if slot is None else [slot]:
+            start = 0
+            while one in self.aliases and start < len(self.aliases[one].words):
+                since = self._epoch - begun & 0xFF
+                self._shed_piece(one, start, min(oldest + since, OLDEST))
+                start += CHUNK
+                yield
 
-    def _forget_twins(self, slot: int, places: np.ndarray) -> None:
+    def _shed_piece(self, slot: int, start: int, oldest: int) -> None:
+        """Drop those of a part of a replica's blocks that have this age or more."""
+        alias, before = self.aliases[slot], self.index.count
+        at = alias.words[start : start + CHUNK].nonzero()[0] + start
+        numbers = alias.payloads(at)
+        if not len(numbers):
+            return
+        gone = self._ages(numbers) >= oldest
+        alias.drop(at[gone])
+        numbers = numbers[gone]
+        self._forget_twins(slot, numbers)
+        self._release(slot, numbers)
+        self.evicted += before - self.index.count
+
+    def _forget_twins(self, slot: int, numbers: np.ndarray) -> None:
         twins = self._twins.get(slot)
         if twins:
-            for block in self.blocks.words[places].tolist():
+            for block in self.hashes[numbers].tolist():
                 twins.pop(block, None)
 
 
-def _nth_oldest(ages: np.ndarray, want: int, count: int) -> int:
-    """The age that a share want / count of these ages reach or pass."""
-    n = min(len(ages), max(1, len(ages) * want // max(count, 1)))
-    return np.partition(ages, -n)[-n] if n else 0
+def _nth_oldest(ages: np.ndarray, n: int) -> int:
+    """The age that n of these, but one at least, reach or pass."""
+    n = max(1, n)
+    return int(np.partition(ages, -n)[-n])

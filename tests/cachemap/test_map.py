@@ -1,5 +1,7 @@
 """CacheMap against a reference, and what each of its rules promises."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,30 +25,30 @@ def keys(slot: int, hashes: list[int]) -> list[int]:
 
 
 class ReferenceMap:
-    """The map without caring for speed: confirmed blocks of each replica by engine key, and what its prompts match."""
+    """The map without caring for speed: copies of the blocks of each replica by engine key, and what its prompts match."""
 
     def __init__(self):
-        self.keys: dict[int, dict] = {}
+        self.keys: dict[int, Counter] = {}
 
     def attach(self, slot):
-        self.keys[slot] = {}
+        self.keys[slot] = Counter()
 
     def store(self, slot, hashes, engine_keys):
         self.keys[slot].update(zip(engine_keys, hashes, strict=True))
 
     def remove(self, slot, engine_keys):
         for key in engine_keys:
-            self.keys[slot].pop(key, None)
+            self.keys[slot] -= Counter(pair for pair in self.keys[slot] if pair[0] == key)
 
     def clear(self, slot):
-        self.keys[slot] = {}
+        self.keys[slot] = Counter()
+
+    def held(self, slot):
+        return {block for _, block in self.keys[slot]}
 
     def confirmed(self, slot, hashes):
-        held = set(self.keys[slot].values())
-        length = 0
-        while length < len(hashes) and hashes[length] in held:
-            length += 1
-        return length
+        held = self.held(slot)
+        return next((length for length, block in enumerate(hashes) if block not in held), len(hashes))
 
 
 PROMPTS = [chain(*path) for path in [(1, 2, 3), (1, 2, 4), (1, 5), (6, 7, 8), (6, 7), (9,)]]
@@ -94,7 +96,7 @@ def test_equals_a_reference_under_lost_repeated_and_reordered_events(events, rng
         assert match.held == match.confirmed
     for slot in SLOTS:
         assert table.stats()["slots"][slot] == len(reference.keys[slot])
-    union = set().union(*(reference.keys[slot].values() for slot in SLOTS))
+    union = set().union(*map(reference.held, SLOTS))
     assert table.stats()["blocks"] == len(union)
 
 
@@ -158,7 +160,7 @@ def test_any_number_of_replicas(replicas):
     for chain_ in chains:
         expected = [reference.confirmed(slot, chain_) for slot in slots]
         assert table.match(chain_, 0.0).confirmed == expected
-    union = set().union(*(reference.keys[slot].values() for slot in slots))
+    union = set().union(*map(reference.held, slots))
     assert table.stats()["blocks"] == len(union)
 
 
@@ -290,9 +292,11 @@ def test_the_budget_is_hard_and_the_ends_of_the_oldest_chains_go(capacity, share
     stats = table.stats()
     assert stats["evicted"] > 1000 and stats["refused"] == 0
     assert max(table.match(conversations[-1], 0.0).held) == len(conversations[-1])
+    for under_way in table._gpu._shedding.values():
+        assert all(one is None for one in under_way)
     gone = 0
     for prompt in conversations:
-        present = table._gpu.blocks.find(u64(prompt)) >= 0
+        present = table._gpu.index.numbers(u64(prompt)) > 0
         length = int(present.argmin()) if not present.all() else len(prompt)
         assert not present[length:].any(), "a block outlived the one before it"
         gone += length == 0
@@ -310,6 +314,9 @@ def test_a_replica_alone_that_outgrows_the_budget_keeps_its_newest():
     stats = table.stats()
     assert stats["bytes"] <= MIB and stats["slots"][slot] == stats["blocks"] > 5000
     table.clear(slot)
+    assert table.stats()["slots"][slot] == 0 and table.match(chains[-1], 0.0).held == [0]
+    for _ in range(10):  # its blocks go a step with each call
+        table.remove(slot, [1])
     assert table.stats()["blocks"] == 0
 
 

@@ -64,11 +64,13 @@ class BlockTable(Room):
             added = distinct(alias.add(packed[~known] >> self._tag_shift, packed[~known]))
         now = alias.payloads(renamed)
         moved = before != now
-        for number in (*now[moved].tolist(), *alias.payloads(added).tolist()):
-            if self.holds(slot, number):
-                twins[int(self.hashes[number])] += 1
-            else:
-                self._join(slot, np.array([number]))
+        named = np.concatenate((now[moved], alias.payloads(added)))
+        first = distinct(named[~self._held(slot, named)])
+        if len(first):
+            self._join(slot, first)
+        if len(first) < len(named):
+            beyond = Counter(named.tolist()) - Counter(first.tolist())
+            twins.update(dict(zip(self.hashes[[*beyond]].tolist(), beyond.values())))
         self._unname(slot, before[moved])
         self._release(slot, numbers[~self._held(slot, numbers)])  # whose tag went to another block
         return again

@@ -68,6 +68,8 @@ class Room(Lookup):
         self._capacity: dict[int, int] = {}
         self._share = 1.0  # of the capacities, what the budget allows
         self._left: deque[np.ndarray] = deque()  # blocks that replicas had which are gone or were cleared
+        self._outgrown: list[np.ndarray] = []  # arrays whose memory is being given back,
+        self._given = 0  # and how much of the last is
         self._shedding: dict[int | None, Iterator[None]] = {}  # passes that are under way
         self._epoch = 0
         self._used_in_epoch = 0
@@ -113,7 +115,11 @@ class Room(Lookup):
         self._clean()
 
     def _clean(self) -> None:
-        """The next step of what `clear` left to do."""
+        """The next step of what `clear` and growth left to do."""
+        if self._outgrown:
+            self._given = self._memory.give_back(self._outgrown[-1], self._given)
+            if not self._given:
+                self._outgrown.pop()
         if self._left:
             numbers = distinct(self._left.popleft())
             numbers = numbers[self.hashes.take(numbers) != 0]
@@ -243,6 +249,7 @@ class Room(Lookup):
 
     def _lead_on(self, index: Buckets) -> None:
         if index is not self.index:
+            self._outgrown.append(self.index.words)
             self.index = index
             self._memory.laid_out()
 

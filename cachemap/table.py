@@ -57,7 +57,7 @@ class Buckets:
         self._spills = 0
         self.words = memory.zeros(buckets * 8, dtype)
         self.rows = self.words.reshape(buckets, 8)
-        self.load = np.zeros(buckets, np.uint8)
+        self.load = PRIVATE.zeros(buckets, np.uint8)
         self.passed = memory.zeros(buckets, np.int16)
         self.spilled = memory.zeros(buckets, np.int16)
         self.count = 0

@@ -23,7 +23,7 @@ from replicas import State as ReplicaState
 from ..prompt import Prompt, PromptError
 from ..prompt.pipeline import Pipeline
 from ..wire.downstream import Downstream
-from ..wire.http import HOP_BY_HOP, Headers, Request, end_to_end
+from ..wire.http import HOP_BY_HOP, Headers, Request
 from .backend import Backend
 from .drift import TOLERATED
 from .errors import JSON, error_body
@@ -383,7 +383,7 @@ class Dispatcher:
         version = b"1.0" if request.http10 else b"1.1"
         dropped = NOT_FORWARDED if life.backend.replica.rank is None else NOT_FORWARDED_TO_RANKS
         head = b"%b %b HTTP/%b\r\n%b%b" % (
-            request.method.encode(), request.target, version, life.backend.host_line, end_to_end(request.headers, dropped),
+            request.method.encode(), request.target, version, life.backend.host_line, request.end_to_end(dropped),
         )  # fmt: skip
         if request.header(b"x-request-id") is None:
             head += b"x-request-id: %b\r\n" % life.id

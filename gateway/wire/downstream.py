@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
-from .http import Headers, Request, end_to_end, response
+from .http import Headers, KnownHead, Request, end_to_end, response
 
 if TYPE_CHECKING:
     from .server import Server
@@ -44,7 +44,7 @@ class Refusal:
 class Downstream(asyncio.Protocol):
     __slots__ = (
         # for the connection's life
-        "server", "transport", "parser", "closing", "close_at", "close_last", "active_at", "reading_paused", "writing_paused",
+        "server", "transport", "parser", "closing", "close_at", "close_last", "active_at", "reading_paused", "writing_paused", "known", "read",
         # the request being read
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
         "refused", "expects", "again",
@@ -63,6 +63,8 @@ class Downstream(asyncio.Protocol):
         self.writing_paused = False
         self.refused = False
         self.again = b""
+        self.known: KnownHead | None = None  # of the last request
+        self.read: Request | None = None  # parsed from the bytes at hand
         self.told = 0
         self.exchange: Exchange | None = None
         self.current: Request | None = None
@@ -117,7 +119,15 @@ class Downstream(asyncio.Protocol):
         if self.refused:
             return
         self.active_at = now
-        self._feed(data)
+        if self.reading:
+            self._feed(data)
+            self.read = None
+        elif self.known is not None and (request := self.known.read(data, now)) is not None and len(request.body) <= self.server.limits.body_bytes:
+            self._take(request)
+        else:
+            self._feed(data)
+            request, self.read = self.read, None
+            self.known = KnownHead.of(data, request) if request is not None else None
         if len(self.waiting) > 1 and not self.reading_paused and not self.closing:
             self.reading_paused = True
             self.transport.pause_reading()
@@ -232,6 +242,10 @@ class Downstream(asyncio.Protocol):
             self.read_begun,
         )
         self._clear()
+        self.read = request
+        self._take(request)
+
+    def _take(self, request: Request) -> None:
         if self.current is None and not self.waiting and not self.writing_paused:
             self._begin(request)
         else:

@@ -25,6 +25,8 @@ HOP_BY_HOP = frozenset(
 
 ABSOLUTE = re.compile(rb"^[a-zA-Z][\w+.-]*://[^/?]*")
 
+LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.I)
+
 STATUS_LINE = {s.value: b"HTTP/1.1 %d %s\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 
 
@@ -45,7 +47,7 @@ class Limits:
 class Request:
     """One request, complete: head parsed, body collected."""
 
-    __slots__ = ("method", "target", "path", "headers", "body", "http10", "keep_alive", "begun")
+    __slots__ = ("method", "target", "path", "headers", "body", "http10", "keep_alive", "begun", "_named", "_kept")
 
     def __init__(self, method: str, target: bytes, headers: Headers, body: bytes, http10: bool, keep_alive: bool, begun: float):
         self.method = method
@@ -59,13 +61,59 @@ class Request:
         self.http10 = http10
         self.keep_alive = keep_alive
         self.begun = begun
+        self._named = dict(reversed(headers))  # the first of each name
+        self._kept: dict[frozenset[bytes], bytes] = {}
 
     def header(self, name: bytes) -> str | None:
         """The first header of that (lower-case) name."""
-        for key, value in self.headers:
-            if key == name:
-                return value.decode("latin-1")
-        return None
+        value = self._named.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    def end_to_end(self, drop: frozenset[bytes]) -> bytes:
+        """What goes on to the replica of the headers, see `end_to_end`."""
+        kept = self._kept.get(drop)
+        if kept is None:
+            kept = self._kept[drop] = end_to_end(self.headers, drop)
+        return kept
+
+    def again(self, body: bytes, begun: float) -> Request:
+        """Another request with this head. What was found out about the head is known of both."""
+        other: Request = object.__new__(Request)
+        other.method, other.target, other.path, other.headers = self.method, self.target, self.path, self.headers
+        other.http10, other.keep_alive, other._named, other._kept = self.http10, self.keep_alive, self._named, self._kept
+        other.body, other.begun = body, begun
+        return other
+
+
+class KnownHead:
+    """The head of a request as it came. A client repeats it on a connection but for the body's length, and of equal bytes
+    the parser says what it said before: a known one takes 2 us, where parsing takes 13 (three headers)."""
+
+    __slots__ = ("_before", "_after", "_request")
+
+    def __init__(self, before: bytes, after: bytes, request: Request):
+        self._before, self._after, self._request = before, after, request
+
+    @classmethod
+    def of(cls, data: bytes, request: Request) -> KnownHead | None:
+        """`request` was parsed from `data`. None unless that is all of it and nothing else, its length in digits."""
+        end = data.find(b"\r\n\r\n") + 4
+        length = LENGTH.search(data, 0, end)
+        if length is None or int(length[1]) != len(request.body) or end + len(request.body) != len(data) or b"expect" in request._named:
+            return None
+        return cls(data[: length.start(1)], data[length.end(1) : end], request.again(b"", 0.0))
+
+    def read(self, data: bytes, begun: float) -> Request | None:
+        """The request that `data` is, if it is just one and has this head."""
+        before = self._before
+        if not data.startswith(before):
+            return None
+        start = len(before)
+        end = data.find(b"\r\n", start, start + 12)
+        if end < 0 or not data.startswith(self._after, end):
+            return None
+        length, body = data[start:end], data[end + len(self._after) :]
+        return self._request.again(body, begun) if length.isdigit() and int(length) == len(body) else None
 
 
 def connection_tokens(headers: Headers) -> set[bytes]:

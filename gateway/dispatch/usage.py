@@ -10,11 +10,7 @@ import re
 from typing import NamedTuple
 
 # OpenAI chat, completions and responses; Anthropic messages.
-CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d+)')
-PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d+)')
-# Anthropic's input_tokens are what is neither of these, and vLLM's Messages keep to that.
-BESIDES = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d+)')
-COMPLETION = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d+)')
+COUNT = re.compile(rb'"((?:prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens)"\s*:\s*(\d+)')
 
 
 class Usage(NamedTuple):
@@ -33,13 +29,17 @@ def read_usage(tail: bytes) -> Usage:
     at = tail.rfind(b'"usage"')
     if at < 0:
         return NOTHING
-    tail = tail[at:]
-    prompt = _number(PROMPT, tail)
-    if prompt is not None:
-        prompt += sum(map(int, BESIDES.findall(tail)))
-    return Usage(prompt, _number(COMPLETION, tail), _number(CACHED, tail))
-
-
-def _number(pattern: re.Pattern[bytes], data: bytes) -> int | None:
-    found = pattern.search(data)
-    return int(found[1]) if found else None
+    prompt = completion = cached = None
+    besides = 0
+    for name, digits in COUNT.findall(tail, at):
+        count = int(digits)
+        if name == b"prompt_tokens" or name == b"input_tokens":
+            prompt = count if prompt is None else prompt
+        elif name == b"completion_tokens" or name == b"output_tokens":
+            completion = count if completion is None else completion
+        else:
+            if name != b"cached_tokens":  # Anthropic's input_tokens are what is neither of these, and vLLM's Messages keep to that
+                besides += count
+            if name != b"cache_creation_input_tokens":
+                cached = count if cached is None else cached
+    return Usage(prompt if prompt is None else prompt + besides, completion, cached)

@@ -69,7 +69,7 @@ class Upstream(asyncio.Protocol):
         # for the connection's life
         "pool", "transport", "parser", "closed", "idle_since", "used", "paused",
         # the response being read
-        "sink", "head_only", "status", "headers", "buffer", "head_done", "forwarding", "complete", "keep", "surplus", "clean",
+        "sink", "head_only", "status", "headers", "buffer", "head_done", "forwarding", "complete", "keep", "surplus", "clean", "framed",
     )  # fmt: skip
 
     def __init__(self, pool: Pool):
@@ -94,6 +94,7 @@ class Upstream(asyncio.Protocol):
         self.keep = False
         self.surplus = False
         self.clean = True
+        self.framed = False  # the head says where the body ends
 
     def send(self, sink: Sink, head: bytes, body: bytes, head_only: bool) -> None:
         """Send a request; its response comes to `sink`. `head_only`: the response to HEAD has no body."""
@@ -173,12 +174,7 @@ class Upstream(asyncio.Protocol):
         sink.head(self.status, Head(buffer[:end], self.headers, self._until_close(), self.clean), body)
 
     def _until_close(self) -> bool:
-        if self.head_only or self.status in (204, 304):
-            return False
-        return not any(
-            name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
-            for name, value in self.headers
-        )
+        return not (self.framed or self.head_only or self.status in (204, 304))
 
     def _finish(self, sink: Sink) -> None:
         self.sink = None
@@ -188,7 +184,8 @@ class Upstream(asyncio.Protocol):
         if self.head_only:
             self.parser = httptools.HttpResponseParser(self)  # it still waits for the body it was promised
         self._clear()
-        self.resume()
+        if self.paused:
+            self.resume()
         if reusable:
             self.pool.release(self)
         else:
@@ -214,12 +211,14 @@ class Upstream(asyncio.Protocol):
         name = name.lower()
         if name in HOP_BY_HOP:
             self.clean = False
+        elif name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked")):
+            self.framed = True
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self.status = self.parser.get_status_code()
         if self.status < 200:
-            self.headers, self.clean = [], True
+            self.headers, self.clean, self.framed = [], True, False
             return
         self.head_done = True
         if self.head_only:

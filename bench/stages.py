@@ -18,9 +18,9 @@ import random
 from time import perf_counter
 
 from cachemap import CacheMap
+from gateway.dispatch import life
 from gateway.dispatch.backend import Backend
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.life import Life
 from gateway.prompt.pipeline import Pipeline
 from gateway.telemetry.metrics import Metrics
 from gateway.wire import upstream as wire
@@ -135,9 +135,9 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
             watch.time(dispatcher.shadows, "acted", "shadow: what others would choose, once it is sent")
         watch.time(dispatcher.ledger, "reserve", "reserve")
         watch.time(dispatcher.map, "expect", "expect: note what will be held")
-        watch.time(dispatcher, "request_head", "request head")
-        watch.time(dispatcher, "response_lines", "response head")
-        watch.time(dispatcher, "settle", "settle: compare, count")
+        watch.time(life, "request_head", "request head")
+        watch.time(life, "response_lines", "response head")
+        watch.time(dispatcher.outcomes, "settle", "settle: compare, count")
     client = Downstream(server)
     client.connection_made(NoTransport())
     requests = [b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(b), b)
@@ -157,8 +157,7 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
 
 def exchange(client: Downstream, request: bytes) -> None:
     client.data_received(request)
-    life: Life = client.exchange
-    life.upstream.data_received(RESPONSE)
+    client.exchange.upstream.data_received(RESPONSE)
 
 
 def main() -> None:

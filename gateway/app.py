@@ -270,7 +270,7 @@ class Gateway:
                 backend.load.scraped(scrape.waiting, scrape.kv_usage)
                 idle = backend.load.requests == 0 and monotonic() - scrape.at < 0.5
                 if backend.drift.counted(scrape.prefix_queries, scrape.prefix_hits, idle):
-                    self.dispatcher.heal(backend, "the engine's own count of cached tokens differs from what was predicted")
+                    self.dispatcher.outcomes.heal(backend, "the engine's own count of cached tokens differs from what was predicted")
 
     def _forget(self, backend: Backend) -> None:
         self.dispatcher.remove(backend.id)

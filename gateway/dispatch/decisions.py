@@ -134,7 +134,7 @@ class Decisions:
         decided = self._find(id)
         if not decided.first_at:
             decided.first_at = monotonic()
-            self._dispatcher.first_byte(decided)
+            self._dispatcher.outcomes.first_byte(decided)
         self._renew(decided)
         return {"id": id, "lease_seconds": decided.lease}
 
@@ -145,7 +145,7 @@ class Decisions:
         usage = read_usage(answer)
         decided.streams &= decided.first_at > 0  # else nobody knows how long it decoded
         if usage.prompt is not None and not decided.backend.gone:
-            self._dispatcher.learn(decided, usage)
+            self._dispatcher.outcomes.learn(decided, usage)
         return {"id": id, "done": True}
 
     def on(self) -> Counter[str]:

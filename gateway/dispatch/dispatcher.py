@@ -23,15 +23,15 @@ from replicas import State as ReplicaState
 from ..prompt import Prompt, PromptError
 from ..prompt.pipeline import Pipeline
 from ..wire.downstream import Downstream
-from ..wire.http import HOP_BY_HOP, Headers, Request
+from ..wire.http import Headers, Request
 from .backend import Backend
-from .drift import TOLERATED
 from .errors import JSON, error_body
-from .life import RETRYABLE, Failure, Life
+from .life import Failure, Life
 from .newcomers import Newcomers
+from .once import TokenizeOnce
+from .outcomes import Outcomes
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
-from .once import TokenizeOnce
 from .shadow import Seen, Shadows
 from .states import State
 from .usage import Usage
@@ -57,10 +57,6 @@ PROMPT_PATHS = {
     "/detokenize": "detokenize",
 }
 NO_PREFILL = ("tokenize", "detokenize")
-STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
-# A collected body is sent with its length; Host is the replica's.
-NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
-NOT_FORWARDED_TO_RANKS = NOT_FORWARDED | {b"x-data-parallel-rank"}
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
 LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
@@ -104,6 +100,7 @@ class Dispatcher:
         self.responses = Responses()
         self.on_end = on_end
         self.once = TokenizeOnce(metrics, tokenize_once)
+        self.outcomes = Outcomes(self)
         self.shadows = Shadows(shadows, metrics) if shadows else None
         self.life = life  # with traces, one that makes them
         self.backends: dict[str, Backend] = {}
@@ -375,141 +372,6 @@ class Dispatcher:
 
     def has_attempts(self, life: Life) -> bool:
         return len(life.tried) <= self.retries
-
-    # --- bytes of ours
-
-    def request_head(self, life: Life, length: int) -> bytes:
-        request = life.request
-        version = b"1.0" if request.http10 else b"1.1"
-        dropped = NOT_FORWARDED if life.backend.replica.rank is None else NOT_FORWARDED_TO_RANKS
-        head = b"%b %b HTTP/%b\r\n%b%b" % (
-            request.method.encode(), request.target, version, life.backend.host_line, request.end_to_end(dropped),
-        )  # fmt: skip
-        if request.header(b"x-request-id") is None:
-            head += b"x-request-id: %b\r\n" % life.id
-        if length or request.method in ("POST", "PUT", "PATCH"):
-            head += b"content-length: %d\r\n" % length
-        return head + b"\r\n"
-
-    def response_lines(self, life: Life) -> bytes:
-        lines = b"" if life.held.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % life.id
-        if self.response_headers:
-            lines += b"x-hitherto-replica: %b\r\n" % life.backend.id.encode()
-            if life.prompt is not None:
-                lines += b"x-hitherto-cached-tokens: %d\r\n" % life.overlap
-        if self.draining or life.held.until_close or not life.request.keep_alive:
-            lines += b"connection: close\r\n"
-        return lines
-
-    # --- what is learned from an answer
-
-    def failed(self, backend: Backend | None, kind: str) -> None:
-        if backend is not None and not backend.gone:
-            self.metrics.upstream_errors.inc(backend.id, kind)
-            self.on_traffic(backend.id, kind)
-
-    def first_byte(self, life: Life | Decided) -> None:
-        backend = life.backend
-        self.ledger.first_byte(life.reservation)
-        if life.status >= 500:
-            self.failed(backend, f"status {life.status}" if life.status in RETRYABLE else "status 5xx")
-        else:
-            self.on_traffic(backend.id, None)
-        if life.streams and not backend.gone:  # the first byte of an answer in one piece is its last as well
-            self.metrics.ttft.observe(backend.id, life.first_at - life.begun)
-        if life.streams and life.status == 200 and life.prompt is not None and backend.may_learn(life.first_at):
-            taken = life.reservation
-            backend.costs.observe_ttft(life.first_at - life.sent_at, taken.uncached, life.overlap, taken.before)
-
-    def assume_prefilled(self, life: Life, now: float) -> None:
-        """An answer that does not stream shows no first token: take its prefill for done when it should be."""
-        taken = life.reservation
-        if taken.stage == "prefill":
-            expected = life.backend.costs.ttft_seconds(taken.before, taken.uncached, life.overlap)
-            if now - life.sent_at > expected:
-                self.ledger.first_byte(taken)
-
-    def settle(self, life: Life, usage: Usage) -> None:
-        """A complete answer: compare what was predicted with what was delivered."""
-        if life.prompt is not None and life.status == 200 and not life.backend.gone:
-            self.learn(life, usage)
-            self.once.settled(life, usage)
-        self.ended(life, "complete", usage)
-
-    def learn(self, life: Life | Decided, usage: Usage) -> None:
-        """From the complete answer to a prompt, which is released."""
-        now = monotonic()
-        backend, prompt = life.backend, life.prompt
-        self._compare(life, backend, prompt, usage)
-        if backend.intake is not None and backend.replica.takes_rank(prompt.path):
-            backend.intake.request_finished(len(prompt.hashes) - life.overlap // self.pipeline.block_size)
-        tokens = usage.completion or life.pieces
-        if life.streams and tokens > 8 and backend.may_learn(now):
-            load = backend.load
-            # itself included: it decoded until now
-            backend.costs.observe_itl((now - life.first_at) / (tokens - 1), load.decoding + 1, load.context_tokens + prompt.tokens)
-
-    def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int) -> None:
-        """The replica computed other tokens than it was chosen by. Counted each time, said the first time."""
-        if not self.metrics.prompt_mismatches.total(replica=backend.id):
-            log.error("replica %s counted %d prompt tokens where the gateway made %d (%s): its tokenizer or chat template is another, or a flag "
-                      "changes its prompts; give the gateway the same --model and --chat-template. `hitherto doctor` compares them",
-                      backend.id, counted, prompt.tokens, prompt.path)  # fmt: skip
-        self.metrics.prompt_mismatches.inc(backend.id)
-
-    def _compare(self, life: Life | Decided, backend: Backend, prompt: Prompt, usage: Usage) -> None:
-        metrics, name = self.metrics, backend.id
-        metrics.prompt_tokens.inc(name, by=prompt.tokens)
-        metrics.predicted_cached_tokens.inc(name, by=life.overlap)
-        if prompt.mode == "exact" and not prompt.several and usage.prompt not in (None, prompt.tokens):
-            self._counted_otherwise(backend, prompt, usage.prompt)
-        saved = life.overlap
-        if prompt.several or not backend.replica.takes_rank(prompt.path):
-            backend.drift.aside()
-        elif usage.cached is None:
-            backend.drift.unreported(life.overlap, prompt.tokens)
-            if life.overlap and usage.prompt is not None and backend.replica.cached_tokens is None:
-                backend.replica.cached_tokens = False
-        else:
-            saved = usage.cached
-            backend.replica.cached_tokens = True
-            metrics.reported_prompt_tokens.inc(name, by=usage.prompt or prompt.tokens)
-            metrics.reported_cached_tokens.inc(name, by=saved)
-            error = life.overlap - saved
-            outcome = "equal" if error == 0 else "over" if error > 0 else "under"
-            metrics.predictions.inc(name, outcome)
-            if error:
-                metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
-            if prompt.hashes:
-                size = self.pipeline.block_size
-                self.map.learn(backend.slot, prompt.hashes, life.overlap // size, saved // size)
-                if backend.drift.reported(life.overlap, saved, prompt.tokens):
-                    self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
-        metrics.prefill_saved_tokens.inc(name, by=saved)
-
-    def heal(self, backend: Backend, why: str) -> None:
-        """Forget what is believed about a replica and learn it again from its events, or from scratch."""
-        self.metrics.heals.inc(backend.id)
-        log.warning("replica %s: map rebuilt: %s", backend.id, why)
-        backend.drift.reset()
-        if backend.intake is not None:
-            backend.intake.resync()
-        else:
-            self.map.clear(backend.slot)
-
-    def ended(self, life: Life, outcome: str, usage: Usage | None = None) -> None:
-        metrics = self.metrics
-        status = outcome if outcome in ("aborted", "cut") else STATUS_CLASS[life.status // 100]
-        metrics.requests.inc(life.label, status)
-        if life.backend is not None and not life.backend.gone:
-            metrics.replica_requests.inc(life.backend.id, status)
-        if outcome == "aborted":
-            metrics.client_aborts.inc(life.label)
-        if life.prompt is not None:
-            metrics.prompts.inc(life.prompt.mode)
-        metrics.request_seconds.observe(life.label, monotonic() - life.begun)
-        if self.on_end is not None:
-            self.on_end(life, outcome, usage)
 
     # --- answers of the gateway's own
 

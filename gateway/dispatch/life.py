@@ -15,6 +15,7 @@ from ..wire.downstream import Downstream
 from ..wire.http import Request
 from ..wire.upstream import Head, Upstream, UpstreamError
 from .errors import JSON, error_body, error_event
+from .heads import request_head, response_lines
 from .states import TRANSITIONS, Action, Event, State
 from .usage import read_usage
 
@@ -138,14 +139,14 @@ class Life:
                 self._stalled(limit)
         elif self.state is not State.ENDED:
             if now - self.begun > self.dispatcher.request_timeout:
-                self.dispatcher.failed(self.backend, "timeout")
+                self.dispatcher.outcomes.failed(self.backend, "timeout")
                 where = f"replica {self.backend.id} sent" if self.backend else "no replica sent"
                 self.advance(Event.TIMED_OUT, Failure(504, f"{where} no byte of an answer within {self.dispatcher.request_timeout:g} s"))
             elif self.state is State.AWAITING:
                 if self.dispatcher.better_elsewhere(self, now):
                     self.advance(Event.LOST, UpstreamError("hung", f"is {self.backend.replica.state} and sent no byte for {now - self.sent_at:.0f} s"))
                 elif not self.streams:
-                    self.dispatcher.assume_prefilled(self, now)
+                    self.dispatcher.outcomes.assume_prefilled(self, now)
 
     def _stalled(self, seconds: float) -> None:
         if self.client.writing_paused:  # it is the client that does not take what is there
@@ -170,7 +171,7 @@ class Life:
         self.held = head
         self.streams = (head.get(b"content-type") or b"").startswith(b"text/event-stream")
         if status in RETRYABLE and self.dispatcher.may_retry(self):
-            self.dispatcher.failed(self.backend, f"status {status}")
+            self.dispatcher.outcomes.failed(self.backend, f"status {status}")
             self.advance(Event.UNWELL, UpstreamError(f"status {status}", f"answered {status}"))
         elif status == 404 and self.response is not None and self.dispatcher.may_be_elsewhere(self):
             self.advance(Event.UNWELL, UpstreamError("elsewhere", "answered 404"))
@@ -234,7 +235,7 @@ class Life:
         self.upstream = upstream
         self.sent_at = monotonic()
         body = self.dispatcher.once.body(self)
-        head = self.dispatcher.request_head(self, len(body))
+        head = request_head(self, len(body))
         upstream.send(self, head, body, self.request.method == "HEAD")
 
     def _retry(self, error: UpstreamError) -> None:
@@ -254,7 +255,7 @@ class Life:
             self.advance(Event.CHOSEN)
             return
         if not error.kind.startswith(("status", "elsewhere")):
-            dispatcher.failed(self.backend, error.kind)
+            dispatcher.outcomes.failed(self.backend, error.kind)
         dispatcher.release(self)
         self.tried += (self.backend,)
         self.last_error = f"replica {self.backend.id}: {error}"
@@ -269,15 +270,16 @@ class Life:
         self.first_at = self.seen_at = monotonic()
         self.tail.append(data)
         self.pieces = 1
-        self.dispatcher.first_byte(self)
+        self.dispatcher.outcomes.first_byte(self)
         if self.label == "responses" or self.response is not None:
             self.dispatcher.responses.answered(self, data)
-        self.client.transport.write(self.held.block(self.dispatcher.response_lines(self)) + data)
+        lines = response_lines(self, self.dispatcher.response_headers, self.dispatcher.draining)
+        self.client.transport.write(self.held.block(lines) + data)
 
     def _settle(self, _: object) -> None:
         self._leave()
         self.client.finish(not self.held.until_close)
-        self.dispatcher.settle(self, read_usage(b"".join(self.tail)))
+        self.dispatcher.outcomes.settle(self, read_usage(b"".join(self.tail)))
 
     def _cut(self, error: UpstreamError) -> None:
         self._leave()
@@ -292,8 +294,8 @@ class Life:
             self.client.finish(keep_alive=False)
         else:
             self.client.abort()
-        self.dispatcher.failed(self.backend, error.kind)
-        self.dispatcher.ended(self, "cut")
+        self.dispatcher.outcomes.failed(self.backend, error.kind)
+        self.dispatcher.outcomes.ended(self, "cut")
 
     def _report(self, failure: Failure) -> None:
         self._leave()
@@ -304,11 +306,11 @@ class Life:
         elif failure.status == 405:
             headers.append((b"allow", failure.allow))
         self.client.reply(failure.status, error_body(self.request.path, failure.status, failure.message, **failure.fields), headers)
-        self.dispatcher.ended(self, "refused")
+        self.dispatcher.outcomes.ended(self, "refused")
 
     def _abandon(self, _: object) -> None:
         self._leave()
-        self.dispatcher.ended(self, "aborted")
+        self.dispatcher.outcomes.ended(self, "aborted")
 
     def _leave(self) -> None:
         """Whatever the end was: nothing stays reserved, connected or listed."""

@@ -108,8 +108,8 @@ class TracedLife(Life):
         """In the request's headers, which are sent on."""
         dropped = (b"traceparent",) if self.trace.parent is not None else (b"traceparent", b"tracestate")  # a state belongs to a valid parent
         request = self.request
-        request.headers = [header for header in request.headers if header[0] not in dropped]
-        request.headers.append((b"traceparent", traceparent(parent)))
+        kept = [header for header in request.headers if header[0] not in dropped]
+        request.set_headers([*kept, (b"traceparent", traceparent(parent))])
 
     # --- the end
 

@@ -56,11 +56,15 @@ class Request:
             target = target if target[:1] == b"/" else b"/" + target
         self.target = target
         self.path = target.partition(b"?")[0].decode("latin-1")
-        self.headers = headers
+        self.set_headers(headers)
         self.body = body
         self.http10 = http10
         self.keep_alive = keep_alive
         self.begun = begun
+
+    def set_headers(self, headers: Headers) -> None:
+        """Names in lower case."""
+        self.headers = headers
         self._named = dict(reversed(headers))  # the first of each name
         self._kept: dict[frozenset[bytes], bytes] = {}
 

@@ -1,0 +1,39 @@
+"""The heads that the gateway writes: of a request to a replica, and what it adds to a response's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..wire.http import HOP_BY_HOP
+
+if TYPE_CHECKING:
+    from .life import Life
+
+# A collected body is sent with its length; Host is the replica's.
+NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
+NOT_FORWARDED_TO_RANKS = NOT_FORWARDED | {b"x-data-parallel-rank"}
+
+
+def request_head(life: Life, length: int) -> bytes:
+    request = life.request
+    backend = life.backend
+    version = b"1.0" if request.http10 else b"1.1"
+    dropped = NOT_FORWARDED if backend.replica.rank is None else NOT_FORWARDED_TO_RANKS
+    head = b"%b %b HTTP/%b\r\n%b%b" % (request.method.encode(), request.target, version, backend.host_line, request.end_to_end(dropped))
+    if request.header(b"x-request-id") is None:
+        head += b"x-request-id: %b\r\n" % life.id
+    if length or request.method in ("POST", "PUT", "PATCH"):
+        head += b"content-length: %d\r\n" % length
+    return head + b"\r\n"
+
+
+def response_lines(life: Life, told: bool, last: bool) -> bytes:
+    """`told`: of replica and overlap, too; `last`: the connection ends with it."""
+    lines = b"" if life.held.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % life.id
+    if told:
+        lines += b"x-hitherto-replica: %b\r\n" % life.backend.id.encode()
+        if life.prompt is not None:
+            lines += b"x-hitherto-cached-tokens: %d\r\n" % life.overlap
+    if last or life.held.until_close or not life.request.keep_alive:
+        lines += b"connection: close\r\n"
+    return lines

@@ -1,0 +1,137 @@
+"""What is learned from answers: load that moves, costs, and whether what was predicted was delivered."""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from .drift import TOLERATED
+from .life import RETRYABLE, Life
+from .usage import Usage
+
+if TYPE_CHECKING:
+    from ..prompt import Prompt
+    from .backend import Backend
+    from .decisions import Decided
+    from .dispatcher import Dispatcher
+
+log = logging.getLogger("hitherto.dispatch")
+
+STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
+
+
+class Outcomes:
+    """The part of the dispatcher that is told how requests fare."""
+
+    def __init__(self, dispatcher: Dispatcher):
+        self._dispatcher = dispatcher
+        self.metrics = dispatcher.metrics
+
+    def failed(self, backend: Backend | None, kind: str) -> None:
+        if backend is not None and not backend.gone:
+            self.metrics.upstream_errors.inc(backend.id, kind)
+            self._dispatcher.on_traffic(backend.id, kind)
+
+    def first_byte(self, life: Life | Decided) -> None:
+        backend = life.backend
+        self._dispatcher.ledger.first_byte(life.reservation)
+        if life.status >= 500:
+            self.failed(backend, f"status {life.status}" if life.status in RETRYABLE else "status 5xx")
+        else:
+            self._dispatcher.on_traffic(backend.id, None)
+        if life.streams and not backend.gone:  # the first byte of an answer in one piece is its last as well
+            self.metrics.ttft.observe(backend.id, life.first_at - life.begun)
+        if life.streams and life.status == 200 and life.prompt is not None and backend.may_learn(life.first_at):
+            taken = life.reservation
+            backend.costs.observe_ttft(life.first_at - life.sent_at, taken.uncached, life.overlap, taken.before)
+
+    def assume_prefilled(self, life: Life, now: float) -> None:
+        """An answer that does not stream shows no first token: take its prefill for done when it should be."""
+        taken = life.reservation
+        if taken.stage == "prefill":
+            expected = life.backend.costs.ttft_seconds(taken.before, taken.uncached, life.overlap)
+            if now - life.sent_at > expected:
+                self._dispatcher.ledger.first_byte(taken)
+
+    def settle(self, life: Life, usage: Usage) -> None:
+        """A complete answer: compare what was predicted with what was delivered."""
+        if life.prompt is not None and life.status == 200 and not life.backend.gone:
+            self.learn(life, usage)
+            self._dispatcher.once.settled(life, usage)
+        self.ended(life, "complete", usage)
+
+    def learn(self, life: Life | Decided, usage: Usage) -> None:
+        """From the complete answer to a prompt, which is released."""
+        now = monotonic()
+        backend, prompt = life.backend, life.prompt
+        self._compare(life, backend, prompt, usage)
+        if backend.intake is not None and backend.replica.takes_rank(prompt.path):
+            backend.intake.request_finished(len(prompt.hashes) - life.overlap // self._dispatcher.pipeline.block_size)
+        tokens = usage.completion or life.pieces
+        if life.streams and tokens > 8 and backend.may_learn(now):
+            load = backend.load
+            # itself included: it decoded until now
+            backend.costs.observe_itl((now - life.first_at) / (tokens - 1), load.decoding + 1, load.context_tokens + prompt.tokens)
+
+    def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int) -> None:
+        """The replica computed other tokens than it was chosen by. Counted each time, said the first time."""
+        if (backend.id,) not in self.metrics.prompt_mismatches.values:
+            log.error("replica %s counted %d prompt tokens where the gateway made %d (%s): its tokenizer or chat template is another, or a flag "
+                      "changes its prompts; give the gateway the same --model and --chat-template. `hitherto doctor` compares them",
+                      backend.id, counted, prompt.tokens, prompt.path)  # fmt: skip
+        self.metrics.prompt_mismatches.inc(backend.id)
+
+    def _compare(self, life: Life | Decided, backend: Backend, prompt: Prompt, usage: Usage) -> None:
+        metrics, name = self.metrics, backend.id
+        metrics.prompt_tokens.inc(name, by=prompt.tokens)
+        metrics.predicted_cached_tokens.inc(name, by=life.overlap)
+        if prompt.mode == "exact" and not prompt.several and usage.prompt not in (None, prompt.tokens):
+            self._counted_otherwise(backend, prompt, usage.prompt)
+        saved = life.overlap
+        if prompt.several or not backend.replica.takes_rank(prompt.path):
+            backend.drift.aside()
+        elif usage.cached is None:
+            backend.drift.unreported(life.overlap, prompt.tokens)
+            if life.overlap and usage.prompt is not None and backend.replica.cached_tokens is None:
+                backend.replica.cached_tokens = False
+        else:
+            saved = usage.cached
+            backend.replica.cached_tokens = True
+            metrics.reported_prompt_tokens.inc(name, by=usage.prompt or prompt.tokens)
+            metrics.reported_cached_tokens.inc(name, by=saved)
+            error = life.overlap - saved
+            outcome = "equal" if error == 0 else "over" if error > 0 else "under"
+            metrics.predictions.inc(name, outcome)
+            if error:
+                metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
+            if prompt.hashes:
+                size = self._dispatcher.pipeline.block_size
+                self._dispatcher.map.learn(backend.slot, prompt.hashes, life.overlap // size, saved // size)
+                if backend.drift.reported(life.overlap, saved, prompt.tokens):
+                    self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
+        metrics.prefill_saved_tokens.inc(name, by=saved)
+
+    def heal(self, backend: Backend, why: str) -> None:
+        """Forget what is believed about a replica and learn it again from its events, or from scratch."""
+        self.metrics.heals.inc(backend.id)
+        log.warning("replica %s: map rebuilt: %s", backend.id, why)
+        backend.drift.reset()
+        if backend.intake is not None:
+            backend.intake.resync()
+        else:
+            self._dispatcher.map.clear(backend.slot)
+
+    def ended(self, life: Life, outcome: str, usage: Usage | None = None) -> None:
+        metrics = self.metrics
+        status = outcome if outcome in ("aborted", "cut") else STATUS_CLASS[life.status // 100]
+        metrics.requests.inc(life.label, status)
+        if life.backend is not None and not life.backend.gone:
+            metrics.replica_requests.inc(life.backend.id, status)
+        if outcome == "aborted":
+            metrics.client_aborts.inc(life.label)
+        if life.prompt is not None:
+            metrics.prompts.inc(life.prompt.mode)
+        metrics.request_seconds.observe(life.label, monotonic() - life.begun)
+        if self._dispatcher.on_end is not None:
+            self._dispatcher.on_end(life, outcome, usage)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import gc
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
@@ -18,7 +20,7 @@ from .dispatch.dispatcher import Dispatcher
 from .dispatch.life import Life
 from .dispatch.usage import Usage
 from .prompt.model import ModelError
-from .prompt.pipeline import Pipeline
+from .prompt.pipeline import SWITCH_SECONDS, Pipeline
 from .telemetry import log as lines
 from .telemetry.metrics import Metrics
 from .wire.http import Limits
@@ -79,12 +81,21 @@ def shared_ledger(settings: Settings, metrics: Metrics, ledger: Ledger) -> Share
     return SharedLedger(Ways(parse(settings.redis_url)), settings.deployment, ledger, observe=observe)
 
 
+def started() -> None:
+    """How the interpreter is to run from now on, when all is there that lives for ever."""
+    # Out of the collector's sight, so that a full collection looks at requests only.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)  # requests make almost no cycles: 5 us of 130 a request, against (700, 10, 10)
+    sys.setswitchinterval(SWITCH_SECONDS)
+
+
 async def explain(settings: Settings, dispatcher: Dispatcher, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
     """What would happen to this request now. Changes nothing: the policy asked is a copy."""
     from .explain import describe
 
     prepare = functools.partial(dispatcher.pipeline.prepare, path, body, headers, dispatcher.adapters)
-    prompt = await asyncio.get_running_loop().run_in_executor(None, prepare)
+    prompt = await asyncio.get_running_loop().run_in_executor(dispatcher.threads, prepare)
     demand, backends, candidates = dispatcher.weigh(prompt)
     choice = copy.deepcopy(dispatcher.policy).choose(demand, candidates, explain=True)
     return describe(settings.policy, prompt, demand, candidates, choice)

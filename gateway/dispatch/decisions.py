@@ -97,10 +97,11 @@ class Decisions:
         return self._told(decided, seconds)
 
     async def _prepare(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
-        pipeline, adapters = self._dispatcher.pipeline, self._dispatcher.adapters
+        dispatcher = self._dispatcher
+        pipeline, adapters = dispatcher.pipeline, dispatcher.adapters
         if len(body) <= pipeline.offload_bytes:
             return pipeline.prepare(path, body, headers, adapters)
-        return await asyncio.get_running_loop().run_in_executor(None, pipeline.prepare, path, body, headers, adapters)
+        return await asyncio.get_running_loop().run_in_executor(dispatcher.threads, pipeline.prepare, path, body, headers, adapters)
 
     def _told(self, decided: Decided, seconds: float) -> dict[str, Any]:
         backend, prompt = decided.backend, decided.prompt

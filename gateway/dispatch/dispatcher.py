@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from policies import Candidate, CostGroup, Demand, Ledger, Policy
 from replicas import State as ReplicaState
 
 from ..prompt import Prompt, PromptError
-from ..prompt.pipeline import Pipeline
+from ..prompt.pipeline import OFFLOAD_THREADS, Pipeline
 from ..wire.downstream import Downstream
 from ..wire.http import Headers, Request
 from .backend import Backend
@@ -85,6 +86,7 @@ class Dispatcher:
         life: Callable[[Dispatcher, Downstream, Request, bytes, str], Life] = Life,
     ):
         self.pipeline = pipeline
+        self.threads = ThreadPoolExecutor(OFFLOAD_THREADS, "prepare")  # of its own: what others do in threads must not wait for prompts
         self.map = cachemap
         self.policy = policy
         self.metrics = metrics
@@ -180,8 +182,7 @@ class Dispatcher:
         elif len(request.body) <= self.pipeline.offload_bytes:
             self._prepared(life, lambda: self._prepare(request), "prepare")
         else:
-            thread = asyncio.get_running_loop().run_in_executor(None, self._prepare, request)
-            thread.add_done_callback(lambda done: self._prepared(life, done.result, "prepare_offloaded"))
+            self._prepare_beside(life)
 
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
         self.metrics.rejections.inc(str(status))
@@ -205,7 +206,14 @@ class Dispatcher:
         prompt = self.pipeline.prepare(request.path, request.body, {"x-session-id": session} if session else None, self.adapters)
         return prompt, perf_counter() - begun
 
-    def _prepared(self, life: Life, make: Callable[[], tuple[Prompt, float]], stage: str) -> None:
+    def _prepare_beside(self, life: Life) -> None:
+        """In a thread: others are answered meanwhile. Nobody's, if the client has left when its turn comes."""
+        thread = asyncio.get_running_loop().run_in_executor(self.threads, lambda: None if life.state is State.ENDED else self._prepare(life.request))
+        thread.add_done_callback(lambda done: self._prepared(life, done.result, "prepare_offloaded"))
+
+    def _prepared(self, life: Life, make: Callable[[], tuple[Prompt, float] | None], stage: str) -> None:
+        if life.state is State.ENDED:
+            return
         try:
             prompt, seconds = make()
         except PromptError as error:
@@ -232,8 +240,7 @@ class Dispatcher:
         if self.unheard_of(prompt.model):
             life.prepared(prompt)
         else:
-            thread = asyncio.get_running_loop().run_in_executor(None, self._prepare, life.request)
-            thread.add_done_callback(lambda done: self._prepared(life, done.result, "prepare_offloaded"))
+            self._prepare_beside(life)
 
     # --- a prompt gets a replica
 

@@ -35,6 +35,12 @@ from .versions import NEWEST, ways
 # 9 us per kB (bench.prompt: tokens 3.7, hashes 2, JSON 0.7), so here lie 360 us at worst; of a long
 # conversation most is known, and 32 kB of it take 115.
 OFFLOAD_BYTES = 40 * 1024
+# Those that prepare long prompts. Each has a cache of the tokenizer's own, 30 MB, and competes with the event loop for the
+# interpreter; a second one, since a prompt of a million tokens takes 50 ms, without fastokens seconds.
+OFFLOAD_THREADS = 2
+# How long such a thread may go on when the event loop wants the interpreter (Python's default: 5 ms). The longest that
+# it does in one piece in 100,000 tokens is 0.4 ms, reading the JSON.
+SWITCH_SECONDS = 0.0005
 _PREFIX_BYTES = 256 * 1024 * 1024
 
 # How a path names its output limit, and where its faults are reported.

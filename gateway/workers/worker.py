@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
-import gc
 import logging
 import mmap
 import signal
@@ -322,9 +321,7 @@ class Worker:
 
 async def _main(end: socket.socket, hello: dict[str, Any], descriptors: list[int]) -> None:
     worker = Worker(end, hello, *descriptors)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)  # as in `app`
+    datapath.started()
     await worker.run()
 
 

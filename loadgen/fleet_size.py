@@ -87,8 +87,8 @@ class Fleet:
 
     def judged(self, size: Size, number: int, outcome: Outcome) -> Point:
         report = {"target": f"{number} simulated engines of {size.tokens:,} tokens", "model": self.profile.name, **summarise(outcome, self.slo)}
-        share = report["goodput"]["met"] / max(1, report["requests"] + report["not_sent"])
-        return Point(number, size.tokens, round(share, 4), share >= self.attainment, report)
+        share = report["goodput"]["share"]
+        return Point(number, size.tokens, share, share >= self.attainment, report)
 
 
 def search(work: Workload, fleet: Fleet, sizes: Sequence[Size], processes: int = 1, said: Callable[[Point], None] = lambda point: None) -> None:

@@ -22,7 +22,7 @@ from loadgen.fleet_size import Fleet, Point, Size, by_tokens, search
 from loadgen.kv_space import RESERVE, UTILIZATION, KvSpace, memory_for_kv
 from loadgen.options import BadOption, whole
 from loadgen.report import setting
-from loadgen.show import count, milliseconds, percent
+from loadgen.show import count, percent
 from loadgen.simulate import Setting
 from loadgen.simulate.verb import asked
 from loadgen.sweep import ATTAINMENT, attainment
@@ -220,7 +220,7 @@ def named(size: Size) -> str:
 
 
 def answer(args: argparse.Namespace, fleet: Fleet, size: Size) -> str:
-    limits = ", ".join(f"{key.upper()} {milliseconds(value)}" for key, value in fleet.slo.items())
+    limits = show.limits(fleet.slo)
     if size.kept is None:
         best = size.found
         return (f"With {size.tokens:,} tokens each, not even {size.missed} replicas keep {limits} for {args.attainment:.4g} of the requests: "

@@ -92,18 +92,19 @@ def summarise(run: Run | Processes, slo: Mapping[str, float] | None = None) -> d
         "tpot_ms": spread(record.tpot for record in good),
         "e2el_ms": spread(record.e2e for record in good),
         "ttft_from_due_ms": spread(record.ttft + record.lateness for record in good if record.first is not None),
-        "goodput": _goodput(good, slo, seconds),
+        "goodput": _goodput(good, len(run.done) + (0 if run.interrupted else run.not_sent), slo, seconds),
         "cache": cache_figures(good),
         "replicas": _replicas(run.done, getattr(run, "replicas", ())),
         "generator": _generator(run, seconds),
     }
 
 
-def _goodput(good: list[Record], slo: Mapping[str, float] | None, seconds: float) -> dict[str, object] | None:
+def _goodput(good: list[Record], requests: int, slo: Mapping[str, float] | None, seconds: float) -> dict[str, object] | None:
+    """`share`: of all `requests`; one that failed, or was never sent since the one before it failed, kept no limit."""
     if not slo:
         return None
     met = sum(meets(record, slo) for record in good)
-    return {"slo_ms": dict(slo), "met": met, "share": round(met / len(good), 4) if good else 0.0,
+    return {"slo_ms": dict(slo), "met": met, "share": round(met / requests, 4) if requests else 0.0,
             "request_goodput": round(met / seconds, 3)}
 
 

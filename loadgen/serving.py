@@ -27,7 +27,10 @@ async def model_of(client: Client, asked: str | None) -> str:
     if problem:
         raise Unreachable(f"{client.base_url} does not answer ({problem}). Is the server up, and the port right?")
     try:
-        return orjson.loads(body)["data"][0]["id"]
+        told = orjson.loads(body)
+        if status == 503:  # a gateway whose engines are not up yet says so, and which
+            raise Unreachable(f"{client.base_url} answers 503: {told['error']['message']}")
+        return told["data"][0]["id"]
     except (ValueError, LookupError, TypeError):
         raise Unreachable(f"{client.base_url} answers {status} to /v1/models and lists no model; "
                           "name one with --model") from None

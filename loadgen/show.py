@@ -25,6 +25,10 @@ def milliseconds(value: float | None) -> str:
     return f"{value:,.0f} ms" if value >= 100 else f"{value:,.1f} ms"
 
 
+def limits(slo: Mapping[str, float]) -> str:
+    return ", ".join(f"{key.upper()} {milliseconds(value)}" for key, value in slo.items())
+
+
 def percent(value: float | None) -> str:
     return "–" if value is None else f"{value * 100:.1f} %"
 
@@ -72,9 +76,8 @@ def _facts(report: Report) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     if goodput := report["goodput"]:
-        limits = ", ".join(f"{key} {value:g} ms" for key, value in goodput["slo_ms"].items())
         table.add_row("goodput", f"{goodput['request_goodput']:.2f} requests/s "
-                                 f"({percent(goodput['share'])} within {limits})")
+                                 f"({percent(goodput['share'])} within {limits(goodput['slo_ms'])})")
     table.add_row("prompt tokens", count(cache["prompt_tokens"]) if cache["prompt_tokens"] is not None
                   else "the server reports no usage")
     table.add_row("cached, reported", _share(cache["cached_tokens"], cache["hit_rate"], "the engine does not report it "

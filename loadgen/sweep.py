@@ -81,16 +81,15 @@ class Sweep:
 
     def add(self, rate: float, report: Report) -> dict[str, object]:
         """One rate's report, with limits that `summarise` was given."""
-        within = report["goodput"]["met"] / max(1, report["requests"] + report["not_sent"])
-        step = {"rate": rate, "share": round(within, 4), "kept": within >= self.attainment, "report": report}
+        share = report["goodput"]["share"]
+        step = {"rate": rate, "share": share, "kept": share >= self.attainment, "report": report}
         self.steps.append(step)
         self.search.tell(rate, step["kept"])
         return step
 
     @property
     def answer(self) -> str:
-        limits = ", ".join(f"{key.upper()} {show.milliseconds(value)}" for key, value in self.slo.items())
-        slo = f"{self.attainment * 100:g} % of requests within {limits}"
+        slo = f"{self.attainment * 100:g} % of requests within {show.limits(self.slo)}"
         if self.search.kept is None:
             return f"No rate that was tried kept the SLO: {slo}."
         return f"{self.search.kept:.4g} requests/s is the highest rate that kept the SLO: {slo}." + (

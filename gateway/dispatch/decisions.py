@@ -86,6 +86,9 @@ class Decisions:
         dispatcher.choose(decided)
         try:
             await decided.made
+        except asyncio.CancelledError:
+            dispatcher.release(decided)  # the shared ledger may have answered in the same turn
+            raise
         finally:
             decided.state = State.ENDED  # an answer of the shared ledger that comes for a caller who left is taken back
         self._open[decided.id] = decided

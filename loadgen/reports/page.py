@@ -46,12 +46,8 @@ def _tiles(report: show.Report) -> list[tuple[str, str, str]]:
     if cache["hit_rate"] is not None:
         tiles.append(("cache hit rate", show.percent(cache["hit_rate"]), f"{cache['prefill_tokens']:,} of {cache['prompt_tokens']:,} tokens computed"))
     if goodput:
-        tiles.append(("within the SLO", show.percent(goodput["share"]), limits(goodput["slo_ms"])))
+        tiles.append(("within the SLO", show.percent(goodput["share"]), show.limits(goodput["slo_ms"])))
     return tiles
-
-
-def limits(slo: Mapping[str, float]) -> str:
-    return ", ".join(f"{key.upper()} {show.milliseconds(value)}" for key, value in slo.items())
 
 
 def _latencies(report: show.Report) -> list[tuple[str, str, list[str]]]:

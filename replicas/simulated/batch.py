@@ -3,6 +3,8 @@
 While a request decodes, its length follows from the number of the step, so that a step costs nothing for those that
 neither start a block, nor fill one, nor end. Steps in which nobody does can be taken at once.
 """
+from collections.abc import Hashable
+
 from .steps import EngineRequest
 
 
@@ -35,7 +37,7 @@ class Batch:
     def __init__(self, block_size: int):
         self.now = 0       # number of the step
         self.context = 0   # tokens of all, before the next step
-        self.sequences: dict[str, Sequence] = {}
+        self.sequences: dict[Hashable, Sequence] = {}
         self._due: dict[int, list[Sequence]] = {}
         self._block_size = block_size
 

@@ -26,6 +26,7 @@ gpu-8b), this model gives hit rate and TTFT mean / p99 in ms of .050 and 362 / 2
 blocks .082 and 317 / 2079 for .082 and 321 / 2049, and .083 and 348 / 2181 for .082 and 347 / 2148.
 """
 from collections import deque
+from collections.abc import Hashable
 
 from .batch import Batch, Sequence
 from .blocks import BlockPool, Key
@@ -45,7 +46,7 @@ class Engine:
         self._every_token = every_token
         self._size = profile.block_size
         self._pool = BlockPool(profile.num_blocks)
-        self._all: dict[str, Sequence] = {}
+        self._all: dict[Hashable, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._partial: Sequence | None = None     # its prompt is partly done; admitted last
         self._batch = Batch(self._size)           # those whose prompt is done
@@ -113,7 +114,7 @@ class Engine:
         self._all[request.id] = sequence
         self._waiting.append(sequence)
 
-    def abort(self, id: str) -> bool:
+    def abort(self, id: Hashable) -> bool:
         """Drop a request and free its blocks; False if it is not here (it may have ended)."""
         sequence = self._all.pop(id, None)
         if sequence is None:

@@ -1,5 +1,5 @@
 """What an engine is asked, and what its steps tell."""
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class EngineRequest:
     filled it; without it, blocks filled by output are never hits and raise no events. `stop_tokens`:
     after how many tokens the model ends by itself (None: never); the output is cut at `max_tokens` and at the
     engine's context length."""
-    id: str
+    id: Hashable
     blocks: list[Key]
     prompt_tokens: int
     max_tokens: int
@@ -25,7 +25,7 @@ class EngineRequest:
 
 class Output(NamedTuple):
     """Tokens a request got in a step. `tokens`: new since this request's last Output."""
-    id: str
+    id: Hashable
     tokens: int
     first: bool
     finished: str | None  # "stop", "length", or None: goes on

@@ -85,7 +85,14 @@ def test_goodput_needs_every_limit():
     assert not meets(record(gaps=(0.1, 0.1)), slo)
     assert meets(record(gaps=()), slo)  # one token has no TPOT
     report = summarise(run_of([record(), record(ttft=0.3), record(error="closed")]), slo)
-    assert report["goodput"] == {"slo_ms": slo, "met": 1, "share": 0.5, "request_goodput": 0.1}
+    assert report["goodput"] == {"slo_ms": slo, "met": 1, "share": 0.3333, "request_goodput": 0.1}  # of all three
+
+
+@pytest.mark.parametrize("interrupted, share", [(False, 0.2), (True, 0.5)])
+def test_what_was_not_sent_kept_no_limit_unless_nobody_wanted_it(interrupted, share):
+    run = run_of([record(), record(ttft=0.3)])
+    run.not_sent, run.interrupted = 3, interrupted
+    assert summarise(run, parse_slo("ttft:200ms"))["goodput"]["share"] == share
 
 
 def test_cache_rates_are_over_those_who_tell():

@@ -41,7 +41,7 @@ def test_a_report_with_everything():
     text = drawn(show.run_report(summarise(run_of(*(told(number) for number in range(4))), {"ttft": 50.0})))
     assert "4 of 4 requests answered in 10.0 s" in text
     for part in ("TTFT", "ITL", "TPOT", "E2E", "mean", "p50", "p90", "p99", "100 ms", "3,000 (75.0 %)", "2,800 (70.0 %)",
-                 "0.00 requests/s (0.0 % within ttft 50 ms)", "r0 2  r1 2", "of a core"):
+                 "0.00 requests/s (0.0 % within TTFT 50.0 ms)", "r0 2  r1 2", "of a core"):
         assert part in text, part
     assert "×" not in text and "generator itself" not in text
 

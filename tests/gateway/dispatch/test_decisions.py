@@ -71,6 +71,21 @@ def test_nothing_is_left_whatever_happens(steps):
     asyncio.run(play())
 
 
+async def test_a_caller_that_leaves_as_the_answer_comes_leaves_nothing(monkeypatch):
+    async with decisions() as (s, d):
+        choose, asked = s.dispatcher.choose, []
+        monkeypatch.setattr(s.dispatcher, "choose", asked.append)  # as the shared ledger, which answers later
+        deciding = asyncio.create_task(d.decide(PATH, chat(), {}))
+        while not asked:
+            await asyncio.sleep(0)
+        choose(asked[0])
+        assert not s.idle()
+        deciding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await deciding
+        assert s.idle()
+
+
 async def test_a_model_loaded_a_moment_ago_is_asked_for_first():
     async def loaded():
         for backend in s.dispatcher.backends.values():

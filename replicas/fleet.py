@@ -83,6 +83,8 @@ class Fleet:
     async def stop(self) -> None:
         """Stop every engine of our own (no drain: `drain` is for that) and all watching."""
         engines = list(self.engines.values())
+        for engine in engines:
+            engine.task.cancel()  # what they would see from here on is our own doing, and no failure
         await asyncio.gather(*(one.supervisor.stop(STOP_GRACE) for one in engines if one.supervisor))
         tasks = [*(one.task for one in engines), *(one.drain for one in engines if one.drain), *self._drains.values()]
         for task in tasks:

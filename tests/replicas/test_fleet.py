@@ -229,6 +229,22 @@ async def test_remove_drains_and_forgets(fleet, fake_profile, comes, alive):
         fleet.drain(replica.id)
 
 
+async def test_an_engine_that_is_stopped_with_the_fleet_is_not_called_failed(fleet, fake_profile, comes):
+    (replica,) = await fleet.launch(1, fake_profile())
+    await comes(replica, READY)
+    supervisor = fleet.engines[replica.id].supervisor
+    stop = supervisor.stop
+
+    async def slowly(grace):
+        await stop(grace)
+        await asyncio.sleep(0.5)  # another engine takes its time to end; a watcher would have looked by then
+
+    supervisor.stop = slowly
+    fleet.seen.clear()
+    await fleet.stop()
+    assert states(fleet, replica) == [STOPPED]
+
+
 # Adopted
 
 

@@ -53,4 +53,3 @@ async def test_hit_rate_and_ttft_are_those_of_processes(tmp_path):
         assert virtual["cache"]["hit_rate"] == pytest.approx(real["cache"]["hit_rate"], abs=0.01)
         for quantile in ("p50", "p90"):
             assert virtual["ttft_ms"][quantile] == pytest.approx(real["ttft_ms"][quantile], rel=0.1)
-        print(policy, real["ttft_ms"], virtual["ttft_ms"], real["cache"]["hit_rate"])

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from time import monotonic, time_ns
 from typing import Any
+from uuid import uuid4
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -70,7 +71,7 @@ class Spans:
     def __init__(self) -> None:
         _hear(_Seldom())
         said = OTELResourceDetector().detect().attributes
-        self._resource = Resource.create({"service.name": "hitherto", "service.version": __version__, **said})
+        self._resource = Resource.create({"service.name": "hitherto", "service.version": __version__, "service.instance.id": str(uuid4()), **said})
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         self._sampler, self._ids = provider.sampler, provider.id_generator
         self._scope = InstrumentationScope("hitherto", __version__)

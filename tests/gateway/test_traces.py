@@ -72,7 +72,8 @@ async def test_a_dead_collector_holds_up_nothing(engine, there):
             gateway.process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(gateway.process.wait(), 60) == 0
     said = [line for line in gateway.log if b"hitherto.traces" in line]
-    assert 1 <= len(said) < 8 and b"did not take the last spans within 2 s" in said[-1]
+    assert 1 <= len(said) < 8
+    assert not there or b"did not take the last spans within 2 s" in said[-1]
     assert not [line for line in gateway.log if b"opentelemetry" in line]
 
 

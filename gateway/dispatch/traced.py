@@ -107,7 +107,8 @@ class TracedLife(Life):
     def _tell_replica(self, parent: SpanContext) -> None:
         """In the request's headers, which are sent on."""
         dropped = (b"traceparent",) if self.trace.parent is not None else (b"traceparent", b"tracestate")  # a state belongs to a valid parent
-        request = self.request
+        # A copy: of the request as it came, its head is kept for those that repeat it.
+        request = self.request = self.request.again(self.request.body, self.request.begun)
         kept = [header for header in request.headers if header[0] not in dropped]
         request.set_headers([*kept, (b"traceparent", traceparent(parent))])
 

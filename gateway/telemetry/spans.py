@@ -8,7 +8,6 @@ the times that were taken on the way, and go to the SDK's batch processor, whose
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -77,9 +76,6 @@ class Spans:
         self._scope = InstrumentationScope("hitherto", __version__)
         self._propagator = TraceContextTextMapPropagator()
         self._batches = BatchSpanProcessor(OTLPSpanExporter())
-        # A batch is encoded in Python, 512 spans in 25 ms; whenever the event loop wakes meanwhile it waits for its turn, 5.6 ms
-        # with Python's own interval of 5, 1.0 with this (medians).
-        sys.setswitchinterval(min(sys.getswitchinterval(), 0.0005))
 
     def begin(self, name: str, attributes: Attributes, headers: Mapping[str, list[str]]) -> Trace:
         """A request is there. `headers`: of it, those named traceparent and tracestate."""

@@ -320,3 +320,18 @@ async def test_a_streams_times(monkeypatch):
     (_, sent, _), (_, first, _) = client.events
     assert client.told["hitherto.ttft.observed"] == pytest.approx((first - sent) / 1e9, abs=1e-6)
     assert (server.told["gen_ai.usage.input_tokens"], server.told["gen_ai.usage.output_tokens"]) == (7, 3)
+
+
+@pytest.mark.parametrize("env", [{}, {"OTEL_TRACES_SAMPLER": "always_off"}], ids=["sampled", "not sampled"])
+async def test_requests_of_one_connection_are_traces_of_their_own(monkeypatch, env):
+    """What is known of a head that a client repeats has nothing of the trace before."""
+    seen = []
+    async with traced(monkeypatch, answers(seen=seen), env=env) as made:
+        talker = await made.talk()
+        for extra in (b"", b"x-a: b\r\n", b"x-a: b\r\n"):  # the second is parsed with a connection at hand, the third known
+            await talker.say(post(extra=extra))
+            assert (await talker.response())[0] == 200
+        collector = await made.collected()
+    told = [told_of(head) for head, _ in seen]
+    assert all(len(one) == 1 for one in told) and len({one.split(b"-")[1] for (one,) in told}) == 3
+    assert len(collector.spans) == (0 if env else 6) and not any(span.parent for span in collector.of("SERVER"))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from cachemap.lookup import NO_BLOCKS, NONE, u64
+from cachemap.lookup import NO_BLOCKS, u64
 from cachemap.room import OLDEST, Budget, Room
 from cachemap.table import MIX, Buckets, distinct
 
@@ -59,7 +59,7 @@ class BlockTable(Room):
         renamed = distinct(at[known])
         before = alias.payloads(renamed)
         alias.put(at[known], packed[known])
-        added = NONE
+        added = np.empty(0, np.int64)
         if len(again) < len(numbers):
             added = distinct(alias.add(packed[~known] >> self._tag_shift, packed[~known]))
         now = alias.payloads(renamed)

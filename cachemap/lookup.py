@@ -18,15 +18,37 @@ from cachemap.holders import HolderSets, Masks, spread
 from cachemap.memory import PRIVATE, Memory
 from cachemap.table import U64, Index
 
-NONE = np.empty(0, np.int64)
 NO_BLOCKS = np.empty(0, U64)
-PIECE = 256  # blocks of a prompt looked up first; then always as many as were found before
+PIECE = 256  # blocks of a prompt looked up first; then always as many as were found before,
+MOST = 4096  # up to this: larger arrays would be new memory each time
 SHORT = 8  # where blocks of a prompt lie in shorter runs than this, all at once are looked up quicker
 
 
 def u64(numbers: Iterable[int]) -> np.ndarray:
     """Ints of up to 64 bits as an array; by way of `array`, a third quicker than numpy's."""
     return np.frombuffer(array("Q", numbers), U64)
+
+
+class Found:
+    """The numbers of a prompt's leading blocks, as pieces that select them: slices where they are consecutive."""
+
+    __slots__ = ("count", "pieces")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.pieces: list[slice | np.ndarray] = []
+
+    def add(self, piece: slice | np.ndarray, count: int) -> None:
+        self.pieces.append(piece)
+        self.count += count
+
+    def number(self, at: int) -> int:
+        for piece in self.pieces:
+            count = piece.stop - piece.start if isinstance(piece, slice) else len(piece)
+            if at < count:
+                return piece.start + at if isinstance(piece, slice) else int(piece[at])
+            at -= count
+        raise IndexError(at)
 
 
 class Lookup:
@@ -55,70 +77,81 @@ class Lookup:
         self.index = Index.over(words, passed, spilled, len(self.hashes).bit_length(), self.hashes)
         self.holders = Masks(masks)
 
-    def prefix(self, hashes: list[int]) -> np.ndarray:
-        """Numbers of the leading blocks that anyone holds; marks them as used now."""
-        found, done, piece, last = [], 0, PIECE, 0
-        while done < len(hashes):
-            wanted = hashes[done : done + piece]
-            number = min(last + 1, len(self.hashes) - 1) if last else self.index.at(wanted[0])
+    def prefix(self, hashes: list[int]) -> Found:
+        """The leading blocks that anyone holds; marks them as used now."""
+        found, piece, number = Found(), PIECE, 0
+        while found.count < len(hashes):
+            wanted = hashes[found.count : found.count + piece]
+            number = number or self.index.at(wanted[0])
             if not number:
                 break
-            numbers = self._lead(wanted, u64(wanted), number)
-            done += len(numbers)
-            found.append(numbers)
-            if len(numbers) < len(wanted):
+            number = self._lead(wanted, u64(wanted), number, found)
+            if not number:
                 break
-            last, piece = int(numbers[-1]), done
-        if not found:
-            return NONE
-        numbers = found[0] if len(found) == 1 else np.concatenate(found)
-        self._used(numbers)
-        return numbers
+            piece = min(found.count, MOST)
+        self._used(found)
+        return found
 
-    def _lead(self, hashes: list[int], wanted: np.ndarray, number: int) -> np.ndarray:
-        """Numbers of the leading blocks of these that are there, run by run; `number` is where the first may be."""
-        runs, at, end, numbers = [], 0, len(wanted), self.hashes
+    def _lead(self, hashes: list[int], wanted: np.ndarray, number: int, found: Found) -> int:
+        """Find the leading blocks of these, run by run; `number` is where the first may be. If all are there, gives where
+        what follows them may be."""
+        at, end, runs, numbers = 0, len(wanted), 0, self.hashes
         while at < end:
-            if numbers.item(number) != hashes[at]:
+            if number == len(numbers) or numbers.item(number) != hashes[at]:
                 number = self.index.at(hashes[at])
                 if not number:
-                    break
+                    return 0
             there = numbers[number : number + end - at]
             same = there == wanted[at : at + len(there)]
             run = len(same) if same.all() else int(same.argmin())
             if not run:
-                break  # torn
-            runs.append(np.arange(number, number + run))
-            at += run
-            if len(runs) > 3 and at < SHORT * len(runs):
+                return 0  # torn
+            found.add(slice(number, number + run), run)
+            at, number, runs = at + run, number + run, runs + 1
+            if runs > 3 and at < SHORT * runs and at < end:
                 rest = self.index.numbers(wanted[at:])
-                runs.append(rest if rest.all() else rest[: int((rest == 0).argmax())])
-                break
-            number = min(number + run, len(numbers) - 1)
-        return runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else NONE
+                known = len(rest) if rest.all() else int((rest == 0).argmax())
+                if known:
+                    found.add(rest[:known], known)
+                return int(rest[-1]) + 1 if known == len(rest) else 0
+        return number
 
-    def _used(self, numbers: np.ndarray) -> None:
+    def _used(self, found: Found) -> None:
         """Mark them as used now. Any reader may: an epoch is a byte, and whose is the last does not matter."""
         if self.told[1]:
-            self.epochs[numbers] = self.told[0]
+            for piece in found.pieces:
+                self.epochs[piece] = self.told[0]
 
-    def reach(self, numbers: np.ndarray, slots: int) -> list[int]:
+    def reach(self, found: Found, slots: int) -> list[int]:
         """For each of `slots` replicas, how many of these leading blocks it holds in a row."""
         lengths = [0] * slots
-        if not len(numbers):
-            return lengths
-        sets = self.sets.take(numbers)
-        mask = self.holders.mask
-        held = mask(int(sets[0]))
-        ends = (sets[1:] != sets[:-1]).nonzero()[0] + 1  # a replica's run ends where it leaves the set
-        for end, number in zip(ends.tolist(), sets.take(ends).tolist()):
-            still = held & mask(number)
-            if still != held:
-                spread(lengths, held ^ still, end)
-                held = still
-                if not held:
-                    return lengths
-        spread(lengths, held, len(numbers))
+        mask, whole, held, last, at = self.holders.mask, -1, -1, -1, 0
+        for piece in found.pieces:
+            sets = self.sets[piece]
+            ends = (sets[1:] != sets[:-1]).nonzero()[0] + 1
+            changes = zip((0, *ends.tolist()), (int(sets[0]), *sets[ends].tolist())) if len(ends) else ((0, int(sets[0])),)
+            for end, number in changes:
+                if number == last:
+                    continue
+                last = number
+                if held < 0:
+                    whole = held = mask(number)
+                    continue
+                still = held & mask(number)  # a replica's run ends where it leaves the set
+                if still != held:
+                    lost = held ^ still
+                    if held is whole and 2 * lost.bit_count() > slots:
+                        # a system prompt that all hold: 5 us instead of 40 with 1,024 replicas
+                        lengths = [at + end] * slots
+                        spread(lengths, (1 << slots) - 1 & ~whole, 0)
+                    else:
+                        spread(lengths, lost, at + end)
+                    held = still
+                    if not held:
+                        return lengths
+            at += len(sets)
+        if held > 0:
+            spread(lengths, held, at)
         return lengths
 
     def holds(self, slot: int, number: int) -> bool:

@@ -70,8 +70,8 @@ class CacheMap:
 
     Replicas are slots: small ints that index the lists in `Match` and are used again after
     `detach`. Hashes are nonzero u64 made by `hash_blocks`. `now` is in seconds, monotonic.
-    Not thread safe; every call is short (see bench/cachemap.py) but for a growth or a
-    shedding of the table, about 0.1 us a block that is in it.
+    Not thread safe; every call is short: what takes long, growth, shedding and the end of a replica,
+    is done in steps of at most some milliseconds, with each call (see bench/scale.py).
     """
 
     def __init__(self, budget_bytes: int, predicted_seconds: float = PREDICTED_SECONDS, memory: Memory = PRIVATE):
@@ -128,12 +128,12 @@ class CacheMap:
     def match(self, hashes: Sequence[int], now: float) -> Match:
         """How much of the prompt with these block hashes each replica holds."""
         gpu = self._gpu
-        places = gpu.prefix(hashes)
-        confirmed = gpu.reach(places, len(self._replicas))
+        found = gpu.prefix(hashes)
+        confirmed = gpu.reach(found, len(self._replicas))
         held = confirmed.copy()
         if self._routed:
             for slot, reach in self._routed.reach(hashes, now, confirmed).items():
-                while reach < len(places) and gpu.holds(slot, places[reach]):
+                while reach < found.count and gpu.holds(slot, found.number(reach)):
                     reach += 1  # confirmed again after what is predicted
                 held[slot] = reach
         for slot, model in self._modelled:

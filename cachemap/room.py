@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from cachemap.lookup import Lookup
+from cachemap.lookup import Found, Lookup
 from cachemap.memory import PRIVATE, Memory
 from cachemap.numbers import Numbers
 from cachemap.table import CHUNK, FILL, U64, Buckets, distinct
@@ -133,10 +133,11 @@ class Room(Lookup):
 
     # ---- use ----
 
-    def _used(self, numbers: np.ndarray) -> None:
+    def _used(self, found: Found) -> None:
         if self._pressed:
-            self.epochs[numbers] = self._epoch
-            self._tick(len(numbers))
+            for piece in found.pieces:
+                self.epochs[piece] = self._epoch
+            self._tick(found.count)
 
     def _ages(self, numbers: np.ndarray) -> np.ndarray:
         return self._epoch - self.epochs[numbers].astype(np.int64) & 0xFF

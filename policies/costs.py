@@ -8,7 +8,8 @@ Two models, linear in their features, every coefficient positive:
 
 An engine works in steps. A prompt waits for the rest of the step under way, then shares its own
 steps with the prompts ahead (first come first served, one token budget) and with one token of each
-decoding stream: hence `busy`, `queued` and `crowd`; each step's fixed cost is in `base`.
+decoding stream: hence `busy`, `queued` and `crowd`; each step's fixed cost is in `base`. Where it is known
+since when the step under way computes prompts, `busy` and their tokens count as far as they are `left`.
 
 The shape is learned once for a group of replicas of one kind, each replica adds a speed of its own.
 Learning whole shapes per replica starved some: identical replicas came to differ by their first few
@@ -137,10 +138,24 @@ class Costs:
         _, token, pair, _, _, _ = self.group.ttft.coefficients
         return self.ttft.value * uncached * (token + pair * (context + 0.5 * uncached))
 
-    def queue_seconds(self, load) -> float:
+    def queue_seconds(self, load, now: float | None = None) -> float:
         """Draining the prefills ahead: their uncached tokens and the rest of the step under way."""
+        if not load.prefilling:
+            return 0.0
         _, _, _, queued, busy, _ = self.group.ttft.coefficients
-        return self.ttft.value * (queued * load.prefill_tokens + busy) if load.prefilling else 0.0
+        left = self.left(load, now)
+        return self.ttft.value * (queued * (load.prefill_tokens - (1.0 - left) * load.begun_tokens) + busy * left)
+
+    def left(self, load, now: float | None) -> float:
+        """Share of the step that computes prompts there which is still to come; 1 if it is not known since when.
+
+        One that is overdue may take as much longer as it is late: a replica that hangs looks fully busy again, not done.
+        """
+        if now is None or load.since is None:
+            return 1.0
+        base, token, _, _, _, crowd = self.group.ttft.coefficients
+        lasts = self.ttft.value * (base + token * load.begun_tokens) + crowd * self.step_seconds(load)
+        return min(1.0, abs(1.0 - (now - load.since) / lasts))
 
     def step_seconds(self, load) -> float:
         """One decode step of the streams there now; 0 if there are none."""
@@ -149,30 +164,31 @@ class Costs:
         base, per_stream, per_token = self.group.step.coefficients
         return self.step.value * (base + per_stream * load.decoding + per_token * load.context_tokens)
 
-    def ttft_seconds(self, load, uncached: int, context: int) -> float:
-        """Time to the first token for a request that meets `load`."""
+    def ttft_seconds(self, load, uncached: int, context: int, now: float | None = None) -> float:
+        """Time to the first token for a request that meets `load`, at `now`."""
         base, _, _, _, _, crowd = self.group.ttft.coefficients
-        return (self.ttft.value * base + self.prefill_seconds(uncached, context) + self.queue_seconds(load)
+        return (self.ttft.value * base + self.prefill_seconds(uncached, context) + self.queue_seconds(load, now)
                 + crowd * self.step_seconds(load))
 
     def decode_interference(self, load, uncached: int, context: int) -> float:
         """Seconds by which this prefill holds up the streams decoding there, summed over them."""
         return load.decoding * self.prefill_seconds(uncached, context)
 
-    def observe_ttft(self, seconds: float, uncached: int, cached: int, before) -> None:
-        """A first token came after `seconds`; `before` is the load it met (Reservation.before)."""
+    def observe_ttft(self, seconds: float, uncached: int, cached: int, before, at: float | None = None) -> None:
+        """A first token came after `seconds`; `before` is the load it met, `at` when (both a Reservation's)."""
         if seconds <= 0:
             return
-        predicted = self.ttft_seconds(before, uncached, cached)
+        predicted = self.ttft_seconds(before, uncached, cached, at)
         self.count += 1
         self.error += max(0.05, 1 / self.count) * (abs(predicted - seconds) - self.error)
         speed = self.ttft.value
         # A queue's length in seconds is the engine's luck with batches more than its speed.
-        own = predicted - self.queue_seconds(before) - self.group.ttft.coefficients[5] * self.step_seconds(before)
+        own = predicted - self.queue_seconds(before, at) - self.group.ttft.coefficients[5] * self.step_seconds(before)
         self.ttft.observe(predicted, seconds, own / predicted)
-        self.group.learn("ttft", (1.0, uncached, uncached * (cached + 0.5 * uncached), before.prefill_tokens,
-                                  1.0 if before.prefilling else 0.0, self.step_seconds(before) / speed),
-                         seconds / speed)
+        left = self.left(before, at) if before.prefilling else 0.0
+        ahead = before.prefill_tokens - (1.0 - left) * before.begun_tokens if before.prefilling else 0.0
+        self.group.learn("ttft", (1.0, uncached, uncached * (cached + 0.5 * uncached), ahead, left,
+                                  self.step_seconds(before) / speed), seconds / speed)
 
     def observe_itl(self, seconds_per_token: float, decoding: int, context_tokens: int) -> None:
         """A stream's mean time a token, among so many streams (itself included) with so much context."""

@@ -37,9 +37,10 @@ from typing import Sequence
 from .vocabulary import Bid, Candidate, Choice, Demand
 
 _INTERFERENCE = 0.05    # seconds of TTFT that a second of one stream's standstill is worth
-_BATCHED = 0.25         # chance that a prompt there shares a step with ours: else it is further, in a step under way
+_BATCHED = 0.25         # chance that a prompt there shares a step with ours, if it may have begun: those that have not begun will
 _LONGER = 0.05 * 25     # the same weight for 25 decode steps that two streams have in common
 _EVICTION = 0.2         # chance that what is pushed out of a full cache is asked for again
+_FOLLOW = 12            # streams' steps lengthened later by the requests that go on from one, at the weight of those now
 _REPLY = 200            # decode steps a stream typically has left when blocks run out
 _SPARE = 0.02           # share of the blocks an engine cannot use to the full: half filled ones
 # Fetching a token's KV instead of computing it, as a share of the time: what the tier credits 0.8, 0.6
@@ -49,10 +50,10 @@ TERMS = ("prefill", "queue", "crowd", "fetch", "room", "interference", "crowding
 WAITS = 5    # of the TERMS are this request's own wait, the others what it costs other requests
 
 
-def lost_seconds(tokens: int, candidate: Candidate) -> tuple[float, ...]:
-    """The TERMS of one candidate for a prompt of `tokens`."""
+def lost_seconds(tokens: int, candidate: Candidate, now: float | None = None, later: float = 0.0) -> tuple[float, ...]:
+    """The TERMS of one candidate for a prompt of `tokens`; `later`: see `streams_later`."""
     load, costs, cached = candidate.load, candidate.costs, candidate.overlap
-    base, token, pair, queued, busy, crowd = costs.group.ttft.coefficients
+    base, token, pair, _, _, crowd = costs.group.ttft.coefficients
     speed, streams, usage = costs.ttft.value, load.decoding, load.kv_usage or 0.0
     fetch = 0.0
     for tier, count in candidate.lower:
@@ -61,41 +62,63 @@ def lost_seconds(tokens: int, candidate: Candidate) -> tuple[float, ...]:
     uncached = tokens - cached
     own = speed * uncached * (token + pair * (cached + 0.5 * uncached))
     queue = held_up = 0.0
-    if waiting := load.prefilling:
-        queue, held_up = speed * (queued * load.prefill_tokens + busy), _BATCHED * waiting
-    if not streams:
-        return speed * base + own, queue, 0.0, fetch, 0.0, held_up * own, 0.0, _EVICTION * usage * own
+    if load.prefilling:
+        queue, held_up = costs.queue_seconds(load, now), _BATCHED * load.prefilling
+        if now is not None and load.since is not None:
+            held_up += (1.0 - _BATCHED) * (load.prefilling - load.begun)
     step_base, step_stream, step_context = costs.group.step.coefficients
     pace, context = costs.step.value, load.context_tokens
-    step = pace * (step_base + step_stream * streams + step_context * context)
     marginal = pace * (step_stream + step_context * tokens)
+    crowding = (_LONGER + crowd) * (streams + later) * marginal
+    if not streams:
+        return speed * base + own, queue, 0.0, fetch, 0.0, held_up * own, crowding, _EVICTION * usage * own
+    step = pace * (step_base + step_stream * streams + step_context * context)
     room = 0.0
     if load.capacity_tokens:
         short = (context + load.prefill_tokens + tokens) / load.capacity_tokens - 1.0 + _SPARE
         if short > 0.0:
             room = short * _REPLY * step
     return (speed * base + own, queue, crowd * step, fetch, room, own * (_INTERFERENCE * streams + held_up),
-            (_LONGER + crowd) * streams * marginal, _EVICTION * usage * own)
+            crowding, _EVICTION * usage * own)
 
 
-def bid(tokens: int, candidate: Candidate) -> Bid:
-    """The sum of `lost_seconds` as a linear form in the load; `room` and `eviction`, which need a scrape, as they are now."""
+def streams_later(candidates: Sequence[Candidate], block_size: int) -> list[float]:
+    """How many streams those meet on each candidate that will follow this request to where it goes, at `_FOLLOW` times their number.
+
+    By Little's law a replica has that share of all streams which it has of the choices: steadier than what streams there just now.
+    All 0 where one replica alone holds most of the prompt, which mostly is a conversation that goes on: it is bound already.
+    """
+    overlaps = [candidate.overlap for candidate in candidates]
+    most = max(overlaps) - block_size
+    recent = sum([candidate.load.recent for candidate in candidates])
+    if not recent or sum([overlap >= most for overlap in overlaps]) == 1:
+        return [0.0] * len(candidates)
+    scale = _FOLLOW * sum([candidate.load.decoding for candidate in candidates]) / recent
+    return [scale * candidate.load.recent for candidate in candidates]
+
+
+def bid(tokens: int, candidate: Candidate, later: float = 0.0) -> Bid:
+    """The sum of `lost_seconds` as a linear form in the load; `room` and `eviction`, which need a scrape, as they are now.
+
+    Of a load that others change meanwhile it is not known since when its prompts are computed.
+    """
     load, costs = candidate.load, candidate.costs
     base, token, pair, queued, busy, crowd = costs.group.ttft.coefficients
     step_base, step_stream, step_context = costs.group.step.coefficients
     speed, pace, usage = costs.ttft.value, costs.step.value, load.kv_usage or 0.0
     cached = candidate.overlap + sum(count for _, count in candidate.lower)
     _, _, _, fetch, room, _, _, _ = lost_seconds(tokens, candidate)
+    marginal = pace * (step_stream + step_context * tokens)
     scale = speed * (1.0 + _EVICTION * usage)
     uncached = tokens - cached
     return Bid(
         own=scale * uncached * (token + pair * (cached + 0.5 * uncached)),
         pace=scale,
-        fixed=speed * base + fetch + room,
+        fixed=speed * base + fetch + room + (_LONGER + crowd) * later * marginal,
         if_prefilling=speed * busy,
         per_prefill_token=speed * queued,
         if_decoding=crowd * pace * step_base,
-        per_stream=pace * (crowd * step_stream + (_LONGER + crowd) * (step_stream + step_context * tokens)),
+        per_stream=crowd * pace * step_stream + (_LONGER + crowd) * marginal,
         per_context_token=crowd * pace * step_context,
         own_per_stream=_INTERFERENCE * speed / scale,
         own_per_waiting=_BATCHED * speed / scale,
@@ -110,7 +133,8 @@ class LeastTime:
         self._random = random.Random(seed).random
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
-        lost = [lost_seconds(demand.tokens, candidate) for candidate in candidates]
+        later = streams_later(candidates, demand.block_size)
+        lost = [lost_seconds(demand.tokens, candidate, demand.now, more) for candidate, more in zip(candidates, later)]
         totals = [sum(terms) for terms in lost]
         least = min(totals)
         limit = least * self.slack[0] + self.slack[1]
@@ -120,7 +144,8 @@ class LeastTime:
         return Choice(index, reason, [dict(zip(TERMS, terms)) for terms in lost] if explain else None)
 
     def bids(self, demand: Demand, candidates: Sequence[Candidate]) -> list[Bid | None]:
-        return [bid(demand.tokens, candidate) for candidate in candidates]
+        later = streams_later(candidates, demand.block_size)
+        return [bid(demand.tokens, candidate, more) for candidate, more in zip(candidates, later)]
 
     def own_after(self, demand: Demand, overlap: int, candidates: Sequence[Candidate]) -> float:
         _, token, pair, _, _, _ = candidates[0].costs.group.ttft.coefficients

@@ -11,18 +11,20 @@ from dataclasses import dataclass, fields
 
 from .vocabulary import Load
 
-_COUNTS = tuple(f.name for f in fields(Load) if f.name not in ("waiting", "kv_usage", "capacity_tokens"))
+_COUNTS = tuple(f.name for f in fields(Load))[:5]
 NOTHING = (0,) * len(_COUNTS)
+_WINDOW = 16    # choices a replica, over which its share of them is taken: fewer are noise, more let what begins at once go to one place
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """One request's share of a replica's load. `before` is the load it met, without itself."""
+    """One request's share of a replica's load. `before` is the load it met, without itself, and `at` when that was."""
     replica: str
     load: Load
     before: Load
     uncached: int
     tokens: int
+    at: float | None = None
     stage: str = "prefill"    # then "decode", then "done"
 
 
@@ -34,6 +36,7 @@ class Ledger:
         self._loads: dict[str, Load] = {}
         self._others: dict[str, tuple[int, ...]] = {}
         self._leaving: list[tuple[str, Load]] = []    # replicas removed while requests were still on them
+        self._weight = 1.0    # of the latest choice
         self.moved: Callable[..., None] | None = None
 
     def add(self, replica: str) -> Load:
@@ -60,20 +63,27 @@ class Ledger:
         others = self._others.get(replica, NOTHING)
         return tuple(getattr(load, name) - count for name, count in zip(_COUNTS, others, strict=True))
 
-    def others(self, replica: str, counts: tuple[int, ...]) -> None:
-        """What other gateways have there, in the order of `own`."""
+    def others(self, replica: str, counts: tuple[int, ...], now: float | None = None) -> None:
+        """What other gateways have there, in the order of `own`. One prompt less without a first token: a step has ended, by `now`."""
         load = self._loads.get(replica)
         if load is None:
             return
-        for name, before, count in zip(_COUNTS, self._others.get(replica, NOTHING), counts, strict=True):
-            setattr(load, name, getattr(load, name) - before + count)
+        before = self._others.get(replica, NOTHING)
+        stepped = counts[1] < before[1] or not load.prefilling
+        for name, had, count in zip(_COUNTS, before, counts, strict=True):
+            setattr(load, name, getattr(load, name) - had + count)
+        if stepped:
+            load.since, load.begun, load.begun_tokens = now, load.prefilling, load.prefill_tokens
         self._others[replica] = counts
 
-    def reserve(self, replica: str, uncached: int, tokens: int, counted: bool = False) -> Reservation:
+    def reserve(self, replica: str, uncached: int, tokens: int, counted: bool = False, now: float | None = None) -> Reservation:
         """Count a request of `tokens` prompt tokens, `uncached` of which must be computed. `counted`: where
         `moved` would tell of it, it is known already."""
         load = self._loads[replica]
-        reservation = Reservation(replica, load, load.copy(), uncached, tokens)
+        reservation = Reservation(replica, load, load.copy(), uncached, tokens, now)
+        if not load.prefilling:
+            load.since, load.begun, load.begun_tokens = now, 1, uncached
+        self._chosen(load)
         load.requests += 1
         load.prefilling += 1
         load.prefill_tokens += uncached
@@ -81,7 +91,16 @@ class Ledger:
             self.moved(replica, (1, 1, uncached, 0, 0))
         return reservation
 
-    def first_byte(self, reservation: Reservation) -> None:
+    def _chosen(self, load: Load) -> None:
+        """Heavier choices instead of fading old ones: one replica's figure changes, not all."""
+        self._weight *= 1.0 + 1.0 / (_WINDOW * len(self._loads))
+        load.recent += self._weight
+        if self._weight > 1e100:
+            for one in self._loads.values():
+                one.recent /= self._weight
+            self._weight = 1.0
+
+    def first_byte(self, reservation: Reservation, now: float | None = None) -> None:
         """Its prefill is done; it decodes from now on."""
         if reservation.stage != "prefill":
             return
@@ -91,6 +110,7 @@ class Ledger:
         load.prefill_tokens -= uncached
         load.decoding += 1
         load.context_tokens += tokens
+        load.since, load.begun, load.begun_tokens = now, load.prefilling, load.prefill_tokens
         if self.moved is not None:
             self.moved(reservation.replica, (0, -1, -uncached, 1, tokens))
 
@@ -104,6 +124,7 @@ class Ledger:
         if stage == "prefill":
             load.prefilling -= 1
             load.prefill_tokens -= reservation.uncached
+            load.begun, load.begun_tokens = min(load.begun, load.prefilling), min(load.begun_tokens, load.prefill_tokens)
             change = (-1, -1, -reservation.uncached, 0, 0)
         else:
             load.decoding -= 1

@@ -9,7 +9,7 @@ from .costs import Costs
 
 @dataclass(slots=True)
 class Load:
-    """What one replica has to do right now; the ledger keeps it, a scrape fills the last two."""
+    """What one replica has to do right now; the ledger keeps it, a scrape fills the three in the middle."""
     requests: int = 0         # reserved and not released
     prefilling: int = 0       # of these, first byte not seen yet
     prefill_tokens: int = 0   # their uncached tokens
@@ -18,11 +18,15 @@ class Load:
     waiting: int | None = None      # the engine's own waiting queue, last scrape
     kv_usage: float | None = None   # share of its KV blocks in use by running requests, 0..1
     capacity_tokens: float | None = None   # what its blocks hold, in this ledger's tokens; None: not known to be short
+    since: float | None = None   # when it began the prompts it computes now, by the clock of `Demand.now`; None: not known
+    begun: int = 0               # how many of `prefilling` these are; those that came later wait for the next step
+    begun_tokens: int = 0        # and how many of `prefill_tokens`
+    recent: float = 0.0          # choices that fell on it, the later the heavier: what counts is its share of all replicas' sum
 
     def copy(self) -> Load:
         """As it is now. `dataclasses.replace` takes five times as long, once a request."""
         return Load(self.requests, self.prefilling, self.prefill_tokens, self.decoding, self.context_tokens,
-                    self.waiting, self.kv_usage, self.capacity_tokens)
+                    self.waiting, self.kv_usage, self.capacity_tokens, self.since, self.begun, self.begun_tokens, self.recent)
 
     def scraped(self, waiting: int | None, kv_usage: float | None) -> None:
         """Take over a scrape; either may be missing.
@@ -47,6 +51,7 @@ class Demand:
     root: int = 0                   # hash of the first block, 0 if the prompt has no full block
     session: str | None = None
     max_tokens: int | None = None
+    now: float | None = None        # seconds, of whichever clock its ledger is told; None: loads are taken as of no age
 
 
 @dataclass(slots=True)

@@ -93,8 +93,8 @@ class Decisions:
             decided.state = State.ENDED  # an answer of the shared ledger that comes for a caller who left is taken back
         self._open[decided.id] = decided
         self._renew(decided)
-        before = decided.reservation.before
-        seconds = decided.backend.costs.ttft_seconds(before, decided.reservation.uncached, decided.overlap)
+        taken = decided.reservation
+        seconds = decided.backend.costs.ttft_seconds(taken.before, taken.uncached, decided.overlap, taken.at)
         if not decided.streams:  # no first byte to tell of: as `assume_prefilled`
             asyncio.get_running_loop().call_later(seconds, dispatcher.ledger.first_byte, decided.reservation)
         return self._told(decided, seconds)

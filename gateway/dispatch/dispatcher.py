@@ -262,8 +262,10 @@ class Dispatcher:
         else:
             size = self.pipeline.block_size
             hashes = prompt.hashes
-            demand = Demand(prompt.tokens, size, hashes[0] if hashes else 0, prompt.session, prompt.max_tokens)
-            match = self.map.match(hashes, monotonic()) if hashes and prompt.reads_cache else None
+            now = monotonic()
+            alone = self.shared is None or not self.shared.joined  # else others change the load, and nobody tells when
+            demand = Demand(prompt.tokens, size, hashes[0] if hashes else 0, prompt.session, prompt.max_tokens, now if alone else None)
+            match = self.map.match(hashes, now) if hashes and prompt.reads_cache else None
             most = (prompt.tokens - 1) // size  # the last prompt token is always computed
             for backend in backends:
                 backend.candidate.overlap = min(match.held[backend.slot], most) * size if match else 0
@@ -307,7 +309,7 @@ class Dispatcher:
         if self.shadows is not None:
             self.shadows.acted(self.shadows.see(demand, candidates), index)
         backend = backends[index]
-        self._reserve(life, backend, backend.candidate.overlap, demand.tokens)
+        self._reserve(life, backend, backend.candidate.overlap, demand.tokens, now=demand.now)
 
     def _decided(self, life: Life | Decided, backends: list[Backend], begun: float, seen: Seen | None, decision: Decision | None) -> None:
         """What the shared ledger answers; None: too late, or not at all."""
@@ -331,10 +333,10 @@ class Dispatcher:
             else:
                 life.chosen()
 
-    def _reserve(self, life: Life | Decided, backend: Backend, overlap: int, tokens: int, counted: bool = False) -> None:
+    def _reserve(self, life: Life | Decided, backend: Backend, overlap: int, tokens: int, counted: bool = False, now: float | None = None) -> None:
         prompt = life.prompt
         life.backend, life.overlap = backend, overlap
-        life.reservation = self.ledger.reserve(backend.id, tokens - overlap, tokens, counted)
+        life.reservation = self.ledger.reserve(backend.id, tokens - overlap, tokens, counted, now)
         if prompt is not None and prompt.hashes and backend.replica.takes_rank(prompt.path):
             self.map.expect(backend.slot, prompt.hashes, monotonic())
 

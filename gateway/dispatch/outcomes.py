@@ -35,7 +35,7 @@ class Outcomes:
 
     def first_byte(self, life: Life | Decided) -> None:
         backend = life.backend
-        self._dispatcher.ledger.first_byte(life.reservation)
+        self._dispatcher.ledger.first_byte(life.reservation, life.first_at if life.streams else None)
         if life.status >= 500:
             self.failed(backend, f"status {life.status}" if life.status in RETRYABLE else "status 5xx")
         else:
@@ -44,13 +44,13 @@ class Outcomes:
             self.metrics.ttft.observe(backend.id, life.first_at - life.begun)
         if life.streams and life.status == 200 and life.prompt is not None and backend.may_learn(life.first_at):
             taken = life.reservation
-            backend.costs.observe_ttft(life.first_at - life.sent_at, taken.uncached, life.overlap, taken.before)
+            backend.costs.observe_ttft(life.first_at - life.sent_at, taken.uncached, life.overlap, taken.before, taken.at)
 
     def assume_prefilled(self, life: Life, now: float) -> None:
         """An answer that does not stream shows no first token: take its prefill for done when it should be."""
         taken = life.reservation
         if taken.stage == "prefill":
-            expected = life.backend.costs.ttft_seconds(taken.before, taken.uncached, life.overlap)
+            expected = life.backend.costs.ttft_seconds(taken.before, taken.uncached, life.overlap, taken.at)
             if now - life.sent_at > expected:
                 self._dispatcher.ledger.first_byte(taken)
 

@@ -57,7 +57,7 @@ class Shadows:
 
 def _price(demand: Demand, candidate: Candidate) -> tuple[int, float]:
     """Prompt tokens it would compute, and predicted seconds to the first token."""
-    return demand.tokens - candidate.overlap, sum(lost_seconds(demand.tokens, candidate)[:WAITS])
+    return demand.tokens - candidate.overlap, sum(lost_seconds(demand.tokens, candidate, demand.now)[:WAITS])
 
 
 def _add(counter: Any, name: str, less: float) -> None:

@@ -113,20 +113,23 @@ class WorkerLedger(Ledger):
             self._board.add(self._worker, slot, tuple(-count for count in self._board.row(self._worker, slot)))
         super().remove(replica)
 
-    def others(self, replica: str, counts: tuple[int, ...]) -> None:
+    def others(self, replica: str, counts: tuple[int, ...], now: float | None = None) -> None:
         """As it is, said at length: a fifth of the time, three times a request."""
         load = self._loads.get(replica)
         if load is not None:
             before = self._others.get(replica, NOTHING)
+            stepped = counts[1] < before[1] or not load.prefilling
             load.requests += counts[0] - before[0]
             load.prefilling += counts[1] - before[1]
             load.prefill_tokens += counts[2] - before[2]
             load.decoding += counts[3] - before[3]
             load.context_tokens += counts[4] - before[4]
+            if stepped:
+                load.since, load.begun, load.begun_tokens = now, load.prefilling, load.prefill_tokens
             self._others[replica] = counts
 
-    def catch_up(self) -> None:
-        """Read what the siblings changed."""
+    def catch_up(self, now: float | None = None) -> None:
+        """Read what the siblings changed, as of `now`: who reads before each choice sees their first tokens soon enough."""
         touched: set[int] = set()
         for sibling, seen in self._seen.items():
             changes, slots = self._board.changed(sibling, seen)
@@ -136,22 +139,22 @@ class WorkerLedger(Ledger):
         for slot in touched:
             replica = self._replicas.get(slot)
             if replica is not None:
-                self.others(replica, self._board.sum(slot, self._siblings))
+                self.others(replica, self._board.sum(slot, self._siblings), now)
 
     def lose_sight(self) -> None:
         """`others` are told by somebody else for now: read all when that ends."""
         self._seen = dict.fromkeys(self._siblings, -SLOTS)
 
-    def reserve(self, replica: str, uncached: int, tokens: int, counted: bool = False) -> Reservation:
-        taken = super().reserve(replica, uncached, tokens, counted)
+    def reserve(self, replica: str, uncached: int, tokens: int, counted: bool = False, now: float | None = None) -> Reservation:
+        taken = super().reserve(replica, uncached, tokens, counted, now)
         slot = self._slots.get(replica)
         if slot is not None:
             self._board.add(self._worker, slot, (1, 1, uncached, 0, 0))
         return taken
 
-    def first_byte(self, reservation: Reservation) -> None:
+    def first_byte(self, reservation: Reservation, now: float | None = None) -> None:
         if reservation.stage == "prefill":
-            super().first_byte(reservation)
+            super().first_byte(reservation, now)
             slot = self._slots.get(reservation.replica)
             if slot is not None and self._loads[reservation.replica] is reservation.load:
                 self._board.add(self._worker, slot, (0, -1, -reservation.uncached, 1, reservation.tokens))

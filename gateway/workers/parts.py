@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import monotonic
 
 from ..dispatch.backend import Backend
 from ..dispatch.dispatcher import Dispatcher
@@ -18,7 +19,7 @@ class WorkerDispatcher(Dispatcher):
 
     def weigh(self, prompt: Prompt | None, tried: tuple[Backend, ...] = ()):
         if self.shared is None or not self.shared.joined:
-            self.ledger.catch_up()
+            self.ledger.catch_up(monotonic())
         else:  # Redis tells of siblings as it does of other gateways
             self.ledger.lose_sight()
         return super().weigh(prompt, tried)

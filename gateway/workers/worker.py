@@ -175,7 +175,7 @@ class Worker:
         if scrape is not None and scrape != self._scraped.get(replica.id):
             self._scraped[replica.id] = scrape
             _, waiting, kv_usage = scrape
-            self.ledger.catch_up()
+            self.ledger.catch_up(monotonic())
             backend.load.scraped(waiting, kv_usage)
         if changed:
             self.dispatcher.changed()

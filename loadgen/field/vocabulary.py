@@ -14,8 +14,8 @@ from policies import Candidate, Demand, Policy
 @dataclass(slots=True)
 class Asked(Demand):
     """One request, as a rule of the field may want to know it."""
+    now: float = 0.0                 # seconds, virtual; always told
     hashes: Sequence[int] = ()       # chained hashes of the prompt's full blocks
-    now: float = 0.0                 # seconds, virtual
 
 
 class Rule(Policy, Protocol):

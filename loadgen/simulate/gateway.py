@@ -73,24 +73,24 @@ class Gateway:
         for candidate, index in zip(candidates, up):
             blocks = held[index]
             candidate.overlap = (blocks if blocks < most else most) * size      # `min` would be most of what this costs
-        asked = Asked(turn.tokens, size, turn.hashes[0] if turn.hashes else 0, session, turn.output, turn.hashes, now)
+        asked = Asked(turn.tokens, size, turn.hashes[0] if turn.hashes else 0, session, turn.output, now, turn.hashes)
         self.truth.among = up
         choice = self.policy.choose(asked, candidates).index
         if hear := self._hooks["sent"]:
             hear(asked, candidates, choice)
         chosen, index = candidates[choice], up[choice]
         uncached = turn.tokens - chosen.overlap
-        expected = chosen.costs.ttft_seconds(chosen.load, uncached, chosen.overlap)
-        reservation = self.ledger.reserve(chosen.replica, uncached, turn.tokens)
+        expected = chosen.costs.ttft_seconds(chosen.load, uncached, chosen.overlap, now)
+        reservation = self.ledger.reserve(chosen.replica, uncached, turn.tokens, now=now)
         self.holders.expect(index, turn.hashes, confirmed[index], now)
         return Sent(index, asked, reservation, chosen.overlap, expected, now)
 
     def first(self, sent: Sent, now: float) -> None:
         taken = sent.reservation
-        self.ledger.first_byte(taken)
+        self.ledger.first_byte(taken, now)
         if hear := self._hooks["first"]:
             hear(taken.replica, sent.asked)
-        self.candidates[sent.index].costs.observe_ttft(now - sent.at, taken.uncached, sent.overlap, taken.before)
+        self.candidates[sent.index].costs.observe_ttft(now - sent.at, taken.uncached, sent.overlap, taken.before, taken.at)
 
     def complete(self, sent: Sent, seconds: float, output: int, cached: int) -> None:
         """All of the reply is out, `seconds` after its first token; the engine reports how much was `cached`."""

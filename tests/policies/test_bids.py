@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from policies import Candidate, CostGroup, Demand, Load, make
 from policies.least_load import busy
-from policies.least_time import lost_seconds
+from policies.least_time import lost_seconds, streams_later
 
 LOADS = st.builds(
     lambda prefilling, decoding, prefill, context, waiting, usage, capacity: Load(
@@ -30,6 +30,17 @@ def test_least_time_bids_the_seconds_it_chooses_by(load, overlap, lower):
     one = candidate(load, overlap if not lower else max(0, overlap - 1), lower)
     [bid] = make("least_time").bids(Demand(1000), [one])
     assert bid.cost(load, bid.own) == pytest.approx(sum(lost_seconds(1000, one)))
+
+
+@settings(deadline=None)
+@given(LOADS, LOADS, st.floats(0, 9), st.floats(0, 9))
+def test_least_time_bids_what_later_streams_cost(load, other, recent, more):
+    """Two that hold the same: both prices have what requests that follow will meet there."""
+    load.recent, other.recent = recent, more
+    both = [candidate(load, 480), candidate(other, 480)]
+    bids = make("least_time").bids(Demand(1000), both)
+    for one, bid, later in zip(both, bids, streams_later(both, 16)):
+        assert bid.cost(one.load, bid.own) == pytest.approx(sum(lost_seconds(1000, one, None, later)))
 
 
 @settings(deadline=None)

@@ -136,3 +136,17 @@ def test_coefficients_stay_within_their_bounds(answers):
         fit.observe((1.0, uncached, uncached * (cached + uncached / 2), ahead, float(ahead > 0), 0.01), seconds)
         for value, prior in zip(fit.coefficients, TTFT_PRIOR):
             assert prior / 100.001 <= value <= prior * 100.001
+
+
+def test_a_step_under_way_counts_as_far_as_it_is_left():
+    costs = CostGroup().add("r")
+    load = Load(requests=3, prefilling=3, prefill_tokens=3000, since=10.0, begun=2, begun_tokens=2000)
+    base, token = TTFT_PRIOR[:2]
+    lasts = base + 2000 * token
+    whole, waiting = costs.queue_seconds(load), 1000 * TTFT_PRIOR[3]
+    assert whole == costs.queue_seconds(load, 10.0)
+    assert costs.queue_seconds(load, 10.0 + lasts / 2) == pytest.approx((whole + waiting) / 2)
+    assert costs.queue_seconds(load, 10.0 + lasts) == pytest.approx(waiting)
+    assert costs.queue_seconds(load, 10.0 + 9 * lasts) == whole, "a replica that hangs is not taken for one that is done"
+    load.since = None
+    assert costs.queue_seconds(load, 99.0) == whole

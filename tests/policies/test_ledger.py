@@ -100,3 +100,61 @@ def test_what_the_one_who_decided_has_counted_is_not_told_again():
     reservation = ledger.reserve("a", 40, 100, counted=True)
     ledger.release(reservation)
     assert told == [("a", (-1, -1, -40, 0, 0))]
+
+
+def under_way(load):
+    return load.since, load.begun, load.begun_tokens
+
+
+def test_a_first_token_tells_when_the_prompts_that_waited_began():
+    ledger = Ledger()
+    load = ledger.add("a")
+    first = ledger.reserve("a", 100, 100, now=1.0)
+    assert under_way(load) == (1.0, 1, 100)
+    second = ledger.reserve("a", 20, 20, now=1.5)
+    third = ledger.reserve("a", 3, 3, now=1.6)
+    assert under_way(load) == (1.0, 1, 100) and (second.at, under_way(second.before)) == (1.5, (1.0, 1, 100))
+    ledger.first_byte(first, 2.0)
+    assert under_way(load) == (2.0, 2, 23)
+    ledger.release(second)      # its client left
+    assert load.begun == 1 and load.begun_tokens <= load.prefill_tokens == 3
+    ledger.first_byte(third)
+    assert load.since is None, "nobody told the time"
+
+
+def test_a_step_of_other_gateways_prompts_ended_when_they_tell_of_fewer():
+    ledger = Ledger()
+    load = ledger.add("a")
+    ledger.others("a", (2, 2, 70, 0, 0), 1.0)
+    ledger.reserve("a", 5, 5, now=1.2)
+    ledger.others("a", (3, 3, 90, 0, 0), 1.3)      # one more of them waits
+    assert under_way(load) == (1.0, 2, 70)
+    ledger.others("a", (3, 1, 20, 2, 70), 1.4)
+    assert under_way(load) == (1.4, 2, 25)
+    ledger.others("a", (3, 0, 0, 3, 90))
+    assert load.since is None
+
+
+@given(ACTIONS)
+def test_what_has_begun_is_never_more_than_there_is(actions):
+    ledger, reservations = Ledger(), []
+    for replica in "012":
+        ledger.add(replica)
+    for action in actions:
+        act(ledger, reservations, *action)
+        for load in (ledger.add(replica) for replica in "012"):
+            assert 0 <= load.begun <= load.prefilling and 0 <= load.begun_tokens <= load.prefill_tokens
+
+
+def test_recent_choices_are_shares_that_forget():
+    ledger = Ledger()
+    loads = [ledger.add(name) for name in "ab"]
+
+    def share():
+        return loads[0].recent / (loads[0].recent + loads[1].recent)
+    for turn in range(20_000):      # long enough for the weights to begin anew
+        ledger.release(ledger.reserve("aab"[turn % 3], 1, 1))
+    assert share() == pytest.approx(2 / 3, abs=0.03)
+    for _ in range(100):
+        ledger.release(ledger.reserve("b", 1, 1))
+    assert share() < 0.05

@@ -145,6 +145,23 @@ def test_least_time_goes_where_fewer_prompts_would_wait_for_its_batch():
     assert make("least_time").choose(Demand(3000), candidates).index == 1
 
 
+def test_least_time_goes_where_the_prompt_under_way_is_nearly_done():
+    candidates = fleet(2, requests=[1, 1], prefilling=[1, 1], prefill_tokens=[2000, 2000], begun=[1, 1], begun_tokens=[2000, 2000], since=[5.0, 5.03])
+    assert spread(make("least_time", 1), candidates, [Demand(500, now=5.04)] * 20) == {0: 20}
+    assert set(spread(make("least_time", 1), candidates, [Demand(500)] * 40)) == {0, 1}, "no time told: both are as they were when they began"
+
+
+def test_least_time_begins_conversations_where_fewer_went_lately_and_leaves_others_where_they_are():
+    """One stream here or there just now; by the choices of late, four in five streams are on the first two."""
+    loads = dict(requests=[1, 1, 1, 1], decoding=[1, 1, 1, 1], context_tokens=[4000] * 4, recent=[4.0, 4.0, 1.0, 1.0])
+    candidates = fleet(4, **loads)
+    for one in candidates[:3]:
+        one.overlap = 3008
+    assert spread(make("least_time"), candidates, [Demand(3300)] * 20) == {2: 20}, "of three that hold the instructions"
+    candidates[0].overlap = 3200
+    assert spread(make("least_time"), candidates, [Demand(3300)] * 20) == {0: 20}, "one holds more: what was said so far"
+
+
 def test_a_scrape_tells_capacity_only_where_it_may_be_short():
     load = Load(decoding=4, context_tokens=8000, prefill_tokens=1000)
     load.scraped(3, 0.9)

@@ -17,9 +17,10 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 import orjson
 
-from ..prompt.forward import with_ids
+from ..prompt.forward import with_ids, written
 
 if TYPE_CHECKING:
     from ..telemetry.metrics import Metrics
@@ -36,42 +37,81 @@ ANSWER_SECONDS = 60.0
 _OUTPUT = frozenset({"max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "stream", "stream_options", "request_id", "priority"})
 _COMPLETIONS = "/v1/completions"
 
-Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, Any]]]  # (path, body) -> (status, reply)
+Post = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]  # (path, body) -> (status, reply)
+_NOTHING = msgspec.Raw(b"null")
 
 
 class Unanswered(Exception):
     """A trial told nothing either way."""
 
 
-async def contradiction(post: Post, path: str, request: dict[str, Any], ids: list[int]) -> str:
-    """What keeps an engine from being sent these ids in place of this request's text, or "". Raises Unanswered."""
-    bare = {name: value for name, value in request.items() if name not in _OUTPUT}
-    status, reply = await post(path, {**bare, "max_tokens": 1, "return_token_ids": True})
+class _Choice(msgspec.Struct):
+    prompt_token_ids: msgspec.Raw = _NOTHING
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+
+
+class _Reply(msgspec.Struct):
+    """Of a reply as much as shows what the engine did. Ids stay as they came: 100,000 as Python ints take 10 ms, in which
+    no other thread has a turn."""
+
+    choices: list[_Choice] | None = None
+    prompt_token_ids: msgspec.Raw = _NOTHING
+    usage: _Usage | None = None
+
+
+async def contradiction(post: Post, path: str, body: bytes, ids: bytes) -> str:
+    """What keeps an engine from being sent these ids (uint32 LE) in place of this request's text, or "". Raises Unanswered."""
+    model, again = await asyncio.to_thread(_asking_for_ids, body)
+    status, reply = await post(path, again)
     if status != 200:
         raise Unanswered(f"status {status}")
-    theirs = _first(reply.get("choices")).get("prompt_token_ids") if path == _COMPLETIONS else reply.get("prompt_token_ids")
-    if not isinstance(theirs, list):
-        return "it does not tell the ids it makes (return_token_ids), so nothing shows that ours are the same"
-    if theirs != ids:
-        at = next((i for i, (a, b) in enumerate(zip(ids, theirs, strict=False)) if a != b), min(len(ids), len(theirs)))
-        return f"the ids it makes differ from ours at {at} (of {len(ids)} here, {len(theirs)} there): another tokenizer or chat template"
-    one: dict[str, Any] = {"model": request.get("model"), "max_tokens": 1}
+    if against := await asyncio.to_thread(_difference, path, reply, ids):
+        return against
+    first = int.from_bytes(ids[:4], "little")
+    one: dict[str, Any] = {"model": model, "max_tokens": 1}
     if path == _COMPLETIONS:
-        one["prompt"] = ids[:1]
+        one["prompt"] = [first]
     else:
         one["messages"] = [{"role": "user", "content": "one two three four"}]
-        one["kv_transfer_params"] = {"prompt_token_ids": ids[:1]}
-    status, reply = await post(path, one)
+        one["kv_transfer_params"] = {"prompt_token_ids": [first]}
+    status, reply = await post(path, orjson.dumps(one))
     if status >= 500:
         raise Unanswered(f"status {status}")
     if status != 200:
         return f"it refuses ids with status {status}"
-    counted = (reply.get("usage") or {}).get("prompt_tokens")
+    usage = _read(reply).usage
+    counted = usage.prompt_tokens if usage else None
     return "" if counted == 1 else f"it does not use ids: of a prompt of one it counts {counted} tokens"
 
 
-def _first(choices: Any) -> dict[str, Any]:
-    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+def _asking_for_ids(body: bytes) -> tuple[str | None, bytes]:
+    bare = {name: value for name, value in orjson.loads(body).items() if name not in _OUTPUT}
+    return bare.get("model"), orjson.dumps({**bare, "max_tokens": 1, "return_token_ids": True})
+
+
+def _difference(path: str, reply: bytes, ids: bytes) -> str:
+    told = _read(reply)
+    if path == _COMPLETIONS:
+        theirs = bytes(told.choices[0].prompt_token_ids if told.choices else _NOTHING)
+    else:
+        theirs = bytes(told.prompt_token_ids)
+    if not theirs.startswith(b"["):
+        return "it does not tell the ids it makes (return_token_ids), so nothing shows that ours are the same"
+    if theirs.translate(None, b" \t\r\n") == written(ids):
+        return ""
+    here, there = [*memoryview(ids).cast("I")], orjson.loads(theirs)
+    at = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
+    return f"the ids it makes differ from ours at {at} (of {len(here)} here, {len(there)} there): another tokenizer or chat template"
+
+
+def _read(reply: bytes) -> _Reply:
+    try:
+        return msgspec.json.decode(reply, type=_Reply)
+    except msgspec.DecodeError as error:
+        raise Unanswered(f"the reply is not such as was asked for: {error}") from None
 
 
 class Once:
@@ -99,19 +139,25 @@ class TokenizeOnce:
         self.metrics, self.wanted = metrics, wanted
 
     def body(self, life: Life) -> bytes:
-        """What is sent to `life.backend`; a retry is always as received."""
+        """What is sent to `life.backend`; a retry is always as received. Ids that nobody will ask for again are dropped:
+        they are as large as the body, and the answer may take minutes."""
         prompt, backend, body = life.prompt, life.backend, life.request.body
         life.sent_ids = False
-        if prompt is None or not prompt.ids_suffice or not self.wanted:
+        if prompt is None:
+            return body
+        if not prompt.ids_suffice or not self.wanted:
+            prompt.token_ids = b""
             return body
         once, path, limit = _once(backend), prompt.path, backend.replica.max_model_len
         # An engine that makes the ids refuses what is too long for its context; one that gets them would cut the answer.
         fits = limit is not None and prompt.tokens + max(1, prompt.max_tokens or 1) <= limit
-        if fits and once.left.get(path, 0) > 0 and not life.tried and life.ids_refused is None:
+        if fits and once.left.get(path, 0) > 0 and prompt.token_ids and not life.tried and life.ids_refused is None:
             spliced = with_ids(body, prompt)
             if spliced is not None:
                 once.left[path] -= 1
                 life.sent_ids, body = True, spliced
+        if life.sent_ids or not _untried(once, path):
+            prompt.token_ids = b""
         self.metrics.long_prompts.inc(backend.id, "ids" if life.sent_ids else "text")
         return body
 
@@ -123,10 +169,10 @@ class TokenizeOnce:
         elif usage.prompt is not None and usage.prompt != prompt.tokens and prompt.mode == "exact" and not prompt.several:
             if prompt.path in _once(backend).left:
                 self._end(backend, prompt.path, f"it counted {usage.prompt} tokens of a prompt that has {prompt.tokens} here")
-        if not prompt.ids_suffice or life.sent_ids or not self.wanted:
+        if not prompt.ids_suffice or not prompt.token_ids:
             return
         once = _once(backend)
-        if prompt.path not in once.against and not once.left.get(prompt.path) and once.trying is None and monotonic() >= once.pause:
+        if _untried(once, prompt.path):
             given = life.request.header(b"authorization")
             headers = {**backend.replica.headers, **({"authorization": given} if given else {})}
             once.trying = asyncio.create_task(self._try(backend, once, prompt.path, life.request.body, prompt.token_ids, headers))
@@ -134,7 +180,7 @@ class TokenizeOnce:
     async def _try(self, backend: Backend, once: Once, path: str, body: bytes, ids: bytes, headers: dict[str, str]) -> None:
         try:
             async with aiohttp.ClientSession(backend.replica.url, headers=headers, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as session:
-                against = await contradiction(poster(session), path, orjson.loads(body), [*memoryview(ids).cast("I")])
+                against = await contradiction(poster(session), path, body, ids)
         except Unanswered as error:
             once.pause = monotonic() + PAUSE_SECONDS
             log.info("replica %s: whether it takes token ids is not known yet: %s", backend.id, error)
@@ -170,17 +216,19 @@ def _once(backend: Backend) -> Once:
     return once
 
 
+def _untried(once: Once, path: str) -> bool:
+    """It is time for a trial."""
+    return path not in once.against and not once.left.get(path) and once.trying is None and monotonic() >= once.pause
+
+
 def poster(session: aiohttp.ClientSession) -> Post:
     """POST to the session's base URL."""
 
-    async def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async def post(path: str, body: bytes) -> tuple[int, bytes]:
         try:
-            async with session.post(path, data=orjson.dumps(body), headers={"content-type": "application/json"}) as response:
-                reply = await response.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            async with session.post(path, data=body, headers={"content-type": "application/json"}) as response:
+                return response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise Unanswered(str(error) or type(error).__name__) from None
-        if response.status == 200 and not isinstance(reply, dict):
-            raise Unanswered("the reply is no JSON object")
-        return response.status, reply
 
     return post

@@ -49,13 +49,18 @@ def ids_suffice(path: str, request: dict[str, Any]) -> bool:
 
 def with_ids(body: bytes, prompt: Prompt) -> bytes | None:
     """The body of a prompt whose ids suffice, with them in it; None when there is no safe place for them."""
-    ids = orjson.dumps(np.frombuffer(prompt.token_ids, "<u4"), option=orjson.OPT_SERIALIZE_NUMPY)
+    ids = written(prompt.token_ids)
     if prompt.path == "/v1/completions":
         start, end = _text(body, prompt.rendered_chars)
         return b"".join((body[:start], ids, body[end:])) if start else None
     # First in the object: should the name be there after all, in a spelling of its own, the client's counts.
     at = body.index(b"{") + 1
     return b"".join((body[:at], b'"kv_transfer_params":{"prompt_token_ids":', ids, b"},", body[at:]))
+
+
+def written(ids: bytes) -> bytes:
+    """Ids (uint32 LE) as a JSON list without blanks."""
+    return orjson.dumps(np.frombuffer(ids, "<u4"), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _text(body: bytes, chars: int) -> tuple[int, int]:

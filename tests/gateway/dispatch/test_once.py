@@ -259,6 +259,28 @@ async def test_a_retry_elsewhere_is_as_received(pipeline):
         assert sorted([first.sent_ids[2], second.sent_ids[2]]) == [False, True]
 
 
+async def test_what_is_sent_again_on_a_fresh_connection_is_as_received(pipeline):
+    class Dies(Engine):
+        ended = 0
+
+        async def request(self, reader):
+            head, body = await super().request(reader)
+            if self.bodies and b"prompt_token_ids" in body and b"one two three" not in body and not self.ended:
+                self.ended += 1
+                raise ConnectionResetError
+            return head, body
+
+    engine = Dies(pipeline)
+    async with behind(engine) as s:
+        await ask(s, request())
+        await settled(s)
+        assert await ask(s, request(turn=1)) == 200
+        assert engine.ended == 1 and engine.bodies == [request(), request(turn=1)]
+        assert s.metrics.retries.values == {("reconnect",): 1}
+        assert await ask(s, request(turn=2)) == 200
+        assert engine.sent_ids == [False, False, True]
+
+
 async def test_what_would_not_fit_the_context_is_left_to_the_engine_to_judge(pipeline):
     engine = Engine(pipeline)
     async with behind(engine) as s:

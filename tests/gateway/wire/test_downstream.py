@@ -1,10 +1,13 @@
 """What the gateway promises to clients at the level of HTTP/1.1 bytes."""
 
 import asyncio
+import itertools
 import sys
 from contextlib import asynccontextmanager
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.wire.downstream import Downstream
 from gateway.wire.http import Limits
@@ -292,9 +295,23 @@ async def test_tiny_chunks_do_not_take_many_times_their_size():
         await talk.say(b"2\r\nab\r\n" * 100_000)
         (connection,) = server.connections
         await eventually(lambda: connection.body_bytes == 200_000)
-        assert sys.getsizeof(connection.body) < 500_000
+        assert sum(map(sys.getsizeof, [connection.body, *connection.body])) < 500_000
         await talk.say(b"0\r\n\r\n")
         assert (await talk.response())[2] == b"POST /p " + b"ab" * 100_000
+
+
+@given(st.lists(st.sampled_from((1, 2, 4095, 4096, 4097, 70_000)), min_size=1, max_size=8), st.integers(1000, 100_000))
+@settings(deadline=None)
+def test_a_body_arrives_whole_however_it_is_cut(chunks, read):
+    body = bytes(range(256)) * (sum(chunks) // 256 + 1)
+    begins = [0, *itertools.accumulate(chunks)]
+    framed = b"".join(b"%x\r\n%b\r\n" % (size, body[begin : begin + size]) for begin, size in zip(begins, chunks, strict=False))
+    said = b"POST /slow HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + framed + b"0\r\n\r\n"
+    echo = Echo()
+    client = Downstream(Server(echo))
+    for start in range(0, len(said), read):
+        client.data_received(said[start : start + read])
+    assert [request.body for request in echo.seen] == [body[: sum(chunks)]]
 
 
 async def test_an_idle_connection_is_closed():

@@ -1,0 +1,128 @@
+"""Prompts so long that a thread prepares them: they go through, and hold up nobody."""
+
+import asyncio
+import threading
+from array import array
+
+import orjson
+import pytest
+
+from gateway.prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS, Pipeline
+from replicas.simulated.model import sim_model_dir
+
+from ..wire.talk import eventually
+from .replies import LONG, answers, post
+from .stack import stack
+
+WORDS = "all the world is a stage and all the men and women merely players "
+
+
+def chat(text: str) -> bytes:
+    return orjson.dumps({"model": "m", "messages": [{"role": "user", "content": text}]})
+
+
+HUGE = chat("x" * OFFLOAD_BYTES)
+
+
+class Gated(Pipeline):
+    """Prepares long prompts only when the gate is open."""
+
+    def __init__(self):
+        super().__init__(None, "m", 16)
+        self.gate, self.begun = threading.Event(), []
+
+    def prepare(self, path, body, headers=None, adapters=()):
+        if len(body) > self.offload_bytes:
+            self.begun.append(body)
+            assert self.gate.wait(20)
+        return super().prepare(path, body, headers, adapters)
+
+
+@pytest.fixture
+def gated():
+    pipeline = Gated()
+    yield pipeline
+    pipeline.gate.set()
+
+
+async def test_a_million_tokens_go_through():
+    pipeline, seen = Pipeline(sim_model_dir(), "m", 16), []
+    body = chat(WORDS * 72_000)
+    async with stack(answers(seen=seen), pipeline=pipeline) as s:
+        talk = await s.talk()
+        await talk.say(post(body))
+        status, headers, _ = await talk.response(30)
+        assert status == 200
+        assert [received for _, received in seen] == [body]
+        assert s.metrics.prompt_tokens.total() > 1_000_000 and s.metrics.prompts.values == {("exact",): 1}
+        again = await s.talk()
+        await again.say(post(body))
+        status, headers, _ = await again.response(30)
+        assert status == 200 and int(headers["x-hitherto-cached-tokens"]) == 16_000  # its replica has 1,000 blocks
+
+
+async def test_others_are_answered_while_huge_prompts_are_prepared(gated):
+    async with stack(answers(), pipeline=gated) as s:
+        huge = [await s.talk() for _ in range(OFFLOAD_THREADS + 6)]
+        for talk in huge:
+            await talk.say(post(HUGE))
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.dispatcher.lives) == len(huge))
+        small = await s.talk()
+        for _ in range(3):
+            await small.say(post(LONG))
+            assert (await small.response())[0] == 200
+        await asyncio.wait_for(asyncio.to_thread(int), 5)  # nor do other things wait that are done in threads
+        assert len(s.dispatcher.lives) == len(huge)
+        gated.gate.set()
+        for talk in huge:
+            assert (await talk.response())[0] == 200
+        await eventually(s.idle)
+
+
+async def test_nothing_is_prepared_for_a_client_that_left_before_its_turn(gated):
+    async with stack(answers(), pipeline=gated) as s:
+        talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
+        for talk in talks[:-1]:
+            await talk.say(post(HUGE))
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS)
+        await talks[-1].say(post(chat("nobody waits for this" * OFFLOAD_BYTES)))
+        await eventually(lambda: len(s.dispatcher.lives) == len(talks))
+        await talks[-1].close()
+        await eventually(lambda: len(s.dispatcher.lives) == OFFLOAD_THREADS)
+        gated.gate.set()
+        for talk in talks[:-1]:
+            assert (await talk.response())[0] == 200
+        await asyncio.wrap_future(s.dispatcher.threads.submit(int))  # behind it in the queue
+        assert gated.begun == [HUGE] * OFFLOAD_THREADS
+        assert s.metrics.requests.values == {("chat", "2xx"): OFFLOAD_THREADS, ("chat", "aborted"): 1}
+        assert s.idle()
+
+
+async def test_ids_are_not_kept_while_an_answer_is_waited_for():
+    release = asyncio.Event()
+
+    async def waits(reader, writer):
+        await release.wait()
+        await answers()(reader, writer)
+
+    async with stack(waits, pipeline=Pipeline(sim_model_dir(), "m", 16), tokenize_once=False) as s:
+        talk = await s.talk()
+        await talk.say(post(chat(WORDS * 5000)))
+        await eventually(lambda: any(life.unanswered for life in s.dispatcher.lives), 20)
+        (life,) = s.dispatcher.lives
+        assert life.prompt.tokens > 65_000 and len(life.prompt.hashes) == life.prompt.tokens // 16
+        assert life.prompt.token_ids == b""
+        release.set()
+        assert (await talk.response())[0] == 200
+
+
+async def test_a_body_of_many_ids_goes_through():
+    """Ids in place of text: as many numbers as tokens."""
+    ids = array("I", range(100_000)).tolist()
+    body, seen = orjson.dumps({"model": "m", "prompt": ids}), []
+    async with stack(answers(seen=seen), pipeline=Pipeline(sim_model_dir(), "m", 16)) as s:
+        talk = await s.talk()
+        await talk.say(post(body, b"/v1/completions"))
+        assert (await talk.response(20))[0] == 200
+        assert [received for _, received in seen] == [body]
+        assert s.metrics.prompt_tokens.total() == 100_000

@@ -33,7 +33,7 @@ from bench.native.fronts import HELLO, Front, available, running
 from loadgen.report import machine
 
 FRONTS = "direct,null proxy,nginx,hitherto,sglang-router,smg,vllm-router"
-PACE_US, CHUNK, SECONDS = 50_000, 180, 4.0
+PACE_US, CHUNK, SECONDS = 50_000, 180, 3.0
 BESIDE, SLOW, SLOW_CHUNK, SLOW_SECONDS = 200, 40, 131_072, 12.0
 FEW, MANY, IDLE_SECONDS = 5_000, 15_000, 4.0
 
@@ -63,6 +63,7 @@ def rates(made: Generator, front: Front | None, levels: list[int]) -> dict:
             "microseconds_per_chunk": round(1e6 * one["cpu"] / max(1, one["read"]), 2) if front else None,
             "system_share": round(one["system_share"], 2) if front else None,
             "core": round(one["cpu"] / one["seconds"], 3) if front else None,
+            "rss_mb": round(one["rss"] / 1e6) if front else None,
             "generator": one["generator_cpu"],
             "delay_ms": one["delay_ms"],
             "gap_ms": one["gap_ms"],
@@ -138,7 +139,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="rates,slow,idle")
     parser.add_argument("--fronts", default=FRONTS)
-    parser.add_argument("--streams", default="250,1000,2000,3000,5000")
+    parser.add_argument("--streams", default="500,1500,3000,5000")
     parser.add_argument("--json", metavar="FILE", type=Path)
     args = parser.parse_args()
     results = orjson.loads(args.json.read_bytes()) if args.json and args.json.exists() else {}

@@ -34,7 +34,7 @@ from .telemetry import log as lines
 from .telemetry import traces
 from .telemetry.metrics import Metrics, Reading
 from .telemetry.view import View
-from .wire.server import Server
+from .wire.server import Server, allow_many_connections
 from .workers.control import Workers
 
 if TYPE_CHECKING:
@@ -345,6 +345,7 @@ async def _main(settings: Settings) -> None:
 
 def serve(settings: Settings) -> int:
     """Run until a signal; returns the exit code. Raises ConfigError before anything is started."""
+    allow_many_connections()
     outbox = lines.setup(settings.log_level)
     try:
         uvloop.run(_main(settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 from collections.abc import Callable
 from time import monotonic
@@ -18,6 +19,13 @@ SWEEP_SECONDS = 0.25
 # Of many connections a sweep looks at a part: 10,000 at once held up the loop for 3.4 ms and took 1.6 % of a core. So many
 # are all seen in 4 s, up to 64 in each sweep; the shortest deadline is 2 s.
 SWEEPS_TO_SEE_ALL, SEEN_AT_LEAST = 16, 64
+
+
+def allow_many_connections() -> None:
+    """As many open files as this process, and those it starts, may have: the usual 1,024 are 500 streams."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Handler(Protocol):

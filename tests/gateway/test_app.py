@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import resource
 import signal
 
 import httpx
 import pytest
 
 from .running import alive, running
+from .wire.talk import Talker
 
 SYSTEM = {"role": "system", "content": "You answer questions about the standard library. " * 40}
 
@@ -101,6 +103,28 @@ async def test_replicas_without_events_are_followed_by_what_was_sent_to_them(tmp
             assert again.headers["x-hitherto-replica"] == first.headers["x-hitherto-replica"]
             assert predicted(again) == reported(again) > 0
         assert {one["events"] for one in (await gateway.status())["replicas"]} == {"off"}
+
+
+@pytest.mark.parametrize("flags", [(), ("--workers", "2")], ids=["one process", "two workers"])
+async def test_the_usual_limit_of_open_files_does_not_limit_connections(start_engine, flags):
+    engine = start_engine().wait()
+    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))  # the gateway's when it starts
+    try:
+        started = running("--model", "sim", "--replica-url", engine.url, *flags)
+        gateway = await started.__aenter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
+    try:
+        await gateway.ready(1)
+        talkers = [await Talker.to(gateway.client.base_url.port) for _ in range(600)]
+        for talker in talkers:
+            await talker.say(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert {(await talker.response(20))[0] for talker in talkers} == {200}
+        for talker in talkers:
+            await talker.close()
+    finally:
+        await started.__aexit__(None, None, None)
 
 
 async def test_a_stream_in_progress_is_finished_before_the_gateway_stops():

@@ -62,7 +62,7 @@ def dispatcher(settings: Settings, spans: Spans | None, kind: type[Dispatcher] =
 
 
 def limits(settings: Settings) -> Limits:
-    return Limits(body_bytes=settings.max_body_bytes, head_seconds=settings.header_timeout_s)
+    return Limits(body_bytes=settings.max_body_bytes, head_seconds=settings.header_timeout_s, keep_alive_seconds=settings.idle_timeout_s)
 
 
 def shared_ledger(settings: Settings, metrics: Metrics, ledger: Ledger) -> SharedLedger | None:

@@ -127,6 +127,13 @@ async def test_the_usual_limit_of_open_files_does_not_limit_connections(start_en
         await started.__aexit__(None, None, None)
 
 
+async def test_an_idle_connection_is_closed_after_the_time_that_was_set():
+    async with running("--replica-url", "http://127.0.0.1:9", "--idle-timeout-s", "0.5") as gateway:
+        talker = await Talker.to(gateway.client.base_url.port)
+        assert await talker.rest(20) == b""
+        await talker.close()
+
+
 async def test_a_stream_in_progress_is_finished_before_the_gateway_stops():
     async with running("--launch", "1") as gateway:
         await gateway.ready(1)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"))
+FAILURES = frozenset((Event.REFUSED, Event.EXHAUSTED, Event.UNWELL, Event.LOST, Event.TIMED_OUT))
 LONGEST = 1000  # characters kept of what a client wrote
 
 
@@ -177,9 +178,6 @@ class TracedLife(Life):
         request = self.request
         method = request.method if request.method in METHODS else "HTTP"
         return f"{method} {request.path}" if self.label != "other" else method
-
-
-FAILURES = frozenset((Event.REFUSED, Event.EXHAUSTED, Event.UNWELL, Event.LOST, Event.TIMED_OUT))
 
 
 def _address(host: str | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Whether there are traces, and where they go: the standard environment says it, no flag of ours.
 
 Off unless OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT names a receiver. Nothing of
-OpenTelemetry is imported before that is known: it takes 0.14 s and 15 MB.
+OpenTelemetry is imported before that is known: it takes 0.1 s and 3 MB.
 """
 
 from __future__ import annotations

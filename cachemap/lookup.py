@@ -10,7 +10,7 @@ once, for one choice.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class Lookup:
         self.index = Index.over(words, passed, spilled, len(self.hashes).bit_length(), self.hashes)
         self.holders = Masks(masks)
 
-    def prefix(self, hashes: list[int]) -> Found:
+    def prefix(self, hashes: Sequence[int]) -> Found:
         """The leading blocks that anyone holds; marks them as used now."""
         found, piece, number = Found(), PIECE, 0
         while found.count < len(hashes):
@@ -92,7 +92,7 @@ class Lookup:
         self._used(found)
         return found
 
-    def _lead(self, hashes: list[int], wanted: np.ndarray, number: int, found: Found) -> int:
+    def _lead(self, hashes: Sequence[int], wanted: np.ndarray, number: int, found: Found) -> int:
         """Find the leading blocks of these, run by run; `number` is where the first may be. If all are there, gives where
         what follows them may be."""
         at, end, runs, numbers = 0, len(wanted), 0, self.hashes

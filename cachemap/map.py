@@ -311,7 +311,7 @@ class CacheMap:
             self.change(slot, Observe(observed))
 
     def learn(
-        self, slot: int, hashes: list[int], predicted_blocks: int, reported_blocks: int
+        self, slot: int, hashes: Sequence[int], predicted_blocks: int, reported_blocks: int
     ) -> None:
         """The engine reported how much of a prompt it had; corrects a modelled replica."""
         replica = self._replica(slot)

@@ -10,6 +10,7 @@ What it costs (one 2-core cloud machine, Qwen3 template and tokenizer) is in
 """
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,7 @@ class Pipeline:
             chat = self._chat(prompt.path, request)
             prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
         else:
-            prompt.token_ids, prompt.hashes = ids, hash_blocks(ids, self.block_size, seed)
+            prompt.token_ids, prompt.hashes = ids, self._hashed(ids, seed)
         if ids is None and ("truncate_prompt_tokens" in request or "truncation" in request):
             keep = request.get("truncate_prompt_tokens")
             if prompt.path == _RESPONSES:
@@ -185,7 +186,7 @@ class Pipeline:
             if keep is not None:
                 cut = self._truncated(prompt.token_ids, keep, request, prompt, chat.special)
                 if cut != prompt.token_ids:
-                    prompt.token_ids, prompt.hashes = cut, hash_blocks(cut, self.block_size, seed)
+                    prompt.token_ids, prompt.hashes = cut, self._hashed(cut, seed)
         prompt.tokens = len(prompt.token_ids) // 4
 
     def _chat(self, path: str, request: dict[str, Any]) -> Chat:
@@ -206,7 +207,7 @@ class Pipeline:
             return renderer.tokens(seed, chat, self._lead)
         text = renderer.text(chat)
         ids = self.tokenizer.encode(text, special=True)
-        return Found(ids, hash_blocks(ids, self.block_size, seed), len(text))
+        return Found(ids, self._hashed(ids, seed), len(text))
 
     def _plain_prompt(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
         """`/v1/completions` and `/v1/embeddings`: one text or list of ids, or several of either."""
@@ -226,7 +227,10 @@ class Pipeline:
         prompt.rendered_chars = sum(len(one) for one in prompts if isinstance(one, str))
         prompt.token_ids = max(ids, key=len)
         prompt.tokens = sum(map(len, ids)) // 4
-        prompt.hashes = hash_blocks(prompt.token_ids, self.block_size, seed)
+        prompt.hashes = self._hashed(prompt.token_ids, seed)
+
+    def _hashed(self, ids: bytes, seed: int) -> array[int]:
+        return array("Q", hash_blocks(ids, self.block_size, seed))
 
     def _truncated(self, ids: bytes, keep: Any, request: dict[str, Any], prompt: Prompt, special: bool) -> bytes:
         """`truncate_prompt_tokens`: that many tokens, -1 for all that leave room for output.
@@ -270,7 +274,7 @@ class Pipeline:
         prompt.mode, prompt.note = "text", "no tokenizer: prompts are matched as text"
         prompt.rendered_chars = len(text)
         prompt.tokens = len(text) // 4
-        prompt.hashes = hash_blocks(text, self.block_size, seed)
+        prompt.hashes = self._hashed(text, seed)
         return prompt
 
 
@@ -343,5 +347,5 @@ def _by_load(prompt: Prompt, body: bytes, error: Exception) -> Prompt:
     else:
         prompt.note = f"{type(error).__name__}: {error}"
     prompt.tokens = len(body) // 4
-    prompt.token_ids, prompt.hashes = b"", []
+    prompt.token_ids, prompt.hashes = b"", ()
     return prompt

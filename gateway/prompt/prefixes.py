@@ -36,10 +36,10 @@ _ASKED = 6
 
 
 class Found(NamedTuple):
-    """Tokens (uint32 LE), block hashes and characters of a prompt."""
+    """Tokens (uint32 LE), block hashes (uint64) and characters of a prompt."""
 
     tokens: bytes
-    hashes: list[int]
+    hashes: array[int]
     chars: int
 
 
@@ -89,14 +89,14 @@ class Prefixes:
             packed.append(new)
             known += 1
         self.hit_chars += chars
-        hashes = memoryview(b"".join(packed)).cast("Q").tolist()
+        hashes = array("Q", b"".join(packed))
         if known < len(segments):
             chars = self._add(parent, segments[known:], slots, found, hashes, seed, end, tail, chars)
         self.all_chars += chars
         return Found(b"".join(found), hashes, chars)
 
     def _add(self, parent: int, segments: Sequence[Segment | Piece], slots: Sequence[Any], found: list[bytes],
-             hashes: list[int], seed: int, end: int, tail: bytes, chars: int) -> int:
+             hashes: array[int], seed: int, end: int, tail: bytes, chars: int) -> int:
         """Tokenize and hash what is new, append it to `found` and `hashes`, remember it -> characters."""
         texts, rendered = [], []
         for segment in segments:
@@ -108,7 +108,7 @@ class Prefixes:
         tokens = self._tokenizer.encode_many(rendered)
         found += tokens
         data = b"".join((tail, *tokens))
-        new = hash_blocks(data, self._block_size, hashes[-1] if hashes else seed)
+        new = array("Q", hash_blocks(data, self._block_size, hashes[-1] if hashes else seed))
         hashes += new
         width, start, done = self._width, end - len(tail), 0
         for segment, text, print_, ids in zip(segments, texts, rendered, tokens, strict=True):
@@ -117,7 +117,7 @@ class Prefixes:
             full = (end - start) // width
             kind, _, asks = segment.quick
             serial = next(self._serials)
-            mine = array("Q", new[done:full]).tobytes()
+            mine = new[done:full].tobytes()
             node = (serial, ids, mine, end, data[full * width:end - start], chars, asks)
             self._keep((parent, kind, text), node)
             parent, done = serial, full

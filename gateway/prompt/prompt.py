@@ -5,7 +5,8 @@
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal["exact", "engine", "text", "load"]
@@ -47,7 +48,7 @@ class Prompt:
     stream: bool = False
     tokens: int = 0                       # prompt tokens
     token_ids: bytes = b""                # uint32 little endian, 4 * tokens bytes
-    hashes: list[int] = field(default_factory=list)   # one per full block
+    hashes: Sequence[int] = ()            # one per full block, as array("Q"): a list takes five times the space
     max_tokens: int | None = None
     n: int = 1
     several: bool = False                 # several prompts or choices: usage speaks of one, no telling which

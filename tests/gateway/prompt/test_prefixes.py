@@ -1,5 +1,6 @@
 """Known prefixes: exact, bounded, shared by branches, safe between threads."""
 
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 import gc
 
@@ -28,7 +29,7 @@ piece = Piece
 
 def expected(tokenizer, pieces, block_size=16, seed=SEED, lead=b""):
     tokens = lead + tokenizer.encode("".join(pieces))
-    return tokens, hashes(memoryview(tokens).cast("I").tolist(), block_size, seed), sum(map(len, pieces))
+    return tokens, array("Q", hashes(memoryview(tokens).cast("I").tolist(), block_size, seed)), sum(map(len, pieces))
 
 
 @given(prompts=st.lists(st.lists(st.one_of(st.sampled_from(["a", "b", "c " * 40]), TEXTS), min_size=1, max_size=6), min_size=1, max_size=8),

@@ -63,9 +63,9 @@ class Request:
         self.begun = begun
 
     def set_headers(self, headers: Headers) -> None:
-        """Names in lower case."""
-        self.headers = headers
-        self._named = dict(reversed(headers))  # the first of each name
+        """Names in lower case. Content-Length is left out: the body has it, and a head may come again with another one."""
+        self.headers = [one for one in headers if one[0] != b"content-length"]
+        self._named = dict(reversed(self.headers))  # the first of each name
         self._kept: dict[frozenset[bytes], bytes] = {}
 
     def header(self, name: bytes) -> str | None:

@@ -1,14 +1,18 @@
-"""Two workers beside one: CPU per request, how evenly connections are spread, the hit rate.
+"""Two workers beside one: CPU per request, requests a second, how evenly connections are spread, the hit rate.
 
-    python -m bench.workers [--loads plain,short,conversations] [--rounds 5] [--seconds 6] [--clients 32] [--json FILE]
+    python -m bench.workers [--loads plain,paced,short,conversations,redis] [--rounds 5] [--seconds 6] [--clients 32] [--json FILE]
 
-The same engines stand behind several gateways, which are asked in turns: one with one worker, one with two, and (for
-`plain`) two of one worker that know nothing of each other and have half of the clients each. What those cost more than one
-is what the machine takes for running two processes; the rest is what sharing costs. CPU is that of all of a gateway's
-processes, all threads, by the kernel's own count. Each client has a connection of its own and never pauses.
+The same engines stand behind several gateways, which are asked in turns: one with one worker (which is a gateway of one
+process: the default), one with two, and (for `plain` and `paced`) two of one worker that know nothing of each other and have
+half of the clients each. What those cost more than one is what the machine takes for running two processes; the rest is what
+sharing costs. CPU is that of all of a gateway's processes, all threads, by the kernel's own count; `cores` says how many cores
+each party kept busy: gateway, engines and these clients share the machine. Each client has a connection of its own and, but
+for `paced`, never pauses. Runs are added to what is in FILE.
 
-plain           8 kB chats that are answered at once: what a gateway costs when it is busy
-short           the same, with a new connection for each request
+plain           8 kB chats that are answered at once, as many as go through: two workers carry more
+paced           the same at a fixed rate for all, PACE of what one process carries in this run
+redis           `plain` with and without the ledger and the map in Redis
+short           `plain` with a new connection for each request
 conversations   four simulated engines at their own pace, six turns that begin with one of eight long prompts: the hit rate,
                 and what a gateway costs that is a third busy
 """
@@ -25,20 +29,26 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
+from time import perf_counter
 
 import aiohttp
 import orjson
 
+from tests.redis_server import RedisServer
+from tests.redis_server import running as redis_running
+
 ENGINES, FAMILIES, TURNS = 4, 8, 6
+PACE = 0.6
 WORDS = "river stone carry window because seven letter cloud market early answer paper north quiet between garden".split()
 SERVES = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 
-def started(stack: ExitStack, *command: str, ports: int) -> list[int]:
-    """A process of ours, ended with the stack; the ports it says it has."""
+def started(stack: ExitStack, *command: str, ports: int, pids: list[int] | None = None) -> list[int]:
+    """A process of ours, ended with the stack and added to `pids`; the ports it says it has."""
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def stop() -> None:
@@ -46,6 +56,8 @@ def started(stack: ExitStack, *command: str, ports: int) -> list[int]:
         process.communicate()
 
     stack.callback(stop)
+    if pids is not None:
+        pids.append(process.pid)
     for line in process.stdout:
         if len(found := SERVES.findall(line)) >= ports:
             return [*map(int, found)]
@@ -57,12 +69,17 @@ def cpu_seconds(pid: int) -> float:
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
+def _cpu(parties: dict[str, list[int]]) -> dict[str, list[float]]:
+    return {name: [cpu_seconds(pid) for pid in pids] for name, pids in parties.items()}
+
+
 class Gateway:
-    def __init__(self, stack: ExitStack, workers: int, engines: list[str]):
-        self.name = str(workers)
+    def __init__(self, stack: ExitStack, workers: int, engines: list[str], redis: str | None = None):
+        self.name = f"{workers} redis" if redis else str(workers)
+        self.redis = redis
         port, self.admin = started(
             stack, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--model", "sim",
-            "--workers", str(workers), "--replica-url", *engines, ports=2,
+            "--workers", str(workers), *(["--redis-url", redis] if redis else []), "--replica-url", *engines, ports=2,
         )  # fmt: skip
         self.pids: list[int] = []
         self.ports = [port]
@@ -72,7 +89,8 @@ class Gateway:
             while True:
                 async with session.get("/status") as answer:
                     status = await answer.json()
-                if all(one["state"] == "ready" and (one["events"] == "live" or not events) for one in status["replicas"]):
+                joined = not self.redis or status["map"]["redis"]["ledger_joined"]
+                if joined and all(one["state"] == "ready" and (one["events"] == "live" or not events) for one in status["replicas"]):
                     break
                 await asyncio.sleep(0.1)
         self.pids = [self._control(), *(one["pid"] for one in status.get("workers", ()))]
@@ -139,21 +157,25 @@ class Apart:
 
 
 class Load:
-    """One window: clients that never pause, until it is over."""
+    """One window: clients that never pause, or keep to `rate` requests a second of all together, until it is over."""
 
-    def __init__(self, gateway: Gateway | Apart, seed: int, load: str):
-        self.gateway, self.seed, self.load = gateway, seed, load
+    def __init__(self, gateway: Gateway | Apart, seed: int, load: str, others: dict[str, list[int]], rate: float | None = None):
+        self.gateway, self.seed, self.load, self.others, self.rate = gateway, seed, load, others, rate
         self.counts: Counter[str] = Counter()
+        self.pause = 0.0  # seconds from one request of a client to its next
         self.ending = False
 
     async def run(self, clients: int, seconds: float) -> dict:
         talk = self._talk if self.load == "conversations" else self._shout
+        self.pause = clients / self.rate if self.rate else 0.0
         tasks = [asyncio.create_task(talk(number)) for number in range(clients)]
         await asyncio.sleep(1)  # connections are there, what is new has been met
-        pids = self.gateway.pids
-        counts, cpu = self.counts.copy(), [cpu_seconds(pid) for pid in pids]
+        parties = {"gateway": self.gateway.pids, "clients": [os.getpid()], **self.others}
+        counts, before, began = self.counts.copy(), _cpu(parties), perf_counter()
         await asyncio.sleep(seconds)
-        counts, cpu = self.counts - counts, [cpu_seconds(pid) - before for pid, before in zip(pids, cpu, strict=True)]
+        seconds, counts, after = perf_counter() - began, self.counts - counts, _cpu(parties)
+        used = {name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in parties}
+        cpu = used["gateway"]
         spread = await self.gateway.spread()
         self.ending = True
         await asyncio.gather(*tasks)
@@ -161,6 +183,7 @@ class Load:
             "microseconds": 1e6 * sum(cpu) / counts["requests"],
             "by_process": [1e6 * part / counts["requests"] for part in cpu],
             "requests_per_second": counts["requests"] / seconds,
+            "cores": {name: round(sum(parts) / seconds, 2) for name, parts in used.items()},
             "connections": spread,
             "hit_rate": counts["cached"] / max(1, counts["prompt"]),
             "mispredicted": counts["wrong"] / max(1, counts["prompt"]),
@@ -173,7 +196,11 @@ class Load:
         whole = orjson.dumps({"model": "sim", "max_tokens": 60, "messages": [{"role": "system", "content": system}, {"role": "user", "content": "@" + " ".join(rng.choices(WORDS, k=650))}]})
         start, end = whole.split(b"@")
         short, reader, writer = self.load == "short", None, None
+        due = perf_counter() + self.pause * rng.random()
         for turn in itertools.count():
+            if self.pause:
+                await asyncio.sleep(due - perf_counter())
+                due += self.pause
             if self.ending:
                 break
             if writer is None:
@@ -229,6 +256,8 @@ def summary(rounds: list[dict[str, dict]]) -> dict:
         "microseconds": each("microseconds", 1),
         "microseconds_control_and_workers": [round(statistics.median(column), 1) for column in zip(*(one["2"]["by_process"] for one in rounds))],
         "requests_per_second": each("requests_per_second", 0),
+        "requests_ratio": {name: round(statistics.median(one[name]["requests_per_second"] / one["1"]["requests_per_second"] for one in rounds), 3) for name in ratios},
+        "cores": {name: {party: statistics.median(one[name]["cores"][party] for one in rounds) for party in rounds[0][name]["cores"]} for name in names},
         "connections_of_two": [one["2"]["connections"] for one in rounds],
         "hit_rate": each("hit_rate", 4),
         "mispredicted": each("mispredicted", 4),
@@ -241,33 +270,40 @@ async def measure(args: argparse.Namespace, load: str) -> dict:
             commands = [("-m", "replicas.simulated", "--port", "0", "--num-blocks", "3000")] * ENGINES
         else:
             commands = [("-c", STUB)] * 2
-        engines = [f"http://127.0.0.1:{started(stack, *command, ports=1)[0]}" for command in commands]
+        others: dict[str, list[int]] = {"engines": []}
+        engines = [f"http://127.0.0.1:{started(stack, *command, ports=1, pids=others['engines'])[0]}" for command in commands]
         gateways: list[Gateway | Apart] = [Gateway(stack, workers, engines) for workers in (1, 2)]
-        if load == "plain":
+        if load in ("plain", "paced"):
             gateways.append(Apart(Gateway(stack, 1, engines), Gateway(stack, 1, engines)))
+        if load == "redis":
+            server = stack.enter_context(redis_running(RedisServer(Path(stack.enter_context(tempfile.TemporaryDirectory())))))
+            others["redis"] = [server.pid]
+            gateways += [Gateway(stack, workers, engines, server.url) for workers in (1, 2)]  # idle ones are counted with, as in a deployment
         for gateway in gateways:
             await gateway.ready(events=load == "conversations")
-        rounds = []
+        rate, rounds = None, []
         for number in range(-1, args.rounds):  # the first one warms everything up
             order = gateways if number % 2 else gateways[::-1]
             seconds = args.seconds if number >= 0 else 2
-            found = {one.name: await Load(one, 3 * number + gateways.index(one) + 10, load).run(args.clients, seconds) for one in order}
+            found = {one.name: await Load(one, 5 * number + gateways.index(one) + 10, load, others, rate).run(args.clients, seconds) for one in order}
             if number >= 0:
                 rounds.append(dict(sorted(found.items())))
+            elif load == "paced":
+                rate = PACE * found["1"]["requests_per_second"]
     return summary(rounds)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loads", default="plain,short,conversations")
+    parser.add_argument("--loads", default="plain,paced,short,conversations,redis")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    found: dict = {"rounds": args.rounds, "seconds": args.seconds, "clients": args.clients}
+    found: dict = json.loads(Path(args.json).read_text()) if args.json and Path(args.json).exists() else {}
     for load in args.loads.split(","):
-        found[load] = asyncio.run(measure(args, load))
+        found[load] = {"rounds": args.rounds, "seconds": args.seconds, "clients": args.clients, **asyncio.run(measure(args, load))}
         print(load, json.dumps(found[load], indent=2), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=2) + "\n")

@@ -108,6 +108,19 @@ class Client:
         for connection in self.free:
             connection.transport.close()
 
+    async def closed_loop(self, bodies: Iterator[bytes], seconds: float, clients: int = 16) -> float:
+        """Answers a second, when each client asks again at once."""
+        begun, count = perf_counter(), 0
+
+        async def one() -> None:
+            nonlocal count
+            while perf_counter() - begun < seconds:
+                await self.ask(next(bodies))
+                count += 1
+
+        await asyncio.gather(*[one() for _ in range(clients)])
+        return count / (perf_counter() - begun)
+
     async def open_loop(self, bodies: Iterator[bytes], rate: float, seconds: float) -> list[float]:
         """Seconds from when each was due to its answer."""
         took: list[float] = []

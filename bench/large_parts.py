@@ -1,10 +1,10 @@
 """What `bench.large` has around the gateways, each a process of its own: the engine and the neighbour.
 
     python -m bench.large_parts engine       prints its URL
-    python -m bench.large_parts neighbour    reads lines "PORT SECONDS chat|health", answers with a line of JSON each
+    python -m bench.large_parts neighbour    reads lines "PORT SECONDS", answers with a line of JSON each
 
 The engine counts a request's bytes and forgets them. It answers at once, or after GET /hold only when GET /release comes;
-both tell how many wait. The neighbour is a client with one small request at a time, 200 a second on one connection.
+both tell how many wait. The neighbour is a client that asks for /health, in which no engine has a part, 200 times a second.
 """
 
 from __future__ import annotations
@@ -83,13 +83,8 @@ async def engine() -> None:
     await server.serve_forever()
 
 
-def neighbour(port: int, seconds: float, what: str) -> list[float]:
-    """Seconds each request took from when it was due; one that is late makes the next ones late, too."""
-    if what == "health":
-        request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-    else:
-        body = json.dumps({"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}).encode()
-        request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+def neighbour(port: int, seconds: float) -> list[float]:
+    """Seconds each answer took."""
     took = []
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -99,7 +94,7 @@ def neighbour(port: int, seconds: float, what: str) -> list[float]:
             if (early := due - perf_counter()) > 0:
                 sleep(early)
             sent = perf_counter()
-            connection.sendall(request)
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             answer = connection.recv(65536)
             took.append(perf_counter() - sent)
             if not answer.startswith(b"HTTP/1.1 200"):
@@ -111,5 +106,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "engine":
         uvloop.run(engine())
     for line in sys.stdin:
-        port, seconds, what = line.split()
-        print(json.dumps(neighbour(int(port), float(seconds), what)), flush=True)
+        port, seconds = line.split()
+        print(json.dumps(neighbour(int(port), float(seconds))), flush=True)

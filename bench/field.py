@@ -37,7 +37,7 @@ from loadgen import field
 from loadgen.records import Record
 from loadgen.report import machine, meets
 from loadgen.simulate import Outcome, simulate
-from policies import costs
+from policies import costs, ledger
 
 RESULTS = Path(__file__).with_name("results") / "field.json"
 RULES = tuple(dict.fromkeys((field_tables.OURS, field_tables.ORACLE, *field.NAMES, *policies.NAMES)))      # what one asks first
@@ -50,9 +50,9 @@ def fingerprint(*what: object) -> str:
 
 
 def source(rule: str) -> str:
-    """The code that decides: the rule's file, and that of the costs if it uses them."""
+    """The code that decides: the rule's file, and if it uses learned costs that of these, and of the ledger that tells when load began."""
     text = inspect.getsource(sys.modules[type(field.make(rule, truth=object())).__module__])
-    return text + inspect.getsource(costs) if "costs" in text else text
+    return text + inspect.getsource(costs) + inspect.getsource(ledger) if ".costs" in text else text
 
 
 def figures(outcome: Outcome, cell: Cell) -> dict[str, float]:

@@ -39,6 +39,7 @@ _COMMON, _OWN = 1.0, 0.5   # prior variance of the log coefficients: shared, and
 _WALK = 1e-3               # share of the way back to the prior's covariance, per observation
 _NOISE = 0.05              # variance of log(observed / predicted) that is not the model's fault
 _BOUND = 100.0              # a coefficient stays within a hundredfold of its prior
+PAIRS = 0.5
 _SMOOTH = 0.1              # of the running error sizes
 _FORGET = 0.99             # of the log speed stays, each turn without a request
 
@@ -153,8 +154,9 @@ class Costs:
         """
         if now is None or load.since is None:
             return 1.0
-        base, token, _, _, _, crowd = self.group.ttft.coefficients
-        lasts = self.ttft.value * (base + token * load.begun_tokens) + crowd * self.step_seconds(load)
+        base, token, pair, _, _, crowd = self.group.ttft.coefficients
+        tokens = load.begun_tokens
+        lasts = self.ttft.value * (base + tokens * (token + pair * PAIRS * tokens / max(1, load.begun))) + crowd * self.step_seconds(load)
         return min(1.0, abs(1.0 - (now - load.since) / lasts))
 
     def step_seconds(self, load) -> float:

@@ -40,7 +40,9 @@ _INTERFERENCE = 0.05    # seconds of TTFT that a second of one stream's standsti
 _BATCHED = 0.25         # chance that a prompt there shares a step with ours, if it may have begun: those that have not begun will
 _LONGER = 0.05 * 25     # the same weight for 25 decode steps that two streams have in common
 _EVICTION = 0.2         # chance that what is pushed out of a full cache is asked for again
-_FOLLOW = 12            # streams' steps lengthened later by the requests that go on from one, at the weight of those now
+_FOLLOW = 1.5           # weight of a stream met later: it holds up a request of ours and is held up by it
+_LEAVE = 0.05           # share of those who would go on here that goes elsewhere
+_LATELY = 128           # requests, to tell how many go on from one that begins
 _REPLY = 200            # decode steps a stream typically has left when blocks run out
 _SPARE = 0.02           # share of the blocks an engine cannot use to the full: half filled ones
 # Fetching a token's KV instead of computing it, as a share of the time: what the tier credits 0.8, 0.6
@@ -82,18 +84,19 @@ def lost_seconds(tokens: int, candidate: Candidate, now: float | None = None, la
             crowding, _EVICTION * usage * own)
 
 
-def streams_later(candidates: Sequence[Candidate], block_size: int) -> list[float]:
-    """How many streams those meet on each candidate that will follow this request to where it goes, at `_FOLLOW` times their number.
+def is_bound(candidates: Sequence[Candidate], block_size: int) -> bool:
+    """Whether one replica alone holds most of the prompt: mostly a conversation that goes on, and has its history there."""
+    most = max([candidate.overlap for candidate in candidates]) - block_size
+    return sum([candidate.overlap >= most for candidate in candidates]) == 1
+
+
+def streams_later(candidates: Sequence[Candidate], follow: float) -> list[float]:
+    """How many streams on each candidate the `follow` requests will meet, all together, that go on from one there.
 
     By Little's law a replica has that share of all streams which it has of the choices: steadier than what streams there just now.
-    All 0 where one replica alone holds most of the prompt, which mostly is a conversation that goes on: it is bound already.
     """
-    overlaps = [candidate.overlap for candidate in candidates]
-    most = max(overlaps) - block_size
     recent = sum([candidate.load.recent for candidate in candidates])
-    if not recent or sum([overlap >= most for overlap in overlaps]) == 1:
-        return [0.0] * len(candidates)
-    scale = _FOLLOW * sum([candidate.load.decoding for candidate in candidates]) / recent
+    scale = follow * sum([candidate.load.decoding for candidate in candidates]) / recent if recent else 0.0
     return [scale * candidate.load.recent for candidate in candidates]
 
 
@@ -131,9 +134,16 @@ class LeastTime:
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed).random
+        self._bound = 0.5    # running share of the requests that go on where they are bound
+
+    def _later(self, demand: Demand, candidates: Sequence[Candidate]) -> list[float]:
+        """Of `streams_later` for as many requests as go on from one that begins, by the shares of both."""
+        bound = is_bound(candidates, demand.block_size)
+        self._bound += (bound - self._bound) / _LATELY
+        return streams_later(candidates, 0.0 if bound else _FOLLOW * self._bound / (1.0 - self._bound + _LEAVE))
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
-        later = streams_later(candidates, demand.block_size)
+        later = self._later(demand, candidates)
         lost = [lost_seconds(demand.tokens, candidate, demand.now, more) for candidate, more in zip(candidates, later)]
         totals = [sum(terms) for terms in lost]
         least = min(totals)
@@ -144,7 +154,7 @@ class LeastTime:
         return Choice(index, reason, [dict(zip(TERMS, terms)) for terms in lost] if explain else None)
 
     def bids(self, demand: Demand, candidates: Sequence[Candidate]) -> list[Bid | None]:
-        later = streams_later(candidates, demand.block_size)
+        later = self._later(demand, candidates)
         return [bid(demand.tokens, candidate, more) for candidate, more in zip(candidates, later)]
 
     def own_after(self, demand: Demand, overlap: int, candidates: Sequence[Candidate]) -> float:

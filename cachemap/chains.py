@@ -115,6 +115,13 @@ class EngineModel(Tree):
         while (excess := self._count - self._room()) > 0:
             self._drop_oldest(excess)
 
+    def take_back(self, hashes: Sequence[int], held: int) -> None:
+        """The blocks beyond `held` were not computed after all. Those that others build on stay."""
+        segment, end = self._longest(hashes)
+        while end > held and not segment.children and end == segment.start + len(segment.blocks):
+            self._drop(segment, end - held)
+            end, segment = segment.start, segment.parent
+
     def reach(self, hashes: Sequence[int]) -> int:
         """How many leading blocks of this chain the engine should still have."""
         return self._longest(hashes)[1]
@@ -148,7 +155,10 @@ class EngineModel(Tree):
 
     def _drop_oldest(self, count: int) -> None:
         """Drop up to `count` blocks from the tail of the segment longest unused."""
-        segment = next(iter(self._order))
+        self._drop(next(iter(self._order)), count)
+
+    def _drop(self, segment: Segment, count: int) -> None:
+        """Drop up to `count` blocks from the tail of a segment that nothing is behind."""
         blocks = segment.blocks
         if count < len(blocks):
             del blocks[-count:]

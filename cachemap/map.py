@@ -173,6 +173,14 @@ class CacheMap:
         else:
             replica.model.add(hashes)
 
+    def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
+        """The replica refused a prompt that was expected there at `now`, of which `held` blocks were taken to be there before."""
+        replica = self._replica(slot)
+        if replica.observed:
+            self._routed.take_back(slot, hashes, held, now)
+        else:
+            replica.model.take_back(hashes, held)
+
     def store(
         self,
         slot: int,

@@ -19,7 +19,7 @@ from cachemap.map import LEAST_BUDGET, PREDICTED_SECONDS, UNKNOWN_CAPACITY, Cach
 from cachemap.memory import SharedMemory, mapped
 from cachemap.ring import Reader, Ring
 
-EXPECTED, LEARNED, DROPPED = range(3)  # kinds of news
+EXPECTED, LEARNED, DROPPED, TAKEN_BACK = range(4)  # kinds of news
 
 
 class LeadingMap(CacheMap):
@@ -114,6 +114,10 @@ class FollowingMap(CacheMap):
         super()._expected(slot, replica, hashes, now)
         self._ring.write(EXPECTED, slot, now, hashes)
 
+    def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
+        super().take_back(slot, self._packed(hashes), held, now)
+        self._ring.write(TAKEN_BACK, slot, now, array("Q", (held, *hashes)))
+
     def learn(self, slot: int, hashes: list[int], predicted_blocks: int, reported_blocks: int) -> None:
         super().learn(slot, hashes, predicted_blocks, reported_blocks)
         if not self._replica(slot).observed and predicted_blocks != reported_blocks:
@@ -128,6 +132,8 @@ class FollowingMap(CacheMap):
                     continue
                 if kind == DROPPED:
                     self._routed.discard(slot, words)
+                elif kind == TAKEN_BACK:
+                    super().take_back(slot, words[1:], words[0], at)
                 elif kind == EXPECTED:
                     if not replica.observed or at + PREDICTED_SECONDS > monotonic():
                         super()._expected(slot, replica, words, at)

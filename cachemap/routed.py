@@ -68,6 +68,17 @@ class _Generation(Tree):
             self._told.clear()
         return self._dropped
 
+    def take_back(self, slot: int, hashes: Sequence[int], held: int, until: float) -> None:
+        segment, end = self._longest(hashes)
+        if end < segment.start + len(segment.blocks):  # a longer chain, so not what was sent with these
+            end, segment = segment.start, segment.parent
+        while end > held:
+            if slot in segment.stamps and segment.stamps[slot][0] <= until:
+                if segment.start < held:
+                    self._split(segment, held).stamps = segment.stamps.copy()
+                del segment.stamps[slot]
+            end, segment = segment.start, segment.parent
+
     def clear(self, slot: int) -> None:
         for segment in self._heads.values():
             segment.stamps.pop(slot, None)
@@ -96,6 +107,12 @@ class Routed:
             self._turn = now + self._seconds
         self._number += 1
         self._new.add(slot, hashes, (now + self._seconds, self._number))
+
+    def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
+        """What was added at `now` is not going to be there, but for the blocks that were `held` before; what others added
+        since stays."""
+        for generation in (self._new, self._old):
+            generation.take_back(slot, hashes, held, now + self._seconds)
 
     def reach(self, hashes: Sequence[int], now: float, confirmed: Sequence[int]) -> dict[int, int]:
         """By slot, how far the chain is predicted to be held, where that is further than confirmed."""

@@ -37,7 +37,7 @@ MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
 class Decided:
     """As much of a `Life` as the dispatcher needs, for a request that is answered elsewhere."""
 
-    __slots__ = ("id", "prompt", "tried", "lease", "state", "streams", "backend", "reservation", "overlap", "begun", "sent_at", "first_at", "made", "timer")
+    __slots__ = ("id", "prompt", "tried", "lease", "state", "streams", "backend", "reservation", "overlap", "begun", "sent_at", "first_at", "expected_at", "made", "timer")
 
     response = None  # no answer passes here, so nobody knows who made one
     status, pieces = 200, 0  # what goes wrong is the caller's to see; the engine's own count tells how many there were

@@ -338,7 +338,8 @@ class Dispatcher:
         life.backend, life.overlap = backend, overlap
         life.reservation = self.ledger.reserve(backend.id, tokens - overlap, tokens, counted, now)
         if prompt is not None and prompt.hashes and backend.replica.takes_rank(prompt.path):
-            self.map.expect(backend.slot, prompt.hashes, monotonic())
+            life.expected_at = monotonic()
+            self.map.expect(backend.slot, prompt.hashes, life.expected_at)
 
     def _nobody(self, model: str | None) -> Failure:
         known = self.models

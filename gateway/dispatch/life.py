@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 RETRYABLE = frozenset((500, 502, 503, 504))
 # To a request with ids in it: it is said again as received, so that the client's own fault is all a client is told of.
 MAY_BE_OURS = frozenset((400, 404, 413, 415, 422, 431))
+# Failures after which nothing was computed: nobody took the request, or a full one said that another should.
+REFUSED = frozenset(("connect", "status 503"))
 # vLLM that is asked to stop answers what it has with 200 and this, as far as it has come.
 ABORTED = b'"finish_reason":"abort"'
 # Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
@@ -61,8 +63,8 @@ class Life:
         "sent_ids", "ids_refused",
         # the answer as it passes
         "tail", "pieces", "seen_pieces", "seen_at",
-        # times, monotonic seconds
-        "begun", "sent_at", "first_at",
+        # times, monotonic seconds; the last: when its blocks were expected to be at `backend` soon
+        "begun", "sent_at", "first_at", "expected_at",
     )  # fmt: skip
 
     trace_id: str | None = None  # with traces on
@@ -92,7 +94,7 @@ class Life:
         self.pieces = self.seen_pieces = 0
         # The clock starts when the request is there: what its upload took is the client's.
         self.begun = self.seen_at = monotonic()
-        self.sent_at = self.first_at = 0.0
+        self.sent_at = self.first_at = self.expected_at = 0.0
 
     def advance(self, event: Event, detail: object = None) -> None:
         self.state, action = TRANSITIONS[self.state, event]
@@ -257,6 +259,8 @@ class Life:
         if not error.kind.startswith(("status", "elsewhere")):
             dispatcher.outcomes.failed(self.backend, error.kind)
         dispatcher.release(self)
+        if error.kind in REFUSED:
+            dispatcher.outcomes.refused(self)
         self.tried += (self.backend,)
         self.last_error = f"replica {self.backend.id}: {error}"
         if error.kind != "elsewhere" and not dispatcher.has_attempts(self):

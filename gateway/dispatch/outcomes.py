@@ -59,7 +59,15 @@ class Outcomes:
         if life.prompt is not None and life.status == 200 and not life.backend.gone:
             self.learn(life, usage)
             self._dispatcher.once.settled(life, usage)
+        elif 400 <= life.status < 500:
+            self.refused(life)
         self.ended(life, "complete", usage)
+
+    def refused(self, life: Life) -> None:
+        """The replica computed nothing for it, so its blocks are not going to be there."""
+        backend, prompt, dispatcher = life.backend, life.prompt, self._dispatcher
+        if prompt is not None and prompt.hashes and not backend.gone and backend.replica.takes_rank(prompt.path):
+            dispatcher.map.take_back(backend.slot, prompt.hashes, life.overlap // dispatcher.pipeline.block_size, life.expected_at)
 
     def learn(self, life: Life | Decided, usage: Usage) -> None:
         """From the complete answer to a prompt, which is released."""

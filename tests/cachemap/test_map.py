@@ -204,6 +204,36 @@ def test_routed_prompts_are_predicted_for_some_seconds():
     assert table.stats()["predicted"] == 18  # what had expired went
 
 
+def test_a_refused_prompt_is_taken_back_and_what_others_sent_stays():
+    table = CacheMap(MIB, predicted_seconds=5.0)
+    slot, refused, before, since = table.attach("r", None, True), chain(1, 2, 3), chain(1, 7), chain(1, 2, 8)
+    table.expect(slot, before, 1.0)
+    held = table.match(refused, 2.0).held[slot]
+    table.expect(slot, refused, 2.0)
+    table.expect(slot, since, 2.5)
+    table.take_back(slot, refused, held, 2.0)
+    assert [table.match(one, 3.0).held[slot] for one in (before, since, refused)] == [len(before), len(since), 12]
+    table.take_back(slot, since, held, 2.5)
+    assert [table.match(one, 3.0).held[slot] for one in (before, since, refused)] == [len(before), 6, 6]
+    assert table.match(before, 7.5).held == [0]  # as ever
+
+
+def test_a_modelled_replica_forgets_a_refused_prompt_but_not_what_it_shared():
+    table = CacheMap(MIB)
+    slot, refused, before, since = table.attach("r", 1000, False), chain(1, 2, 3), chain(1, 7), chain(1, 2, 8)
+    for prompt in (before, refused):
+        table.expect(slot, prompt, 0.0)
+    table.take_back(slot, refused, 6, 0.0)
+    assert [table.match(one, 0.0).held[slot] for one in (before, refused)] == [len(before), 6]
+    assert table.stats()["modelled"] == len(before)
+    for prompt in (refused, since):
+        table.expect(slot, prompt, 0.0)
+    table.take_back(slot, refused, 6, 0.0)
+    assert [table.match(one, 0.0).held[slot] for one in (before, since, refused)] == [len(before), len(since), 12]
+    table.take_back(slot, chain(9), 0, 0.0)  # never expected, or gone already
+    assert table.stats()["modelled"] == len(set(before) | set(since))
+
+
 def test_what_the_engine_dropped_is_no_longer_predicted():
     table = CacheMap(MIB)
     slot, prompt = table.attach("r", None, True), PROMPTS[0]

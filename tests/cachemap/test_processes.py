@@ -63,7 +63,7 @@ class House:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["store", "store", "lower", "remove", "clear", "expect", "expect", "learn", "observe"]),
+        st.sampled_from(["store", "store", "lower", "remove", "clear", "expect", "expect", "back", "learn", "observe"]),
         st.sampled_from(SLOTS), st.sampled_from(PROMPTS), st.integers(0, 17),
     ), max_size=40,
 )  # fmt: skip
@@ -83,6 +83,9 @@ def test_followers_know_what_a_map_alone_would(steps, rng):
         if what == "clear":
             alone.clear(slot)
             asked.clear(slot)
+        elif what == "back":
+            for one in (alone, asked):
+                one.take_back(slot, prompt, start, now)
         elif what in ("expect", "learn"):
             for one in (alone, asked):
                 one.match(prompt, now)

@@ -29,6 +29,11 @@ class Reference:
                 found[slot] = end
         return found
 
+    def take_back(self, slot, hashes, held, now):
+        for block in hashes[held:]:
+            if self.until.get((slot, block), now) <= now + SECONDS:
+                self.until.pop((slot, block), None)
+
     def discard(self, slot, hashes):
         for block in hashes:
             self.until.pop((slot, block), None)
@@ -44,7 +49,7 @@ def hashed(path: list[int]) -> list[int]:
 
 CHAINS = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(hashed)
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["add", "add", "add", "drop tail", "drop", "clear"]), st.integers(0, SLOTS - 1), CHAINS, st.integers(0, 8), st.sampled_from([0.0, 0.5, 1.0, 6.0])),
+    st.tuples(st.sampled_from(["add", "add", "add", "refused", "refused later", "drop tail", "drop", "clear"]), st.integers(0, SLOTS - 1), CHAINS, st.integers(0, 8), st.sampled_from([0.0, 0.5, 1.0, 6.0])),
     max_size=40,
 )  # fmt: skip
 
@@ -53,12 +58,22 @@ STEPS = st.lists(
 @given(STEPS, CHAINS, st.booleans())
 def test_predicts_what_single_blocks_would(steps, asked, packed):
     routed, reference, now = Routed(SECONDS), Reference(), 100.0
+    waiting = []  # added, and still to be refused
     for what, slot, chain, place, pause in steps:
         now += pause
         given = array("Q", chain) if packed else chain
+        held = reference.reach(chain, now, [0] * SLOTS).get(slot, 0)
+        refused = [waiting.pop(place % len(waiting))] if what == "refused later" and waiting else []
         for one in (routed, reference):
             if what == "add":
                 one.add(slot, given, now)
+                waiting.append((slot, given, held, now)) if one is routed else None
+            elif what == "refused":
+                one.add(slot, given, now)
+                one.take_back(slot, given, held, now)
+            elif what == "refused later":
+                for slot_, chain_, held_, then in refused:
+                    one.take_back(slot_, chain_, held_, then)
             elif what == "clear":
                 one.clear(slot)
             else:

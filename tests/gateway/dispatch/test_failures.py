@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import socket
+from time import monotonic
 
 import pytest
 
@@ -41,6 +42,44 @@ async def test_an_unwell_replica_is_passed_over(status):
             assert (await talk.response())[0::2] == (200, b'{"fine":1}')
         assert s.metrics.retries.total() >= 2
         await eventually(s.idle)
+
+
+def held(s) -> list[int]:
+    """Blocks of LONG that each replica is taken to hold."""
+    hashes = s.dispatcher.pipeline.prepare("/v1/chat/completions", LONG).hashes
+    assert len(hashes) > 3
+    return [s.dispatcher.map.match(hashes, monotonic()).held[backend.slot] for backend in s.dispatcher.backends.values()]
+
+
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("status", [b"400 Bad Request", b"401 Unauthorized", b"429 Too Many Requests"])
+async def test_a_prompt_that_is_refused_is_not_taken_to_be_cached(status, observed):
+    async with stack(answers(b"{}", status)) as s:
+        (backend,) = s.dispatcher.backends.values()
+        s.dispatcher.map.observed(backend.slot, observed)
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        assert (await talk.response())[0] == int(status[:3])
+        await eventually(s.idle)
+        assert held(s) == [0]
+
+
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+async def test_a_prompt_is_taken_to_be_cached_only_where_it_went_in_the_end(full, observed):
+    """Nobody listens at the first, or it has no room."""
+    first = {"ports": [free_port()]} if not full else {}
+    async with stack(*[answers(status=b"503 Service Unavailable")] * full, answers(), **first) as s:
+        for backend in s.dispatcher.backends.values():
+            s.dispatcher.map.observed(backend.slot, observed)
+        talk = await s.talk()
+        for _ in range(2):  # one of them meets the first one first
+            await talk.say(post(LONG))
+            assert (await talk.response())[0] == 200
+        await eventually(s.idle)
+        assert s.metrics.retries.total() >= 1
+        there, here = held(s)
+        assert there == 0 and here > 3
 
 
 async def test_the_last_replicas_own_error_reaches_the_client():

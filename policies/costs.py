@@ -39,7 +39,6 @@ _COMMON, _OWN = 1.0, 0.5   # prior variance of the log coefficients: shared, and
 _WALK = 1e-3               # share of the way back to the prior's covariance, per observation
 _NOISE = 0.05              # variance of log(observed / predicted) that is not the model's fault
 _BOUND = 100.0              # a coefficient stays within a hundredfold of its prior
-PAIRS = 0.5
 _SMOOTH = 0.1              # of the running error sizes
 _FORGET = 0.99             # of the log speed stays, each turn without a request
 
@@ -156,7 +155,8 @@ class Costs:
             return 1.0
         base, token, pair, _, _, crowd = self.group.ttft.coefficients
         tokens = load.begun_tokens
-        lasts = self.ttft.value * (base + tokens * (token + pair * PAIRS * tokens / max(1, load.begun))) + crowd * self.step_seconds(load)
+        attention = 0.5 * pair * tokens / max(1, load.begun)    # as of prompts of one length, computed whole
+        lasts = self.ttft.value * (base + tokens * (token + attention)) + crowd * self.step_seconds(load)
         return min(1.0, abs(1.0 - (now - load.since) / lasts))
 
     def step_seconds(self, load) -> float:

@@ -3,6 +3,10 @@
 A reservation is made in the same step as the choice, moves once (first byte seen) and ends once.
 Each of these is idempotent, so whichever of retry, cancel, crash and normal end comes first may
 settle it and the others do no harm. Not thread safe: one event loop owns a ledger.
+
+An engine computes prompts in steps: all that wait when one ends begin with the next, and their first tokens come at its end.
+So a first token tells when those left began, and what comes meanwhile has not begun. Callers that tell the time get that in
+`Load`; where it is not told, as with an answer in one piece, nothing is known until the next first token.
 """
 from __future__ import annotations
 

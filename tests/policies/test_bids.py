@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from policies import Candidate, CostGroup, Demand, Load, make
 from policies.least_load import busy
-from policies.least_time import is_bound, lost_seconds, streams_later
+from policies.least_time import bid as price, lost_seconds, streams_later
 
 LOADS = st.builds(
     lambda prefilling, decoding, prefill, context, waiting, usage, capacity: Load(
@@ -34,13 +34,12 @@ def test_least_time_bids_the_seconds_it_chooses_by(load, overlap, lower):
 
 @settings(deadline=None)
 @given(LOADS, LOADS, st.floats(0, 9), st.floats(0, 9))
-def test_least_time_bids_what_later_streams_cost(load, other, recent, more):
-    """Two that hold the same: both prices have what requests that follow will meet there."""
+def test_a_price_has_what_the_requests_that_follow_will_meet(load, other, recent, more):
     load.recent, other.recent = recent, more
     both = [candidate(load, 480), candidate(other, 480)]
-    bids = make("least_time").bids(Demand(1000), both)
-    for one, bid, later in zip(both, bids, [0.0, 0.0] if is_bound(both, 16) else streams_later(both, 1.5)):
-        assert bid.cost(one.load, bid.own) == pytest.approx(sum(lost_seconds(1000, one, None, later)))
+    for one, later in zip(both, streams_later(both, 1.5)):
+        made = price(1000, one, later)
+        assert made.cost(one.load, made.own) == pytest.approx(sum(lost_seconds(1000, one, None, later)))
 
 
 @settings(deadline=None)

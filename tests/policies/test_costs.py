@@ -141,8 +141,8 @@ def test_coefficients_stay_within_their_bounds(answers):
 def test_a_step_under_way_counts_as_far_as_it_is_left():
     costs = CostGroup().add("r")
     load = Load(requests=3, prefilling=3, prefill_tokens=3000, since=10.0, begun=2, begun_tokens=2000)
-    base, token = TTFT_PRIOR[:2]
-    lasts = base + 2000 * token
+    base, token, pair = TTFT_PRIOR[:3]
+    lasts = base + 2000 * token + 2 * pair * 1000**2 / 2
     whole, waiting = costs.queue_seconds(load), 1000 * TTFT_PRIOR[3]
     assert whole == costs.queue_seconds(load, 10.0)
     assert costs.queue_seconds(load, 10.0 + lasts / 2) == pytest.approx((whole + waiting) / 2)

@@ -26,7 +26,7 @@ from gateway.dispatch.shadow import Seen, Shadows, told
 from gateway.telemetry.metrics import Metrics
 from loadgen.simulate import Conversation, Fleet, Record, Turn, backlog, pace
 from policies import Costs
-from replicas.simulated.profile import Profile, load_profile
+from replicas.simulated.profile import Profile, StepDurations, load_profile
 
 REPLICAS, BLOCK, LOAD = 8, 16, 0.65
 PROMPTS, OPEN = 12, 160          # system prompts; conversations open at a time
@@ -94,7 +94,7 @@ def run(case: Case, fleet: str, work: Sequence[Conversation], rate: float, seed:
         for candidate in made.candidates:
             candidate.costs = Unlearning(candidate.costs.group)
     if case.after is not None:
-        made.at(middle(work, rate), lambda: setattr(made.engines[0], "profile", case.after))
+        made.at(middle(work, rate), lambda: setattr(made.engines[0], "durations", StepDurations(case.after)))
     return pace(made, work, rate, OPEN, seed).records
 
 

@@ -89,7 +89,7 @@ class EngineModel(Tree):
     recent segment is a leaf.
     """
 
-    __slots__ = ("_order", "capacity", "limit", "most")
+    __slots__ = ("_found", "_order", "capacity", "limit", "most")
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -100,10 +100,14 @@ class EngineModel(Tree):
     def clear(self) -> None:
         self._empty()
         self._order: OrderedDict[Segment, None] = OrderedDict()  # the least recent first
+        self._found: tuple[Sequence[int], Segment, int] = ((), self._root, 0)  # what `reach` was asked last, and found
 
     def add(self, hashes: Sequence[int]) -> None:
         """The replica computed, or used, this chain just now."""
-        segment, held = self._longest(hashes)
+        asked, segment, held = self._found  # as a rule of this chain, for the choice
+        if asked is not hashes:
+            segment, held = self._longest(hashes)
+        self._found = ((), self._root, 0)
         if 0 < held - segment.start < len(segment.blocks):
             segment = self._split(segment, held)
         if held < len(hashes):
@@ -124,7 +128,8 @@ class EngineModel(Tree):
 
     def reach(self, hashes: Sequence[int]) -> int:
         """How many leading blocks of this chain the engine should still have."""
-        return self._longest(hashes)[1]
+        self._found = _, _, held = hashes, *self._longest(hashes)
+        return held
 
     def learn(self, predicted: int, reported: int) -> None:
         """Correct the limit by 2 % when the engine had less, or more, than predicted."""

@@ -266,7 +266,7 @@ class Gateway:
                 if scrape is None or seen.get(backend.id) == scrape.at:
                     continue
                 seen[backend.id] = scrape.at
-                backend.load.scraped(scrape.waiting, scrape.kv_usage)
+                self.ledger.scraped(backend.id, scrape.waiting, scrape.kv_usage)
                 idle = backend.load.requests == 0 and monotonic() - scrape.at < 0.5
                 if backend.drift.counted(scrape.prefix_queries, scrape.prefix_hits, idle):
                     self.dispatcher.outcomes.heal(backend, "the engine's own count of cached tokens differs from what was predicted")

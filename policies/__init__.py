@@ -12,6 +12,7 @@ from .overlap_cost import OverlapCost
 from .power_of_two import PowerOfTwo
 from .prefix_affinity import PrefixAffinity
 from .random import Random
+from .roster import Roster
 from .round_robin import RoundRobin
 from .vocabulary import Bid, Bidder, Candidate, Choice, Demand, Load, Policy
 
@@ -30,4 +31,4 @@ def make(name: str, seed: int = 0) -> Policy:
 
 
 __all__ = ["Bid", "Bidder", "Candidate", "Choice", "CostGroup", "Costs", "DEFAULT", "Demand", "Ledger", "Load",
-           "NAMES", "Policy", "Reservation", "make"]
+           "NAMES", "Policy", "Reservation", "Roster", "make"]

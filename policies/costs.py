@@ -30,6 +30,8 @@ from __future__ import annotations
 
 from math import exp, log
 
+from .changes import Changes
+
 # An 8B model on one data-centre GPU (Dynamo 1.6.1's mocker defaults: 15 us a token, 4.2e-10 s a
 # token squared, 16 ms a prefill step, 6 ms a decode step). Tenfold wrong for others; a dozen requests
 # mend that, and until then what matters is that the ratios are an engine's.
@@ -187,6 +189,7 @@ class Costs:
         # A queue's length in seconds is the engine's luck with batches more than its speed.
         own = predicted - self.queue_seconds(before, at) - self.group.ttft.coefficients[5] * self.step_seconds(before)
         self.ttft.observe(predicted, seconds, own / predicted)
+        self.group.changes.tell(self)
         left = self.left(before, at) if before.prefilling else 0.0
         ahead = before.prefill_tokens - (1.0 - left) * before.begun_tokens if before.prefilling else 0.0
         self.group.learn("ttft", (1.0, uncached, uncached * (cached + 0.5 * uncached), ahead, left,
@@ -199,6 +202,7 @@ class Costs:
         base, per_stream, per_token = self.group.step.coefficients
         speed = self.step.value
         self.step.observe(speed * (base + per_stream * decoding + per_token * context_tokens), seconds_per_token)
+        self.group.changes.tell(self)
         self.group.learn("step", (1.0, decoding, context_tokens), seconds_per_token / speed)
 
 
@@ -209,6 +213,7 @@ class CostGroup:
         self.ttft, self.step = Fit(TTFT_PRIOR), Fit(STEP_PRIOR)
         self._members: dict[str, Costs] = {}
         self._turns: list[Costs] = []
+        self.changes = Changes()    # members whose speeds changed
 
     def add(self, replica: str) -> Costs:
         """This replica's costs, the same object until `remove`."""
@@ -228,3 +233,4 @@ class CostGroup:
             member = self._turns.pop()
             member.ttft.forget()
             member.step.forget()
+            self.changes.tell(member)

@@ -43,6 +43,8 @@ from __future__ import annotations
 import random
 from typing import Sequence
 
+from . import many
+from .roster import Roster
 from .vocabulary import Bid, Candidate, Choice, Demand
 
 _INTERFERENCE = 0.05    # seconds of TTFT that a second of one stream's standstill is worth
@@ -145,13 +147,17 @@ class LeastTime:
         self._random = random.Random(seed).random
         self._bound = 0.5    # running share of the requests that go on where they are bound
 
-    def _later(self, demand: Demand, candidates: Sequence[Candidate]) -> list[float]:
-        """Of `streams_later` for as many requests as go on from one that begins, by the shares of both."""
-        bound = is_bound(candidates, demand.block_size)
+    def _follow(self, bound: bool) -> float:
+        """How many requests go on from this one, at their weight: none that begins if it is bound itself, else by the shares of both."""
         self._bound += (bound - self._bound) / _LATELY
-        return streams_later(candidates, 0.0 if bound else _FOLLOW * self._bound / (1.0 - self._bound + _LEAVE))
+        return 0.0 if bound else _FOLLOW * self._bound / (1.0 - self._bound + _LEAVE)
+
+    def _later(self, demand: Demand, candidates: Sequence[Candidate]) -> list[float]:
+        return streams_later(candidates, self._follow(is_bound(candidates, demand.block_size)))
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+        if isinstance(candidates, Roster) and demand.now is not None and not explain and not candidates.tiered:
+            return self._choose_of_many(demand, candidates)
         later = self._later(demand, candidates)
         lost = [lost_seconds(demand.tokens, candidate, demand.now, more) for candidate, more in zip(candidates, later)]
         totals = [sum(terms) for terms in lost]
@@ -161,6 +167,13 @@ class LeastTime:
         index = ties[int(self._random() * len(ties))]
         reason = f"{least * 1e3:.1f} ms, {candidates[index].overlap} of {demand.tokens} tokens held"
         return Choice(index, reason, [dict(zip(TERMS, terms)) for terms in lost] if explain else None)
+
+    def _choose_of_many(self, demand: Demand, roster: Roster) -> Choice:
+        lost = many.totals(demand, roster, self._follow(many.is_bound(roster, demand.block_size)))
+        least = float(lost.min())
+        ties = (lost <= least * self.slack[0] + self.slack[1]).nonzero()[0]
+        index = int(ties[int(self._random() * len(ties))])
+        return Choice(index, f"{least * 1e3:.1f} ms, {roster.overlaps[index]} of {demand.tokens} tokens held")
 
     def bids(self, demand: Demand, candidates: Sequence[Candidate]) -> list[Bid | None]:
         later = self._later(demand, candidates)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+from .changes import Changes
 from .vocabulary import Load
 
 _COUNTS = tuple(f.name for f in fields(Load))[:5]
@@ -34,7 +35,8 @@ class Reservation:
 
 class Ledger:
     """The load of this gateway's requests, and beside it what is known of other gateways' (`others`); a
-    `Load` has the sum. `moved`, if set, hears of every change of this gateway's own part."""
+    `Load` has the sum. `moved`, if set, hears of every change of this gateway's own part; `changes` has the names of replicas whose
+    `Load` changed in any way."""
 
     def __init__(self) -> None:
         self._loads: dict[str, Load] = {}
@@ -42,6 +44,7 @@ class Ledger:
         self._leaving: list[tuple[str, Load]] = []    # replicas removed while requests were still on them
         self._weight = 1.0    # of the latest choice
         self.moved: Callable[..., None] | None = None
+        self.changes = Changes()
 
     def add(self, replica: str) -> Load:
         """The replica's load; the same object until `remove`."""
@@ -79,6 +82,12 @@ class Ledger:
         if stepped:
             load.since, load.begun, load.begun_tokens = now, load.prefilling, load.prefill_tokens
         self._others[replica] = counts
+        self.changes.tell(replica)
+
+    def scraped(self, replica: str, waiting: int | None, kv_usage: float | None) -> None:
+        """What the engine says of itself, see `Load.scraped`."""
+        self._loads[replica].scraped(waiting, kv_usage)
+        self.changes.tell(replica)
 
     def reserve(self, replica: str, uncached: int, tokens: int, counted: bool = False, now: float | None = None) -> Reservation:
         """Count a request of `tokens` prompt tokens, `uncached` of which must be computed. `counted`: where
@@ -91,6 +100,7 @@ class Ledger:
         load.requests += 1
         load.prefilling += 1
         load.prefill_tokens += uncached
+        self.changes.tell(replica)
         if self.moved is not None and not counted:
             self.moved(replica, (1, 1, uncached, 0, 0))
         return reservation
@@ -102,6 +112,8 @@ class Ledger:
         if self._weight > 1e100:
             for one in self._loads.values():
                 one.recent /= self._weight
+            for name in self._loads:
+                self.changes.tell(name)
             self._weight = 1.0
 
     def first_byte(self, reservation: Reservation, now: float | None = None) -> None:
@@ -115,6 +127,7 @@ class Ledger:
         load.decoding += 1
         load.context_tokens += tokens
         load.since, load.begun, load.begun_tokens = now, load.prefilling, load.prefill_tokens
+        self.changes.tell(reservation.replica)
         if self.moved is not None:
             self.moved(reservation.replica, (0, -1, -uncached, 1, tokens))
 
@@ -134,6 +147,7 @@ class Ledger:
             load.decoding -= 1
             load.context_tokens -= reservation.tokens
             change = (-1, 0, 0, -1, -reservation.tokens)
+        self.changes.tell(reservation.replica)
         if self.moved is not None:
             self.moved(reservation.replica, change)
 

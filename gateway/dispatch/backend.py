@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from policies import Candidate
+import numpy as np
+
+from policies import Candidate, Roster
 
 from ..wire.upstream import Pool
 from .drift import Drift
@@ -13,7 +15,7 @@ from .once import Once
 
 if TYPE_CHECKING:
     from cachemap import EventIntake
-    from policies import Costs, Load
+    from policies import CostGroup, Costs, Ledger, Load
     from replicas import Replica
     from replicas.replica import EventSource
 
@@ -65,3 +67,13 @@ class Backend:
             self.intake_task = None
         if self.once.trying is not None:
             self.once.trying.cancel()
+
+
+class Fleet(Roster):
+    """Many backends as a policy sees them, and where the map has each."""
+
+    def __init__(self, backends: list[Backend], ledger: Ledger, group: CostGroup):
+        super().__init__([backend.candidate for backend in backends], ledger, group)
+        self.backends = backends
+        self.slots = np.array([backend.slot for backend in backends])
+        self.none = np.zeros(len(backends), np.int64)  # overlaps, where nobody holds anything

@@ -10,11 +10,13 @@ import asyncio
 import itertools
 import logging
 import os
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
+import numpy as np
 import orjson
 
 from cachemap import CacheMap
@@ -25,7 +27,7 @@ from ..prompt import Prompt, PromptError
 from ..prompt.pipeline import OFFLOAD_THREADS, Pipeline
 from ..wire.downstream import Downstream
 from ..wire.http import Headers, Request
-from .backend import Backend
+from .backend import Backend, Fleet
 from .errors import JSON, error_body
 from .life import Failure, Life
 from .newcomers import Newcomers
@@ -60,6 +62,7 @@ PROMPT_PATHS = {
 NO_PREFILL = ("tokenize", "detokenize")
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
+MANY = 24  # replicas from which they are weighed as arrays: below, one after the other is quicker
 LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
 
 
@@ -112,6 +115,7 @@ class Dispatcher:
         self.models: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
         self._serving: dict[str | None, list[Backend]] = {}
+        self._rosters: dict[str | None, Fleet] = {}
         self._unheard: set[asyncio.Task[None]] = set()
         self._tiered = False  # some candidate has blocks in a slower tier from the last request
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
@@ -136,6 +140,7 @@ class Dispatcher:
     def changed(self) -> None:
         """Some replica's state or models changed: who may serve what is found anew."""
         self._serving.clear()
+        self._rosters.clear()
         self.models = {name: parent for b in self.serving(None) for name, parent in b.replica.models.items()}
         self.adapters = frozenset(name for name, parent in self.models.items() if parent)
 
@@ -244,7 +249,7 @@ class Dispatcher:
 
     # --- a prompt gets a replica
 
-    def weigh(self, prompt: Prompt | None, tried: tuple[Backend, ...] = ()) -> tuple[Demand, list[Backend], list[Candidate]]:
+    def weigh(self, prompt: Prompt | None, tried: tuple[Backend, ...] = ()) -> tuple[Demand, list[Backend], Sequence[Candidate]]:
         """What is asked for, and who could do it with what already held. Raises Failure when nobody can."""
         model = prompt.model or None if prompt is not None else None
         backends = self.serving(model)
@@ -254,11 +259,14 @@ class Dispatcher:
             backends = [b for b in backends if b not in tried]
             if not backends:
                 raise Failure(503, "no replica is left to try")
+        roster = self._roster(model, backends) if len(backends) >= MANY and not tried else None
         if prompt is None:
             demand = Demand(tokens=0)
             for backend in backends:
                 backend.candidate.overlap = 0
                 backend.candidate.lower = ()
+            if roster is not None:
+                roster.overlaps, roster.tiered = roster.none, False
         else:
             size = self.pipeline.block_size
             hashes = prompt.hashes
@@ -267,21 +275,34 @@ class Dispatcher:
             demand = Demand(prompt.tokens, size, hashes[0] if hashes else 0, prompt.session, prompt.max_tokens, now if alone else None)
             match = self.map.match(hashes, now) if hashes and prompt.reads_cache else None
             most = (prompt.tokens - 1) // size  # the last prompt token is always computed
-            for backend in backends:
-                backend.candidate.overlap = min(match.held[backend.slot], most) * size if match else 0
+            if roster is not None:
+                roster.overlaps = np.minimum(np.array(array("q", match.held))[roster.slots], most) * size if match else roster.none
+                roster.tiered = bool(match and match.lower)
+            else:
+                for backend in backends:
+                    backend.candidate.overlap = min(match.held[backend.slot], most) * size if match else 0
             if match and (match.lower or self._tiered):
                 self._tiered = bool(match.lower)
                 for backend in backends:
                     runs = match.lower.get(backend.slot, ())
                     backend.candidate.lower = tuple((tier, blocks * size) for tier, blocks in runs)
-        return demand, backends, [b.candidate for b in backends]
+        return demand, backends, [b.candidate for b in backends] if roster is None else roster
 
-    def _weigh(self, life: Life | Decided) -> tuple[Demand, list[Backend], list[Candidate]]:
+    def _roster(self, model: str | None, backends: list[Backend]) -> Fleet:
+        """The same as long as `serving` gives the same."""
+        roster = self._rosters.get(model)
+        if roster is None or roster.backends is not backends:
+            roster = Fleet(backends, self.ledger, self.costs)
+            if self._serving.get(model) is backends:
+                self._rosters[model] = roster
+        return roster
+
+    def _weigh(self, life: Life | Decided) -> tuple[Demand, list[Backend], Sequence[Candidate]]:
         """As `weigh`, with one candidate where only that can do it."""
         demand, backends, candidates = self.weigh(life.prompt, life.tried)
         maker = self.responses.maker(life.response)
         only = next((backend for backend in backends if backend.id == maker), None) if maker is not None else None
-        return (demand, [only], [only.candidate]) if only is not None else (demand, backends, candidates)
+        return (demand, [only], [candidates[backends.index(only)]]) if only is not None else (demand, backends, candidates)
 
     def choose(self, life: Life | Decided) -> None:
         """Choose, and count the load at once: decision and reservation are one step, here or where the load
@@ -304,12 +325,12 @@ class Dispatcher:
         self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
         life.chosen()
 
-    def _choose_here(self, life: Life | Decided, demand: Demand, backends: list[Backend], candidates: list[Candidate]) -> None:
+    def _choose_here(self, life: Life | Decided, demand: Demand, backends: list[Backend], candidates: Sequence[Candidate]) -> None:
         index = self.policy.choose(demand, candidates).index
         if self.shadows is not None:
             self.shadows.acted(self.shadows.see(demand, candidates), index)
         backend = backends[index]
-        self._reserve(life, backend, backend.candidate.overlap, demand.tokens, now=demand.now)
+        self._reserve(life, backend, candidates[index].overlap, demand.tokens, now=demand.now)
 
     def _decided(self, life: Life | Decided, backends: list[Backend], begun: float, seen: Seen | None, decision: Decision | None) -> None:
         """What the shared ledger answers; None: too late, or not at all."""

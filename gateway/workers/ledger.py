@@ -127,6 +127,7 @@ class WorkerLedger(Ledger):
             if stepped:
                 load.since, load.begun, load.begun_tokens = now, load.prefilling, load.prefill_tokens
             self._others[replica] = counts
+            self.changes.tell(replica)
 
     def catch_up(self, now: float | None = None) -> None:
         """Read what the siblings changed, as of `now`: who reads before each choice sees their first tokens soon enough."""

@@ -176,7 +176,7 @@ class Worker:
             self._scraped[replica.id] = scrape
             _, waiting, kv_usage = scrape
             self.ledger.catch_up(monotonic())
-            backend.load.scraped(waiting, kv_usage)
+            self.ledger.scraped(replica.id, waiting, kv_usage)
         if changed:
             self.dispatcher.changed()
 

@@ -188,7 +188,7 @@ class Fleet:
         ledgers = {id(gateway.ledger): gateway.ledger for gateway in self.gateways}.values()
         for name, replica in zip(self.names, self.replicas):
             for ledger in ledgers:
-                ledger.load(name).scraped(replica.engine.waiting, replica.engine.kv_usage)
+                ledger.scraped(name, replica.engine.waiting, replica.engine.kv_usage)
 
     # --- replicas come and go
 

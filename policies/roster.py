@@ -1,0 +1,70 @@
+"""Roster: the candidates for a model as arrays, for a policy that weighs hundreds of them at once.
+
+To a policy that knows nothing of this it is a sequence of candidates like any other. One that does asks for `columns`:
+what it computes for each candidate from its load and costs, kept from one decision to the next. Of 1,024 replicas two or
+three changed meanwhile, and only theirs are computed anew: reading the loads alone would take 0.3 ms each time.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .vocabulary import Candidate
+
+if TYPE_CHECKING:
+    from .costs import CostGroup
+    from .ledger import Ledger
+
+
+class Roster(Sequence[Candidate]):
+    """Candidates of one ledger and one cost group. Their overlaps, in tokens, are given for each decision."""
+
+    def __init__(self, candidates: Sequence[Candidate], ledger: Ledger, group: CostGroup) -> None:
+        self._candidates = list(candidates)
+        self._changes = ledger.changes, group.changes
+        self._rows = {one.replica: row for row, one in enumerate(candidates)} | {one.costs: row for row, one in enumerate(candidates)}
+        self._heard = [-1, -1]
+        self._columns = np.empty((0, 0))
+        self.group = group
+        self._overlaps = np.zeros(len(candidates), np.int64)
+        self._given = True    # whether the candidates have their overlaps
+        self.tiered = False   # whether some have blocks in lower tiers
+
+    def __len__(self) -> int:
+        return len(self._candidates)
+
+    def __getitem__(self, index: int) -> Candidate:
+        candidate = self._candidates[index]
+        if not self._given:
+            candidate.overlap = int(self._overlaps[index])
+        return candidate
+
+    def __iter__(self) -> Iterator[Candidate]:
+        if not self._given:
+            for candidate, overlap in zip(self._candidates, self._overlaps.tolist()):
+                candidate.overlap = overlap
+            self._given = True
+        return iter(self._candidates)
+
+    @property
+    def overlaps(self) -> np.ndarray:
+        return self._overlaps
+
+    @overlaps.setter
+    def overlaps(self, tokens: np.ndarray) -> None:
+        self._overlaps, self._given = tokens, False
+
+    def columns(self, of: Callable[[Candidate], tuple[float, ...]]) -> np.ndarray:
+        """A row for each figure that `of` gives of a candidate, which must depend on its load and costs alone. Always the
+        same function."""
+        news = [changes.since(heard) if heard >= 0 else None for changes, heard in zip(self._changes, self._heard)]
+        self._heard = [changes.count for changes in self._changes]
+        if None in news:
+            self._columns = np.array([of(one) for one in self._candidates]).T.copy()
+        else:
+            rows = self._rows
+            for row in {rows[one] for new in news for one in new if one in rows}:
+                self._columns[:, row] = of(self._candidates[row])
+        return self._columns

@@ -1,0 +1,138 @@
+"""What a decision takes with 8 to 1,024 replicas: from the block hashes to the chosen index, as the dispatcher does it.
+
+    python -m bench.decisions [--quick] [--json FILE]
+
+Each replica holds prefixes of some conversations and has prompts and streams; each decision asks for one conversation, and
+between two of them one request is sent and one answer begins, as in a running gateway. For every policy: `match` in the map,
+`weigh` (overlaps to candidates), `choose`. Beside them `loop`, which only reads each replica's load once and takes the least:
+what a choice costs at least that looks at them one by one; and `one by one`, least_time on a list of candidates.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import random
+import time
+from types import SimpleNamespace
+
+import numpy as np
+
+from cachemap import CacheMap
+from gateway.dispatch.backend import Backend
+from gateway.dispatch.dispatcher import Dispatcher
+from policies import NAMES, CostGroup, Ledger, make
+from replicas import State
+
+REPLICAS = (2, 8, 16, 24, 32, 64, 256, 1024)
+BLOCKS = 256
+CONVERSATIONS = 2048
+TURNS = 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="100 decisions each instead of 1,000")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    options = parser.parse_args()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}"
+    result = {"machine": machine, "load_average": os.getloadavg()[0], "by_replicas": [measure(count, 100 if options.quick else TURNS) for count in REPLICAS]}
+    report(result)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(result, file, indent=2)
+
+
+class Backends:
+    """So many backends behind a dispatcher, with requests under way. Nothing is sent."""
+
+    def __init__(self, count: int):
+        self.rng = random.Random(3)
+        self.ledger, self.costs, self.now = Ledger(), CostGroup(), time.monotonic()
+        self.map = CacheMap((1 << 26) + count * (1 << 18))
+        self.dispatcher = Dispatcher(
+            pipeline=SimpleNamespace(block_size=16), cachemap=self.map, policy=make("least_time"), metrics=None, ledger=self.ledger,
+            costs=self.costs, retries=1, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=None, ask_models=None,
+        )  # fmt: skip
+        for number in range(count):
+            name = f"10.0.{number // 250}.{number % 250}:8000"
+            replica = SimpleNamespace(id=name, host="10.0.0.1", port=8000, rank=None, state=State.READY, models={"m": None}, serves=lambda model: True)
+            backend = Backend(replica, self.map.attach(name, 4096, True), self.ledger.add(name), self.costs.add(name))
+            backend.costs.ttft.value, backend.costs.step.value = self.rng.uniform(0.8, 1.2), self.rng.uniform(0.8, 1.2)
+            self.dispatcher.add(backend)
+        self.names = [*self.dispatcher.backends]
+        rng = np.random.default_rng(4)
+        self.chains = rng.integers(1, 1 << 64, (CONVERSATIONS, BLOCKS), np.uint64)
+        self.chains[:, :16] = self.chains[0, :16]
+        for number, chain in enumerate(self.chains):
+            self.map.store(number % count, chain[:200].tolist(), (chain[:200] + np.uint64(number % count)).tolist(), "gpu")
+        self.waiting = [self.sent(index) for index in range(count)]
+        self.streams = []
+        for one in (self.sent(index) for index in range(count) for _ in range(3)):
+            self.ledger.first_byte(one, self.now)
+            self.streams.append(one)
+
+    def sent(self, index: int):
+        return self.ledger.reserve(self.names[index], self.rng.randrange(100, 4000), 4096, now=self.now)
+
+    def turn(self) -> None:
+        """What happens between two decisions."""
+        rng, self.now = self.rng, time.monotonic()
+        self.waiting.append(self.sent(rng.randrange(len(self.names))))
+        begun = self.waiting.pop(rng.randrange(len(self.waiting)))
+        self.ledger.first_byte(begun, self.now)
+        backend = self.dispatcher.backends[begun.replica]
+        backend.costs.observe_ttft(rng.uniform(0.05, 0.2), begun.uncached, 4096 - begun.uncached, begun.before, begun.at)
+        self.streams.append(begun)
+        self.ledger.release(self.streams.pop(rng.randrange(len(self.streams))))
+
+
+def measure(count: int, turns: int) -> dict:
+    backends = Backends(count)
+    dispatcher, policies = backends.dispatcher, {name: make(name) for name in NAMES}
+    prompts = [SimpleNamespace(model="m", tokens=BLOCKS * 16 + 5, hashes=chain.tolist(), session=str(number), max_tokens=None, reads_cache=True)
+               for number, chain in enumerate(backends.chains)]  # fmt: skip
+    times: dict[str, list[float]] = {name: [] for name in ("match", "weigh", "loop", "one by one", *NAMES)}
+
+    def timed(name, call, *arguments):
+        begun = time.perf_counter()
+        result = call(*arguments)
+        times[name].append(time.perf_counter() - begun)
+        return result
+
+    gc.collect()
+    gc.disable()
+    for _ in range(turns):
+        backends.turn()
+        prompt = backends.rng.choice(prompts)
+        timed("match", dispatcher.map.match, prompt.hashes, time.monotonic())
+        demand, found, candidates = timed("weigh", dispatcher.weigh, prompt)  # has `match` in it
+        for name, policy in policies.items():
+            timed(name, policy.choose, demand, candidates)
+        listed = [*candidates]
+        timed("one by one", policies["least_time"].choose, demand, listed)
+        timed("loop", least_loaded, listed)
+        assert len(found) == count
+    gc.enable()
+    times["weigh"] = [max(whole - match, 0.0) for whole, match in zip(times["weigh"], times["match"])]
+    times["decision"] = [sum(parts) for parts in zip(times["match"], times["weigh"], times["least_time"])]
+    return {"replicas": count} | {name: dict(zip(("p50_us", "p99_us"), np.percentile(all_, (50, 99)) * 1e6)) for name, all_ in times.items()}
+
+
+def least_loaded(candidates) -> int:
+    loads = [candidate.load.prefill_tokens for candidate in candidates]
+    return loads.index(min(loads))
+
+
+def report(result: dict) -> None:
+    rows = result["by_replicas"]
+    print(f"us, p50 / p99{'':7}" + "".join(f"{row['replicas']:>17,}" for row in rows))
+    for name in rows[0]:
+        if name != "replicas":
+            print(f"{name:20}" + "".join(f"{row[name]['p50_us']:>9,.1f} /{row[name]['p99_us']:>6,.0f}" for row in rows))
+    print(f"{'least_time / loop':20}" + "".join(f"{row['least_time']['p50_us'] / row['loop']['p50_us']:>9,.1f}{'':8}" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from cachemap.holders import HolderSets, Masks, spread
+from cachemap.index import Index
 from cachemap.memory import PRIVATE, Memory
-from cachemap.table import U64, Index
+from cachemap.table import U64
 
 NO_BLOCKS = np.empty(0, U64)
 PIECE = 256  # blocks of a prompt looked up first; then always as many as were found before,

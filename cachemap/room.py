@@ -26,7 +26,7 @@ BYTES_BESIDE = 13  # of a block: hash, set, epoch
 LEAST_BYTES = 28  # of a block with one holder: those, 5.4 in the index, 10.1 its alias
 BYTES_PER_BLOCK = 32  # the same with some slack
 SLACK = 1 << 12  # bytes left for holder sets that come with a call
-MOST_BLOCKS = 1 << 29  # of a table: numbers leave three bits of the index's words to the hash
+MOST_BLOCKS = 1 << 29  # of a table: numbers leave two bits of the index's words to the hash
 # Bits of an alias that name a block. Gateways that share what their replicas hold exchange the rest, the
 # fingerprint of an engine's key, so it must be as wide in all: with tables of up to 7 GiB it is.
 NUMBER_BITS = 28

@@ -151,7 +151,7 @@ class Buckets:
 
     def payloads(self, places: np.ndarray) -> np.ndarray:
         """What the words at these places carry, as int64."""
-        return (self.words.take(places) & _ones(self._payload_bits)).astype(np.int64)
+        return (self.words.take(places) & ones(self._payload_bits)).astype(np.int64)
 
     def _tags(self, words: np.ndarray) -> np.ndarray:
         return words >> self._payload_bits
@@ -263,89 +263,6 @@ class Buckets:
                 bucket = (bucket + 1) % len(self.rows)
 
 
-class Index(Buckets):
-    """The numbers of blocks by their hashes, in words of 32 bits: 5.4 bytes a block.
-
-    A word is a block's number and, in what bits that leaves, the top of its hash; the hash itself is in `hashes`, where
-    the number says. Numbers are not 0. Tags are hashes.
-    """
-
-    __slots__ = ("_mark_shift", "_number_bits", "hashes")
-
-    def __init__(self, capacity: int, number_bits: int, hashes: np.ndarray, memory: Memory = PRIVATE):
-        super().__init__(capacity, number_bits, memory, np.uint32)
-        self._set(number_bits, hashes)
-
-    def _set(self, number_bits: int, hashes: np.ndarray) -> None:
-        self.hashes = hashes
-        self._number_bits = number_bits
-        self._mark_shift = 32 + number_bits  # of a hash, what is left are the bits above the number
-
-    @classmethod
-    def over(cls, words: np.ndarray, passed: np.ndarray, spilled: np.ndarray, number_bits: int, hashes: np.ndarray) -> Index:
-        """Another process's, to be looked things up in."""
-        self = cls.__new__(cls)
-        self.words, self.rows, self.passed, self.spilled = words, words.reshape(-1, 8), passed, spilled
-        self._buckets, self._payload_bits = U64(len(self.rows)), np.uint32(number_bits)
-        self._spills = 1  # not known here: look
-        self.wider = None
-        self._set(number_bits, hashes)
-        return self
-
-    def _like(self, capacity: int) -> Index:
-        return Index(capacity, self._number_bits, self.hashes, self._memory)
-
-    def numbers(self, tags: np.ndarray) -> np.ndarray:
-        """The number of each block, 0 where it is unknown."""
-        places = self.find(tags)
-        numbers = self.payloads(places)
-        numbers[places < 0] = 0
-        return numbers
-
-    def at(self, tag: int) -> int:
-        """`numbers` of one. Plain ints: 1 us where that takes 10, 2 if it has to look into the second bucket."""
-        buckets = len(self.rows)
-        first = tag % buckets
-        number = self._in(first, tag)
-        if number or not self.passed[first]:
-            return number
-        second = (tag * int(MIX) % (1 << 64) >> int(MIX_SHIFT)) % buckets
-        number = self._in(second, tag)
-        if number or not self.spilled[second]:
-            return number
-        place = self._find_spilled(np.array([tag], U64), second)
-        return int(self.payloads(np.array([place]))[0]) if place >= 0 else 0
-
-    def _in(self, bucket: int, tag: int) -> int:
-        base = tag >> self._mark_shift << self._number_bits
-        most = 1 << self._number_bits
-        for word in self.words[bucket * 8 : bucket * 8 + 8].tolist():
-            if 0 < word - base < most and self.hashes.item(word - base) == tag:
-                return word - base
-        return 0
-
-    def insert(self, tags: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Put in blocks that are absent, whose hashes stand in `hashes`. Gives the numbers they have now: where a
-        block comes twice, one of its two."""
-        words = ((tags >> U64(self._mark_shift)) << U64(self._number_bits) | numbers.view(U64)).astype(np.uint32)
-        return self.payloads(self.add(tags, words))
-
-    def remove(self, numbers: np.ndarray) -> None:
-        """Take out these blocks (distinct, all known), whose hashes still stand in `hashes`."""
-        self.drop(self.find(self.hashes.take(numbers)))
-
-    def _tags(self, words: np.ndarray) -> np.ndarray:
-        return self.hashes.take(words & _ones(self._payload_bits))
-
-    def _hits(self, buckets: np.ndarray, tags: np.ndarray) -> np.ndarray:
-        lines = self.rows.take(buckets, 0)
-        marks = (tags >> U64(self._mark_shift)).astype(np.uint32)
-        hits = (lines >> self._payload_bits == marks[:, None]).ravel().nonzero()[0]
-        numbers = lines.ravel().take(hits) & _ones(self._payload_bits)
-        real = self.hashes.take(numbers) == tags.take(hits >> 3)
-        return hits if real.all() else hits[real]
-
-
 def distinct(places: np.ndarray) -> np.ndarray:
     """Sorted and each once; for a few hundred a third of what np.unique takes."""
     ordered = np.sort(places)
@@ -354,7 +271,7 @@ def distinct(places: np.ndarray) -> np.ndarray:
     return ordered[keep]
 
 
-def _ones(bits: np.unsignedinteger) -> np.unsignedinteger:
+def ones(bits: np.unsignedinteger) -> np.unsignedinteger:
     return type(bits)((1 << int(bits)) - 1)
 
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemap import table as tables
-from cachemap.table import EASY, FILL, Buckets, Index
+from cachemap.index import Index
+from cachemap.table import EASY, FILL, Buckets
 
 # few distinct tags in few buckets: first and second buckets fill, and words spill
 TAGS = st.lists(st.integers(1, 60), unique=True, max_size=14)

@@ -70,7 +70,7 @@ class Room(Lookup):
         self._left: deque[np.ndarray] = deque()  # blocks that replicas had which are gone or were cleared
         self._outgrown: list[np.ndarray] = []  # arrays whose memory is being given back,
         self._given = 0  # and how much of the last is
-        self._shedding: dict[int | None, Iterator[None]] = {}  # passes that are under way
+        self._shedding: dict[int | None, Iterator[bool]] = {}  # passes that are under way
         self._epoch = 0
         self._used_in_epoch = 0
         self._pressed = False
@@ -200,6 +200,8 @@ class Room(Lookup):
     def _fit(self, slot: int, more: int) -> bool:
         """Make room for so many blocks more of this replica; whether there is."""
         self._clean()
+        self._shed_step(slot)
+        self._shed_step(None)
         alias = self.aliases[slot]
         if alias.wider is not None:
             alias = self._carry_on(slot, alias, more)
@@ -275,7 +277,7 @@ class Room(Lookup):
         slot = max(self.aliases, key=lambda slot: len(self.aliases[slot].words))
         alias = self.aliases[slot].grown()
         for _ in self._shed_pass(slot):
-            pass
+            pass  # at once: a replica waits for it, once
         alias.widen(alias.count)
         self._set_alias(slot, alias.grown())
 
@@ -284,12 +286,19 @@ class Room(Lookup):
     def _shed(self, slot: int | None, enough: Callable[[], bool]) -> None:
         """Drop what was not used for longest, of one replica or (None) of all, until that is enough."""
         for _ in range(2):
-            for _ in self._shedding.get(slot, ()):
+            while slot in self._shedding:
+                self._shed_step(slot)
                 if enough():
                     return
             self._shedding[slot] = self._shed_pass(slot)
 
-    def _shed_pass(self, slot: int | None) -> Iterator[None]:
+    def _shed_step(self, slot: int | None) -> None:
+        """The next step of a pass under way. It goes on though there is room again: always full to the brim, one word in
+        15 would spill."""
+        if slot in self._shedding and not next(self._shedding[slot], False):
+            del self._shedding[slot]
+
+    def _shed_pass(self, slot: int | None) -> Iterator[bool]:
         """Drop about one block in 8, those not used for longest. Yields after each step. How old those are is told from
         a sample."""
         if slot is None:
@@ -307,7 +316,7 @@ class Room(Lookup):
                 since = self._epoch - begun & 0xFF
                 self._shed_piece(one, start, min(oldest + since, OLDEST))
                 start += CHUNK
-                yield
+                yield True
 
     def _shed_piece(self, slot: int, start: int, oldest: int) -> None:
         """Drop those of a part of a replica's blocks that have this age or more."""

@@ -3,8 +3,8 @@
     python -m bench.decisions [--quick] [--json FILE]
 
 Each replica holds prefixes of some conversations and has prompts and streams; each decision asks for one conversation, and
-between two of them one request is sent and one answer begins, as in a running gateway. For every policy: `match` in the map,
-`weigh` (overlaps to candidates), `choose`. Beside them `loop`, which only reads each replica's load once and takes the least:
+between two of them one request is sent and one answer begins, as in a running gateway. `match` in the map; `weigh`, which is
+`match` and overlaps to candidates; `choose` of every policy; `decision`, `weigh` and least_time's `choose`. Beside them `loop`, which only reads each replica's load once and takes the least:
 what a choice costs at least that looks at them one by one; and `one by one`, least_time on a list of candidates.
 """
 
@@ -105,18 +105,18 @@ def measure(count: int, turns: int) -> dict:
     gc.disable()
     for _ in range(turns):
         backends.turn()
-        prompt = backends.rng.choice(prompts)
-        timed("match", dispatcher.map.match, prompt.hashes, time.monotonic())
-        demand, found, candidates = timed("weigh", dispatcher.weigh, prompt)  # has `match` in it
+        timed("match", dispatcher.map.match, backends.rng.choice(prompts).hashes, time.monotonic())
+        demand, found, candidates = timed("weigh", dispatcher.weigh, backends.rng.choice(prompts))
+        timed("least_time", policies["least_time"].choose, demand, candidates)
         for name, policy in policies.items():
-            timed(name, policy.choose, demand, candidates)
+            if name != "least_time":
+                timed(name, policy.choose, demand, candidates)
         listed = [*candidates]
         timed("one by one", policies["least_time"].choose, demand, listed)
         timed("loop", least_loaded, listed)
         assert len(found) == count
     gc.enable()
-    times["weigh"] = [max(whole - match, 0.0) for whole, match in zip(times["weigh"], times["match"])]
-    times["decision"] = [sum(parts) for parts in zip(times["match"], times["weigh"], times["least_time"])]
+    times["decision"] = [sum(parts) for parts in zip(times["weigh"], times["least_time"])]
     return {"replicas": count} | {name: dict(zip(("p50_us", "p99_us"), np.percentile(all_, (50, 99)) * 1e6)) for name, all_ in times.items()}
 
 

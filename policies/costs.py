@@ -62,6 +62,15 @@ class Fit:
         self.count = 0
         self.error = self._prior_error = 0.0
 
+    def state(self) -> dict:
+        """All that was learned, in types that JSON has."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "_prior"}
+
+    def restore(self, state: dict) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.coefficients = tuple(self.coefficients)
+
     def observe(self, features: tuple[float, ...], seconds: float) -> None:
         """Learn from one answer that took `seconds` > 0; features >= 0, in the prior's order."""
         parts = [c * f for c, f in zip(self._learned, features)]
@@ -102,6 +111,12 @@ class Speed:
         self.value = 1.0
         self._bias, self._spread = 0.0, 0.3    # running log error, and its size
         self._heard = False
+
+    def state(self) -> list[float]:
+        return [self.value, self._bias, self._spread]
+
+    def restore(self, state: list[float]) -> None:
+        self.value, self._bias, self._spread = state
 
     def observe(self, predicted: float, seconds: float, trust: float = 1.0) -> None:
         """`predicted` with this speed in it; `trust` 0..1: how much the replica's speed explains of it."""
@@ -207,18 +222,33 @@ class Costs:
 
 
 class CostGroup:
-    """Replicas of one kind: one model for all, which a new replica starts from."""
+    """Replicas of one kind: one model for all, which a new replica starts from. `learned` is the `state` of another group,
+    to go on from."""
 
-    def __init__(self) -> None:
+    def __init__(self, learned: dict | None = None) -> None:
         self.ttft, self.step = Fit(TTFT_PRIOR), Fit(STEP_PRIOR)
         self._members: dict[str, Costs] = {}
         self._turns: list[Costs] = []
         self.changes = Changes()    # members whose speeds changed
+        self._known: dict[str, list] = {}
+        if learned is not None:
+            self.ttft.restore(learned["ttft"])
+            self.step.restore(learned["step"])
+            self._known = dict(learned["replicas"])
+
+    def state(self) -> dict:
+        """What was learned, in types that JSON has: 2 kB, and 150 bytes a replica."""
+        replicas = {name: [one.ttft.state(), one.step.state(), one.error, one.count] for name, one in self._members.items()}
+        return {"ttft": self.ttft.state(), "step": self.step.state(), "replicas": replicas}
 
     def add(self, replica: str) -> Costs:
         """This replica's costs, the same object until `remove`."""
         if replica not in self._members:
-            self._members[replica] = Costs(self)
+            costs = self._members[replica] = Costs(self)
+            if (known := self._known.pop(replica, None)) is not None:
+                ttft, step, costs.error, costs.count = known
+                costs.ttft.restore(ttft)
+                costs.step.restore(step)
         return self._members[replica]
 
     def remove(self, replica: str) -> None:

@@ -139,6 +139,7 @@ class Workers:
             pause = min(2 * pause, PAUSES[1])
 
     async def _start(self, index: int) -> Member:
+        costs = await self.questions.costs()
         member = await Member.start(index, self._heard, self._left)
         self.members.append(member)
         hello = {
@@ -146,6 +147,7 @@ class Workers:
             "index": index,
             "model_dir": self._model_dir(),
             "served_name": self._gateway.served_name,
+            "costs": costs,
         }
         member.channel.send(hello, [self._board_memory, self._ring_memory])
         self.tell(member)

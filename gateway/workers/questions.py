@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from .member import Member
 
 ANSWER_SECONDS = 30.0
+COSTS_SECONDS = 5.0
+MOST_REPLICAS = 200  # whose own speeds go with a worker's first message, which has 64 KiB
 
 
 class Questions:
@@ -37,6 +40,14 @@ class Questions:
 
     async def done(self, id: str, answer: bytes) -> dict[str, Any]:
         return await self._ask(self._whose(id), "done", answer, id=id)
+
+    async def costs(self) -> dict[str, Any] | None:
+        """What some worker has learned, for one that is new. None if there is no other, or it does not answer."""
+        with contextlib.suppress(Failure, TimeoutError):
+            async with asyncio.timeout(COSTS_SECONDS):
+                costs = await self._ask(self._any(), "costs", b"")
+                return costs if len(costs["replicas"]) <= MOST_REPLICAS else {**costs, "replicas": {}}
+        return None
 
     def _any(self) -> Member:
         """They take turns."""

@@ -65,7 +65,7 @@ class Worker:
         self.map = FollowingMap(settings.cache_budget // count, Ring(parts[index]), others, self._ask_resync_of)
         self.metrics = Metrics()
         self.ledger = WorkerLedger(self.board, index)
-        self.costs = CostGroup()
+        self.costs = CostGroup(hello["costs"])
         self.replicas: dict[str, Replica] = {}
         self.served_name, self.model_dir = hello["served_name"], hello["model_dir"]
         self.spans = traces.start()
@@ -243,6 +243,8 @@ class Worker:
     async def _told(self, what: str, body: bytes, **arguments: Any) -> dict[str, Any]:
         if what == "explain":
             return await datapath.explain(self.settings, self.dispatcher, body=body, **arguments)
+        if what == "costs":
+            return self.costs.state()
         if what == "decide":
             return await self.decisions.decide(body=body, **arguments)
         return await (self.decisions.done(answer=body, **arguments) if what == "done" else self.decisions.first_byte(**arguments))

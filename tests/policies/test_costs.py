@@ -1,4 +1,5 @@
 """The cost model learns an engine, stays bounded under noise, and follows a change of speed."""
+import json
 import random
 
 import pytest
@@ -150,3 +151,22 @@ def test_a_step_under_way_counts_as_far_as_it_is_left():
     assert costs.queue_seconds(load, 10.0 + 9 * lasts) == whole, "a replica that hangs is not taken for one that is done"
     load.since = None
     assert costs.queue_seconds(load, 99.0) == whole
+
+
+def test_another_group_goes_on_from_what_one_learned():
+    """As a worker that takes the place of one that died, by way of JSON."""
+    rng, one = random.Random(5), CostGroup()
+    load = Load(prefilling=2, prefill_tokens=3000, decoding=4, context_tokens=5000)
+    for _ in range(300):
+        for name, pace in (("a", 1.0), ("b", 2.5)):
+            uncached = rng.randrange(50, 8000)
+            one.add(name).observe_ttft(pace * (0.05 + 60e-6 * uncached), uncached, 0, Load())
+            one.add(name).observe_itl(pace * 0.02, 4, 5000)
+    other = CostGroup(json.loads(json.dumps(one.state())))
+    for name in "abc":  # c is new to both
+        assert other.add(name).ttft_seconds(load, 700, 100) == one.add(name).ttft_seconds(load, 700, 100)
+    assert one.add("b").ttft_seconds(load, 700, 100) > 1.5 * one.add("a").ttft_seconds(load, 700, 100)
+    for group in (one, other):
+        group.add("a").observe_ttft(0.4, 3000, 0, Load())
+    assert other.add("a").ttft_seconds(load, 700, 100) == one.add("a").ttft_seconds(load, 700, 100)
+    assert other.add("a").error == one.add("a").error and other.add("a").error < CostGroup().add("a").ttft_seconds(load, 700, 100)

@@ -135,6 +135,26 @@ async def test_a_killed_worker_takes_its_own_clients_and_is_replaced(engines):
         assert "hitherto_worker_restarts_total 1.0" in page and "hitherto_reservations 0.0" in page
 
 
+async def test_a_worker_in_anothers_place_goes_on_from_what_its_sibling_learned(engines):
+    async def seconds() -> list[float]:
+        """Of computing a prompt, as one worker predicts them; they take turns."""
+        body = {"model": "sim", "messages": [{"role": "user", "content": f"nobody has seen this {TEXT * 8}"}]}
+        answer = await gateway.admin.post("/explain?path=/v1/chat/completions", json=body)
+        return [one["terms"]["prefill"] for one in answer.json()["replicas"]]
+
+    async with two(engines) as gateway, AsyncExitStack() as stack:
+        await gateway.ready(2)
+        unlearned = await seconds()
+        for one in await clients(stack, gateway, 2):
+            for turn in range(20):
+                await one.ask(f"{one.number} {turn} " + TEXT * (1 + turn), stream=True)
+        before = await gateway.until(idle)
+        os.kill(before["workers"][0]["pid"], signal.SIGKILL)
+        await gateway.until(lambda status: [one["ready"] for one in status["workers"]] == [True, True] and status["workers"][0]["pid"] != before["workers"][0]["pid"])
+        one, other = await seconds(), await seconds()
+        assert one == other != unlearned
+
+
 async def test_nothing_outlives_a_killed_control_process():
     async with running("--workers", "2", "--launch", "1") as gateway:
         status = await gateway.ready(1)

@@ -111,7 +111,7 @@ class Ledger:
         load.recent += self._weight
         if self._weight > 1e100:
             for one in self._loads.values():
-                one.recent /= self._weight
+                one.recent = round(one.recent / self._weight, 30)    # to nothing, before it is too small to divide by
             for name in self._loads:
                 self.changes.tell(name)
             self._weight = 1.0

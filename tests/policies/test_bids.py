@@ -33,7 +33,7 @@ def test_least_time_bids_the_seconds_it_chooses_by(load, overlap, lower):
 
 
 @settings(deadline=None)
-@given(LOADS, LOADS, st.floats(0, 9), st.floats(0, 9))
+@given(LOADS, LOADS, st.integers(0, 9), st.integers(0, 9))
 def test_a_price_has_what_the_requests_that_follow_will_meet(load, other, recent, more):
     load.recent, other.recent = recent, more
     both = [candidate(load, 480), candidate(other, 480)]

@@ -100,6 +100,34 @@ def test_what_is_used_outlives_what_is_not(tokenizer, monkeypatch):
     assert asked == [unused]
 
 
+def test_a_long_text_is_known_without_being_kept(tokenizer, monkeypatch):
+    prefixes = Prefixes(tokenizer, 16, 10**8)
+    long = CUT + "all the world " * 3000
+    other = long[:-1] + "!"
+    for text in (long, other):
+        assert tuple(prefixes.tokens(SEED, [piece(text), piece(CUT + "on")], ())) == expected(tokenizer, [text, CUT + "on"])
+    tokens = len(tokenizer.encode(long + other))
+    assert prefixes.stats()["young_bytes"] < tokens * 4.5 + 5000
+    asked = []
+    whole = Tokenizer.encode_many
+    monkeypatch.setattr(Tokenizer, "encode_many", lambda self, texts: asked.extend(texts) or whole(self, texts))
+    assert tuple(prefixes.tokens(SEED, [piece(long), piece(CUT + "z")], ())) == expected(tokenizer, [long, CUT + "z"])
+    assert asked == [CUT + "z"]
+
+
+@given(st.lists(st.sampled_from((1, 30, 400)), min_size=50, max_size=150))
+@settings(max_examples=20, deadline=None)
+def test_what_nobody_used_goes_little_by_little(tokenizer, sizes):
+    prefixes = Prefixes(tokenizer, 16, 60_000)
+    going, generation = 0, None
+    for number, size in enumerate(sizes):
+        prefixes.tokens(SEED, [piece(CUT + f"{number} " + "x " * size)], ())
+        if prefixes._old is not generation:
+            assert not going or generation is None      # all was gone before the next ones went
+            generation = prefixes._old
+        going = len(prefixes._gone)
+
+
 def test_questions_are_asked_of_new_texts_and_when_they_change(tokenizer):
     prefixes = Prefixes(tokenizer, 16, 10**8)
     no_x = ("contains", (("strip", ("text",), (), None),), ("X",), False)     # about a literal: always true

@@ -56,7 +56,7 @@ def rates(made: Generator, front: Front | None, levels: list[int]) -> dict:
     found = {}
     for count in levels:
         one = stream_window(made, front, front.port if front else made.ports[0], count, SECONDS)
-        found[count] = {
+        found[str(count)] = {
             "chunks_per_second": round(one["read"] / one["seconds"]),
             "planned_per_second": round(one["planned"] / one["seconds"]),
             "megabytes_per_second": round(one["bytes"] / one["seconds"] / 1e6, 2),
@@ -69,7 +69,7 @@ def rates(made: Generator, front: Front | None, levels: list[int]) -> dict:
             "gap_ms": one["gap_ms"],
             "failed": one["failed"],
         }
-        print(count, found[count], flush=True)
+        print(count, found[str(count)], flush=True)
     return found
 
 
@@ -136,6 +136,11 @@ def show(results: dict) -> None:
         print(f"idle, {name}: {one}{ratio}")
 
 
+def keep(results: dict, file: Path | None) -> None:
+    if file:
+        file.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2) + b"\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="rates,slow,idle")
@@ -156,10 +161,9 @@ def main() -> int:
                 print(part, name, flush=True)
                 with running(name, made.ports) as front:
                     results.setdefault(part, {})[name] = parts[part](made, front)
-    results = orjson.loads(orjson.dumps(results, option=orjson.OPT_NON_STR_KEYS))
+                keep(results, args.json)
+    keep(results, args.json)
     show(results)
-    if args.json:
-        args.json.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2) + b"\n")
     return 0
 
 

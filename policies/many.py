@@ -13,8 +13,8 @@ from . import least_time as one    # its weights; it imports this
 from .roster import Roster
 from .vocabulary import Candidate, Demand
 
-(SPEED, OWN, DECODES, STREAMS, CONTEXT, RECENT, WAITING, BEGUN, STEPS, STEPS_UNDATED, SINCE, SHARE, DECODING, CAPACITY,
- HELD) = range(15)
+(SPEED, OWN, DECODES, STREAMS, CONTEXT, RECENT, WAITING, BEGUN, STEPS, STEPS_UNDATED, PAIRS, SINCE, SHARE, DECODING, CAPACITY,
+ HELD) = range(16)
 
 
 def figures(candidate: Candidate) -> tuple[float, ...]:
@@ -28,6 +28,7 @@ def figures(candidate: Candidate) -> tuple[float, ...]:
     begun = load.begun_tokens if dated else 0
     return (speed, speed * own, pace * (streams > 0), pace * streams, pace * load.context_tokens * (streams > 0), pace * load.recent,
             speed * (load.prefill_tokens - begun) * (waiting > 0), speed * begun, speed * dated, speed * (waiting > 0 and not dated),
+            speed * begun * begun / max(1, load.begun),
             load.since if dated else 0.0, load.recent, streams,
             (load.capacity_tokens or 0.0) * (streams > 0), load.context_tokens + load.prefill_tokens)
 
@@ -42,9 +43,9 @@ def totals(demand: Demand, roster: Roster, follow: float) -> np.ndarray:
     recent, streams, capacity, _ = np.add.reduce(columns[SHARE:], 1).tolist()
     later = crowding * follow * streams / recent if recent else 0.0
     total, under_way, lasts = np.array((
-        (base, 0.0, step, stream + crowding, context, later, queued, 0.0, 0.0, busy),   # all but the step under way
-        (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, queued, busy, 0.0),                         # that one, as if it began now
-        (base, 0.0, step, stream, context, 0.0, 0.0, token, 0.0, 0.0),                  # how long it lasts
+        (base, 0.0, step, stream + crowding, context, later, queued, 0.0, 0.0, busy, 0.0),   # all but the step under way
+        (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, queued, busy, 0.0, 0.0),                         # that one, as if it began now
+        (base, 0.0, step, stream, context, 0.0, 0.0, token, 0.0, 0.0, 0.5 * pair),           # how long it lasts
     )).dot(columns[:SINCE])
     left = demand.now - columns[SINCE]
     left /= lasts

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import Candidate, CostGroup, Demand, Ledger, Roster, make
+from policies import Candidate, CostGroup, Demand, Ledger, Roster, make, many
 from policies.changes import Changes
-from policies.least_time import lost_seconds, streams_later
-from policies.many import figures, totals
+from policies.least_time import is_bound, lost_seconds, streams_later
 
 NAMES = [f"r{i}" for i in range(7)]
 STEPS = st.lists(
@@ -56,17 +55,18 @@ class House:
 
 
 @settings(max_examples=200, deadline=None)
-@given(STEPS, st.lists(st.integers(0, 312), min_size=7, max_size=7), st.integers(5000, 9000), st.integers(0, 9))
-def test_the_sums_are_equal(steps, blocks, tokens, every):
+@given(STEPS, st.lists(st.integers(0, 312), min_size=7, max_size=7), st.integers(5000, 9000), st.integers(0, 9), st.floats(0, 20))
+def test_the_sums_are_equal(steps, blocks, tokens, every, follow):
     house = House()
     for number, step in enumerate(steps):
         house.step(*step)
         if number % 10 == every:
-            house.roster.columns(figures)  # what changed until then is not computed again
+            house.roster.columns(many.figures)  # what changed until then is not computed again
     demand, plain = house.ask(tokens, [16 * count for count in blocks])
-    later = streams_later(plain, 16)
+    later = streams_later(plain, follow)
+    assert many.is_bound(house.roster, 16) == is_bound(plain, 16)
     one_by_one = [sum(lost_seconds(tokens, candidate, demand.now, more)) for candidate, more in zip(plain, later, strict=True)]
-    assert totals(demand, house.roster) == pytest.approx(one_by_one, rel=1e-9)
+    assert many.totals(demand, house.roster, follow) == pytest.approx(one_by_one, rel=1e-9)
 
 
 @settings(max_examples=100, deadline=None)
@@ -74,14 +74,14 @@ def test_the_sums_are_equal(steps, blocks, tokens, every):
 def test_the_choices_are_equal(seed):
     """In a run where each choice counts for the next; ties are broken alike."""
     rng, house = random.Random(seed), House()
-    one, many = make("least_time", 5), make("least_time", 5)
+    one, together = make("least_time", 5), make("least_time", 5)
     for _ in range(60):
         for _ in range(rng.randrange(3)):
             house.step(rng.choice(["first byte", "release", "scrape", "ttft", "itl"]), rng.randrange(7), rng.randrange(5000), rng.random() / 10)
         tokens = rng.randrange(1, 8000)
         held = [rng.choice([0, 0, rng.randrange(tokens)]) for _ in NAMES]
         demand, plain = house.ask(tokens, held)
-        chosen = many.choose(demand, house.roster)
+        chosen = together.choose(demand, house.roster)
         assert chosen[:2] == one.choose(demand, plain)[:2] and chosen.terms is None
         house.sent.append(house.ledger.reserve(NAMES[chosen.index], tokens - held[chosen.index], tokens, now=demand.now))
 

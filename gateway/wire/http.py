@@ -91,7 +91,7 @@ class Request:
 
 class KnownHead:
     """The head of a request as it came. A client repeats it on a connection but for the body's length, and of equal bytes
-    the parser says what it said before: a known one takes 2 us, where parsing takes 13 (three headers)."""
+    the parser says what it said before: 14 us of 124 a request, with what goes on to the replica kept as well."""
 
     __slots__ = ("_before", "_after", "_request")
 

@@ -1,31 +1,30 @@
 """Simulated engines in processes of their own, for tests of commands that speak to engines."""
 
+import re
 import subprocess
 import sys
-import time
-import urllib.request
 
 import pytest
 
 
 class Engine:
-    """A simulated engine; `wait` until it answers."""
+    """A simulated engine; `wait` until it serves. Its ports are its own to choose: those found free before may be taken by then."""
 
-    def __init__(self, port: int, *flags: str) -> None:
-        self.port, self.url = port, f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "replicas.simulated", "--port", str(self.port), "--profile", "cpu-tiny", "--speedup", "50"]
-        self.process = subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    port: int
+    url: str
+
+    def __init__(self, *flags: str) -> None:
+        command = [sys.executable, "-m", "replicas.simulated", "--port", "0", "--profile", "cpu-tiny", "--speedup", "50"]
+        self.process = subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def wait(self) -> "Engine":
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(self.url + "/health", timeout=2).close()
-                return self
-            except OSError:
-                assert self.process.poll() is None, self.process.stderr.read().decode()
-                assert time.monotonic() < deadline, "the simulated engine did not start"
-                time.sleep(0.05)
+        said = ""
+        while not (found := re.search(r" on (http://127\.0\.0\.1:(\d+)),", said)):
+            line = self.process.stderr.readline()
+            assert line, f"the simulated engine did not start: {said}"
+            said += line
+        self.url, self.port = found[1], int(found[2])
+        return self
 
     def stop(self) -> None:
         self.process.terminate()
@@ -34,12 +33,12 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def start_engine(unused_tcp_port_factory):
+def start_engine():
     """`start_engine(*flags)` starts one, `.wait()` waits for it; all are stopped after the module's tests."""
     started: list[Engine] = []
 
     def start(*flags: str) -> Engine:
-        started.append(Engine(unused_tcp_port_factory(), *flags))
+        started.append(Engine(*flags))
         return started[-1]
 
     yield start

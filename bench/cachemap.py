@@ -164,6 +164,25 @@ def measure_events(batches: int = 2000) -> dict:
     return {"events_blocks_per_s": applier.stored / spent, "hash_block_ns": hashing * 1e9}
 
 
+def by_dict(table: dict[int, int], replicas: int, hashes: list[int]) -> list[int]:
+    """The plain way: `table` has a bit a replica for each block. How many leading blocks each of them holds."""
+    lengths, alive = [0] * replicas, (1 << replicas) - 1
+    for i, block in enumerate(hashes):
+        lost = alive & ~table.get(block, 0)
+        if lost:
+            alive ^= lost
+            while lost:
+                low = lost & -lost
+                lengths[low.bit_length() - 1] = i
+                lost ^= low
+            if not alive:
+                return lengths
+    for slot in range(replicas):
+        if alive >> slot & 1:
+            lengths[slot] = len(hashes)
+    return lengths
+
+
 def measure_dict(conversations: Conversations) -> dict:
     """The plain way: a dict of hash -> int with a bit a replica. It knows no engine keys."""
     gc.collect()
@@ -178,29 +197,12 @@ def measure_dict(conversations: Conversations) -> dict:
             table[block] = table.get(block, 0) | bit
         spent += time.perf_counter() - begun
 
-    def match(hashes: list[int], now: float) -> list[int]:
-        lengths, alive = [0] * REPLICAS, (1 << REPLICAS) - 1
-        for i, block in enumerate(hashes):
-            lost = alive & ~table.get(block, 0)
-            if lost:
-                alive ^= lost
-                while lost:
-                    low = lost & -lost
-                    lengths[low.bit_length() - 1] = i
-                    lost ^= low
-                if not alive:
-                    return lengths
-        for slot in range(REPLICAS):
-            if alive >> slot & 1:
-                lengths[slot] = len(hashes)
-        return lengths
-
     result = {
         "blocks_per_s": conversations.count * CHAIN / spent,
         "resident_bytes_per_block": (resident() - before) / len(table),
     }
     for length in (CALL, CHAIN):
-        result |= latency(f"match_{length}_us", match, conversations.samples(length))
+        result |= latency(f"match_{length}_us", lambda hashes, now: by_dict(table, REPLICAS, hashes), conversations.samples(length))
     return result
 
 

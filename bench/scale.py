@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.cachemap import resident
+from bench.cachemap import by_dict, resident
 from cachemap import CacheMap
 
 LENGTH = 2048
@@ -211,23 +211,6 @@ def measure_dict(fleet: Fleet) -> dict:
         for block in hashes:
             table[block] = table.get(block, 0) | bit
 
-    def match(hashes: list[int], now: float) -> list[int]:
-        lengths, alive = [0] * fleet.replicas, (1 << fleet.replicas) - 1
-        for i, block in enumerate(hashes):
-            lost = alive & ~table.get(block, 0)
-            if lost:
-                alive ^= lost
-                while lost:
-                    low = lost & -lost
-                    lengths[low.bit_length() - 1] = i
-                    lost ^= low
-                if not alive:
-                    return lengths
-        for slot in range(fleet.replicas):
-            if alive >> slot & 1:
-                lengths[slot] = len(hashes)
-        return lengths
-
     stored = 0
     for number in range(fleet.count):
         for replica, hashes, _, _ in fleet.calls(number):
@@ -238,7 +221,7 @@ def measure_dict(fleet: Fleet) -> dict:
     for length in (CALL, LENGTH):
         clock, picks = Clock(), np.random.default_rng(7).choice(fleet.count, LOOKUPS)
         for pick in picks:
-            clock(match, fleet.hashes(pick)[:length].tolist(), 0.1)
+            clock(by_dict, table, fleet.replicas, fleet.hashes(pick)[:length].tolist())
         result |= clock.microseconds(f"match_{length}")
     return result
 

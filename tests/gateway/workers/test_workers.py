@@ -136,11 +136,11 @@ async def test_a_killed_worker_takes_its_own_clients_and_is_replaced(engines):
 
 
 async def test_a_worker_in_anothers_place_goes_on_from_what_its_sibling_learned(engines):
-    async def seconds() -> list[float]:
-        """Of computing a prompt, as one worker predicts them; they take turns."""
+    async def seconds() -> dict[str, float]:
+        """Of computing a prompt on each replica, as one worker predicts them; the workers take turns."""
         body = {"model": "sim", "messages": [{"role": "user", "content": f"nobody has seen this {TEXT * 8}"}]}
         answer = await gateway.admin.post("/explain?path=/v1/chat/completions", json=body)
-        return [one["terms"]["prefill"] for one in answer.json()["replicas"]]
+        return {one["id"]: one["terms"]["prefill"] for one in answer.json()["replicas"]}
 
     async with two(engines) as gateway, AsyncExitStack() as stack:
         await gateway.ready(2)

@@ -52,7 +52,7 @@ class Collector:
             self.spans += [Span(span, resource) for scope in one.scope_spans for span in scope.spans]
         return web.Response(body=ExportTraceServiceResponse().SerializeToString(), content_type="application/x-protobuf")
 
-    async def until(self, true, seconds: float = 20) -> None:
+    async def until(self, true, seconds: float = 60) -> None:
         """Wait until `true(self)`."""
         end = asyncio.get_running_loop().time() + seconds
         while not true(self):

@@ -27,7 +27,7 @@ class Running:
     async def status(self) -> dict:
         return (await self.admin.get("/status")).json()
 
-    async def until(self, true, seconds: float = 20) -> dict:
+    async def until(self, true, seconds: float = 60) -> dict:
         """Wait until `true(status)`; returns that status."""
         end = asyncio.get_running_loop().time() + seconds
         while not true(status := await self.status()):

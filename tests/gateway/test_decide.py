@@ -68,7 +68,7 @@ async def gateway(engines, request):
 
 async def page(gateway: Running, has: str) -> str:
     """The metrics, once that is among them: workers tell a few times a second."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while has not in (found := (await gateway.admin.get("/metrics")).text):
             await asyncio.sleep(0.02)
     return found
@@ -184,7 +184,7 @@ async def test_with_redis_a_decision_counts_in_the_ledger_of_all_gateways(engine
         client = redis_server.client()
 
         async def until(requests: int) -> None:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while sum(one[0] for one in together(client).values()) != requests:
                     await asyncio.sleep(0.02)
 

@@ -94,7 +94,7 @@ async def known(gateway, messages):
             await asyncio.sleep(0.02)
 
 
-async def until(true, seconds=15.0):
+async def until(true, seconds=60.0):
     end = asyncio.get_running_loop().time() + seconds
     while not true():
         assert asyncio.get_running_loop().time() < end, "did not become true in time"

@@ -127,7 +127,7 @@ async def test_plain_lines_where_there_is_no_terminal(monkeypatch):
     import asyncio
 
     async def go():
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while "in flight" not in console.export_text(clear=False):
                 await asyncio.sleep(0.001)
     run.go = go

@@ -40,16 +40,22 @@ async def on_the_wall(policy: str, profile) -> Run:
     return run
 
 
+def disagreements(virtual: dict, real: dict) -> list[str]:
+    assert real["completed"] == virtual["completed"] == 32
+    pairs = [("hit rate", virtual["cache"]["hit_rate"], pytest.approx(real["cache"]["hit_rate"], abs=0.01))]
+    pairs += [(quantile, virtual["ttft_ms"][quantile], pytest.approx(real["ttft_ms"][quantile], rel=0.1)) for quantile in ("p50", "p90")]
+    return [f"{what}: {ours} in virtual time, {theirs} on the wall" for what, ours, theirs in pairs if ours != theirs]
+
+
+@pytest.mark.timeout(240)
 async def test_hit_rate_and_ttft_are_those_of_processes(tmp_path):
     profile = tmp_path / "slow.yaml"
     profile.write_text(f"engine: sim\ntiming: gpu-8b\nspeedup: {SLOW}\nnum_blocks: {BLOCKS}\n")
-    policies = ("round_robin", "least_time")
-    runs = await asyncio.gather(*(on_the_wall(policy, profile) for policy in policies))
     engine = replace(load_profile("gpu-8b", num_blocks=BLOCKS), speedup=SLOW)
-    for policy, run in zip(policies, runs, strict=True):
-        real = summarise(run)
-        virtual = summarise(simulate(load(), Setting(policy, [engine] * ENGINES, salt=SALT)))
-        assert real["completed"] == virtual["completed"] == 32
-        assert virtual["cache"]["hit_rate"] == pytest.approx(real["cache"]["hit_rate"], abs=0.01)
-        for quantile in ("p50", "p90"):
-            assert virtual["ttft_ms"][quantile] == pytest.approx(real["ttft_ms"][quantile], rel=0.1)
+    virtual = {policy: summarise(simulate(load(), Setting(policy, [engine] * ENGINES, salt=SALT))) for policy in ("round_robin", "least_time")}
+    for _ in range(3):  # a machine that is held up for a second meanwhile tells nothing: what its clock says then is not the engines' time
+        runs = await asyncio.gather(*(on_the_wall(policy, profile) for policy in virtual))
+        wrong = [f"{policy}: {found}" for policy, run in zip(virtual, runs, strict=True) for found in disagreements(virtual[policy], summarise(run))]
+        if not wrong:
+            break
+    assert not wrong

@@ -155,25 +155,27 @@ class Costs:
         _, token, pair, _, _, _ = self.group.ttft.coefficients
         return self.ttft.value * uncached * (token + pair * (context + 0.5 * uncached))
 
-    def queue_seconds(self, load, now: float | None = None) -> float:
-        """Draining the prefills ahead: their uncached tokens and the rest of the step under way."""
+    def queue_seconds(self, load, now: float | None = None, step: float | None = None) -> float:
+        """Draining the prefills ahead: their uncached tokens and the rest of the step under way. `step`: see `left`."""
         if not load.prefilling:
             return 0.0
         _, _, _, queued, busy, _ = self.group.ttft.coefficients
-        left = self.left(load, now)
+        left = self.left(load, now, step)
         return self.ttft.value * (queued * (load.prefill_tokens - (1.0 - left) * load.begun_tokens) + busy * left)
 
-    def left(self, load, now: float | None) -> float:
+    def left(self, load, now: float | None, step: float | None = None) -> float:
         """Share of the step that computes prompts there which is still to come; 1 if it is not known since when.
 
         One that is overdue may take as much longer as it is late: a replica that hangs looks fully busy again, not done.
+        `step` is `step_seconds(load)`, where one has it.
         """
         if now is None or load.since is None:
             return 1.0
         base, token, pair, _, _, crowd = self.group.ttft.coefficients
         tokens = load.begun_tokens
-        attention = 0.5 * pair * tokens / max(1, load.begun)    # as of prompts of one length, computed whole
-        lasts = self.ttft.value * (base + tokens * (token + attention)) + crowd * self.step_seconds(load)
+        attention = 0.5 * pair * tokens / (load.begun or 1)    # as of prompts of one length, computed whole
+        crowded = crowd * (self.step_seconds(load) if step is None else step)
+        lasts = self.ttft.value * (base + tokens * (token + attention)) + crowded
         return min(1.0, abs(1.0 - (now - load.since) / lasts))
 
     def step_seconds(self, load) -> float:
@@ -186,8 +188,9 @@ class Costs:
     def ttft_seconds(self, load, uncached: int, context: int, now: float | None = None) -> float:
         """Time to the first token for a request that meets `load`, at `now`."""
         base, _, _, _, _, crowd = self.group.ttft.coefficients
-        return (self.ttft.value * base + self.prefill_seconds(uncached, context) + self.queue_seconds(load, now)
-                + crowd * self.step_seconds(load))
+        step = self.step_seconds(load)
+        return (self.ttft.value * base + self.prefill_seconds(uncached, context) + self.queue_seconds(load, now, step)
+                + crowd * step)
 
     def decode_interference(self, load, uncached: int, context: int) -> float:
         """Seconds by which this prefill holds up the streams decoding there, summed over them."""

@@ -25,10 +25,10 @@ class Roster(Sequence[Candidate]):
         self._candidates = list(candidates)
         self._changes = ledger.changes, group.changes
         self._rows = {one.replica: row for row, one in enumerate(candidates)} | {one.costs: row for row, one in enumerate(candidates)}
-        self._heard = [-1, -1]
+        self._heard = -1, -1
         self._columns = np.empty((0, 0))
         self.group = group
-        self._overlaps = np.zeros(len(candidates), np.int64)
+        self._overlaps = np.zeros(len(candidates))
         self._given = True    # whether the candidates have their overlaps
         self.tiered = False   # whether some have blocks in lower tiers
 
@@ -44,7 +44,7 @@ class Roster(Sequence[Candidate]):
     def __iter__(self) -> Iterator[Candidate]:
         if not self._given:
             for candidate, overlap in zip(self._candidates, self._overlaps.tolist()):
-                candidate.overlap = overlap
+                candidate.overlap = int(overlap)
             self._given = True
         return iter(self._candidates)
 
@@ -59,12 +59,15 @@ class Roster(Sequence[Candidate]):
     def columns(self, of: Callable[[Candidate], tuple[float, ...]]) -> np.ndarray:
         """A row for each figure that `of` gives of a candidate, which must depend on its load and costs alone. Always the
         same function."""
-        news = [changes.since(heard) if heard >= 0 else None for changes, heard in zip(self._changes, self._heard)]
-        self._heard = [changes.count for changes in self._changes]
+        loads, costs = self._changes
+        news = loads.since(self._heard[0]), costs.since(self._heard[1])
+        self._heard = loads.count, costs.count
         if None in news:
             self._columns = np.array([of(one) for one in self._candidates]).T.copy()
         else:
-            rows = self._rows
-            for row in {rows[one] for new in news for one in new if one in rows}:
+            row_of = self._rows.get
+            stale = {*map(row_of, news[0]), *map(row_of, news[1])}
+            stale.discard(None)    # replicas that are no candidates here
+            for row in stale:
                 self._columns[:, row] = of(self._candidates[row])
         return self._columns

@@ -66,7 +66,7 @@ class Candidate:
 
 class Choice(NamedTuple):
     index: int                                # into the candidates
-    reason: str
+    reason: str = ""                          # in words; where it is not asked to explain, a policy may leave it out
     terms: list[dict[str, float]] | None = None   # seconds, one dict a candidate, when explained
 
 

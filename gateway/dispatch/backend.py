@@ -76,4 +76,4 @@ class Fleet(Roster):
         super().__init__([backend.candidate for backend in backends], ledger, group)
         self.backends = backends
         self.slots = np.array([backend.slot for backend in backends])
-        self.none = np.zeros(len(backends), np.int64)  # overlaps, where nobody holds anything
+        self.none = np.zeros(len(backends))  # overlaps, where nobody holds anything

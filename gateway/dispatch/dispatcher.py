@@ -62,7 +62,7 @@ PROMPT_PATHS = {
 NO_PREFILL = ("tokenize", "detokenize")
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
-MANY = 24  # replicas from which they are weighed as arrays: below, one after the other is quicker
+MANY = 16  # replicas from which they are weighed as arrays: below, one after the other is quicker
 LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
 
 
@@ -276,7 +276,7 @@ class Dispatcher:
             match = self.map.match(hashes, now) if hashes and prompt.reads_cache else None
             most = (prompt.tokens - 1) // size  # the last prompt token is always computed
             if roster is not None:
-                roster.overlaps = np.minimum(np.array(array("q", match.held))[roster.slots], most) * size if match else roster.none
+                roster.overlaps = np.minimum(np.array(array("d", match.held))[roster.slots], most) * size if match else roster.none
                 roster.tiered = bool(match and match.lower)
             else:
                 for backend in backends:

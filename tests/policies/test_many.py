@@ -49,7 +49,7 @@ class House:
 
     def ask(self, tokens, overlaps):
         """A demand, with candidates that have these overlaps, one by one and together."""
-        self.roster.overlaps = np.array(overlaps)
+        self.roster.overlaps = np.array(overlaps, float)
         plain = [Candidate(one.replica, overlap, one.load, one.costs) for one, overlap in zip(self.candidates, overlaps, strict=True)]
         return Demand(tokens, 16, now=self.now), plain
 
@@ -100,7 +100,8 @@ def test_to_a_policy_that_knows_nothing_of_it_a_roster_is_a_list(name):
     demand, plain = house.ask(4000, [160 * (i % 3) for i in range(7)])
     demand.now = None  # so that least_time, too, looks at one after the other
     assert make(name).choose(demand, house.roster) == make(name).choose(demand, plain)
-    assert [one.overlap for one in house.roster] == [one.overlap for one in plain] and len(house.roster) == 7
+    overlaps = [one.overlap for one in house.roster]
+    assert overlaps == [one.overlap for one in plain] and {*map(type, overlaps)} == {int} and len(house.roster) == 7
 
 
 def test_blocks_in_lower_tiers_are_counted():

@@ -112,12 +112,12 @@ class EngineModel(Tree):
             segment = self._split(segment, held)
         if held < len(hashes):
             segment = self._append(segment, held, array("Q", hashes[held:]))
-        touch, root = self._order.move_to_end, self._root
+        order, root = self._order, self._root
+        touch = order.move_to_end
         while segment is not root:
             touch(segment)
             segment = segment.parent
-        while (excess := self._count - self._room()) > 0:
-            self._drop_oldest(excess)
+        self._shed()
 
     def take_back(self, hashes: Sequence[int], held: int) -> None:
         """The blocks beyond `held` were not computed after all. Those that others build on stay."""
@@ -138,10 +138,6 @@ class EngineModel(Tree):
         elif reported > predicted:
             self.limit = min(self.limit + self.limit // 50 + 1, self.capacity)
 
-    def _room(self) -> int:
-        """Blocks that may be held; what segments cost comes out of the byte budget."""
-        return min(self.limit, self.most - SEGMENT_BLOCKS * len(self._order))
-
     def _split(self, rest: Segment, end: int) -> Segment:
         """What is behind the cut stays where it was in the order."""
         segment = super()._split(rest, end)
@@ -158,9 +154,16 @@ class EngineModel(Tree):
         self._order[child] = None
         return child
 
-    def _drop_oldest(self, count: int) -> None:
-        """Drop up to `count` blocks from the tail of the segment longest unused."""
-        self._drop(next(iter(self._order)), count)
+    def _shed(self) -> None:
+        """Drop what is too much, from the tails of the segments longest unused. What segments cost comes out of the byte budget."""
+        order = self._order
+        while True:
+            excess, beyond = self._count - self.limit, self._count + SEGMENT_BLOCKS * len(order) - self.most
+            if beyond > excess:
+                excess = beyond
+            if excess <= 0:
+                return
+            self._drop(next(iter(order)), excess)
 
     def _drop(self, segment: Segment, count: int) -> None:
         """Drop up to `count` blocks from the tail of a segment that nothing is behind."""

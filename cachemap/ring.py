@@ -7,10 +7,12 @@ The writer tells of a record when it is whole; a reader that may have been overt
 
 from array import array
 from collections.abc import Sequence
+from struct import Struct
 
 SIZE = 1 << 17  # words, 1 MiB: what a busy gateway predicts in a second or so
 BYTES = 8 * (SIZE + 1)
-HEADER = 2
+_HEADER = Struct("QIId")
+HEADER = _HEADER.size // 8
 MOST = SIZE // 8  # words of one record: a prompt of 262,144 tokens in blocks of 16
 NEAR = SIZE - HEADER - MOST  # behind by no more, what is read is not what is being written
 
@@ -21,24 +23,26 @@ class Ring:
     """The writing end. `memory` holds BYTES and may have been another process's before, which is gone."""
 
     def __init__(self, memory: memoryview):
-        self._words = memory.cast("B").cast("Q")
+        self._bytes = memory.cast("B")
+        self._words = self._bytes.cast("Q")
         self._at = self._words[SIZE]
 
     def write(self, kind: int, slot: int, seconds: float, words: array) -> None:
         length = len(words)
         if length > MOST:
             words, length = words[:MOST], MOST
-        memory, start = self._words, self._at % SIZE
-        end = start + HEADER + length
+        memory, at = self._words, self._at
+        start = at % SIZE
+        body = start + HEADER
+        end = body + length
         if end <= SIZE:
-            memory[start], memory[start + 1] = kind | slot << 8 | length << 32, int(seconds * 1000)
-            memory[start + HEADER : end] = words
+            _HEADER.pack_into(self._bytes, 8 * start, kind, slot, length, seconds)
+            memory[body:end] = words
         else:
-            record = array("Q", (kind | slot << 8 | length << 32, int(seconds * 1000))) + words
+            record = array("Q", _HEADER.pack(kind, slot, length, seconds)) + words
             memory[start:SIZE] = record[: SIZE - start]
             memory[: end - SIZE] = record[SIZE - start :]
-        self._at += HEADER + length
-        memory[SIZE] = self._at
+        memory[SIZE] = self._at = at + HEADER + length
 
 
 class Reader:
@@ -57,20 +61,16 @@ class Reader:
         self._at = head
         if head - at > NEAR:
             return ()
-        words = self._copy(at % SIZE, head - at)
+        start = at % SIZE
+        end, words = start + head - at, array("Q")
+        words.frombytes(self._bytes[8 * start : 8 * (end if end < SIZE else SIZE)])
+        if end > SIZE:
+            words.frombytes(self._bytes[: 8 * (end - SIZE)])
         if self._words[SIZE] - at > NEAR:
             return ()
-        records, start = [], 0
-        while start < len(words):
-            kind = words[start]
-            end = start + HEADER + (kind >> 32)
-            records.append((kind & 0xFF, kind >> 8 & 0xFFFFFF, words[start + 1] / 1000, words[start + HEADER : end]))
-            start = end
+        records, start, end = [], 0, head - at
+        while start < end:
+            kind, slot, length, seconds = _HEADER.unpack_from(words, 8 * start)
+            start += HEADER + length
+            records.append((kind, slot, seconds, words[start - length : start]))
         return records
-
-    def _copy(self, start: int, length: int) -> array:
-        words = array("Q")
-        words.frombytes(self._bytes[8 * start : 8 * min(start + length, SIZE)])
-        if len(words) < length:
-            words.frombytes(self._bytes[: 8 * (length - len(words))])
-        return words

@@ -23,7 +23,41 @@ ROWS = LOG + RECENT
 PAGE = ROWS + SLOTS * COUNTS
 EMPTY = array("q", NOTHING)
 _ROW = Struct(f"{COUNTS}q")
-_unpack, _pack = _ROW.unpack_from, _ROW.pack_into
+_unpack, _pack = _ROW.unpack_from, _ROW.pack_into  # word by word took three times as long
+
+
+class Page:
+    """One worker's, as one process sees it. `changes` is how many the worker has written, or its sibling has read."""
+
+    __slots__ = ("_bytes", "changes", "words")
+
+    def __init__(self, memory: memoryview):
+        self._bytes = memory
+        self.words = memory.cast("q")
+        self.changes = self.words[CHANGES]
+
+    def row(self, slot: int) -> tuple[int, ...]:
+        return _unpack(self._bytes, 8 * (ROWS + slot * COUNTS))
+
+    def write(self, slot: int, load: Load, others: tuple[int, ...]) -> None:
+        """What the worker has there: all but what others have. As a whole, so that what changed before and was not told is told, too."""
+        requests, prefilling, prefill_tokens, decoding, context_tokens = others
+        _pack(
+            self._bytes, 8 * (ROWS + slot * COUNTS), load.requests - requests, load.prefilling - prefilling,
+            load.prefill_tokens - prefill_tokens, load.decoding - decoding, load.context_tokens - context_tokens,
+        )  # fmt: skip
+        words, changes = self.words, self.changes
+        words[LOG + changes % RECENT] = slot
+        words[CHANGES] = self.changes = changes + 1
+
+    def changed(self) -> Iterable[int]:
+        """The rows that were changed since this was asked last."""
+        words, since = self.words, self.changes
+        changes = self.changes = words[CHANGES]
+        if changes - since > RECENT // 2:
+            return range(SLOTS)
+        first, last = LOG + since % RECENT, LOG + changes % RECENT
+        return words[first:last] if first <= last else (*words[first:ROWS], *words[LOG:last])
 
 
 class Board:
@@ -31,60 +65,41 @@ class Board:
 
     def __init__(self, memory: memoryview, workers: int):
         self._bytes = memory.cast("B")
-        self.words = self._bytes.cast("q")
+        self._pages = [self.page(worker) for worker in range(workers)]
         self.workers = workers
 
     @staticmethod
     def size(workers: int) -> int:
         return 8 * PAGE * workers
 
-    def row(self, worker: int, slot: int) -> tuple[int, ...]:
-        return _unpack(self._bytes, 8 * (worker * PAGE + ROWS + slot * COUNTS))
+    def page(self, worker: int) -> Page:
+        return Page(self._bytes[8 * PAGE * worker : 8 * PAGE * (worker + 1)])
 
-    def sum(self, slot: int, workers: Sequence[int]) -> tuple[int, ...]:
-        if len(workers) == 1:
-            return self.row(workers[0], slot)
-        return tuple(map(sum, zip(*[self.row(worker, slot) for worker in workers])))
-
-    def add(self, worker: int, slot: int, change: tuple[int, ...]) -> None:
-        """What a worker does to a row of its own. As a whole: word by word took several times as long, three times a request."""
-        words, page = self.words, worker * PAGE  # CHANGES is a page's first word
-        at = 8 * (page + ROWS + slot * COUNTS)
-        requests, prefilling, prefill_tokens, decoding, context_tokens = _unpack(self._bytes, at)
-        more, begun, uncached, streams, context = change
-        _pack(self._bytes, at, requests + more, prefilling + begun, prefill_tokens + uncached, decoding + streams, context_tokens + context)
-        changes = words[page]
-        words[page + LOG + changes % RECENT] = slot
-        words[page] = changes + 1
-
-    def changed(self, worker: int, since: int) -> tuple[int, Iterable[int]]:
-        """How many changes there were, and the rows changed since there were so many."""
-        words, page = self.words, worker * PAGE
-        changes = words[page]
-        if changes == since:
-            return changes, ()
-        if changes - since > RECENT // 2:
-            return changes, range(SLOTS)
-        first, last, log = since % RECENT, changes % RECENT, page + LOG
-        if first < last:
-            return changes, set(words[log + first : log + last])
-        return changes, {*words[log + first : log + RECENT], *words[log : log + last]}
+    def sum(self, slot: int) -> tuple[int, ...]:
+        return added(self._pages, slot)
 
     def clear(self, worker: int) -> None:
         """The worker is gone, and all it had; perhaps half-way through a row, or before it told which."""
-        words, page = self.words, worker * PAGE
+        page = self._pages[worker]
+        words = page.words
         for slot in range(SLOTS):
-            if any(self.row(worker, slot)):
-                at = page + ROWS + slot * COUNTS
+            if any(page.row(slot)):
+                at = ROWS + slot * COUNTS
                 words[at : at + COUNTS] = EMPTY
-        words[page + CLOSED] = 0
-        words[page] += RECENT  # all are to be read again
+        words[CLOSED] = 0
+        words[CHANGES] += RECENT  # all are to be read again
 
     def closed(self, worker: int) -> int:
-        return self.words[worker * PAGE + CLOSED]
+        return self._pages[worker].words[CLOSED]
 
     def close(self, worker: int) -> None:
-        self.words[worker * PAGE + CLOSED] += 1
+        self._pages[worker].words[CLOSED] += 1
+
+
+def added(pages: Sequence[Page], slot: int) -> tuple[int, ...]:
+    if len(pages) == 1:
+        return pages[0].row(slot)
+    return tuple(map(sum, zip(*[page.row(slot) for page in pages])))
 
 
 class WorkerLedger(Ledger):
@@ -92,85 +107,70 @@ class WorkerLedger(Ledger):
 
     def __init__(self, board: Board, worker: int):
         super().__init__()
-        self._board, self._worker = board, worker
-        self._siblings = [one for one in range(board.workers) if one != worker]
-        self._seen = dict.fromkeys(self._siblings, -SLOTS)
+        self._page = board.page(worker)
+        self._siblings = [board.page(one) for one in range(board.workers) if one != worker]
         self._slots: dict[str, int] = {}
         self._replicas: dict[int, str] = {}
+        self._untold: set[str] = set()
+        self.lose_sight()
 
     def place(self, replica: str, slot: int) -> Load:
         """`add`, for a replica that is counted with the others."""
         load = self.add(replica)
         if slot < SLOTS:
             self._slots[replica], self._replicas[slot] = slot, replica
-            self.others(replica, self._board.sum(slot, self._siblings))
+            self.others(replica, added(self._siblings, slot))
         return load
 
     def remove(self, replica: str) -> None:
         slot = self._slots.pop(replica, None)
         if slot is not None:
             self._replicas.pop(slot, None)
-            self._board.add(self._worker, slot, tuple(-count for count in self._board.row(self._worker, slot)))
+            self._page.write(slot, Load(), NOTHING)
         super().remove(replica)
-
-    def others(self, replica: str, counts: tuple[int, ...], now: float | None = None) -> None:
-        """As it is, said at length: a fifth of the time, three times a request."""
-        load = self._loads.get(replica)
-        if load is not None:
-            before = self._others.get(replica, NOTHING)
-            if counts == before:
-                return
-            stepped = counts[1] < before[1] or not load.prefilling
-            load.requests += counts[0] - before[0]
-            load.prefilling += counts[1] - before[1]
-            load.prefill_tokens += counts[2] - before[2]
-            load.decoding += counts[3] - before[3]
-            load.context_tokens += counts[4] - before[4]
-            if stepped:
-                load.since, load.begun, load.begun_tokens = now, load.prefilling, load.prefill_tokens
-            self._others[replica] = counts
-            self.changes.tell(replica)
 
     def catch_up(self, now: float | None = None) -> None:
         """Read what the siblings changed, as of `now`: who reads before each choice sees their first tokens soon enough."""
         touched: set[int] = set()
-        for sibling, seen in self._seen.items():
-            changes, slots = self._board.changed(sibling, seen)
-            if slots:
-                self._seen[sibling] = changes
-                touched.update(slots)
+        for page in self._siblings:
+            if page.changes != page.words[CHANGES]:
+                touched.update(page.changed())
         for slot in touched:
             replica = self._replicas.get(slot)
             if replica is not None:
-                self.others(replica, self._board.sum(slot, self._siblings), now)
+                self.others(replica, added(self._siblings, slot), now)
 
     def lose_sight(self) -> None:
         """`others` are told by somebody else for now: read all when that ends."""
-        self._seen = dict.fromkeys(self._siblings, -SLOTS)
+        for page in self._siblings:
+            page.changes = -SLOTS
 
-    def reserve(self, replica: str, uncached: int, tokens: int, counted: bool = False, now: float | None = None) -> Reservation:
-        taken = super().reserve(replica, uncached, tokens, counted, now)
+    def tell(self) -> None:
+        """Whatever the siblings were not told at once."""
+        while self._untold:
+            self._write(self._untold.pop())
+
+    def _write(self, replica: str) -> None:
         slot = self._slots.get(replica)
         if slot is not None:
-            self._board.add(self._worker, slot, (1, 1, uncached, 0, 0))
+            self._page.write(slot, self._loads[replica], self._others.get(replica, NOTHING))
+
+    def reserve(self, replica: str, uncached: int, tokens: int, counted: bool = False, now: float | None = None) -> Reservation:
+        taken = Ledger.reserve(self, replica, uncached, tokens, counted, now)  # super() takes as long as half of `_write`
+        self._write(replica)
         return taken
 
     def first_byte(self, reservation: Reservation, now: float | None = None) -> None:
-        if reservation.stage == "prefill":
-            super().first_byte(reservation, now)
-            slot = self._slots.get(reservation.replica)
-            if slot is not None and self._loads[reservation.replica] is reservation.load:
-                self._board.add(self._worker, slot, (0, -1, -reservation.uncached, 1, reservation.tokens))
+        """Told at once if it came at `now`. That of an answer in one piece is its last, too, as a rule: then `release` tells of both."""
+        Ledger.first_byte(self, reservation, now)
+        if now is None:
+            self._untold.add(reservation.replica)
+        else:
+            self._write(reservation.replica)
 
     def release(self, reservation: Reservation) -> None:
-        stage = reservation.stage
-        if stage != "done":
-            super().release(reservation)
-            slot = self._slots.get(reservation.replica)
-            # a replica that was removed meanwhile, and perhaps added again, has nothing of this
-            if slot is not None and self._loads[reservation.replica] is reservation.load:
-                change = (-1, -1, -reservation.uncached, 0, 0) if stage == "prefill" else (-1, 0, 0, -1, -reservation.tokens)
-                self._board.add(self._worker, slot, change)
+        Ledger.release(self, reservation)
+        self._write(reservation.replica)
 
 
 class ControlLedger(Ledger):
@@ -195,6 +195,6 @@ class ControlLedger(Ledger):
         slot, load = self._slots.get(replica), self._loads.get(replica)
         if slot is None or load is None:
             return NOTHING
-        counts = self._board.sum(slot, range(self._board.workers))
+        counts = self._board.sum(slot)
         load.requests, load.prefilling, load.prefill_tokens, load.decoding, load.context_tokens = counts
         return counts

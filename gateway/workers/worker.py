@@ -284,6 +284,7 @@ class Worker:
     async def _beat(self) -> None:
         while True:
             self.map.catch_up()
+            self.ledger.tell()
             self._well.clear()
             self._tell_news()
             shared = self.shared_ledger

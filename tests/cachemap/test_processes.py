@@ -87,12 +87,13 @@ def test_followers_know_what_a_map_alone_would(steps, rng):
             for one in (alone, asked):
                 one.take_back(slot, prompt, start, now)
         elif what in ("expect", "learn"):
+            blocks = array("Q", prompt)
             for one in (alone, asked):
-                one.match(prompt, now)
+                one.match(blocks, now)
                 if what == "expect":
-                    one.expect(slot, prompt, now)
+                    one.expect(slot, blocks, now)
                 else:
-                    one.learn(slot, prompt, end, 5)
+                    one.learn(slot, blocks, end, 5)
         elif what == "observe":
             for one in (alone, house.leader):
                 one.observed(slot, bool(end % 2))

@@ -30,7 +30,7 @@ def house():
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["reserve", "reserve", "reserve", "first_byte", "release", "die", "again"]),
+        st.sampled_from(["reserve", "reserve", "reserve", "first_byte", "whole", "release", "die", "again"]),
         st.integers(0, WORKERS - 1), st.sampled_from(sorted(REPLICAS)), st.integers(0, 30),
     ), max_size=60,
 )  # fmt: skip
@@ -56,7 +56,13 @@ def test_all_see_the_sum_of_what_lives(steps):
                 one.remove(replica)
                 one.place(replica, REPLICAS[replica])
         elif taken[who]:
-            getattr(ledger, what)(taken[who][number % len(taken[who])])
+            one = taken[who][number % len(taken[who])]
+            if what == "release":
+                ledger.release(one)
+            else:
+                ledger.first_byte(one, now=1.0 if what == "first_byte" else None)
+            if what == "whole":
+                ledger.tell()
         for one in REPLICAS:
             sums = tuple(map(sum, zip(*(ledger.own(one) for ledger in workers))))
             assert control.own(one) == sums
@@ -68,7 +74,7 @@ def test_all_see_the_sum_of_what_lives(steps):
         for one in its:
             ledger.release(one)
     assert control.total().requests == 0
-    assert not any(any(board.row(worker, slot)) for worker in range(WORKERS) for slot in REPLICAS.values())
+    assert not any(any(board.page(worker).row(slot)) for worker in range(WORKERS) for slot in REPLICAS.values())
 
 
 def test_who_missed_more_changes_than_are_remembered_reads_all():
@@ -81,6 +87,21 @@ def test_who_missed_more_changes_than_are_remembered_reads_all():
     second.catch_up()
     assert (second.load("a").requests, second.load("c").prefill_tokens) == (0, 5)
     first.release(kept)
+
+
+def test_the_end_of_an_answer_in_one_piece_tells_of_its_first_byte():
+    """Which is told by itself only if the end does not follow at once."""
+    _, control, (first, second, _) = house()
+    one, other, third = (first.reserve("a", 10, 20) for _ in range(3))
+    first.first_byte(one)
+    first.release(one)
+    second.catch_up()
+    assert second.load("a").prefilling == 2 and control.own("a") == (2, 2, 20, 0, 0)
+    first.first_byte(other)
+    first.release(third)  # whatever is told next tells of it
+    assert control.own("a") == (1, 0, 0, 1, 20)
+    first.release(other)
+    assert control.own("a") == (0, 0, 0, 0, 0)
 
 
 def test_what_redis_tells_is_not_added_to_what_siblings_tell():

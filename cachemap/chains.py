@@ -156,26 +156,24 @@ class EngineModel(Tree):
 
     def _shed(self) -> None:
         """Drop what is too much, from the tails of the segments longest unused. What segments cost comes out of the byte budget."""
-        order = self._order
-        while True:
-            excess, beyond = self._count - self.limit, self._count + SEGMENT_BLOCKS * len(order) - self.most
-            if beyond > excess:
-                excess = beyond
-            if excess <= 0:
-                return
-            self._drop(next(iter(order)), excess)
+        count, order = self._count, self._order
+        excess = max(count - self.limit, count + SEGMENT_BLOCKS * len(order) - self.most)
+        while excess > 0:
+            excess -= self._drop(next(iter(order)), excess)
 
-    def _drop(self, segment: Segment, count: int) -> None:
-        """Drop up to `count` blocks from the tail of a segment that nothing is behind."""
+    def _drop(self, segment: Segment, count: int) -> int:
+        """Drop up to `count` blocks from the tail of a segment that nothing is behind; gives how many."""
         blocks = segment.blocks
-        if count < len(blocks):
-            del blocks[-count:]
+        size = len(blocks)
+        if count < size:
+            del blocks[size - count :]
             self._count -= count
-            return
-        self._count -= len(blocks)
+            return count
+        self._count -= size
         self._heads.pop(blocks[0], None)  # gone if hashes collided
         del self._order[segment]
         segment.parent.children -= 1
+        return size
 
 
 def _shared(blocks: array, hashes: Sequence[int], start: int, size: int) -> int:

@@ -23,6 +23,7 @@ ROWS = LOG + RECENT
 PAGE = ROWS + SLOTS * COUNTS
 EMPTY = array("q", NOTHING)
 _ROW = Struct(f"{COUNTS}q")
+_FIRST, _BYTES = 8 * ROWS, 8 * COUNTS
 _unpack, _pack = _ROW.unpack_from, _ROW.pack_into  # word by word took three times as long
 
 
@@ -37,13 +38,13 @@ class Page:
         self.changes = self.words[CHANGES]
 
     def row(self, slot: int) -> tuple[int, ...]:
-        return _unpack(self._bytes, 8 * (ROWS + slot * COUNTS))
+        return _unpack(self._bytes, _FIRST + slot * _BYTES)
 
     def write(self, slot: int, load: Load, others: tuple[int, ...]) -> None:
         """What the worker has there: all but what others have. As a whole, so that what changed before and was not told is told, too."""
         requests, prefilling, prefill_tokens, decoding, context_tokens = others
         _pack(
-            self._bytes, 8 * (ROWS + slot * COUNTS), load.requests - requests, load.prefilling - prefilling,
+            self._bytes, _FIRST + slot * _BYTES, load.requests - requests, load.prefilling - prefilling,
             load.prefill_tokens - prefill_tokens, load.decoding - decoding, load.context_tokens - context_tokens,
         )  # fmt: skip
         words, changes = self.words, self.changes

@@ -111,7 +111,8 @@ class EngineModel(Tree):
         if 0 < held - segment.start < len(segment.blocks):
             segment = self._split(segment, held)
         if held < len(hashes):
-            segment = self._append(segment, held, array("Q", hashes[held:]))
+            new = hashes[held:]
+            segment = self._append(segment, held, new if isinstance(new, array) else array("Q", new))
         order, root = self._order, self._root
         touch = order.move_to_end
         while segment is not root:

@@ -59,18 +59,16 @@ class Reader:
         if at == head:
             return ()
         self._at = head
-        if head - at > NEAR:
-            return ()
-        start = at % SIZE
-        end, words = start + head - at, array("Q")
+        start, length = at % SIZE, head - at
+        end, words = start + length, array("Q")
         words.frombytes(self._bytes[8 * start : 8 * (end if end < SIZE else SIZE)])
         if end > SIZE:
             words.frombytes(self._bytes[: 8 * (end - SIZE)])
         if self._words[SIZE] - at > NEAR:
             return ()
-        records, start, end = [], 0, head - at
-        while start < end:
-            kind, slot, length, seconds = _HEADER.unpack_from(words, 8 * start)
-            start += HEADER + length
-            records.append((kind, slot, seconds, words[start - length : start]))
+        records, start = [], 0
+        while start < length:
+            kind, slot, size, seconds = _HEADER.unpack_from(words, 8 * start)
+            start += HEADER + size
+            records.append((kind, slot, seconds, words[start - size : start]))
         return records

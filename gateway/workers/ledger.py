@@ -51,14 +51,13 @@ class Page:
         words[LOG + changes % RECENT] = slot
         words[CHANGES] = self.changes = changes + 1
 
-    def changed(self) -> Iterable[int]:
-        """The rows that were changed since this was asked last."""
-        words, since = self.words, self.changes
-        changes = self.changes = words[CHANGES]
+    def changed(self, changes: int) -> Iterable[int]:
+        """The rows that were changed since this was asked last, now that there are so many changes."""
+        words, since, self.changes = self.words, self.changes, changes
         if changes - since > RECENT // 2:
             return range(SLOTS)
         first, last = LOG + since % RECENT, LOG + changes % RECENT
-        return words[first:last] if first <= last else (*words[first:ROWS], *words[LOG:last])
+        return words[first:last] if first <= last else [*words[first:ROWS], *words[LOG:last]]
 
 
 class Board:
@@ -98,8 +97,6 @@ class Board:
 
 
 def added(pages: Sequence[Page], slot: int) -> tuple[int, ...]:
-    if len(pages) == 1:
-        return pages[0].row(slot)
     return tuple(map(sum, zip(*[page.row(slot) for page in pages])))
 
 
@@ -110,6 +107,7 @@ class WorkerLedger(Ledger):
         super().__init__()
         self._page = board.page(worker)
         self._siblings = [board.page(one) for one in range(board.workers) if one != worker]
+        self._theirs = self._siblings[0].row if len(self._siblings) == 1 else lambda slot: added(self._siblings, slot)
         self._slots: dict[str, int] = {}
         self._replicas: dict[int, str] = {}
         self._untold: set[str] = set()
@@ -120,7 +118,7 @@ class WorkerLedger(Ledger):
         load = self.add(replica)
         if slot < SLOTS:
             self._slots[replica], self._replicas[slot] = slot, replica
-            self.others(replica, added(self._siblings, slot))
+            self.others(replica, self._theirs(slot))
         return load
 
     def remove(self, replica: str) -> None:
@@ -134,12 +132,13 @@ class WorkerLedger(Ledger):
         """Read what the siblings changed, as of `now`: who reads before each choice sees their first tokens soon enough."""
         touched: set[int] = set()
         for page in self._siblings:
-            if page.changes != page.words[CHANGES]:
-                touched.update(page.changed())
+            changes = page.words[CHANGES]
+            if changes != page.changes:
+                touched.update(page.changed(changes))
         for slot in touched:
             replica = self._replicas.get(slot)
             if replica is not None:
-                self.others(replica, added(self._siblings, slot), now)
+                self.others(replica, self._theirs(slot), now)
 
     def lose_sight(self) -> None:
         """`others` are told by somebody else for now: read all when that ends."""

@@ -61,8 +61,8 @@ class SharedMemory(Memory):
         return array
 
     def give_back(self, array: np.ndarray, start: int) -> int:
-        """Nothing: others may still read it."""
-        return 0
+        """Nothing of what others may still read."""
+        return 0 if id(array) in self._descriptors else super().give_back(array, start)
 
     def _gone(self, key: int) -> None:
         os.close(self._descriptors.pop(key)[0])

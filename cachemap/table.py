@@ -64,8 +64,12 @@ class Buckets:
         self.wider: Buckets | None = None
 
     @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.words, self.load, self.passed, self.spilled
+
+    @property
     def nbytes(self) -> int:
-        own = sum(a.nbytes for a in (self.words, self.load, self.passed, self.spilled))
+        own = sum(array.nbytes for array in self.arrays)
         return own + (self.wider.nbytes if self.wider is not None else 0)
 
     @property
@@ -96,7 +100,7 @@ class Buckets:
         if self._laid < size:
             # touched here in order, since pouring touches all of it at random: pages come with 100 us of zeroing
             end = min(self._laid + work * LAID, size)
-            for array in (wider.words, wider.load, wider.passed, wider.spilled):
+            for array in wider.arrays:
                 array[self._laid * len(array) // size : end * len(array) // size] = 0
             work -= (end - self._laid) // LAID
             self._laid = end

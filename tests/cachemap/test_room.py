@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachemap import CacheMap, room, table
+from cachemap import CacheMap, memory, room, table
 from cachemap.holders import HolderSets, spread
+from cachemap.memory import Memory
 from cachemap.numbers import Numbers
 
 from .test_map import PROMPTS, ReferenceMap, keys
@@ -36,6 +37,33 @@ def sound(lookup):
     assert not lookup.sets[lookup.hashes == 0].any()
     assert lookup._numbers.free + len(used) == lookup._numbers.top - 1
     assert lookup._alias_bytes == sum(alias.nbytes for alias in lookup.aliases.values())
+
+
+def test_all_memory_that_growth_leaves_behind_is_given_back_piece_by_piece(monkeypatch):
+    """Else it goes when its last array does, all at once."""
+    monkeypatch.setattr(memory, "LARGE", 4096)
+    monkeypatch.setattr(room, "LARGE", 4096)
+    given, was = {}, Memory.give_back
+
+    def give_back(self, array, start):
+        assert given.get(array.ctypes.data, 0) == start
+        given[array.ctypes.data] = was(self, array, start) or array.nbytes
+        return was(self, array, start)
+
+    monkeypatch.setattr(Memory, "give_back", give_back)
+    cache_map = CacheMap(4 * MIB)
+    slot = cache_map.attach("r", 60_000, True)
+    lookup, left = cache_map._gpu, []
+    rng = np.random.default_rng(3)
+    for _ in range(100):
+        tables = lookup.index, lookup.aliases[slot]
+        hashes = rng.integers(1, 1 << 64, 512, np.uint64).tolist()
+        cache_map.store(slot, hashes, hashes)
+        left += [array for before, now in zip(tables, (lookup.index, lookup.aliases[slot])) if before is not now for array in before.arrays]
+    while lookup._outgrown:
+        cache_map.remove(slot, [1])
+    large = [array for array in left if array.nbytes >= 4096]
+    assert len(large) == 8 and all(given[array.ctypes.data] >= array.nbytes for array in large)
 
 
 @settings(max_examples=200, deadline=None)

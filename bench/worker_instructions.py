@@ -28,7 +28,7 @@ import aiohttp
 from bench.instructions import PINNED
 from bench.workers import SERVES, STUB, Gateway, Load, started
 
-IDLE_SECONDS = 15
+IDLE_SECONDS = 40  # what happens each second happens once
 # Below valgrind a request takes forty times as long. So that what happens each second happens as often a request as it does
 # otherwise, sleeps of a quarter of a second and more take as much longer.
 SLOWER = """

@@ -17,11 +17,11 @@ WORKERS = 3
 REPLICAS = {"a": 0, "b": 1, "c": 65}
 
 
-def house():
-    descriptor = segment(Board.size(WORKERS))
-    board = Board(memoryview(mmap.mmap(descriptor, 0)), WORKERS)
+def house(count=WORKERS):
+    descriptor = segment(Board.size(count))
+    board = Board(memoryview(mmap.mmap(descriptor, 0)), count)
     os.close(descriptor)
-    control, workers = ControlLedger(board), [WorkerLedger(board, number) for number in range(WORKERS)]
+    control, workers = ControlLedger(board), [WorkerLedger(board, number) for number in range(count)]
     for ledger in (control, *workers):
         for replica, slot in REPLICAS.items():
             ledger.place(replica, slot)
@@ -36,12 +36,13 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
-@given(STEPS)
-def test_all_see_the_sum_of_what_lives(steps):
-    board, control, workers = house()
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from([2, WORKERS]), STEPS)
+def test_all_see_the_sum_of_what_lives(count, steps):
+    board, control, workers = house(count)
     taken = [[] for _ in workers]
     for what, who, replica, number in steps:
+        who %= count
         ledger = workers[who]
         if what == "reserve":
             taken[who].append(ledger.reserve(replica, number, 2 * number, counted=bool(number % 2)))
@@ -74,7 +75,7 @@ def test_all_see_the_sum_of_what_lives(steps):
         for one in its:
             ledger.release(one)
     assert control.total().requests == 0
-    assert not any(any(board.page(worker).row(slot)) for worker in range(WORKERS) for slot in REPLICAS.values())
+    assert not any(any(board.page(worker).row(slot)) for worker in range(count) for slot in REPLICAS.values())
 
 
 def test_who_missed_more_changes_than_are_remembered_reads_all():

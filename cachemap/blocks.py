@@ -101,7 +101,11 @@ class BlockTable(Room):
 
     def _date(self, chain: np.ndarray, parent: int) -> None:
         """A chain counts as used now, but not later than the block before it was."""
-        number = self.index.at(parent) if parent else 0
+        number = 0
+        if parent and len(chain):
+            number = chain.item(0) - 1  # as a rule, and 5 us quicker
+            if self.hashes.item(number) != parent:
+                number = self.index.at(parent)
         age = self._epoch - int(self.epochs[number]) & 0xFF if number else 0
         if age:
             now = self._ages(chain)

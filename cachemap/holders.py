@@ -73,7 +73,9 @@ class HolderSets(Masks):
         return self.words[1:].reshape(-1, self.width)
 
     def has(self, numbers: np.ndarray, slot: int) -> np.ndarray:
-        """Whether each of these sets has the replica."""
+        """Whether each of these sets has the replica. Mostly all are the same one."""
+        if (numbers == numbers[:1]).all():
+            return np.full(len(numbers), len(numbers) and self._masks[numbers.item(0)] >> slot & 1, bool)
         words = self._rows()[:, slot >> 6].take(numbers)
         return (words >> U64(slot & 63) & U64(1)).view(np.int64).astype(bool)
 

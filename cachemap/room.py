@@ -216,8 +216,9 @@ class Room(Lookup):
             self._widen_index(more)
         left = self._budget.left
         self._pressed = self.told[1] = left < self._budget.total / 2  # before, nothing is evicted soon
-        if not self._has_room(more) or left < 0:
-            self._shed(None, lambda: self._has_room(more) and self._budget.left >= 0)
+        if left >= 0 and self._has_room(more):
+            return True
+        self._shed(None, lambda: self._has_room(more) and self._budget.left >= 0)
         return self._has_room(more)
 
     def _has_room(self, more: int) -> bool:

@@ -164,6 +164,13 @@ def test_any_number_of_replicas(replicas):
     assert table.stats()["blocks"] == len(union)
 
 
+def test_a_chain_of_which_nothing_is_new_may_be_empty():
+    cache_map = CacheMap(MIB)
+    slot = cache_map.attach("r", None, True)
+    cache_map.store(slot, [5, 6, 7], [1, 2, 3], "gpu", [(0, 0), (1, 5), (1, 6), (3, 7)])
+    assert cache_map.match([5, 6, 7], 0.0).confirmed == [3]
+
+
 def test_a_long_prompt_is_matched_past_its_first_look():
     rng, table = np.random.default_rng(4), CacheMap(64 * MIB)
     slot, long = table.attach("r", None, True), random_chain(np.random.default_rng(5), 5000)

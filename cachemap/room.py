@@ -12,15 +12,16 @@ import numpy as np
 from cachemap.lookup import Found, Lookup
 from cachemap.memory import LARGE, PRIVATE, Memory
 from cachemap.numbers import Numbers
-from cachemap.table import CHUNK, FILL, U64, Buckets, distinct
+from cachemap.table import FILL, U64, Buckets, distinct
 
 EPOCHS = 64  # to a table full of uses: the finest it can tell apart is 1.6 % of its blocks
 OLDEST = 128  # ages stop here, two tables full of uses; three would wrap in a byte
 DATED = 1 << 12  # blocks whose ages are cut in the same epoch
 SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs more than storing
 SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
+CHUNK = 1 << 15  # places of a replica looked at in a step of shedding
 LEFT = 1 << 11  # blocks of a replica that left, handled in a step: 1 to 4 ms
-JUMP = 4  # times its size a table grows at most, as laying out memory takes time
+JUMP = 8  # times its size a table grows at most, as laying out memory takes time; 4 moves twice as many words on the way to 50 M
 SMALL = 1 << 15  # places that a table may grow to at once
 BYTES_BESIDE = 13  # of a block: hash, set, epoch
 LEAST_BYTES = 28  # of a block with one holder: those, 5.4 in the index, 10.1 its alias

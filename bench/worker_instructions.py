@@ -88,13 +88,23 @@ async def measure(workers: int, requests: int) -> list[float]:
                     if task.done():
                         task.result()
 
+        async def silent() -> None:
+            """Nothing is under way: valgrind takes seconds to begin and to end, in which requests would count for a part of them."""
+            load.open.clear()
+            await answered(load.counts["asked"])
+
         await answered(300 * workers)  # the interpreter has specialised what it runs
+        await silent()
         gateway.ask("-i", "on")
         begun, before = monotonic(), load.counts["requests"]
+        load.open.set()
         await answered(before + requests * workers)
+        await silent()
         count = load.counts["requests"] - before
+        seconds = monotonic() - begun
         gateway.ask("-d", "load")
-        seconds, load.ending = monotonic() - begun, True
+        load.ending = True
+        load.open.set()
         await asyncio.gather(*tasks)
         gateway.ask("-z")
         begun = monotonic()

@@ -164,6 +164,8 @@ class Load:
         self.counts: Counter[str] = Counter()
         self.pause = 0.0  # seconds from one request of a client to its next
         self.ending = False
+        self.open = asyncio.Event()  # clients of `_shout` ask nothing while it is not set
+        self.open.set()
 
     async def run(self, clients: int, seconds: float) -> dict:
         talk = self._talk if self.load == "conversations" else self._shout
@@ -201,8 +203,10 @@ class Load:
             if self.pause:
                 await asyncio.sleep(due - perf_counter())
                 due += self.pause
+            await self.open.wait()
             if self.ending:
                 break
+            self.counts["asked"] += 1
             if writer is None:
                 reader, writer = await asyncio.open_connection("127.0.0.1", self.gateway.ports[number % len(self.gateway.ports)])
             body = b"%b%d %b" % (start, turn, end)  # nobody has seen what comes after the system prompt

@@ -58,8 +58,8 @@ class Index(Buckets):
         number = self._in(second, tag)
         if number or not self.spilled[second]:
             return number
-        place = self._find_spilled(np.array([tag], U64), second)
-        return int(self.payloads(np.array([place]))[0]) if place >= 0 else 0
+        place = self._find_spilled(np.array([tag], U64), np.array([second]))
+        return int(self.payloads(place)[0]) if place[0] >= 0 else 0
 
     def _in(self, bucket: int, tag: int) -> int:
         base = tag >> self._mark_shift << self._number_bits

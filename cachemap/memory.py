@@ -31,8 +31,9 @@ class Memory:
     def give_back(self, array: np.ndarray, start: int) -> int:
         """Free the next `LARGE` bytes of an array that nobody needs any more; gives where to go on, 0 at the end. All
         at once would take 0.5 s a GiB."""
-        if isinstance(array.base, mmap.mmap) and start < array.nbytes:
-            array.base.madvise(mmap.MADV_DONTNEED, start, min(LARGE, len(array.base) - start))
+        mapping = array.base.obj if isinstance(array.base, memoryview) else array.base  # which of them depends on numpy's version
+        if isinstance(mapping, mmap.mmap) and start < array.nbytes:
+            mapping.madvise(mmap.MADV_DONTNEED, start, min(LARGE, len(mapping) - start))
             return start + LARGE
         return 0
 

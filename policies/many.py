@@ -80,11 +80,11 @@ def totals(demand: Demand, roster: Roster, follow: float) -> np.ndarray:
     return total
 
 
-def is_bound(roster: Roster, block_size: int) -> bool:
-    """As `least_time.is_bound`."""
+def held_alone(roster: Roster, block_size: int) -> float:
+    """As `least_time.held_alone`."""
     overlaps = roster.overlaps
-    most = overlaps.item(overlaps.argmax())    # 0.2 us, `max` takes 1
-    return len((overlaps >= most - block_size).nonzero()[0]) == 1
+    longest = overlaps.item(overlaps.argmax())    # 0.2 us, `max` takes 1
+    return longest if len((overlaps >= longest - block_size).nonzero()[0]) == 1 else 0.0
 
 
 def _room(tokens: int, columns: np.ndarray, step_base: float, step_stream: float, step_context: float) -> np.ndarray:

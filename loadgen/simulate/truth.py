@@ -15,7 +15,7 @@ from loadgen.field import Asked
 
 from .replica import Replica
 
-INTERFERENCE = 0.05
+INTERFERENCE = 0.03
 
 
 class Truth:

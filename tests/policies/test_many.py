@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from policies import Candidate, CostGroup, Demand, Ledger, Roster, make, many
 from policies.changes import Changes
-from policies.least_time import is_bound, lost_seconds, streams_later
+from policies.least_time import held_alone, lost_seconds, streams_later
 
 NAMES = [f"r{i}" for i in range(7)]
 STEPS = st.lists(
@@ -64,7 +64,7 @@ def test_the_sums_are_equal(steps, blocks, tokens, every, follow):
             house.roster.columns(many.figures)  # what changed until then is not computed again
     demand, plain = house.ask(tokens, [16 * count for count in blocks])
     later = streams_later(plain, follow)
-    assert many.is_bound(house.roster, 16) == is_bound(plain, 16)
+    assert many.held_alone(house.roster, 16) == held_alone(plain, 16)
     one_by_one = [sum(lost_seconds(tokens, candidate, demand.now, more)) for candidate, more in zip(plain, later, strict=True)]
     assert many.totals(demand, house.roster, follow) == pytest.approx(one_by_one, rel=1e-9)
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from policies import NAMES, Candidate, CostGroup, Demand, Ledger, Load, make
+from policies import NAMES, Candidate, CostGroup, Demand, Ledger, Load, least_time, make
 from policies.least_time import TERMS
 
 
@@ -160,6 +160,30 @@ def test_least_time_begins_conversations_where_fewer_went_lately_and_leaves_othe
     assert spread(make("least_time"), candidates, [Demand(3300)] * 20) == {2: 20}, "of three that hold the instructions"
     candidates[0].overlap = 3200
     assert spread(make("least_time"), candidates, [Demand(3300)] * 20) == {0: 20}, "one holds more: what was said so far"
+
+
+def test_least_time_tells_a_conversation_that_begins_from_one_that_goes_on_where_one_replica_alone_holds_its_instructions():
+    """The holder has been chosen four times as often as the other; moving the instructions takes less than what many requests would wait."""
+    def crowding(overlap, tokens):
+        candidates = fleet(2, requests=[9, 9], decoding=[9, 9], context_tokens=[4000] * 2, recent=[4.0, 1.0])
+        candidates[0].overlap = overlap
+        holder, other = policy.choose(Demand(tokens, root=7), candidates, explain=True).terms
+        return holder["crowding"] / other["crowding"]
+
+    policy = make("least_time")
+    crowding(0, 3200)
+    for tokens in range(3360, 6400, 160):
+        assert crowding(tokens - 160, tokens) == pytest.approx(1), "it goes on, and is not made to pay"
+    assert crowding(3008, 3300) > 1.5, "another one with the same instructions begins"
+    assert crowding(3296, 3500) == pytest.approx(1), "and goes on"
+
+
+def test_least_time_forgets_first_blocks_when_there_are_too_many(monkeypatch):
+    monkeypatch.setattr(least_time, "_ROOTS", 10)
+    policy, candidates = make("least_time"), fleet(2)
+    for root in range(100):
+        policy.choose(Demand(1000, root=root), candidates)
+    assert len(policy._shortest) == 10
 
 
 def test_a_scrape_tells_capacity_only_where_it_may_be_short():

@@ -157,7 +157,7 @@ async def settled(fleet, client):
 
 async def test_what_one_gateway_sent_the_other_finds(redis_server, engines):
     async with gateways(2, redis_server.url, engines) as fleet:
-        messages = [{"role": "user", "content": "Only one has seen this. " + TEXT}]
+        messages = [{"role": "user", "content": "Only one has seen this. " + 6 * TEXT}]  # so long that no noise makes another replica look quicker
         home = (await fleet[0].chat(messages)).headers["x-hitherto-replica"]
         await known(fleet[1], messages)
         for turn in range(4):

@@ -159,7 +159,7 @@ class EngineModel(Tree):
         """Drop what is too much, from the tails of the segments longest unused. What segments cost comes out of the byte budget."""
         count, order = self._count, self._order
         excess = max(count - self.limit, count + SEGMENT_BLOCKS * len(order) - self.most)
-        while excess > 0:
+        while excess > 0 and order:
             excess -= self._drop(next(iter(order)), excess)
 
     def _drop(self, segment: Segment, count: int) -> int:

@@ -102,6 +102,17 @@ def test_bytes_are_bounded_whatever_the_prompts():
         assert len(model) > most / 7 and used < most * BYTES_PER_BLOCK
 
 
+def test_a_budget_that_holds_no_prompt_holds_none():
+    """As of many replicas on a small one."""
+    model, rng = EngineModel(1 << 20), np.random.default_rng(4)
+    for most in (4, 0):
+        model.most = most
+        for size in (1, 3, 50):
+            prompt = random_chain(rng, size)
+            model.add(prompt)
+            assert model.reach(prompt) == len(model) == 0
+
+
 def test_work_follows_what_is_new():
     """A conversation that grows is one segment; a turn leaves the rest of it as it was."""
     model, rng = EngineModel(1 << 20), np.random.default_rng(3)

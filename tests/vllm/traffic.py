@@ -169,7 +169,7 @@ async def caught_up(gateway: Running, witness: Witness, seconds: float = 10) -> 
     """Until the gateway's map has as many blocks of the replica as the engine, by all its events, has."""
     async with asyncio.timeout(seconds):
         while True:
-            await asyncio.to_thread(witness.settled, 0.01)
+            await asyncio.to_thread(witness.settled, 0.03)  # a thread of the engine's tells of a step's blocks, perhaps after it has answered
             (found,) = [one for one in (await gateway.status())["replicas"] if one["url"] == witness.url]
             if found["map_blocks"] == witness.held:
                 return

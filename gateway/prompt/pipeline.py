@@ -172,6 +172,7 @@ class Pipeline:
             self._conversation(prompt, request, seed)
         else:
             self._plain_prompt(prompt, request, seed)
+
     def _conversation(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
         ids = _forwarded_ids(request, self._ways.forwards_past_media) if "kv_transfer_params" in request else None
         if ids is None:

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from loadgen.field import Asked
+from policies.least_time import _INTERFERENCE as INTERFERENCE
 
 from .replica import Replica
-
-INTERFERENCE = 0.03
 
 
 class Truth:

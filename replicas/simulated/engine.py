@@ -153,7 +153,7 @@ class Engine:
         self._settled, pairs = True, 0.0
         if self._waiting or self._partial is not None:
             pairs = self._prefill(step, self.profile.max_num_batched_tokens - decoding, ended)
-        step.seconds = self.durations.seconds(step.prefill_tokens, pairs, decoding, batch.context, self._pool.usage)
+        step.seconds = self.durations.seconds(step.prefill_tokens, pairs, decoding, batch.context)
         self.durations.taken(1)
         batch.context += decoding
         self.counters.generated_tokens += decoding + len(ended)
@@ -166,10 +166,10 @@ class Engine:
         batch, durations = self._batch, self.durations
         if not self._settled or not batch.sequences or self._every_token:
             return []
-        ends, decoding, context, usage = [], len(batch.sequences), batch.context, self._pool.usage
+        ends, decoding, context = [], len(batch.sequences), batch.context
         for step in range(batch.quiet_steps()):
             if not step or durations.differ:
-                seconds = durations.seconds(0, 0.0, decoding, context + step * decoding, usage, step)
+                seconds = durations.seconds(0, 0.0, decoding, context + step * decoding, step)
             now += seconds
             ends.append(now)
         return ends

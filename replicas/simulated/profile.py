@@ -18,8 +18,9 @@ class StepTime:
     decoding in it costs, on top of both,
         max(decode_least, decode + decode_sequence * n + decode_context_token * k
                           + decode_usage * u + decode_usage_squared * u^2)
-    for n sequences with k tokens of context in all, u being the share of KV blocks in use. `spread` is no time but a share: how
-    far a step is typically (one standard deviation, of the logarithm) from what that says.
+    for n sequences with k tokens of context in all, u being k by the tokens that the cache has room for, 1 at most: what sequences
+    share is read for each, and what a prompt has that is still computed is read by none. `spread` is no time but a share: how far a step
+    is typically (one standard deviation, of the logarithm) from what that says.
     """
     base: float = 0.0
     prefill: float = 0.0
@@ -35,7 +36,7 @@ class StepTime:
     spread: float = 0.0
 
     def seconds(self, tokens: int, pairs: float, sequences: int, context: int, usage: float) -> float:
-        """Duration of a step: `tokens` prompt tokens, `pairs` = sum of t_i * (c_i + t_i / 2)."""
+        """Duration of a step: `tokens` prompt tokens, `pairs` = sum of t_i * (c_i + t_i / 2); n, k and u as above."""
         ms = self.base
         if tokens:
             ms += self.prefill + tokens * (self.prefill_token + self.prefill_token_squared * tokens) \
@@ -69,18 +70,19 @@ class RequestTime:
 
 class StepDurations:
     """Says how long an engine's steps take. What a profile's `spread` makes of a step is drawn once, however often that is asked."""
-    __slots__ = ("differ", "_time", "_speedup", "_chance", "_drawn")
+    __slots__ = ("differ", "_time", "_speedup", "_capacity", "_chance", "_drawn")
 
     def __init__(self, profile: "Profile"):
         time = self._time = profile.step
         self._speedup = profile.speedup
+        self._capacity = profile.num_blocks * profile.block_size
         self._chance = Random(0)
         self._drawn: deque[float] = deque()  # for steps that were asked about and not taken yet
-        self.differ = bool(time.spread or time.decode_context_token)  # also while the same requests decode
+        self.differ = bool(time.spread or time.decode_context_token or time.decode_usage or time.decode_usage_squared)  # also while the same requests decode
 
-    def seconds(self, tokens: int, pairs: float, sequences: int, context: int, usage: float, step: int = 0) -> float:
+    def seconds(self, tokens: int, pairs: float, sequences: int, context: int, step: int = 0) -> float:
         """Of the `step`-th from now; the rest as for `StepTime.seconds`."""
-        seconds = self._time.seconds(tokens, pairs, sequences, context, usage) / self._speedup
+        seconds = self._time.seconds(tokens, pairs, sequences, context, min(1.0, context / self._capacity)) / self._speedup
         if spread := self._time.spread:
             drawn = self._drawn
             while len(drawn) <= step:

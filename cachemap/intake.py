@@ -61,6 +61,7 @@ class EventIntake:
         self._inbox: Inbox | None = None
         self._last_timestamp = 0.0
         self._replay_wanted = replay is not None
+        self._asked: tuple[AsyncIterator[list[Numbered]], asyncio.Task[list[Numbered] | None]] | None = None  # the record, its begin
         self._resuming = False  # go on after a batch that another applied, rather than start anew
         self._look_again = False
         self._replay_at = 0.0
@@ -135,20 +136,26 @@ class EventIntake:
         """Read events until cancelled."""
         with connected(zmq.SUB, self._endpoint) as inbox:
             self._inbox = inbox
-            while True:
-                if self._replay_wanted and _now() >= self._replay_at:
-                    await (self._catch_up() if self._resuming else self._replay_all())
-                while messages := inbox.take():
-                    await self._take(messages)
-                    await asyncio.sleep(0)
-                await inbox.changed(WAKE_SECONDS)
+            try:
+                while True:
+                    if self._asked is not None:
+                        await self._answered()
+                    elif self._replay_wanted and _now() >= self._replay_at:
+                        if self._resuming:
+                            await self._catch_up()
+                        else:
+                            self._ask()
+                    while messages := inbox.take():
+                        await self._take(messages)
+                        await asyncio.sleep(0)
+                    await inbox.changed(WAKE_SECONDS)
+            finally:
+                await self._unask()
 
     def resync(self) -> None:
         """Forget what the replica holds and ask for everything again."""
         self._forget()
         self._want_replay()
-        if self._inbox is not None:
-            self._inbox.wake()
 
     def request_finished(self, prompt_blocks: int) -> None:
         """The replica finished a request of which `prompt_blocks` full blocks were new to it,
@@ -212,15 +219,16 @@ class EventIntake:
             self._change("gap", f"{lost} and cannot be replayed: cleared", tell=True)
             self._want_replay()
         elif order is Order.RESTART:
+            await self._unask()  # it may be its predecessor that answers
             self._forget()
             self._change("gap", "the engine restarted: cleared", tell=True)
             self._want_replay()
-        if self._replay_wanted and not self._resuming:
-            await self._replay_all()
 
     def _want_replay(self) -> None:
         self._replay_wanted, self._resuming = self._replay_endpoint is not None, False
         self._replay_at, self._replay_pause = 0.0, RETRY_SECONDS[0]
+        if self._inbox is not None:
+            self._inbox.wake()
 
     async def _catch_up(self) -> None:
         """What came after the last batch. If the engine no longer has that one, or another under its number, it is
@@ -241,26 +249,49 @@ class EventIntake:
             self._forget()
             self._change("gap", "the engine no longer has what was missed: cleared", tell=True)
             self._want_replay()
-            await self._replay_all()
             return
         self._replayed("caught up")
         if self._look_again:
             self._replay_wanted = self._resuming = True
             self._look_again, self._replay_at = False, _now() + RETRY_SECONDS[0]
 
-    async def _replay_all(self) -> None:
-        """Start anew from all that the engine still has; without an answer, try again later."""
-        empty = True
+    def _ask(self) -> None:
+        """Ask for all that the engine still has. It may be long in answering, busy as it is when it has just started: what it
+        tells meanwhile is not kept waiting."""
+        record = self._record(0)
+
+        async def begin() -> list[Numbered] | None:
+            try:
+                return await anext(record, None)
+            finally:
+                self._inbox.wake()
+
+        self._asked = record, asyncio.ensure_future(begin())
+
+    async def _unask(self) -> None:
+        if self._asked is not None:
+            record, begin = self._asked
+            self._asked = None
+            begin.cancel()
+            await asyncio.wait((begin,))
+            await record.aclose()
+
+    async def _answered(self) -> None:
+        """Start anew from the record, once its begin is there; without an answer, ask again later."""
+        record, begin = self._asked
+        if not begin.done():
+            return
         try:
-            async for run in self._record(0):
-                if empty:
-                    self._forget()
-                    empty = False
+            if (run := begin.result()) is not None:
+                self._forget()
+            while run is not None:
                 self._apply(run)
+                run = await anext(record, None)
         except TimeoutError:
             self._try_again_later()
-            return
-        self._replayed("all replayed")
+        else:
+            self._replayed("all replayed")
+        self._asked = None
 
     def _try_again_later(self) -> None:
         self._replay_at = _now() + self._replay_pause

@@ -31,7 +31,7 @@ async def until(true, seconds=10.0):
 
 
 @contextlib.asynccontextmanager
-async def following(publisher, *, replay=True, **options):
+async def following(publisher, *, replay=True, answers=True, **options):
     """A map whose slot 0 follows the publisher; gives it, the intake and its changes."""
     table, changes = CacheMap(1 << 20), []
     slot = table.attach("r", None, True)
@@ -42,7 +42,7 @@ async def following(publisher, *, replay=True, **options):
     task = asyncio.ensure_future(intake.run())
     try:
         await publisher.subscribed()
-        if replay:
+        if replay and answers:
             await until(lambda: publisher.asked)
         yield table, intake, changes
     finally:
@@ -191,6 +191,28 @@ async def test_a_replay_socket_that_does_not_answer_is_asked_again(monkeypatch):
         await until(lambda: held(table) == 4)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+    finally:
+        await publisher.close()
+
+
+async def test_an_engine_that_is_long_in_replaying_keeps_nothing_waiting(monkeypatch):
+    """As one that has just started: what it tells meanwhile is known at once, and what it told before when it answers."""
+    monkeypatch.setattr(cachemap.sockets, "REPLAY_SECONDS", 60)
+    publisher = Publisher()
+    await publisher.publish(blocks(0, 2), lose=True)
+    try:
+        async with following(publisher, answers=False) as (table, intake, _):
+            await publisher.publish(stored([1], TOKENS[:BLOCK]), stored([2], TOKENS[BLOCK : 2 * BLOCK], 1))
+            await until(lambda: held(table) == 2)
+            assert intake.unreplayed and intake.replayed == 0
+            await publisher.publish(removed(2))
+            await until(lambda: held(table) == 1)
+            publisher.serve_replay()
+            await until(lambda: intake.replayed == 3)
+            assert held(table) == 2  # by the keys of the batch before
+            await publisher.publish(removed(101))
+            await until(lambda: held(table) == 1)
+            assert intake.state == "live" and intake.gaps == 0
     finally:
         await publisher.close()
 

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from .engines import gateway
-from .traffic import LATE_SECONDS, WAYS, Outcome, Talk, caught_up, drive, mixed, share_equal, wrong
+from .traffic import LATE_SECONDS, WAYS, Outcome, Talk, caught_up, drive, events, mixed, share_equal, wrong
 from .witness import Chains, Witness
 
 REQUESTS = 160
@@ -28,7 +28,8 @@ def explained(outcomes: list[Outcome], witnesses: dict[str, Witness]) -> None:
     for one in outcomes:
         witness = witnesses[one.replica]
         assert one.cached in one.held(witness), one
-        assert one.predicted in one.held(witness, early=LATE_SECONDS), one
+        late = next((early for early in (0, 0.1, 0.25, 0.5, 1, 2, 4, 60) if one.predicted in one.held(witness, early)), None)
+        assert late is not None and late <= LATE_SECONDS, f"last true {late} s before it was asked, if ever: {one}"
 
 
 @pytest.mark.exact
@@ -54,6 +55,7 @@ async def test_what_differs_changed_on_the_way(engines, witnesses, clients, leas
     Seen with 0.28.0 on 2 cores with other work: 100 % equal with one client, 95 to 97 % with 4, 90 to 91 % with 8."""
     async with gateway(*engines) as process:
         outcomes = await drive(process, REQUESTS, mixed, talks=16, clients=clients, seed=clients)
+        print(await events(process))
     for witness in witnesses.values():
         await asyncio.to_thread(witness.settled)
     explained(outcomes, witnesses)

@@ -4,7 +4,7 @@ Per candidate, in seconds (coefficients: `costs`); the first four are the predic
 
     prefill       base + uncached x (token + pair x (cached + uncached / 2))
     queue         tokens ahead x queued + the rest of the step under way, less what of both is done by now
-    crowd         the decode steps its prefill shares with the streams there
+    crowd         the decode steps its prefill shares with the streams there: the more, the longer it is
     fetch         tokens in slower tiers x a share of the time to compute them
     room          if its blocks do not fit: the shortfall x the time the streams there still take
     interference  own prefill x (0.03 x streams decoding, which stand still meanwhile, + prompts that wait for the next step, as ours will,
@@ -50,6 +50,7 @@ import random
 from typing import Sequence
 
 from . import many
+from .costs import STEP_TOKENS, steps
 from .roster import Roster
 from .vocabulary import Bid, Candidate, Choice, Demand
 
@@ -84,6 +85,9 @@ def lost_seconds(tokens: int, candidate: Candidate, now: float | None = None, la
     step_base, step_stream, step_context = costs.group.step.coefficients
     pace, context = costs.step.value, load.context_tokens
     step = pace * (step_base + step_stream * streams + step_context * context) if streams else 0.0
+    crowded = crowd * step
+    if uncached > STEP_TOKENS:    # as `steps` has it, whose call each candidate would pay for
+        crowded *= uncached / STEP_TOKENS
     queue = held_up = room = 0.0
     if load.prefilling:
         queue, held_up = costs.queue_seconds(load, now, step), _BATCHED * load.prefilling
@@ -94,7 +98,7 @@ def lost_seconds(tokens: int, candidate: Candidate, now: float | None = None, la
         if short > 0.0:
             room = short * _REPLY * step
     crowding = (_LONGER + crowd) * (streams + later) * (pace * (step_stream + step_context * tokens))
-    return (speed * base + own, queue, crowd * step, fetch, room, own * (_INTERFERENCE * streams + held_up),
+    return (speed * base + own, queue, crowded, fetch, room, own * (_INTERFERENCE * streams + held_up),
             crowding, _EVICTION * usage * own)
 
 
@@ -131,15 +135,16 @@ def bid(tokens: int, candidate: Candidate, later: float = 0.0) -> Bid:
     marginal = pace * (step_stream + step_context * tokens)
     scale = speed * (1.0 + _EVICTION * usage)
     uncached = tokens - cached
+    crowded = crowd * steps(uncached) * pace
     return Bid(
         own=scale * uncached * (token + pair * (cached + 0.5 * uncached)),
         pace=scale,
         fixed=speed * base + fetch + room + (_LONGER + crowd) * later * marginal,
         if_prefilling=speed * busy,
         per_prefill_token=speed * queued,
-        if_decoding=crowd * pace * step_base,
-        per_stream=crowd * pace * step_stream + (_LONGER + crowd) * marginal,
-        per_context_token=crowd * pace * step_context,
+        if_decoding=crowded * step_base,
+        per_stream=crowded * step_stream + (_LONGER + crowd) * marginal,
+        per_context_token=crowded * step_context,
         own_per_stream=_INTERFERENCE * speed / scale,
         own_per_waiting=_BATCHED * speed / scale,
     )

@@ -11,6 +11,7 @@ from math import inf
 
 import numpy as np
 
+from .costs import STEP_TOKENS
 from . import least_time as one    # its weights; it imports this
 from .roster import Roster
 from .vocabulary import Candidate, Demand
@@ -74,6 +75,8 @@ def totals(demand: Demand, roster: Roster, follow: float) -> np.ndarray:
     saved *= held
     saved *= columns[OWN]
     total -= saved
+    if tokens > STEP_TOKENS:
+        total += _longer(tokens - held, columns, step, stream, context)
     capacity = columns[CAPACITY]
     if capacity.item(capacity.argmax()):
         total += _room(tokens, columns, step_base, step_stream, step_context)
@@ -85,6 +88,12 @@ def held_alone(roster: Roster, block_size: int) -> float:
     overlaps = roster.overlaps
     longest = overlaps.item(overlaps.argmax())    # 0.2 us, `max` takes 1
     return longest if len((overlaps >= longest - block_size).nonzero()[0]) == 1 else 0.0
+
+
+def _longer(uncached: np.ndarray, columns: np.ndarray, step: float, stream: float, context: float) -> np.ndarray:
+    """What decodes in all steps of a long prompt but the first."""
+    steps = np.maximum(uncached / STEP_TOKENS - 1.0, 0.0)
+    return steps * (step * columns[DECODES] + stream * columns[STREAMS] + context * columns[CONTEXT])
 
 
 def _room(tokens: int, columns: np.ndarray, step_base: float, step_stream: float, step_context: float) -> np.ndarray:

@@ -39,6 +39,13 @@ def teach(costs, rng, count, noise=0.0, slow=1.0):
     return errors
 
 
+def test_a_prompt_shares_each_of_its_steps_with_what_decodes():
+    costs, load = CostGroup().add("a"), Load(decoding=50, context_tokens=50_000)
+    idle, step = Load(), costs.step_seconds(load)
+    for uncached, steps in ((1, 1), (8192, 1), (81_920, 10)):
+        assert costs.ttft_seconds(load, uncached, 0) - costs.ttft_seconds(idle, uncached, 0) == pytest.approx(steps * step)
+
+
 def median(values):
     return sorted(values)[len(values) // 2]
 

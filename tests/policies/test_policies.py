@@ -128,6 +128,18 @@ def test_least_time_follows_the_prefix_until_its_queue_costs_more_than_computing
     assert policy.choose(Demand(4000), candidates).index == 1
 
 
+@pytest.mark.parametrize("tokens, index", [(4000, 0), (60_000, 1)])
+def test_least_time_computes_a_long_prompt_where_its_many_steps_are_short(tokens, index):
+    """100 streams make a step 17 ms longer, where one holds 1,600 tokens of it: 30 ms. A prompt of eight steps shares eight with them."""
+    candidates = fleet(2, requests=[100, 0], decoding=[100, 0], context_tokens=[60_000, 0])
+    candidates[0].overlap = 1600
+    policy = make("least_time")
+    terms = policy.choose(Demand(tokens), candidates, explain=True).terms
+    own = [sum(one[term] for term in ("prefill", "queue", "crowd")) for one in terms]
+    assert own.index(min(own)) == index
+    assert terms[0]["crowd"] == pytest.approx(0.017 * max(1, (tokens - 1600) / 8192))
+
+
 def test_least_time_prefers_room_for_a_prompt_that_does_not_fit():
     candidates = fleet(2, decoding=[10, 10], context_tokens=[20_000, 20_000])
     candidates[0].overlap = 512

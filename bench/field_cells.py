@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from bench.conversations import DATA, TAU
 from loadgen.arrivals import conversation_starts
 from loadgen.datasets import DATASETS
+from loadgen.fleet_size import by_tokens
 from loadgen.generators import say
 from loadgen.simulate import Outage, Setting, simulate
 from loadgen.simulate.prompts import Prompts, Said
@@ -20,6 +21,7 @@ _FILES = {"mooncake": MOONCAKE, "tau": TAU, "azure": AZURE}
 _SHAPES = {"mooncake": {"trace_jitter": 3.0}, "tau": {"think_time": 0.5}, "agents": {"think_time": 0.3}}
 _DATASETS = {"tau": "conversations"}
 _TRACES = ("mooncake", "azure")      # have times of their own
+_ENGINE = by_tokens(load_profile("gpu-8b"))      # as fast whatever its cache is, which the cells' differ in
 _OPEN = 32                           # conversations a replica at saturation
 _HOT = 1 << 40                       # names of a hot prefix: above those of a generator
 SLOS = {"mooncake": {"ttft": 1000.0, "tpot": 50.0}, "tau": {"ttft": 100.0, "tpot": 30.0}, "agents": {"ttft": 100.0, "tpot": 30.0},
@@ -61,7 +63,7 @@ class Cell:
 
     def profiles(self, blocks: int) -> list[Profile]:
         size = max(2048, int(self.cache * blocks / self.replicas)) if self.cache else None
-        profile = load_profile("gpu-8b", num_blocks=size)
+        profile = replace(_ENGINE, num_blocks=size or _ENGINE.num_blocks)
         return [replace(profile, speedup=self.speeds[index % len(self.speeds)]) for index in range(self.replicas)]
 
 

@@ -11,12 +11,15 @@ Per candidate, in seconds (coefficients: `costs`); the first four are the predic
                   + 0.25 x those that may have begun: first tokens come so much later where a batch is shared)
     crowding      one stream more makes each step longer: for the streams there now, at the weight of a standstill, and, by
                   Little's law, for as many requests that will come while it decodes: streams x (0.03 x 25 + crowd) x marginal step;
-                  and where a conversation begins, for the streams that the requests after this one will meet: 1.5 x how many go on
+                  and where a conversation begins, for the streams that the requests after this one will meet: 4 x how many go on
                   from one that begins (learned) x the streams there as a rule (all streams x its share of the choices of late)
     eviction      own prefill x 0.2 x KV use: some of what it pushes out will be asked for again
 
 The least sum wins; within 0.1 % or 0.1 ms, any of them at random. A hot prefix spreads by itself: once the
-holder's queue costs more than computing it elsewhere, elsewhere wins.
+holder's queue costs more than computing it elsewhere, elsewhere wins. It spreads before that, too, as one who hires skis
+buys a pair when the hire has come to its price: what requests lost (TTFT and interference) for want of a copy of their prefix where it
+would have served them best is summed up, and once it comes to what a copy costs, the next one makes it. At worst that costs twice
+what knowing the future would have (Karlin et al., Algorithmica 3, 1988, on snoopy caching).
 
 Whether a conversation begins is told by the overlaps: one that goes on finds a whole earlier prompt on one replica alone, one that
 begins less than the shortest prompt that began with the same block, as instructions are shared and tasks are not. One that goes on hardly
@@ -35,9 +38,11 @@ In `bench.field`: the time in `queue`, 17 cells, two seeds, p99 4 % less (rag ne
 mean TTFT of agents 9 % less at 30 % of saturation, 10 % on 64 replicas, 1 to 4 % elsewhere. Streams met later at a fixed 12 requests that
 go on: on a trace of few turns p99 12 % longer; paid by all turns alike: p99 of agents and tau-bench 4 to 18 % longer, as histories
 moved; paid only among those that hold the prefix: nothing gained, since instructions must be computed in more places.
-In 19 cells, three seeds each: to take whoever finds most on one replica alone for one that goes on, agents' mean 2 % longer at 30 and
-50 %, p99 3 % at 70; standstill at 0.05 instead of 0.03, p99 1.1 % longer (rag after a replica came back 4), as first tokens waited where few streams
-were; at 0.015, agents' p99 longer; at 0, their mean 1 to 2 %. Both together: mean 0.6 % less, p99 1.6 %.
+To take whoever finds most on one replica alone for one that goes on: agents' mean 2 % longer at 30 and 50 %, p99 3 % at 70.
+By the mean over cells, three seeds each, against `vllm_kv_aware` there: streams met later at 4 instead of 1.5, 16 cells, mean 0.8 % less, p99 the
+same (0: 3.3 % longer; 6 and 10: p99 1 and 2 % longer); copies, 15 cells, mean 1.5 % less and p99 3 %, most of it where a prefix is suddenly
+hot (p99 a quarter less), agents' p99 0.8 % longer; copies at twice or four times that regret: 0.2 and 0.7 % longer. Standstill at 0.05 instead of
+0.03: mean 0.1 % less, p99 0.1 % longer, of rag at 90 % 4 %; at 0.015: 0.3 and 0.8 % longer.
 Tried and left out: what a prefill costs those who will queue behind it (policy iteration on M/G/1): 3 to 20 % worse
 where prefixes are shared, since an engine serves prompts in batches and not singly. The rest of the step under way as that step's own
 prediction, and the chance by its age that who came first waits still: predicts queues better (correlation with what came 0.58 to 0.77 for
@@ -58,10 +63,10 @@ _INTERFERENCE = 0.03    # seconds of TTFT that a second of one stream's standsti
 _BATCHED = 0.25         # chance that a prompt there shares a step with ours, if it may have begun: those that have not begun will
 _LONGER = _INTERFERENCE * 25    # the same weight for 25 decode steps that two streams have in common
 _EVICTION = 0.2         # chance that what is pushed out of a full cache is asked for again
-_FOLLOW = 1.5           # weight of a stream met later, to one met now: it makes ours wait, too; 2.5: agents' mean 2 % less at 30 %, p99 1 to 4 % more above
+_FOLLOW = 4.0           # weight of a stream met later, to one met now: it makes ours wait, too
 _LEAVE = 0.05           # share of those that go on which leave for elsewhere: what is learned is bounded by its inverse
 _LATELY = 128           # requests, to tell how many go on from one that begins
-_ROOTS = 4096           # first blocks whose shortest prompt is kept
+_ROOTS = 4096           # first blocks whose shortest prompt is kept, and prefixes whose regret is
 _REPLY = 200            # decode steps a stream typically has left when blocks run out
 _SPARE = 0.02           # share of the blocks an engine cannot use to the full: half filled ones
 # Fetching a token's KV instead of computing it, as a share of the time: what the tier credits 0.8, 0.6
@@ -69,11 +74,12 @@ _SPARE = 0.02           # share of the blocks an engine cannot use to the full: 
 _FETCH = {"cpu": 0.2, "disk": 0.4, "remote": 0.7}
 TERMS = ("prefill", "queue", "crowd", "fetch", "room", "interference", "crowding", "eviction")
 WAITS = 5    # of the TERMS are this request's own wait, the others what it costs other requests
+HELD_UP = 6  # are the wait of this request and of those it holds up
 
 
-def lost_seconds(tokens: int, candidate: Candidate, now: float | None = None, later: float = 0.0) -> tuple[float, ...]:
-    """The TERMS of one candidate for a prompt of `tokens`; `later`: see `streams_later`."""
-    load, costs, cached = candidate.load, candidate.costs, candidate.overlap
+def lost_seconds(tokens: int, candidate: Candidate, now: float | None = None, later: float = 0.0, held: int = 0) -> tuple[float, ...]:
+    """The TERMS of one candidate for a prompt of `tokens`, as if it held `held` of them at least; `later`: see `streams_later`."""
+    load, costs, cached = candidate.load, candidate.costs, max(candidate.overlap, held)
     base, token, pair, _, _, crowd = costs.group.ttft.coefficients
     speed, streams, usage = costs.ttft.value, load.decoding, load.kv_usage or 0.0
     fetch = 0.0
@@ -158,6 +164,7 @@ class LeastTime:
         self._random = random.Random(seed).random
         self._bound = 0.5    # running share of the requests that go on where they are bound
         self._shortest: dict[int, int] = {}    # prompt by its first block, in tokens
+        self._regrets: dict[int, float] = {}    # seconds by prefix, the last asked for last
 
     def _follow(self, demand: Demand, held: float) -> float:
         """How many requests go on from this one, at their weight: none that begins if it is bound itself, else by the shares of both.
@@ -176,30 +183,80 @@ class LeastTime:
     def _later(self, demand: Demand, candidates: Sequence[Candidate]) -> list[float]:
         return streams_later(candidates, self._follow(demand, held_alone(candidates, demand.block_size)))
 
+    def _copy_due(self, demand: Demand, chosen: Candidate, other: Candidate) -> bool:
+        """Whether the other is to compute what the chosen one holds of this prompt: what its not being there has cost until now,
+        this time included, has come to what that costs."""
+        tokens, held, now = demand.tokens, chosen.overlap, demand.now
+        copied = lost_seconds(tokens, other, now, held=held)
+        prefix = demand.hashes[held // demand.block_size - 1]
+        regret = self._regrets[prefix] + max(0.0, sum(lost_seconds(tokens, chosen, now)[:HELD_UP]) - sum(copied[:HELD_UP]))
+        due = regret >= sum(lost_seconds(tokens, other, now)) - sum(copied)
+        self._regrets[prefix] = 0.0 if due else regret
+        return due
+
+    def _asked_before(self, demand: Demand, held: float) -> bool:
+        """Whether the part of this prompt that is held was so for another, of late: not the history of one conversation."""
+        if held < demand.block_size or not demand.hashes:
+            return False
+        prefix = demand.hashes[int(held) // demand.block_size - 1]
+        regret = self._regrets.pop(prefix, None)
+        self._regrets[prefix] = regret or 0.0
+        if len(self._regrets) > _ROOTS:
+            del self._regrets[next(iter(self._regrets))]
+        return regret is not None
+
+    def _copied(self, demand: Demand, candidates: Sequence[Candidate], totals: Sequence[float], index: int) -> int:
+        """The choice, or where a copy of what that holds is due: the least total of those that hold less."""
+        held = candidates[index].overlap
+        if not self._asked_before(demand, held):
+            return index
+        other = min([at for at, candidate in enumerate(candidates) if candidate.overlap < held], key=totals.__getitem__, default=None)
+        return other if other is not None and self._copy_due(demand, candidates[index], candidates[other]) else index
+
+    def _totals(self, demand: Demand, candidates: Sequence[Candidate]) -> tuple[list[tuple[float, ...]], list[float], list[float]]:
+        later = self._later(demand, candidates)
+        lost = [lost_seconds(demand.tokens, candidate, demand.now, more) for candidate, more in zip(candidates, later)]
+        return lost, [sum(terms) for terms in lost], later
+
+    def _least(self, totals: list[float]) -> int:
+        limit = min(totals) * self.slack[0] + self.slack[1]
+        ties = [index for index, total in enumerate(totals) if total <= limit]
+        return ties[int(self._random() * len(ties))]
+
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         if isinstance(candidates, Roster) and demand.now is not None and not explain and not candidates.tiered:
             return self._choose_of_many(demand, candidates)
-        later = self._later(demand, candidates)
-        lost = [lost_seconds(demand.tokens, candidate, demand.now, more) for candidate, more in zip(candidates, later)]
-        totals = [sum(terms) for terms in lost]
-        least = min(totals)
-        limit = least * self.slack[0] + self.slack[1]
-        ties = [index for index, total in enumerate(totals) if total <= limit]
-        index = ties[int(self._random() * len(ties))]
+        lost, totals, _ = self._totals(demand, candidates)
+        least = self._least(totals)
+        index = self._copied(demand, candidates, totals, least)
         if not explain:
             return Choice(index)
-        reason = f"{least * 1e3:.1f} ms, {candidates[index].overlap} of {demand.tokens} tokens held"
+        reason = f"{totals[index] * 1e3:.1f} ms, {candidates[index].overlap} of {demand.tokens} tokens held"
+        if index != least:
+            reason += f"; a copy for those that follow, of what {candidates[least].replica} holds"
         return Choice(index, reason, [dict(zip(TERMS, terms)) for terms in lost])
 
     def _choose_of_many(self, demand: Demand, roster: Roster) -> Choice:
         lost = many.totals(demand, roster, self._follow(demand, many.held_alone(roster, demand.block_size)))
         least = lost.item(lost.argmin())    # 0.2 us, `min` takes 1
         ties = (lost <= least * self.slack[0] + self.slack[1]).nonzero()[0].tolist()
-        return Choice(ties[int(self._random() * len(ties))])
+        index = ties[int(self._random() * len(ties))]
+        held = roster.overlaps.item(index)
+        if self._asked_before(demand, held):
+            less = (roster.overlaps < held).nonzero()[0]
+            if len(less):
+                other = less.item(lost.take(less).argmin())
+                if self._copy_due(demand, roster[index], roster[other]):
+                    index = other
+        return Choice(index)
 
     def bids(self, demand: Demand, candidates: Sequence[Candidate]) -> list[Bid | None]:
-        later = self._later(demand, candidates)
-        return [bid(demand.tokens, candidate, more) for candidate, more in zip(candidates, later)]
+        """Where a copy is due, that one alone: whether it is, is told from the load as known here."""
+        _, totals, later = self._totals(demand, candidates)
+        least = self._least(totals)
+        index = self._copied(demand, candidates, totals, least)
+        return [bid(demand.tokens, candidate, more) if at == index or index == least else None
+                for at, (candidate, more) in enumerate(zip(candidates, later))]
 
     def own_after(self, demand: Demand, overlap: int, candidates: Sequence[Candidate]) -> float:
         _, token, pair, _, _, _ = candidates[0].costs.group.ttft.coefficients

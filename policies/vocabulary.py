@@ -52,6 +52,7 @@ class Demand:
     session: str | None = None
     max_tokens: int | None = None
     now: float | None = None        # seconds, of whichever clock its ledger is told; None: loads are taken as of no age
+    hashes: Sequence[int] = ()      # chained, of the prompt's full blocks
 
 
 @dataclass(slots=True)

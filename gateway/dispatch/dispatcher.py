@@ -272,7 +272,7 @@ class Dispatcher:
             hashes = prompt.hashes
             now = monotonic()
             alone = self.shared is None or not self.shared.joined  # else others change the load, and nobody tells when
-            demand = Demand(prompt.tokens, size, hashes[0] if hashes else 0, prompt.session, prompt.max_tokens, now if alone else None)
+            demand = Demand(prompt.tokens, size, hashes[0] if hashes else 0, prompt.session, prompt.max_tokens, now if alone else None, hashes)
             match = self.map.match(hashes, now) if hashes and prompt.reads_cache else None
             most = (prompt.tokens - 1) // size  # the last prompt token is always computed
             if roster is not None:

@@ -15,7 +15,6 @@ from policies import Candidate, Demand, Policy
 class Asked(Demand):
     """One request, as a rule of the field may want to know it."""
     now: float = 0.0                 # seconds, virtual; always told
-    hashes: Sequence[int] = ()       # chained hashes of the prompt's full blocks
 
 
 class Rule(Policy, Protocol):

@@ -51,7 +51,7 @@ class House:
         """A demand, with candidates that have these overlaps, one by one and together."""
         self.roster.overlaps = np.array(overlaps, float)
         plain = [Candidate(one.replica, overlap, one.load, one.costs) for one, overlap in zip(self.candidates, overlaps, strict=True)]
-        return Demand(tokens, 16, now=self.now), plain
+        return Demand(tokens, 16, now=self.now, hashes=range(1, tokens // 16 + 1)), plain
 
 
 @settings(max_examples=200, deadline=None)

@@ -190,6 +190,40 @@ def test_least_time_tells_a_conversation_that_begins_from_one_that_goes_on_where
     assert crowding(3296, 3500) == pytest.approx(1), "and goes on"
 
 
+def busy_holder():
+    """One replica with 20 streams holds 4,000 tokens, another is idle and holds none."""
+    candidates = fleet(2, requests=[20, 0], decoding=[20, 0], context_tokens=[40_000, 0])
+    candidates[0].overlap = 4000
+    return candidates
+
+
+def test_least_time_copies_a_prefix_once_its_not_being_elsewhere_has_cost_what_computing_it_does():
+    """Where it is held, streams make each first token come 12 ms later than it would elsewhere; 4,000 tokens take 67 ms. So the sixth
+    that waits for it goes elsewhere, and what follows has a choice."""
+    policy, hashes, candidates = make("least_time"), range(1, 251), busy_holder()
+    chosen = [policy.choose(Demand(4100, hashes=hashes), candidates, explain=True) for _ in range(30)]
+    elsewhere = [number for number, choice in enumerate(chosen) if choice.index == 1]
+    assert elsewhere[0] == 6, "the first to ask is the second to know"
+    assert "a copy for those that follow, of what r0 holds" in chosen[6].reason and "copy" not in chosen[5].reason
+    assert elsewhere[1] - elsewhere[0] == 6, "and from the start again, should it not stay there"
+
+
+def test_least_time_copies_nobody_s_history():
+    """Prompts that go on are no reason to compute what they have in common with themselves: each prefix is asked for once."""
+    policy, candidates = make("least_time"), busy_holder()
+    for turn in range(30):
+        candidates[0].overlap = 4000 + 16 * turn
+        assert policy.choose(Demand(4100 + 16 * turn, hashes=range(1, 257 + turn)), candidates).index == 0
+
+
+def test_least_time_bids_for_a_copy_only_where_it_is_due():
+    policy, candidates = make("least_time"), busy_holder()
+    bids = [policy.bids(Demand(4100, hashes=range(1, 251)), candidates) for _ in range(12)]
+    assert all(all(one) for one in bids[:2])
+    due = next(one for one in bids if not all(one))
+    assert due[0] is None and sum(bid is not None for bid in due) == 1
+
+
 def test_least_time_forgets_first_blocks_when_there_are_too_many(monkeypatch):
     monkeypatch.setattr(least_time, "_ROOTS", 10)
     policy, candidates = make("least_time"), fleet(2)

@@ -183,14 +183,13 @@ class LeastTime:
     def _later(self, demand: Demand, candidates: Sequence[Candidate]) -> list[float]:
         return streams_later(candidates, self._follow(demand, held_alone(candidates, demand.block_size)))
 
-    def _copy_due(self, demand: Demand, chosen: Candidate, other: Candidate) -> bool:
-        """Whether the other is to compute what the chosen one holds of this prompt: what its not being there has cost until now,
-        this time included, has come to what that costs."""
-        tokens, held, now = demand.tokens, chosen.overlap, demand.now
-        copied = lost_seconds(tokens, other, now, held=held)
+    def _copy_due(self, demand: Demand, held: int, here: Sequence[float], other: Candidate, there: Sequence[float], later: float = 0.0) -> bool:
+        """Whether the other is to compute the `held` tokens of this prompt that the one chosen holds: what its not being there has cost
+        until now, this time included, has come to what that costs. `here`, `there`: the TERMS of both."""
+        copied = lost_seconds(demand.tokens, other, demand.now, later, held)
         prefix = demand.hashes[held // demand.block_size - 1]
-        regret = self._regrets[prefix] + max(0.0, sum(lost_seconds(tokens, chosen, now)[:HELD_UP]) - sum(copied[:HELD_UP]))
-        due = regret >= sum(lost_seconds(tokens, other, now)) - sum(copied)
+        regret = self._regrets[prefix] + max(0.0, sum(here[:HELD_UP]) - sum(copied[:HELD_UP]))
+        due = regret >= sum(there) - sum(copied)
         self._regrets[prefix] = 0.0 if due else regret
         return due
 
@@ -205,18 +204,19 @@ class LeastTime:
             del self._regrets[next(iter(self._regrets))]
         return regret is not None
 
-    def _copied(self, demand: Demand, candidates: Sequence[Candidate], totals: Sequence[float], index: int) -> int:
-        """The choice, or where a copy of what that holds is due: the least total of those that hold less."""
-        held = candidates[index].overlap
-        if not self._asked_before(demand, held):
-            return index
-        other = min([at for at, candidate in enumerate(candidates) if candidate.overlap < held], key=totals.__getitem__, default=None)
-        return other if other is not None and self._copy_due(demand, candidates[index], candidates[other]) else index
-
-    def _totals(self, demand: Demand, candidates: Sequence[Candidate]) -> tuple[list[tuple[float, ...]], list[float], list[float]]:
+    def _weighed(self, demand: Demand, candidates: Sequence[Candidate]) -> tuple[int, int, list[tuple[float, ...]], list[float]]:
+        """The choice, which one has the least total, and the TERMS and later streams of all. They differ where a copy of what the
+        latter holds is due: on the one with the least total of those that hold less."""
         later = self._later(demand, candidates)
         lost = [lost_seconds(demand.tokens, candidate, demand.now, more) for candidate, more in zip(candidates, later)]
-        return lost, [sum(terms) for terms in lost], later
+        totals = [sum(terms) for terms in lost]
+        index = least = self._least(totals)
+        held = candidates[least].overlap
+        if self._asked_before(demand, held):
+            other = min([at for at, candidate in enumerate(candidates) if candidate.overlap < held], key=totals.__getitem__, default=None)
+            if other is not None and self._copy_due(demand, held, lost[least], candidates[other], lost[other], later[other]):
+                index = other
+        return index, least, lost, later
 
     def _least(self, totals: list[float]) -> int:
         limit = min(totals) * self.slack[0] + self.slack[1]
@@ -226,12 +226,10 @@ class LeastTime:
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         if isinstance(candidates, Roster) and demand.now is not None and not explain and not candidates.tiered:
             return self._choose_of_many(demand, candidates)
-        lost, totals, _ = self._totals(demand, candidates)
-        least = self._least(totals)
-        index = self._copied(demand, candidates, totals, least)
+        index, least, lost, _ = self._weighed(demand, candidates)
         if not explain:
             return Choice(index)
-        reason = f"{totals[index] * 1e3:.1f} ms, {candidates[index].overlap} of {demand.tokens} tokens held"
+        reason = f"{sum(lost[index]) * 1e3:.1f} ms, {candidates[index].overlap} of {demand.tokens} tokens held"
         if index != least:
             reason += f"; a copy for those that follow, of what {candidates[least].replica} holds"
         return Choice(index, reason, [dict(zip(TERMS, terms)) for terms in lost])
@@ -246,15 +244,14 @@ class LeastTime:
             less = (roster.overlaps < held).nonzero()[0]
             if len(less):
                 other = less.item(lost.take(less).argmin())
-                if self._copy_due(demand, roster[index], roster[other]):
+                here, there = [lost_seconds(demand.tokens, roster[at], demand.now) for at in (index, other)]
+                if self._copy_due(demand, roster[index].overlap, here, roster[other], there):
                     index = other
         return Choice(index)
 
     def bids(self, demand: Demand, candidates: Sequence[Candidate]) -> list[Bid | None]:
         """Where a copy is due, that one alone: whether it is, is told from the load as known here."""
-        _, totals, later = self._totals(demand, candidates)
-        least = self._least(totals)
-        index = self._copied(demand, candidates, totals, least)
+        index, least, _, later = self._weighed(demand, candidates)
         return [bid(demand.tokens, candidate, more) if at == index or index == least else None
                 for at, (candidate, more) in enumerate(zip(candidates, later))]
 

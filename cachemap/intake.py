@@ -273,7 +273,7 @@ class EventIntake:
             record, begin = self._asked
             self._asked = None
             begin.cancel()
-            await asyncio.wait((begin,))
+            await asyncio.gather(begin, return_exceptions=True)
             await record.aclose()
 
     async def _answered(self) -> None:

@@ -30,7 +30,7 @@ class Truth:
         hits = engine.cached(asked.hashes, asked.tokens)
         ahead, short, streams, context = engine.outlook()
         uncached = asked.tokens - hits * profile.block_size
-        usage = min(1.0, context / (profile.num_blocks * profile.block_size))
+        usage = profile.in_use(context)
 
         def prefill(tokens: int) -> float:
             """Steps of prompts, each with all that decodes."""

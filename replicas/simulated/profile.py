@@ -70,19 +70,19 @@ class RequestTime:
 
 class StepDurations:
     """Says how long an engine's steps take. What a profile's `spread` makes of a step is drawn once, however often that is asked."""
-    __slots__ = ("differ", "_time", "_speedup", "_capacity", "_chance", "_drawn")
+    __slots__ = ("differ", "_time", "_speedup", "_in_use", "_chance", "_drawn")
 
     def __init__(self, profile: "Profile"):
         time = self._time = profile.step
         self._speedup = profile.speedup
-        self._capacity = profile.num_blocks * profile.block_size
+        self._in_use = profile.in_use
         self._chance = Random(0)
         self._drawn: deque[float] = deque()  # for steps that were asked about and not taken yet
         self.differ = bool(time.spread or time.decode_context_token or time.decode_usage or time.decode_usage_squared)  # also while the same requests decode
 
     def seconds(self, tokens: int, pairs: float, sequences: int, context: int, step: int = 0) -> float:
         """Of the `step`-th from now; the rest as for `StepTime.seconds`."""
-        seconds = self._time.seconds(tokens, pairs, sequences, context, min(1.0, context / self._capacity)) / self._speedup
+        seconds = self._time.seconds(tokens, pairs, sequences, context, self._in_use(context)) / self._speedup
         if spread := self._time.spread:
             drawn = self._drawn
             while len(drawn) <= step:
@@ -133,6 +133,10 @@ class Profile:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(f"profile {self.name}: max_num_batched_tokens ({self.max_num_batched_tokens}) must not "
                              f"be below max_num_seqs ({self.max_num_seqs}), as in vLLM")
+
+    def in_use(self, context: int) -> float:
+        """The share of its cache that decoding sequences of so many tokens read: `u` of StepTime."""
+        return min(1.0, context / (self.num_blocks * self.block_size))
 
     @property
     def context_length(self) -> int:

@@ -206,23 +206,25 @@ class Gateway:
         if self.model_dir is None and replica.models and self._learning is None:
             name = next(name for name, parent in replica.models.items() if parent is None)
             self.view.waiting_for = f"the tokenizer of {name}, which is being loaded"
-            self._learning = asyncio.create_task(self._learn_model(name))
+            self._learning = asyncio.create_task(self._learn_model(name, replica.root))
 
-    async def _learn_model(self, name: str) -> None:
-        """No --model was given: try what the replicas call theirs."""
+    async def _learn_model(self, name: str, root: str | None) -> None:
+        """No --model was given: try what a replica was started with, which is not here if its folders are its own, and
+        then what it calls its model, which may be any name."""
         loop, old = asyncio.get_running_loop(), self.dispatcher.pipeline
         try:
-            directory = await loop.run_in_executor(None, model_dir, name)
+            directory = await loop.run_in_executor(None, model_dir, root, name)
             pipeline = await loop.run_in_executor(None, self._pipeline, directory, self.served_name)
+            pipeline.block_size, pipeline.max_model_len = old.block_size, old.max_model_len
+            pipeline.follow(next((b.replica.version for b in self.dispatcher.backends.values() if b.replica.version), None))
+            self.model_dir, self.dispatcher.pipeline = directory, pipeline
+            log.info("tokenizer and chat template of %s from %s", name, directory)
+            if self.workers:
+                await self.workers.have_model()
         except ConfigError as error:
             log.error("no tokenizer: prompts are matched as text. %s", error)
-            return
         finally:
             self.view.waiting_for = None
-        pipeline.block_size, pipeline.max_model_len = old.block_size, old.max_model_len
-        pipeline.follow(next((b.replica.version for b in self.dispatcher.backends.values() if b.replica.version), None))
-        self.model_dir, self.dispatcher.pipeline = directory, pipeline
-        log.info("tokenizer and chat template of %s from %s", name, directory)
 
     def _listen(self, backend: Backend) -> None:
         if backend.intake_task is not None:

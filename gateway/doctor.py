@@ -195,8 +195,9 @@ def _model(settings: Settings, facts: list[Facts]) -> tuple[str, Path | None, Fi
     simulated = settings.launch and settings.profile == "sim"
     wanted = settings.model or (names[0] if names else "sim" if simulated else None)
     served = settings.served_model_name or (names[0] if names else wanted and Path(wanted).name) or "model"
+    roots = () if settings.model else (one.root for one in facts)
     try:
-        directory = model_dir(wanted)
+        directory = model_dir(*roots, wanted)
     except ConfigError as error:
         return served, None, Finding("fail", "model", f"prompts would be matched as text, not as tokens: {error}")
     return served, directory, Finding("ok", "model", f"{served}, tokenizer and template from {directory}")

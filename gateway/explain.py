@@ -187,7 +187,8 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     served = settings.served_model_name or next((name for one in up for name, parent in one.models.items() if parent is None), None)
     size = settings.block_size or next((one.block_size for one in up if one.block_size), 16)
     adapters = {name for one in up for name, parent in one.models.items() if parent}
-    pipeline = Pipeline(model_dir(settings.model or served), served or "model", size, chat_template=settings.chat_template)
+    known_as = (settings.model,) if settings.model else (*(one.root for one in up), served)
+    pipeline = Pipeline(model_dir(*known_as), served or "model", size, chat_template=settings.chat_template)
     pipeline.max_model_len = next((one.max_model_len for one in up if one.max_model_len), None)
     pipeline.follow(next((one.version for one in up if one.version), None))
     prompt = pipeline.prepare(path, body, {}, adapters)

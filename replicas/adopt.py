@@ -57,6 +57,7 @@ class Facts:
     fault: str = ""
     error: str = ""
     models: dict[str, str | None] = field(default_factory=dict)
+    root: str | None = None  # where the engine has its model from: a folder, or a name on the hub
     max_model_len: int | None = None
     version: str | None = None
     sources: dict[int, EventSource | None] | None = None  # by data-parallel rank; None: /kv_event_sources did not answer
@@ -177,6 +178,9 @@ def _models(facts: Facts, answer: Answer) -> None:
             if isinstance(entry, dict) and isinstance(entry.get("id"), str):
                 parent = entry.get("parent")
                 facts.models[entry["id"]] = parent if isinstance(parent, str) else None
+                root = entry.get("root")
+                if parent is None and facts.root is None and isinstance(root, str):
+                    facts.root = root or None
                 length = entry.get("max_model_len")
                 if isinstance(length, int) and facts.max_model_len is None:
                     facts.max_model_len = length
@@ -287,7 +291,7 @@ def described(address: Address, facts: Facts) -> list[Replica]:
     """The replicas that an engine counts as by its own account, for those who look once and do not watch it."""
     sources = facts.events(address.source)
     lead = Replica(
-        address.id, address.url, address.host, address.port, models=facts.models, version=facts.version, scrape=facts.scrape,
+        address.id, address.url, address.host, address.port, models=facts.models, root=facts.root, version=facts.version, scrape=facts.scrape,
         block_size=facts.block_size, num_blocks=facts.num_blocks, max_model_len=facts.max_model_len, events=sources[0],
         problems=tuple(map(str, problems_of(facts, address.source, sources).values())),
     )  # fmt: skip

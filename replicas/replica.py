@@ -43,7 +43,7 @@ def _port_plus(endpoint: str, rank: int) -> str | None:
 # Where vLLM (0.28 and 0.32) goes by X-data-parallel-rank; elsewhere an engine takes the rank it likes.
 RANK_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
 # What the ranks of one engine have in common.
-SHARED = ("incarnation", "models", "block_size", "num_blocks", "max_model_len", "version", "pid", "restarts", "problems")
+SHARED = ("incarnation", "models", "root", "block_size", "num_blocks", "max_model_len", "version", "pid", "restarts", "problems")
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +62,7 @@ class Replica:
     since: float = 0.0  # when the state began
     incarnation: str = ""  # changes when the process behind the port does
     models: dict[str, str | None] = field(default_factory=dict)  # name -> base model of an adapter
+    root: str | None = None  # the folder or hub name that the engine was started with, whatever it calls the model
     block_size: int | None = None
     num_blocks: int | None = None
     max_model_len: int | None = None

@@ -241,6 +241,7 @@ class Watch:
         replica = self.replica
         before = self._told()
         replica.models = facts.models
+        replica.root = facts.root
         replica.max_model_len = facts.max_model_len
         replica.version = facts.version
         if facts.scrape:

@@ -56,6 +56,7 @@ class Workers:
         self._first: list[asyncio.Future[None]] = []
         self._door = Door(self._place)
         self._stopping = self._telling = False
+        self._loaded = asyncio.Event()
         self.questions = Questions(self)
         rings = memoryview(mmap.mmap(self._ring_memory, 0))
         self.map = LeadingMap(settings.cache_budget, Ring(rings[RING_BYTES * count :]), self._tell_soon, self._cleared)
@@ -150,6 +151,7 @@ class Workers:
             "costs": costs,
         }
         member.channel.send(hello, [self._board_memory, self._ring_memory])
+        member.model_dir = hello["model_dir"]
         self.tell(member)
         member.channel.send({"do": "go"})
         if self._stopping:
@@ -166,6 +168,7 @@ class Workers:
         member.channel.close()
         member.drained.set()
         self.members.remove(member)
+        self._loaded.set()
         self.questions.ended(member)
         self.board.clear(member.index)
         self._door.let_in(bool(self.live) and not self._stopping)
@@ -210,6 +213,13 @@ class Workers:
             except OSError as error:  # no descriptor left to tell with; next time
                 log.error("worker %d cannot be told of what changed: %s", one.index, error)
 
+    async def have_model(self) -> None:
+        """Until all have tried to read the model that was learned."""
+        self.tell()
+        while any(one.model_dir != self._model_dir() for one in self.members):
+            self._loaded.clear()
+            await self._loaded.wait()
+
     def _model_dir(self) -> str | None:
         return self._gateway.model_dir and str(self._gateway.model_dir)
 
@@ -242,6 +252,10 @@ class Workers:
             self._first[member.index].set_result(None)
         else:
             log.info("worker %d (process %d) has taken its place", member.index, member.process.pid)
+
+    def _heard_loaded(self, member: Member, model_dir: str) -> None:
+        member.model_dir = model_dir
+        self._loaded.set()
 
     def _heard_traffic(self, member: Member, news: list[tuple[str, str | None]]) -> None:
         for replica, fault in news:

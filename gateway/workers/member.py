@@ -26,6 +26,7 @@ class Member:
         self.assigned = self.requests = self.cut = 0
         self.seen: dict[str, dict[str, Any]] = {}  # of each replica, what it said last
         self.joined, self.reason = False, "not heard yet"
+        self.model_dir: str | None = None  # whose tokenizer it has
         self._tables: dict[str, Any] = {}  # what it was told last
         self._ways: dict[str, Any] = {}
         self._facts: dict[str, dict[str, Any]] = {}

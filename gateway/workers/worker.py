@@ -210,8 +210,11 @@ class Worker:
     async def _load(self, directory: str, follow) -> None:
         """The replicas told what their model is."""
         loop = asyncio.get_running_loop()
-        self.dispatcher.pipeline = await loop.run_in_executor(None, datapath.pipeline, self.settings, Path(directory), self.served_name)
-        follow()
+        try:
+            self.dispatcher.pipeline = await loop.run_in_executor(None, datapath.pipeline, self.settings, Path(directory), self.served_name)
+            follow()
+        finally:
+            self.channel.send({"do": "loaded", "model_dir": directory})
 
     def _heard_models_asked(self) -> None:
         self._models_asked.set_result(None)

@@ -86,7 +86,7 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
         metrics = Metrics(engine, args.served_model_name)
         runner = Runner(engine, metrics, publisher, args.seed)
         server = Server(runner, tokens, replies, metrics, publisher, args.served_model_name,
-                        str(args.model or args.served_model_name), args.lora, not args.no_cached_tokens)
+                        str(model_dir), args.lora, not args.no_cached_tokens)
         http = web.AppRunner(server.app(), handler_cancellation=True, keepalive_timeout=KEEP_ALIVE, access_log=None,
                              shutdown_timeout=1.0)
         await http.setup()

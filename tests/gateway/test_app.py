@@ -205,6 +205,16 @@ async def test_a_replica_that_is_removed_and_added_again_at_once_serves_again():
             assert (await gateway.status())["totals"]["prompts"] == {"exact": 2}
 
 
+@pytest.mark.parametrize("flags", [(), ("--workers", "2")], ids=["one process", "two workers"])
+async def test_a_model_by_any_name_is_found_where_the_engine_has_it_from(start_engine, flags):
+    engine = start_engine("--served-model-name", "support-bot").wait()
+    async with running("--replica-url", engine.url, *flags) as gateway:
+        await gateway.until(lambda status: status["ready"])
+        assert (await gateway.chat([SYSTEM, user("Hello?")], model="support-bot")).status_code == 200
+        status = await gateway.until(lambda status: status["totals"]["prompts"])
+        assert status["totals"]["prompts"] == {"exact": 1}
+
+
 async def test_a_gateway_starts_before_its_engines_and_says_what_it_waits_for():
     async with running("--model", await bundled(), "--replica-url", "http://127.0.0.1:9") as gateway:
         answer = await gateway.chat([user("Anybody?")])

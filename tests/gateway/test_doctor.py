@@ -257,6 +257,13 @@ def test_replicas_that_serve_different_models(capsys, fake):
     assert found["models"][0] == "warn" and "sim" in found["models"][1] and "another" in found["models"][1]
 
 
+def test_a_model_by_any_name_is_looked_for_where_the_engine_has_it_from(capsys, fake, monkeypatch):
+    monkeypatch.delenv("HITHERTO_MODEL")
+    other = {**TRIED, "/v1/models": {"data": [{"id": "support-bot", "root": str(sim_model_dir())}]}}
+    code, found = examine(capsys, "--replica-url", fake(other))
+    assert found["model"] == ("ok", f"support-bot, tokenizer and template from {sim_model_dir()}")
+
+
 def test_what_only_traffic_shows_comes_from_the_running_gateway():
     running = {"replicas": [{"id": "a:1", "problems": ["12 KV events were passed over (unknown type 'X')"]}]}
     (finding,) = doctor._seen_by_gateway(running, [])

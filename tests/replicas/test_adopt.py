@@ -53,7 +53,7 @@ def pages(given: dict):
 async def test_a_vllm_tells_everything(serve, session):
     facts = await probe(await serve(pages(VLLM)), session)
     assert facts.alive and facts.serving and not facts.fault and not facts.problems
-    assert facts.models == {"llama": None, "sql": "llama"}
+    assert facts.models == {"llama": None, "sql": "llama"} and facts.root == "/models/llama"
     assert (facts.max_model_len, facts.version) == (8192, "0.32.0")
     assert (facts.block_size, facts.num_blocks, facts.scrape.started) == (32, 100, 12.5)
     assert facts.events() == [EventSource("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558", "kv@r0@llama")]

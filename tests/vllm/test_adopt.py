@@ -17,6 +17,7 @@ from replicas import ports
 from replicas.adopt import described, probe
 from replicas.replica import parse_url
 
+from ..gateway.running import running as gateway_process
 from .conftest import ADAPTERS, SHARED_TOKENS
 from .engines import Engine, block_size, gateway, lora, version
 
@@ -87,7 +88,7 @@ async def settled(running) -> None:
 
 async def test_an_engine_tells_what_it_is(engine):
     facts = await told_by(engine)
-    assert facts.serving and facts.models == {"tiny": None, **dict.fromkeys(ADAPTERS, "tiny")}
+    assert facts.serving and facts.models == {"tiny": None, **dict.fromkeys(ADAPTERS, "tiny")} and facts.root == str(engine.model)
     assert facts.version == ".".join(map(str, version())) and facts.engines == (0,)
     assert (facts.block_size, facts.num_blocks) == (engine.block_size, engine.blocks) and facts.scrape.prefix_caching is True
     assert facts.max_model_len == SHARED_TOKENS - block_size() and facts.scrape.started > 1e9
@@ -99,6 +100,14 @@ async def test_an_engine_tells_what_it_is(engine):
         assert set(facts.problems) == {"events"} and "#events=" in facts.problems["events"].remedy
     else:
         assert facts.problems == {} and facts.events()[0].endpoint == engine.events
+
+
+async def test_an_engine_that_serves_a_folder_by_another_name_is_matched_by_tokens(engine):
+    """Nobody has told the gateway where the model is; "tiny" leads nowhere."""
+    async with gateway_process("--replica-url", engine.replica_url) as process:
+        await process.until(lambda status: status["ready"])
+        answer = await process.client.post("/v1/completions", json={"model": "tiny", "prompt": text("folder"), "max_tokens": 1})
+        assert answer.status_code == 200 and (await process.status())["totals"]["prompts"] == {"exact": 1}
 
 
 async def test_ranks_tell_their_figures_apart(ranks):

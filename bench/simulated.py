@@ -57,7 +57,8 @@ async def engines(count: int, profile: str, folder: Path, *flags: str):
         yield found
     finally:
         for one in processes:
-            one.kill()
+            if one.returncode is None:
+                one.kill()
             await one.wait()
 
 

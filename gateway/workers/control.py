@@ -304,7 +304,7 @@ class Workers:
         member.drained.set()
 
     def _heard_answered(self, member: Member, number: int, **answer: Any) -> None:
-        self.questions.answered(number, answer)
+        self.questions.answered(member, number, answer)
 
     # --- what the admin side asks
 

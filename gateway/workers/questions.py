@@ -66,7 +66,7 @@ class Questions:
     async def _ask(self, member: Member, what: str, body: bytes, **arguments: Any) -> dict[str, Any]:
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         self._waiting[number] = member, future
-        member.channel.send({"do": "ask", "number": number, "what": what, "body": body.decode("latin-1"), "arguments": arguments})
+        _send(member, number, what, body, arguments)
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 answer = await future
@@ -80,16 +80,22 @@ class Questions:
             raise Failure(*answer["failure"][:2], **answer["failure"][2])
         return answer["told"]
 
-    def answered(self, number: int, answer: dict[str, Any]) -> None:
+    def answered(self, member: Member, number: int, answer: dict[str, Any]) -> None:
         _, future = self._waiting.get(number, (None, None))
         if future is not None and not future.done():
             future.set_result(answer)
+        elif "candidates" in (told := answer.get("told", {})):  # a decision for somebody who has left: nobody would end it
+            _send(member, next(self._numbers), "done", b"", {"id": told["id"]})
 
     def ended(self, member: Member) -> None:
         """It answers nothing any more."""
         for whose, future in self._waiting.values():
             if whose is member and not future.done():
                 future.set_exception(Failure(503, "the worker that was asked has ended; ask again"))
+
+
+def _send(member: Member, number: int, what: str, body: bytes, arguments: Mapping[str, Any]) -> None:
+    member.channel.send({"do": "ask", "number": number, "what": what, "body": body.decode("latin-1"), "arguments": arguments})
 
 
 def mark(index: int) -> str:

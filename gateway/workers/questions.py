@@ -84,7 +84,7 @@ class Questions:
         _, future = self._waiting.get(number, (None, None))
         if future is not None and not future.done():
             future.set_result(answer)
-        elif "candidates" in (told := answer.get("told", {})):  # a decision for somebody who has left: nobody would end it
+        elif "candidates" in (told := answer.get("told") or {}):  # a decision for somebody who has left: nobody would end it
             _send(member, next(self._numbers), "done", b"", {"id": told["id"]})
 
     def ended(self, member: Member) -> None:

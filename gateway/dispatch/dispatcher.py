@@ -37,6 +37,7 @@ from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
 from .shadow import Seen, Shadows
 from .states import State
+from .together import Together
 from .usage import Usage
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ class Dispatcher:
         self.backends: dict[str, Backend] = {}
         self.lives: set[Life] = set()
         self.draining = False
+        self._fresh = Together(self._prepare_all)
+        self._choosing: list[Life | Decided] | None = None  # those chosen for, while it is chosen for several
         self.shared: SharedLedger | None = None  # with Redis
         self.models: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
@@ -185,7 +188,7 @@ class Dispatcher:
         elif path not in PROMPT_PATHS or request.method != "POST":
             life.prepared(None)
         elif len(request.body) <= self.pipeline.offload_bytes:
-            self._prepared(life, lambda: self._prepare(request), "prepare")
+            self._fresh.add(life)
         else:
             self._prepare_beside(life)
 
@@ -204,28 +207,50 @@ class Dispatcher:
 
     # --- a request becomes a prompt
 
-    def _prepare(self, request: Request) -> tuple[Prompt, float]:
-        """The prompt and the seconds it took. Runs in a thread for long bodies: touches nothing that changes."""
-        begun = perf_counter()
+    def _prepare(self, life: Life) -> tuple[Prompt | Exception, float]:
+        """The prompt or why there is none, and the seconds it took. Runs in a thread for long bodies: touches nothing that changes."""
+        begun, request = perf_counter(), life.request
         session = request.header(b"x-session-id")
-        prompt = self.pipeline.prepare(request.path, request.body, {"x-session-id": session} if session else None, self.adapters)
+        try:
+            prompt = self.pipeline.prepare(request.path, request.body, {"x-session-id": session} if session else None, self.adapters)
+        except Exception as error:
+            return error, perf_counter() - begun
         return prompt, perf_counter() - begun
+
+    def _prepare_all(self, lives: list[Life]) -> None:
+        """Stage by stage: a plain request takes a third less CPU time than one by one, where a dozen come at once."""
+        prepared = [(life, self._prepare(life)) for life in lives if life.state is not State.ENDED]
+        self._choosing = []
+        for life, outcome in prepared:
+            self._go_on(life, self._prepared, life, outcome, "prepare")
+        chosen, self._choosing = self._choosing, None
+        for life in chosen:
+            self._go_on(life, life.chosen)
 
     def _prepare_beside(self, life: Life) -> None:
         """In a thread: others are answered meanwhile. Nobody's, if the client has left when its turn comes."""
-        thread = asyncio.get_running_loop().run_in_executor(self.threads, lambda: None if life.state is State.ENDED else self._prepare(life.request))
-        thread.add_done_callback(lambda done: self._prepared(life, done.result, "prepare_offloaded"))
 
-    def _prepared(self, life: Life, make: Callable[[], tuple[Prompt, float] | None], stage: str) -> None:
-        if life.state is State.ENDED:
-            return
+        def prepared(thread: asyncio.Future[tuple[Prompt | Exception, float] | None]) -> None:
+            if life.state is not State.ENDED:
+                self._go_on(life, self._prepared, life, thread.result(), "prepare_offloaded")
+
+        thread = asyncio.get_running_loop().run_in_executor(self.threads, lambda: None if life.state is State.ENDED else self._prepare(life))
+        thread.add_done_callback(prepared)
+
+    def _go_on(self, life: Life, step: Callable[..., None], *given: object) -> None:
+        """A bug of ours in one request's next step ends that one, with an answer."""
         try:
-            prompt, seconds = make()
-        except PromptError as error:
-            life.refused(Failure(error.status, error.message, type=error.type, param=error.param, code=error.code))
+            step(*given)
+        except Exception as error:
+            life.client.failed(life, error)
+
+    def _prepared(self, life: Life, outcome: tuple[Prompt | Exception, float], stage: str) -> None:
+        prompt, seconds = outcome
+        if isinstance(prompt, PromptError):
+            life.refused(Failure(prompt.status, prompt.message, type=prompt.type, param=prompt.param, code=prompt.code))
             return
-        except Exception:  # a bug of ours: the request still deserves an answer
-            log.exception("preparing a request failed; it goes by load")
+        if isinstance(prompt, Exception):  # a bug of ours: the request still deserves an answer
+            log.error("preparing a request failed; it goes by load", exc_info=prompt)
             self.metrics.prompt_failures.inc(life.request.path)
             life.prepared(None)
             return
@@ -323,7 +348,10 @@ class Dispatcher:
             self.metrics.shared_decisions.inc("away")
         self._choose_here(life, demand, backends, candidates)
         self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
-        life.chosen()
+        if self._choosing is None:
+            life.chosen()
+        else:
+            self._choosing.append(life)
 
     def _choose_here(self, life: Life | Decided, demand: Demand, backends: list[Backend], candidates: Sequence[Candidate]) -> None:
         index = self.policy.choose(demand, candidates).index

@@ -17,7 +17,6 @@ from ..wire.upstream import Head, Upstream, UpstreamError
 from .errors import JSON, error_body, error_event
 from .heads import request_head, response_lines
 from .states import TRANSITIONS, Action, Event, State
-from .usage import read_usage
 
 if TYPE_CHECKING:
     from policies import Reservation
@@ -283,7 +282,7 @@ class Life:
     def _settle(self, _: object) -> None:
         self._leave()
         self.client.finish(not self.held.until_close)
-        self.dispatcher.outcomes.settle(self, read_usage(b"".join(self.tail)))
+        self.dispatcher.outcomes.complete.add(self)
 
     def _cut(self, error: UpstreamError) -> None:
         self._leave()

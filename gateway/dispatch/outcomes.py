@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from .drift import TOLERATED
 from .life import RETRYABLE, Life
-from .usage import Usage
+from .together import Together
+from .usage import Usage, read_usage
 
 if TYPE_CHECKING:
     from ..prompt import Prompt
@@ -27,6 +28,7 @@ class Outcomes:
     def __init__(self, dispatcher: Dispatcher):
         self._dispatcher = dispatcher
         self.metrics = dispatcher.metrics
+        self.complete: Together[Life] = Together(self._settle_all)
 
     def failed(self, backend: Backend | None, kind: str) -> None:
         if backend is not None and not backend.gone:
@@ -54,8 +56,15 @@ class Outcomes:
             if now - life.sent_at > expected:
                 self._dispatcher.ledger.first_byte(taken)
 
-    def settle(self, life: Life, usage: Usage) -> None:
-        """A complete answer: compare what was predicted with what was delivered."""
+    def _settle_all(self, lives: list[Life]) -> None:
+        for life in lives:
+            try:
+                self._settle(life, read_usage(b"".join(life.tail)))
+            except Exception:
+                log.exception("learning from an answer failed")
+
+    def _settle(self, life: Life, usage: Usage) -> None:
+        """A complete answer, which its client has: compare what was predicted with what was delivered."""
         if life.prompt is not None and life.status == 200 and not life.backend.gone:
             self.learn(life, usage)
             self._dispatcher.once.settled(life, usage)

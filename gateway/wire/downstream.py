@@ -295,6 +295,13 @@ class Downstream(asyncio.Protocol):
         except Exception as error:
             self._failed(error)
 
+    def failed(self, exchange: Exchange, error: Exception) -> None:
+        """What answers a request could not go on with it."""
+        if self.exchange is exchange:
+            self._failed(error)
+        else:
+            log.error("a request that was answered made the gateway fail", exc_info=error)
+
     def _next(self) -> None:
         if self.closing or self.current is not None or self.writing_paused or not self.waiting:
             return

@@ -134,7 +134,7 @@ def build(shadows: list[str]) -> tuple[Server, Dispatcher]:
         backend.pool.release(upstream)
         dispatcher.add(backend)
     # One by one: what comes in a turn of the loop is otherwise worked on together, at its end.
-    dispatcher._fresh = AtOnce(dispatcher._prepare_all)
+    dispatcher.preparation._short = AtOnce(dispatcher.preparation._together)
     dispatcher.outcomes.complete = AtOnce(dispatcher.outcomes._settle_all)
     return Server(dispatcher), dispatcher
 

@@ -95,7 +95,7 @@ async def explain(settings: Settings, dispatcher: Dispatcher, path: str, body: b
     from .explain import describe
 
     prepare = functools.partial(dispatcher.pipeline.prepare, path, body, headers, dispatcher.adapters)
-    prompt = await asyncio.get_running_loop().run_in_executor(dispatcher.threads, prepare)
+    prompt = await asyncio.get_running_loop().run_in_executor(dispatcher.preparation.threads, prepare)
     demand, backends, candidates = dispatcher.weigh(prompt)
     choice = copy.deepcopy(dispatcher.policy).choose(demand, candidates, explain=True)
     return describe(settings.policy, prompt, demand, candidates, choice)

@@ -104,7 +104,7 @@ class Decisions:
         pipeline, adapters = dispatcher.pipeline, dispatcher.adapters
         if len(body) <= pipeline.offload_bytes:
             return pipeline.prepare(path, body, headers, adapters)
-        return await asyncio.get_running_loop().run_in_executor(dispatcher.threads, pipeline.prepare, path, body, headers, adapters)
+        return await asyncio.get_running_loop().run_in_executor(dispatcher.preparation.threads, pipeline.prepare, path, body, headers, adapters)
 
     def _told(self, decided: Decided, seconds: float) -> dict[str, Any]:
         backend, prompt = decided.backend, decided.prompt

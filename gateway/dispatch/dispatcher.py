@@ -6,13 +6,12 @@ and does for each life what needs to be known about all of them: choose and rese
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import os
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,8 @@ from cachemap import CacheMap
 from policies import Candidate, CostGroup, Demand, Ledger, Policy
 from replicas import State as ReplicaState
 
-from ..prompt import Prompt, PromptError
-from ..prompt.pipeline import OFFLOAD_THREADS, Pipeline
+from ..prompt import Prompt
+from ..prompt.pipeline import Pipeline
 from ..wire.downstream import Downstream
 from ..wire.http import Headers, Request
 from .backend import Backend, Fleet
@@ -33,11 +32,11 @@ from .life import Failure, Life
 from .newcomers import Newcomers
 from .once import TokenizeOnce
 from .outcomes import Outcomes
+from .preparation import Preparation
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
 from .shadow import Seen, Shadows
 from .states import State
-from .together import Together
 from .usage import Usage
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ PROMPT_PATHS = {
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
-NO_PREFILL = ("tokenize", "detokenize")
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
 MANY = 16  # replicas from which they are weighed as arrays: below, one after the other is quicker
@@ -90,7 +88,6 @@ class Dispatcher:
         life: Callable[[Dispatcher, Downstream, Request, bytes, str], Life] = Life,
     ):
         self.pipeline = pipeline
-        self.threads = ThreadPoolExecutor(OFFLOAD_THREADS, "prepare")  # of its own: what others do in threads must not wait for prompts
         self.map = cachemap
         self.policy = policy
         self.metrics = metrics
@@ -112,14 +109,13 @@ class Dispatcher:
         self.backends: dict[str, Backend] = {}
         self.lives: set[Life] = set()
         self.draining = False
-        self._fresh = Together(self._prepare_all)
-        self._choosing: list[Life | Decided] | None = None  # those chosen for, while it is chosen for several
+        self.preparation = Preparation(self)
+        self._chosen: list[Life | Decided] | None = None  # while it is chosen for several
         self.shared: SharedLedger | None = None  # with Redis
         self.models: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
         self._serving: dict[str | None, list[Backend]] = {}
         self._rosters: dict[str | None, Fleet] = {}
-        self._unheard: set[asyncio.Task[None]] = set()
         self._tiered = False  # some candidate has blocks in a slower tier from the last request
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._local = {"/v1/models": self._models, "/health": self._health}
@@ -187,10 +183,8 @@ class Dispatcher:
             life.refused(Failure(405, f"{request.method} is not supported", allow=", ".join(sorted(METHODS)).encode()))
         elif path not in PROMPT_PATHS or request.method != "POST":
             life.prepared(None)
-        elif len(request.body) <= self.pipeline.offload_bytes:
-            self._fresh.add(life)
         else:
-            self._prepare_beside(life)
+            self.preparation.begin(life)
 
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
         self.metrics.rejections.inc(str(status))
@@ -204,73 +198,6 @@ class Dispatcher:
                 log.exception("the sweep failed on a request")
         for backend in self.backends.values():
             backend.pool.sweep(now)
-
-    # --- a request becomes a prompt
-
-    def _prepare(self, life: Life) -> tuple[Prompt | Exception, float]:
-        """The prompt or why there is none, and the seconds it took. Runs in a thread for long bodies: touches nothing that changes."""
-        begun, request = perf_counter(), life.request
-        session = request.header(b"x-session-id")
-        try:
-            prompt = self.pipeline.prepare(request.path, request.body, {"x-session-id": session} if session else None, self.adapters)
-        except Exception as error:
-            return error, perf_counter() - begun
-        return prompt, perf_counter() - begun
-
-    def _prepare_all(self, lives: list[Life]) -> None:
-        """Stage by stage: a plain request takes a third less CPU time than one by one, where a dozen come at once."""
-        prepared = [(life, self._prepare(life)) for life in lives if life.state is not State.ENDED]
-        self._choosing = []
-        for life, outcome in prepared:
-            self._go_on(life, self._prepared, life, outcome, "prepare")
-        chosen, self._choosing = self._choosing, None
-        for life in chosen:
-            self._go_on(life, life.chosen)
-
-    def _prepare_beside(self, life: Life) -> None:
-        """In a thread: others are answered meanwhile. Nobody's, if the client has left when its turn comes."""
-
-        def prepared(thread: asyncio.Future[tuple[Prompt | Exception, float] | None]) -> None:
-            if life.state is not State.ENDED:
-                self._go_on(life, self._prepared, life, thread.result(), "prepare_offloaded")
-
-        thread = asyncio.get_running_loop().run_in_executor(self.threads, lambda: None if life.state is State.ENDED else self._prepare(life))
-        thread.add_done_callback(prepared)
-
-    def _go_on(self, life: Life, step: Callable[..., None], *given: object) -> None:
-        """A bug of ours in one request's next step ends that one, with an answer."""
-        try:
-            step(*given)
-        except Exception as error:
-            life.client.failed(life, error)
-
-    def _prepared(self, life: Life, outcome: tuple[Prompt | Exception, float], stage: str) -> None:
-        prompt, seconds = outcome
-        if isinstance(prompt, PromptError):
-            life.refused(Failure(prompt.status, prompt.message, type=prompt.type, param=prompt.param, code=prompt.code))
-            return
-        if isinstance(prompt, Exception):  # a bug of ours: the request still deserves an answer
-            log.error("preparing a request failed; it goes by load", exc_info=prompt)
-            self.metrics.prompt_failures.inc(life.request.path)
-            life.prepared(None)
-            return
-        self.metrics.stage_seconds.observe(stage, seconds)
-        if prompt.mode == "load" and life.label not in NO_PREFILL:
-            self.metrics.prompt_failures.inc(prompt.path)
-        if self.unheard_of(prompt.model):
-            task = asyncio.ensure_future(self._prepare_anew(life, prompt))
-            self._unheard.add(task)
-            task.add_done_callback(self._unheard.discard)
-        else:
-            life.prepared(prompt)
-
-    async def _prepare_anew(self, life: Life, prompt: Prompt) -> None:
-        """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""
-        await self.newcomers.asked()
-        if self.unheard_of(prompt.model):
-            life.prepared(prompt)
-        else:
-            self._prepare_beside(life)
 
     # --- a prompt gets a replica
 
@@ -329,6 +256,17 @@ class Dispatcher:
         only = next((backend for backend in backends if backend.id == maker), None) if maker is not None else None
         return (demand, [only], [candidates[backends.index(only)]]) if only is not None else (demand, backends, candidates)
 
+    @contextmanager
+    def choosing_for_several(self) -> Iterator[None]:
+        """Whoever is chosen for meanwhile is sent on at the end, when all are."""
+        self._chosen = chosen = []
+        try:
+            yield
+        finally:
+            self._chosen = None
+        for life in chosen:
+            life.take_step(life.chosen)
+
     def choose(self, life: Life | Decided) -> None:
         """Choose, and count the load at once: decision and reservation are one step, here or where the load
         of all gateways is known. Calls `life.chosen` or `life.unchosen`."""
@@ -348,10 +286,10 @@ class Dispatcher:
             self.metrics.shared_decisions.inc("away")
         self._choose_here(life, demand, backends, candidates)
         self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
-        if self._choosing is None:
+        if self._chosen is None:
             life.chosen()
         else:
-            self._choosing.append(life)
+            self._chosen.append(life)
 
     def _choose_here(self, life: Life | Decided, demand: Demand, backends: list[Backend], candidates: Sequence[Candidate]) -> None:
         index = self.policy.choose(demand, candidates).index

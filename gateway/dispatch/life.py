@@ -8,6 +8,7 @@ task is made for a request unless its prompt is long or a connection has to be o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -120,6 +121,13 @@ class Life:
     def unanswered(self) -> bool:
         """Sent, and nothing of an answer has gone to the client."""
         return self.state is State.AWAITING
+
+    def take_step(self, step: Callable[..., None], *given: object) -> None:
+        """A bug of ours in it ends this request alone, with an answer."""
+        try:
+            step(*given)
+        except Exception as error:
+            self.client.failed(self, error)
 
     def prepared(self, prompt: Prompt | None) -> None:
         if self.state is State.PREPARING:

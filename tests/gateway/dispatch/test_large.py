@@ -92,7 +92,7 @@ async def test_nothing_is_prepared_for_a_client_that_left_before_its_turn(gated)
         gated.gate.set()
         for talk in talks[:-1]:
             assert (await talk.response())[0] == 200
-        await asyncio.wrap_future(s.dispatcher.threads.submit(int))  # behind it in the queue
+        await asyncio.wrap_future(s.dispatcher.preparation.threads.submit(int))  # behind it in the queue
         assert gated.begun == [HUGE] * OFFLOAD_THREADS
         assert s.metrics.requests.values == {("chat", "2xx"): OFFLOAD_THREADS, ("chat", "aborted"): 1}
         assert s.idle()

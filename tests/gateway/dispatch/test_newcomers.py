@@ -121,5 +121,5 @@ async def test_a_client_that_leaves_while_engines_are_asked_leaves_nothing():
         await talk.close()
         await eventually(s.idle)
         engines.open.set()
-        await eventually(lambda: not s.dispatcher._unheard)
+        await eventually(lambda: not s.dispatcher.preparation._unheard)
         assert s.idle()

@@ -1,0 +1,97 @@
+"""A request becomes a prompt: a short one at the end of the loop's turn, with all that came in it; a long one in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from ..prompt import Prompt, PromptError
+from ..prompt.pipeline import OFFLOAD_THREADS
+from .life import Failure, Life
+from .states import State
+from .together import Together
+
+if TYPE_CHECKING:
+    from .dispatcher import Dispatcher
+
+log = logging.getLogger("hitherto.dispatch")
+
+NO_PREFILL = ("tokenize", "detokenize")
+
+# The prompt, or why there is none, and the seconds it took.
+Prepared = tuple[Prompt | Exception, float]
+
+
+class Preparation:
+    """`threads` are of its own: what others do in threads must not wait for prompts."""
+
+    def __init__(self, dispatcher: Dispatcher):
+        self._dispatcher = dispatcher
+        self.threads = ThreadPoolExecutor(OFFLOAD_THREADS, "prepare")
+        self._short = Together(self._together)
+        self._unheard: set[asyncio.Task[None]] = set()
+
+    def begin(self, life: Life) -> None:
+        """Calls `life.prepared`, or `life.refused`."""
+        if len(life.request.body) <= self._dispatcher.pipeline.offload_bytes:
+            self._short.add(life)
+        else:
+            self._beside(life)
+
+    def _together(self, lives: list[Life]) -> None:
+        """Stage by stage: where a dozen come at once, a plain request takes a third less CPU time than one by one."""
+        prepared = [(life, self._prepare(life)) for life in lives if life.state is not State.ENDED]
+        with self._dispatcher.choosing_for_several():
+            for life, (prompt, seconds) in prepared:
+                life.take_step(self._prepared, life, prompt, seconds, "prepare")
+
+    def _beside(self, life: Life) -> None:
+        """Others are answered meanwhile. Nothing is prepared if the client has left when its turn comes."""
+
+        def prepared(thread: asyncio.Future[Prepared | None]) -> None:
+            if life.state is not State.ENDED:
+                life.take_step(self._prepared, life, *thread.result(), "prepare_offloaded")
+
+        thread = asyncio.get_running_loop().run_in_executor(self.threads, lambda: None if life.state is State.ENDED else self._prepare(life))
+        thread.add_done_callback(prepared)
+
+    def _prepare(self, life: Life) -> Prepared:
+        """Runs in a thread for long bodies: touches nothing that changes."""
+        begun, request, dispatcher = perf_counter(), life.request, self._dispatcher
+        session = request.header(b"x-session-id")
+        try:
+            prompt = dispatcher.pipeline.prepare(request.path, request.body, {"x-session-id": session} if session else None, dispatcher.adapters)
+        except Exception as error:
+            return error, perf_counter() - begun
+        return prompt, perf_counter() - begun
+
+    def _prepared(self, life: Life, prompt: Prompt | Exception, seconds: float, stage: str) -> None:
+        metrics = self._dispatcher.metrics
+        if isinstance(prompt, PromptError):
+            life.refused(Failure(prompt.status, prompt.message, type=prompt.type, param=prompt.param, code=prompt.code))
+            return
+        if isinstance(prompt, Exception):  # a bug of ours: the request still deserves an answer
+            log.error("preparing a request failed; it goes by load", exc_info=prompt)
+            metrics.prompt_failures.inc(life.request.path)
+            life.prepared(None)
+            return
+        metrics.stage_seconds.observe(stage, seconds)
+        if prompt.mode == "load" and life.label not in NO_PREFILL:
+            metrics.prompt_failures.inc(prompt.path)
+        if self._dispatcher.unheard_of(prompt.model):
+            task = asyncio.ensure_future(self._anew(life, prompt))
+            self._unheard.add(task)
+            task.add_done_callback(self._unheard.discard)
+        else:
+            life.prepared(prompt)
+
+    async def _anew(self, life: Life, prompt: Prompt) -> None:
+        """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""
+        await self._dispatcher.newcomers.asked()
+        if self._dispatcher.unheard_of(prompt.model):
+            life.take_step(life.prepared, prompt)
+        else:
+            self._beside(life)

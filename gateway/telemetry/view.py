@@ -129,6 +129,7 @@ class View:
             "waiting": scrape.waiting if scrape else None,
             "kv_usage": scrape.kv_usage if scrape else None,
             "events": intake.state if intake else "off",
+            "events_reason": intake.reason if intake else None,
             "map_role": getattr(intake, "role", None),
             "map_role_reason": getattr(intake, "role_reason", None),
             "map_blocks": self._blocks(replica.id, blocks),

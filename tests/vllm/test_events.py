@@ -176,7 +176,8 @@ async def test_batches_lost_with_a_connection_are_replayed(engine, witness_of, n
             async with asyncio.timeout(30):
                 for seed in itertools.count(100):
                     await drive(process, 1, plain, talks=1, seed=seed)
-                    if (await events(process))["batches_replayed"] > before:
+                    (shown,) = (await process.status())["replicas"]
+                    if "replayed" in shown["events_reason"] and (await events(process))["batches_replayed"] > before:
                         break
             await caught_up(process, witness)
             after = await drive(process, 30, mixed, seed=13, between=lambda _: caught_up(process, witness))

@@ -281,12 +281,15 @@ class EventIntake:
         record, begin = self._asked
         if not begin.done():
             return
+        told = self.last_seq
         try:
             if (run := begin.result()) is not None:
                 self._forget()
             while run is not None:
                 self._apply(run)
                 run = await anext(record, None)
+            if told is not None and self.last_seq is not None and told > self.last_seq:
+                await self._replay_missing(told + 1)  # what came live since the engine read its record out, and was forgotten with the rest
         except TimeoutError:
             self._try_again_later()
         else:

@@ -217,6 +217,31 @@ async def test_an_engine_that_is_long_in_replaying_keeps_nothing_waiting(monkeyp
         await publisher.close()
 
 
+async def test_what_comes_while_the_record_is_on_its_way_is_not_forgotten_with_the_rest(monkeypatch):
+    """The engine reads its record out, tells of another batch, and only then the record is here."""
+    asked, replay = [], cachemap.intake.replay
+
+    async def as_of_before_the_last(endpoint, start):
+        asked.append(start)
+        async for messages in replay(endpoint, start):
+            yield [frames for frames in messages if len(asked) > 1 or cachemap.intake.SEQUENCE.unpack(frames[-2])[0] < 2]
+
+    monkeypatch.setattr(cachemap.intake, "replay", as_of_before_the_last)
+    monkeypatch.setattr(cachemap.sockets, "REPLAY_SECONDS", 60)
+    publisher = Publisher()
+    await publisher.publish(blocks(0, 2), lose=True)
+    try:
+        async with following(publisher, answers=False) as (table, intake, _):
+            await publisher.publish(blocks(2, 4))
+            await publisher.publish(blocks(4, 6))
+            await until(lambda: intake.last_seq == 2)
+            publisher.serve_replay()
+            await until(lambda: not intake.unreplayed)
+            assert asked == [0, 2] and intake.last_seq == 2 and held(table) == 6
+    finally:
+        await publisher.close()
+
+
 async def test_a_silent_replica_is_modelled_until_its_events_come(monkeypatch):
     monkeypatch.setattr(cachemap.intake, "SILENT_SECONDS", 0.0)
     async with publishing() as publisher, following(publisher) as (table, intake, changes):

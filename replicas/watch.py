@@ -293,9 +293,11 @@ class Watch:
         verdict, reason = self.health.opinion(now)
         if verdict is Verdict.LOST:
             self._lost(now, reason)
+        elif replica.state is State.DEGRADED and self.progress.stalled(now):
+            pass  # it was told why: requests that were taken away from it since are no other reason
         elif verdict is Verdict.TROUBLE:
             self.tell(replica, Event.TROUBLE, reason)
-        elif replica.state is State.DEGRADED and not self.progress.stalled(now):
+        elif replica.state is State.DEGRADED:
             self.tell(replica, Event.SERVES, "answers probes again")
 
     def _lost(self, now: float, reason: str) -> None:

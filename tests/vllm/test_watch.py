@@ -246,8 +246,7 @@ async def test_an_adopted_engine_that_hangs_is_passed_over_until_it_goes_on(engi
         async with stopped(pid) as began:
             found = await becomes(one, ill, "degraded", "failed")
             seen = time.monotonic() - began
-            # soon its requests are taken away, and the reason is that they failed
-            assert word in found["reason"] or word.encode() in b"".join(one.log), found["reason"]
+            assert word in found["reason"], found["reason"]
             await load.gets(well, 20)
             await load.all_move_on()  # also those that were with the ill one and had no first byte
             moved = time.monotonic() - began

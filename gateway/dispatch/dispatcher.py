@@ -10,8 +10,7 @@ import itertools
 import logging
 import os
 from array import array
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
@@ -110,7 +109,7 @@ class Dispatcher:
         self.lives: set[Life] = set()
         self.draining = False
         self.preparation = Preparation(self)
-        self._chosen: list[Life | Decided] | None = None  # while it is chosen for several
+        self._chosen: list[Life | Decided] | None = None  # while they are held back
         self.shared: SharedLedger | None = None  # with Redis
         self.models: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
@@ -256,14 +255,12 @@ class Dispatcher:
         only = next((backend for backend in backends if backend.id == maker), None) if maker is not None else None
         return (demand, [only], [candidates[backends.index(only)]]) if only is not None else (demand, backends, candidates)
 
-    @contextmanager
-    def choosing_for_several(self) -> Iterator[None]:
-        """Whoever is chosen for meanwhile is sent on at the end, when all are."""
-        self._chosen = chosen = []
-        try:
-            yield
-        finally:
-            self._chosen = None
+    def hold_back(self) -> None:
+        """Whoever is chosen for from now on is sent on with `send_on`, when all are."""
+        self._chosen = []
+
+    def send_on(self) -> None:
+        chosen, self._chosen = self._chosen, None
         for life in chosen:
             life.take_step(life.chosen)
 

@@ -44,9 +44,10 @@ class Preparation:
     def _together(self, lives: list[Life]) -> None:
         """Stage by stage: where a dozen come at once, a plain request takes a third less CPU time than one by one."""
         prepared = [(life, self._prepare(life)) for life in lives if life.state is not State.ENDED]
-        with self._dispatcher.choosing_for_several():
-            for life, (prompt, seconds) in prepared:
-                life.take_step(self._prepared, life, prompt, seconds, "prepare")
+        self._dispatcher.hold_back()
+        for life, (prompt, seconds) in prepared:
+            life.take_step(self._prepared, life, prompt, seconds, "prepare")
+        self._dispatcher.send_on()
 
     def _beside(self, life: Life) -> None:
         """Others are answered meanwhile. Nothing is prepared if the client has left when its turn comes."""

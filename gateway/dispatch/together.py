@@ -19,22 +19,19 @@ class Together(Generic[Item]):
     stages before and after its own in the core's caches, instead of its own.
     """
 
-    __slots__ = ("_work", "_items", "_awaited")
+    __slots__ = ("_work", "_items")
 
     def __init__(self, work: Callable[[list[Item]], None]):
         self._work = work
         self._items: list[Item] = []
-        self._awaited = False
 
     def add(self, item: Item) -> None:
-        self._items.append(item)
-        if not self._awaited:
-            self._awaited = True
+        if not self._items:
             asyncio.get_running_loop().call_soon(self._run)
+        self._items.append(item)
 
     def _run(self) -> None:
         items, self._items = self._items[:MOST], self._items[MOST:]
-        self._awaited = bool(self._items)
-        if self._awaited:
+        if self._items:
             asyncio.get_running_loop().call_soon(self._run)
         self._work(items)

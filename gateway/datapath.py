@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 import gc
@@ -94,8 +93,7 @@ async def explain(settings: Settings, dispatcher: Dispatcher, path: str, body: b
     """What would happen to this request now. Changes nothing: the policy asked is a copy."""
     from .explain import describe
 
-    prepare = functools.partial(dispatcher.pipeline.prepare, path, body, headers, dispatcher.adapters)
-    prompt = await asyncio.get_running_loop().run_in_executor(dispatcher.preparation.threads, prepare)
+    prompt = await dispatcher.preparation.prompt(path, body, headers)
     demand, backends, candidates = dispatcher.weigh(prompt)
     choice = copy.deepcopy(dispatcher.policy).choose(demand, candidates, explain=True)
     return describe(settings.policy, prompt, demand, candidates, choice)

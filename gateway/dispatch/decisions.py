@@ -77,10 +77,10 @@ class Decisions:
         if len(self._open) >= MOST:
             raise Failure(429, f"{MOST} requests are under way of which no end was told; tell it with POST /decide/ID/done")
         tried = tuple(dispatcher.backends[id] for id in exclude if id in dispatcher.backends)
-        prompt = await self._prepare(path, body, headers)
+        prompt = await dispatcher.preparation.prompt(path, body, headers)
         if dispatcher.unheard_of(prompt.model):
             await dispatcher.newcomers.asked()
-            prompt = await self._prepare(path, body, headers)
+            prompt = await dispatcher.preparation.prompt(path, body, headers)
         prompt.token_ids = b""  # nothing is sent from here
         decided = Decided(next(self._ids), prompt, tried, lease)
         dispatcher.choose(decided)
@@ -98,13 +98,6 @@ class Decisions:
         if not decided.streams:  # no first byte to tell of: as `assume_prefilled`
             asyncio.get_running_loop().call_later(seconds, dispatcher.ledger.first_byte, decided.reservation)
         return self._told(decided, seconds)
-
-    async def _prepare(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
-        dispatcher = self._dispatcher
-        pipeline, adapters = dispatcher.pipeline, dispatcher.adapters
-        if len(body) <= pipeline.offload_bytes:
-            return pipeline.prepare(path, body, headers, adapters)
-        return await asyncio.get_running_loop().run_in_executor(dispatcher.preparation.threads, pipeline.prepare, path, body, headers, adapters)
 
     def _told(self, decided: Decided, seconds: float) -> dict[str, Any]:
         backend, prompt = decided.backend, decided.prompt

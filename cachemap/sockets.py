@@ -6,7 +6,7 @@ more; a future for each message, as zmq.asyncio makes them, costs more than deco
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 
 import zmq
 
@@ -75,7 +75,40 @@ def connected(kind: int, endpoint: str) -> Iterator[Inbox]:
 
 async def replay(endpoint: str, start: int) -> AsyncIterator[list[list[bytes]]]:
     """What the engine still has of its batches from number `start` on, a turn's worth at a
-    time, each as [..., sequence, payload]. Raises TimeoutError if it stops answering."""
+    time, each as [..., sequence, payload]. Raises TimeoutError if it stops answering.
+
+    vLLM's socket drops without a word what is more than 1,000 messages ahead of the network, the end as well (its high-water
+    mark is ZMQ's default). So where numbers do not follow on, or the end does not come, it is asked for the rest."""
+    last = None
+    while True:
+        before, whole = last, True
+        try:
+            async with aclosing(_answer(endpoint, start if last is None else last + 1)) as answer:
+                async for batches in answer:
+                    follow = []
+                    for frames in batches:
+                        number = int.from_bytes(frames[-2], "big")
+                        if whole := last is None or number == last + 1:
+                            follow.append(frames)
+                            last = number
+                        else:
+                            break
+                    if follow:
+                        yield follow
+                    if not whole:
+                        break
+        except TimeoutError:
+            whole = False
+            if last == before:
+                raise
+        if whole:
+            return
+        if last == before:
+            raise TimeoutError(f"{endpoint} no longer has what follows batch {last}")
+
+
+async def _answer(endpoint: str, start: int) -> AsyncIterator[list[list[bytes]]]:
+    """One answer to a request for a replay."""
     loop = asyncio.get_running_loop()
     with connected(zmq.DEALER, endpoint) as inbox:
         inbox.send([b"", start.to_bytes(8, "big")])

@@ -29,9 +29,10 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 
 class Publisher:
-    """One engine's sockets. `kept` bounds how many batches it can replay."""
+    """One engine's sockets. `kept` bounds how many batches it can replay; `room`: of an answer with more, all beyond are dropped
+    but the last, as by a socket at its high-water mark, or but none (`drops_end`)."""
 
-    def __init__(self, topic=b"kv", kept=10_000, topic_in_replay=True):
+    def __init__(self, topic=b"kv", kept=10_000, topic_in_replay=True, room=None, drops_end=False):
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.XPUB)
         self._router = self._context.socket(zmq.ROUTER)
@@ -42,6 +43,7 @@ class Publisher:
         self.endpoint = f"tcp://127.0.0.1:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
         self.replay = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
         self._topic, self._kept, self._topic_in_replay = topic, kept, topic_in_replay
+        self._room, self._drops_end = room, drops_end
         self.record: dict[int, bytes] = {}
         self.next = 0
         self.asked: list[int] = []
@@ -60,10 +62,13 @@ class Publisher:
             start = int.from_bytes(start, "big")
             self.asked.append(start)
             topic = [self._topic] if self._topic_in_replay else []
-            for number, payload in sorted(self.record.items()):
-                if number >= start:
-                    frames = [peer, b"", *topic, number.to_bytes(8, "big"), payload]
-                    await self._router.send_multipart(frames)
+            answer = [one for one in sorted(self.record.items()) if one[0] >= start]
+            full = self._room is not None and len(answer) > self._room
+            for number, payload in [*answer[: self._room], *([] if self._drops_end else answer[-1:])] if full else answer:
+                frames = [peer, b"", *topic, number.to_bytes(8, "big"), payload]
+                await self._router.send_multipart(frames)
+            if full and self._drops_end:
+                continue
             empty = [b""] if self._topic_in_replay else []
             await self._router.send_multipart([peer, b"", *empty, b"\xff" * 8, b""])
 

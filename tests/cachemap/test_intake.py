@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from array import array
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -215,6 +216,38 @@ async def test_an_engine_that_is_long_in_replaying_keeps_nothing_waiting(monkeyp
             assert intake.state == "live" and intake.gaps == 0
     finally:
         await publisher.close()
+
+
+@pytest.mark.parametrize("drops_end", [False, True], ids=["a hole", "no end"])
+async def test_what_an_engines_socket_drops_of_a_record_is_asked_for_again(monkeypatch, drops_end):
+    """vLLM's drops what is 1,000 messages ahead of the network, and says nothing."""
+    monkeypatch.setattr(cachemap.sockets, "REPLAY_SECONDS", 0.2 if drops_end else 60)
+    async with publishing(room=3, drops_end=drops_end) as publisher:
+        for number in range(8):
+            await publisher.publish(blocks(number, number + 1), lose=True)
+        async with following(publisher) as (table, intake, _):
+            await until(lambda: not intake.unreplayed)
+            assert publisher.asked == [0, 3, 6] and intake.last_seq == 7 and intake.replayed == 8
+            assert held(table) == 8 and table.match(HASHES, 0.0).held == [8]
+
+
+async def test_a_record_of_which_the_rest_is_gone_meanwhile_is_asked_for_anew(monkeypatch):
+    monkeypatch.setattr(cachemap.sockets, "REPLAY_SECONDS", 60)
+    monkeypatch.setattr(cachemap.intake, "RETRY_SECONDS", (0.0, 0.0))
+    async with publishing(room=3) as publisher:
+        for number in range(8):
+            await publisher.publish(blocks(number, number + 1), lose=True)
+        asked = []
+
+        def forgets(start: int) -> None:
+            asked.append(start)
+            if start == 3:
+                publisher.record = {number: batch for number, batch in publisher.record.items() if number > 4}
+
+        publisher.asked = SimpleNamespace(append=forgets)
+        async with following(publisher) as (table, intake, _):
+            await until(lambda: not intake.unreplayed)
+            assert asked == [0, 3, 0] and intake.last_seq == 7 and held(table) == 0  # what is left begins in the middle of a chain
 
 
 async def test_what_comes_while_the_record_is_on_its_way_is_not_forgotten_with_the_rest(monkeypatch):

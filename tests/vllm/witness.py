@@ -68,15 +68,24 @@ class Witness:
         self._thread.start()
 
     def _ask(self, endpoint: str) -> None:
-        """All the engine has recorded until now."""
+        """All the engine has recorded until now. Its socket drops what is 1,000 messages ahead of the network: the rest is asked for."""
+        while not self._answered(endpoint, len(self.batches)):
+            pass
+
+    def _answered(self, endpoint: str, start: int) -> bool:
+        """Whether that was all from `start` on."""
         with zmq.Context.instance().socket(zmq.DEALER) as asking:
             asking.setsockopt(zmq.LINGER, 0)
             asking.setsockopt(zmq.RCVHWM, 0)
             asking.setsockopt(zmq.RCVTIMEO, 10_000)
             asking.connect(endpoint)
-            asking.send_multipart([b"", bytes(8)])
+            asking.send_multipart([b"", start.to_bytes(8, "big")])
             while (frames := asking.recv_multipart())[-2] != END:
+                if int.from_bytes(frames[-2], "big") > len(self.batches):
+                    assert len(self.batches) > start, f"the engine no longer has batch {start}"
+                    return False
                 self._batch(frames)
+        return True
 
     def _follow(self) -> None:
         while not self._closing:

@@ -1,4 +1,4 @@
-"""BlockTable: which replicas hold which block, in one tier, at about 29 bytes a block.
+"""BlockTable: which replicas hold which block, in one tier, at about 30 bytes a block.
 
 `Lookup` is how it is read and `Room` how it grows; here is what engines' events do to it. A removal tells us
 nothing but the engine's own key of a block, hence `aliases`.

@@ -9,7 +9,7 @@ from cachemap.table import MIX, MIX_SHIFT, U64, Buckets, ones
 
 
 class Index(Buckets):
-    """The numbers of blocks by their hashes, in words of 32 bits: 5.4 bytes a block.
+    """The numbers of blocks by their hashes, in words of 32 bits: 5.6 bytes a block.
 
     A word is a block's number and, in what bits that leaves, the top of its hash; the hash itself is in `hashes`, where
     the number says. Numbers are not 0. Tags are hashes.

@@ -24,8 +24,8 @@ LEFT = 1 << 11  # blocks of a replica that left, handled in a step: 1 to 4 ms
 JUMP = 8  # times its size a table grows at most, as laying out memory takes time; 4 moves twice as many words on the way to 50 M
 SMALL = 1 << 15  # places that a table may grow to at once
 BYTES_BESIDE = 13  # of a block: hash, set, epoch
-LEAST_BYTES = 28  # of a block with one holder: those, 5.4 in the index, 10.1 its alias
-BYTES_PER_BLOCK = 32  # the same with some slack
+LEAST_BYTES = 29  # of a block with one holder: those, 5.6 in the index, 10.5 its alias
+BYTES_PER_BLOCK = 33  # the same with some slack
 SLACK = 1 << 12  # bytes left for holder sets that come with a call
 MOST_BLOCKS = 1 << 29  # of a table: numbers leave two bits of the index's words to the hash
 # Bits of an alias that name a block. Gateways that share what their replicas hold exchange the rest, the

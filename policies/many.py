@@ -16,28 +16,28 @@ from . import least_time as one    # its weights; it imports this
 from .roster import Roster
 from .vocabulary import Candidate, Demand
 
-(SPEED, OWN, DECODES, STREAMS, CONTEXT, RECENT, WAITING, BEGUN, STEPS, PAIRS, SINCE, SHARE, DECODING, CAPACITY, HELD) = range(15)
+(SPEED, OWN, DECODES, STREAMS, CONTEXT, RECENT, WAITING, BEGUN, STEPS, PAIRS, SAVED, SQUARE, SINCE, SHARE, DECODING, EACH, CAPACITY, HELD) = range(18)
 ONE = np.array(1.0)    # an operation with an array of one number takes 0.4 us, with a float 0.7
 
 
 def figures(candidate: Candidate) -> tuple[float, ...]:
-    """What `totals` needs of one replica, in the order of the names above."""
+    """What `totals` needs of one replica, in the order of the names above; 0 for what it fills in by itself, SAVED and SQUARE."""
     load, costs = candidate.load, candidate.costs
     speed, pace, streams, waiting = costs.ttft.value, costs.step.value, load.decoding, load.prefilling
     tokens, context, recent, since = load.prefill_tokens, load.context_tokens, load.recent, load.since
     own = 1.0 + one._INTERFERENCE * streams + one._EVICTION * (load.kv_usage or 0.0) + one._BATCHED * waiting
     if not waiting:
-        queue = 0.0, 0.0, 0.0, 0.0, 0.0
+        queue = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     elif since is None:    # as if the step began in a far future: all of it is left
-        queue = speed * tokens, 0.0, speed, 0.0, inf
+        queue = speed * tokens, 0.0, speed, 0.0, 0.0, 0.0, inf
     else:
         begun = load.begun_tokens
         own += (1.0 - one._BATCHED) * (waiting - load.begun)
-        queue = speed * (tokens - begun), speed * begun, speed, speed * begun * begun / (load.begun or 1), since
+        queue = speed * (tokens - begun), speed * begun, speed, speed * begun * begun / (load.begun or 1), 0.0, 0.0, since
     if not streams:
-        return (speed, speed * own, 0.0, 0.0, 0.0, pace * recent, *queue, recent, 0.0, 0.0, 0.0)
+        return (speed, speed * own, 0.0, 0.0, 0.0, pace * recent, *queue, recent, 0.0, 1.0, 0.0, 0.0)
     return (speed, speed * own, pace, pace * streams, pace * context, pace * recent, *queue,
-            recent, streams, load.capacity_tokens or 0.0, context + tokens)
+            recent, streams, 1.0, load.capacity_tokens or 0.0, context + tokens)
 
 
 def totals(demand: Demand, roster: Roster, follow: float) -> np.ndarray:
@@ -51,15 +51,18 @@ def totals(demand: Demand, roster: Roster, follow: float) -> np.ndarray:
     step, stream, context = crowd * step_base, crowd * step_stream, crowd * step_context
     half, later = 0.5 * pair, 0.0
     if follow:
-        recent, streams = columns[SHARE:CAPACITY].sum(1).tolist()
+        recent, streams = columns[SHARE:EACH].dot(columns[EACH]).tolist()    # half of what `sum` takes
         later = crowding * follow * streams / recent if recent else 0.0
+    held = roster.overlaps
+    np.multiply(held, columns[OWN], columns[SAVED])
+    np.multiply(held, columns[SAVED], columns[SQUARE])
     product = np.array((
-        # all but the step under way, as if nothing were held
-        base, tokens * (token + half * tokens), step, stream + crowding, context, later, queued, 0.0, 0.0, 0.0,
+        # all but the step under way; what is held need not be computed: held x (token + pair x held / 2)
+        base, tokens * (token + half * tokens), step, stream + crowding, context, later, queued, 0.0, 0.0, 0.0, -token, -half,
         # that one, as if it began now
-        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, queued, busy, 0.0,
+        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, queued, busy, 0.0, 0.0, 0.0,
         # how long it lasts
-        base, 0.0, step, stream, context, 0.0, 0.0, token, 0.0, half,
+        base, 0.0, step, stream, context, 0.0, 0.0, token, 0.0, half, 0.0, 0.0,
     )).reshape(3, SINCE).dot(columns[:SINCE])
     total, under_way, left = product[0], product[1], product[2]    # 1.3 us less than by iteration
     left = (columns[SINCE] - demand.now) / left
@@ -68,13 +71,6 @@ def totals(demand: Demand, roster: Roster, follow: float) -> np.ndarray:
     np.minimum(left, ONE, out=left)
     left *= under_way
     total += left
-    # what is held need not be computed: held x (token + pair x held / 2)
-    held = roster.overlaps
-    saved = held * half
-    saved += token
-    saved *= held
-    saved *= columns[OWN]
-    total -= saved
     if tokens > STEP_TOKENS:
         total += _longer(tokens - held, columns, step, stream, context)
     capacity = columns[CAPACITY]

@@ -2,8 +2,8 @@
 
 The same sum as in `least_time`, which says what it means, put in another order: what a replica's load and speeds make
 of it is kept in a `Roster` (`figures`), and a decision is one product of those with the group's coefficients, and some
-twenty operations on arrays. A test holds that both are equal. 64 candidates take 34 us where one after the other takes
-111, 1,024 take 73 us instead of 1.9 ms.
+twenty operations on arrays. A test holds that both are equal. 64 candidates take 29 us where one after the other takes
+87, 1,024 take 56 us instead of 1.4 ms.
 """
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def totals(demand: Demand, roster: Roster, follow: float) -> np.ndarray:
         recent, streams = columns[SHARE:EACH].dot(columns[EACH]).tolist()    # half of what `sum` takes
         later = crowding * follow * streams / recent if recent else 0.0
     held = roster.overlaps
-    np.multiply(held, columns[OWN], columns[SAVED])
+    np.multiply(held, columns[OWN], columns[SAVED])    # rows of ours among the others, so that the one product takes them along
     np.multiply(held, columns[SAVED], columns[SQUARE])
     product = np.array((
         # all but the step under way; what is held need not be computed: held x (token + pair x held / 2)

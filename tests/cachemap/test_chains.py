@@ -42,7 +42,7 @@ FORKS = st.tuples(st.integers(0, 30), st.integers(0, 40), st.integers(0, 12), st
 STEPS = st.lists(st.one_of(FORKS, FORKS, FORKS, st.tuples(st.integers(0, 2), st.integers(0, 2))), min_size=1, max_size=60)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.integers(1, 80), STEPS)
 def test_keeps_the_blocks_that_a_cache_of_single_blocks_keeps(capacity, steps):
     model, reference, prompts = EngineModel(capacity), BlockLru(capacity), [[]]

@@ -66,7 +66,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(EVENTS, st.randoms(use_true_random=False), st.floats(0, 0.4), st.floats(0, 0.4))
 def test_equals_a_reference_under_lost_repeated_and_reordered_events(events, rng, lost, repeated):
     table, reference = CacheMap(MIB), ReferenceMap()
@@ -103,7 +103,7 @@ def test_equals_a_reference_under_lost_repeated_and_reordered_events(events, rng
 NAMED = st.lists(st.tuples(st.booleans(), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=6, unique=True)), max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(NAMED)
 def test_a_block_with_several_keys_is_held_until_the_last_is_removed(steps):
     """An engine that does not tell salts has the same tokens under several keys; a key may also come to mean another block."""
@@ -128,7 +128,7 @@ def test_a_block_with_several_keys_is_held_until_the_last_is_removed(steps):
     assert table.stats()["blocks"] == table.held(slot) == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=6), max_size=20))
 def test_a_key_that_comes_to_mean_another_block_leaves_the_one_before(steps):
     table, held = CacheMap(MIB), {}

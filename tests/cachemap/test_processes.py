@@ -69,7 +69,7 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(STEPS, st.randoms(use_true_random=False))
 def test_followers_know_what_a_map_alone_would(steps, rng):
     """Whoever of them was asked to route a prompt."""

@@ -67,7 +67,7 @@ def test_all_memory_that_growth_leaves_behind_is_given_back_piece_by_piece(monke
     assert len(large) == 8 and all(given[array.ctypes.data] >= array.nbytes and not array.any() for array in large)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(STEPS)
 @pytest.mark.usefixtures("small_steps")
 def test_a_step_at_a_time_it_equals_a_reference(steps):
@@ -120,7 +120,7 @@ def test_it_grows_and_sheds_in_steps_and_stays_sound(capacity, monkeypatch):
     sound(cache_map._gpu)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(["join", "leave", "forget"]), st.integers(0, 129), st.sets(st.integers(0, 11), min_size=1)), max_size=30))
 def test_holder_sets_equal_sets(steps):
     holders, numbers, model = HolderSets(), np.zeros(12, np.uint32), [set() for _ in range(12)]
@@ -148,7 +148,7 @@ def test_spread_sets_what_the_mask_says(slots):
     assert {slot for slot, length in enumerate(lengths) if length == 7} == slots
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=40))
 def test_numbers_are_given_once(steps):
     numbers, out = Numbers(), []

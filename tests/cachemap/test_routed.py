@@ -54,7 +54,7 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(STEPS, CHAINS, st.booleans())
 def test_predicts_what_single_blocks_would(steps, asked, packed):
     routed, reference, now = Routed(SECONDS), Reference(), 100.0

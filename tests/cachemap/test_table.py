@@ -23,7 +23,7 @@ def small_steps(monkeypatch):
     monkeypatch.setattr(tables, "STEP", 7)  # so that a small table takes several
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STEPS)
 def test_holds_what_was_added_and_not_dropped(steps):
     table, model = Buckets(40, 9), {}
@@ -61,7 +61,7 @@ def test_holds_what_was_added_and_not_dropped(steps):
         assert not array.any()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STEPS)
 def test_an_index_finds_the_numbers_of_blocks(steps):
     hashes = np.zeros(62, np.uint64)

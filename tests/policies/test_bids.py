@@ -2,7 +2,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from policies import Candidate, CostGroup, Demand, Load, make
 from policies.least_load import busy
@@ -22,17 +22,11 @@ def candidate(load, overlap, lower=()):
         costs.observe_ttft(seconds, uncached, 40, load)
         costs.observe_itl(0.02, 3, 900)
     return Candidate("r", overlap, load, costs, lower)
-
-
-@settings(deadline=None)
 @given(LOADS, st.integers(0, 999), st.sampled_from(((), (("cpu", 1),), (("disk", 1),))))
 def test_least_time_bids_the_seconds_it_chooses_by(load, overlap, lower):
     one = candidate(load, overlap if not lower else max(0, overlap - 1), lower)
     [bid] = make("least_time").bids(Demand(1000), [one])
     assert bid.cost(load, bid.own) == pytest.approx(sum(lost_seconds(1000, one)))
-
-
-@settings(deadline=None)
 @given(LOADS, LOADS, st.integers(0, 9), st.integers(0, 9))
 def test_a_price_has_what_the_requests_that_follow_will_meet(load, other, recent, more):
     load.recent, other.recent = recent, more
@@ -40,9 +34,6 @@ def test_a_price_has_what_the_requests_that_follow_will_meet(load, other, recent
     for one, later in zip(both, streams_later(both, 1.5)):
         made = price(1000, one, later)
         assert made.cost(one.load, made.own) == pytest.approx(sum(lost_seconds(1000, one, None, later)))
-
-
-@settings(deadline=None)
 @given(LOADS, st.integers(0, 999), st.integers(0, 999))
 def test_what_a_deeper_overlap_saves_is_told_by_pace(load, overlap, deeper):
     """The one who decides may know of an overlap that the bidder does not."""

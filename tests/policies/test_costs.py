@@ -3,7 +3,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from policies import CostGroup, Load
 from policies.costs import TTFT_PRIOR, Fit
@@ -133,9 +133,6 @@ def test_unusable_seconds_are_ignored():
     costs.observe_ttft(0.0, 100, 0, Load())
     costs.observe_itl(-1.0, 3, 100)
     assert group.ttft.count == group.step.count == 0 and group.ttft.coefficients == TTFT_PRIOR
-
-
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-9, 1e6), st.integers(1, 200_000), st.integers(0, 200_000),
                           st.integers(0, 10**6)), max_size=60))
 def test_coefficients_stay_within_their_bounds(answers):

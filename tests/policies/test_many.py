@@ -54,7 +54,7 @@ class House:
         return Demand(tokens, 16, now=self.now, hashes=range(1, tokens // 16 + 1)), plain
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(STEPS, st.lists(st.integers(0, 312), min_size=7, max_size=7), st.integers(5000, 40_000), st.integers(0, 9), st.floats(0, 20))
 def test_the_sums_are_equal(steps, blocks, tokens, every, follow):
     house = House()
@@ -69,7 +69,7 @@ def test_the_sums_are_equal(steps, blocks, tokens, every, follow):
     assert many.totals(demand, house.roster, follow) == pytest.approx(one_by_one, rel=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 1 << 30))
 def test_the_choices_are_equal(seed):
     """In a run where each choice counts for the next; ties are broken alike."""

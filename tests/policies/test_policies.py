@@ -21,7 +21,7 @@ def spread(policy, candidates, demands):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 900),
                           st.none() | st.floats(0, 1)), min_size=1, max_size=70), st.booleans(), st.integers(0, 9))
 def test_any_fleet_gets_one_of_its_candidates_and_the_same_one_again(name, replicas, explain, seed):

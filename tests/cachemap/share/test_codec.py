@@ -54,7 +54,7 @@ def over_the_wire(snapshot):
     return decode_snapshot(IDENTITY, encode_snapshot(IDENTITY, snapshot))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(HAPPENINGS)
 def test_a_mirror_equals_its_writer_after_anything(happenings):
     writer, mirror, joiner = attached(), attached(), attached()
@@ -80,7 +80,7 @@ def test_a_mirror_equals_its_writer_after_anything(happenings):
             happen(writer, what, *details)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(HAPPENINGS, st.integers(0, 59))
 def test_a_map_made_equal_by_a_snapshot_goes_on_with_deltas(happenings, at):
     writer, mirror = attached(), attached()

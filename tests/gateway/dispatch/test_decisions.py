@@ -37,7 +37,7 @@ async def refused(awaitable) -> Failure:
 steps = st.lists(st.tuples(st.sampled_from(["decide", "whole", "first", "done", "expire", "lost", "back"]), st.integers(0, 5)), max_size=30)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps)
 def test_nothing_is_left_whatever_happens(steps):
     async def play():

@@ -22,7 +22,7 @@ TEXTS = st.one_of(
     st.text(st.characters(exclude_categories=("Cs",)), max_size=30),
     st.sampled_from([" ", "", "x " * 3000, "<|im_end|>" * 50]),
 )
-FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def body(messages, **more) -> bytes:

@@ -34,7 +34,7 @@ def expected(tokenizer, pieces, block_size=16, seed=SEED, lead=b""):
 
 @given(prompts=st.lists(st.lists(st.one_of(st.sampled_from(["a", "b", "c " * 40]), TEXTS), min_size=1, max_size=6), min_size=1, max_size=8),
        block_size=st.sampled_from([1, 4, 16]), budget=st.sampled_from([0, 3000, 10**8]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_prompts_in_any_order(tokenizer, prompts, block_size, budget):
     """Prompts that share prefixes, with a memo that holds all, some or none: always what tokenizing gives."""
     prefixes = Prefixes(tokenizer, block_size, budget)
@@ -116,7 +116,7 @@ def test_a_long_text_is_known_without_being_kept(tokenizer, monkeypatch):
 
 
 @given(st.lists(st.sampled_from((1, 30, 400)), min_size=50, max_size=150))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_what_nobody_used_goes_little_by_little(tokenizer, sizes):
     prefixes = Prefixes(tokenizer, 16, 60_000)
     going, generation = 0, None

@@ -42,7 +42,7 @@ def test_cuts_are_exact_on_real_tokenizers(name, load_model):
     assert cuts
 
     @given(left=TEXTS, cut=st.sampled_from(cuts[:40] + cuts[-5:]), right=TEXTS)
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def same(left, cut, right):
         assert reference.ids(left + cut + right) == reference.ids(left) + reference.ids(cut + right)
 
@@ -50,7 +50,7 @@ def test_cuts_are_exact_on_real_tokenizers(name, load_model):
 
 
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_both_backends_give_the_same_ids(texts):
     fast, slow = backends()
     assert fast.backend == "fastokens" and slow.backend == "tokenizers"

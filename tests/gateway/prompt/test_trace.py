@@ -111,7 +111,7 @@ def filled(plan, slots) -> str | None:
 
 @pytest.mark.parametrize("name", FOLLOWED)
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=2, max_size=4))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_plan_says_what_jinja_says(name, texts):
     """A plan learnt on one conversation, filled with another, is either refused or right."""
     source = looped(FOLLOWED[name])

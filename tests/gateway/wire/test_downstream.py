@@ -6,7 +6,7 @@ import sys
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.wire.downstream import Downstream
@@ -301,7 +301,6 @@ async def test_tiny_chunks_do_not_take_many_times_their_size():
 
 
 @given(st.lists(st.sampled_from((1, 2, 4095, 4096, 4097, 70_000)), min_size=1, max_size=8), st.integers(1000, 100_000))
-@settings(deadline=None)
 def test_a_body_arrives_whole_however_it_is_cut(chunks, read):
     body = bytes(range(256)) * (sum(chunks) // 256 + 1)
     begins = [0, *itertools.accumulate(chunks)]

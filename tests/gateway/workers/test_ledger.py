@@ -36,7 +36,7 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.sampled_from([2, WORKERS]), STEPS)
 def test_all_see_the_sum_of_what_lives(count, steps):
     board, control, workers = house(count)

@@ -41,7 +41,7 @@ def test_a_replica_that_leaves_is_forgotten():
     assert guess.blocks("a", prompt) == guess.size("a") == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(4, 30), st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), max_size=40))
 def test_it_stays_bounded_and_has_no_holes(limit, prompts):
     """Each prompt goes on from a prefix of an earlier one, as conversations and forks do."""

@@ -47,7 +47,7 @@ def test_the_oracle_takes_the_least_true_seconds_and_needs_the_truth():
 
 
 @pytest.mark.parametrize("name", field.NAMES)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 62),
                           st.none() | st.floats(0, 1)), min_size=1, max_size=40), st.integers(0, 9), st.integers(0, 1010))
 def test_any_fleet_gets_one_of_its_candidates_and_the_same_one_again(name, replicas, seed, tokens):

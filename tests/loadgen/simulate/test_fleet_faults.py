@@ -38,7 +38,7 @@ def wrong(outcome):
     return sum(abs(r.predicted_tokens - r.cached_tokens) for r in outcome.done) / sum(r.prompt_tokens for r in outcome.done)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from(["round_robin", "least_time", "prefix_affinity", "consistent_hash"]), st.integers(1, 3), st.booleans(),
        st.lists(st.tuples(st.integers(0, 2), st.floats(0, 4), st.one_of(st.none(), st.floats(0.1, 3))), max_size=4),
        st.sampled_from([None, 0.0, 0.05]), st.sampled_from([0.0, 0.3]), st.booleans())

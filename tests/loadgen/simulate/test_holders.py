@@ -19,7 +19,7 @@ def blocks(chain) -> list[int]:
     return [1000 * text + index + (100 * turn if index >= turn else 0) + 1 for index in range(length)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(events, max_size=40), st.lists(chains, min_size=1, max_size=4), st.booleans())
 def test_matches_are_those_of_the_cache_map(script, asked, observed):
     real, ours, now = CacheMap(1 << 24), Holders([64] * REPLICAS, observed), 0.0

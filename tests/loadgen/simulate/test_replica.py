@@ -79,7 +79,7 @@ def leapt(profile, script):
     return outputs, events, replica.engine, looks
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(profiles, requests)
 def test_a_leaping_engine_is_a_stepping_engine(profile, script):
     one_by_one, at_once = stepped(profile, script), leapt(profile, script)

@@ -17,7 +17,7 @@ def turn(rng, blocks, output):
     return Turn(hashes, 16 * blocks + 3, output, hashes + [rng.getrandbits(60) + 1 for _ in range(output // 16 + 2)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 1000), st.lists(st.integers(1, 300), max_size=12), st.integers(1, 400), st.booleans())
 def test_the_time_to_the_first_token_is_as_told(seed, busy, blocks, again):
     rng = random.Random(seed)

@@ -43,7 +43,7 @@ COEFFICIENTS = st.fixed_dictionaries(
 
 
 @given(COEFFICIENTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_without_noise_every_coefficient_is_found(ms):
     found = fit(every_kind(Fit(ms, {}), random.Random(1)))
     assert found.ms == pytest.approx(ms, rel=1e-3)
@@ -51,7 +51,7 @@ def test_without_noise_every_coefficient_is_found(ms):
 
 
 @given(COEFFICIENTS, st.integers(0, 1 << 30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_noise_and_a_tenth_of_outliers_leave_times_within_a_tenth(ms, seed):
     truth = Fit(ms, {})
     found = fit(every_kind(truth, random.Random(seed), noise=0.03, outliers=0.1))
@@ -86,7 +86,7 @@ def test_nothing_to_fit():
 
 
 @given(st.integers(0, 1 << 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_nonnegative_least_squares_meets_its_conditions(seed):
     """Karush, Kuhn and Tucker's: no coefficient below zero, no gain in moving one that is allowed to move."""
     rng = np.random.default_rng(seed)

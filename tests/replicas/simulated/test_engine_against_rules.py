@@ -35,7 +35,7 @@ def events_of(step) -> list:
     return told
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(limits, script, st.booleans())
 def test_every_step_is_as_the_rules_say(limits, script, every_token):
     engine = Engine(Profile("test", StepTime(), max_model_len=10_000, **limits), every_token)

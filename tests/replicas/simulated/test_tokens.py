@@ -51,14 +51,14 @@ contents = st.text(st.characters(codec="utf-8"), max_size=60)
 turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), contents), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(turns=turns)
 def test_ids_are_those_of_the_reference_tokenizer(tokens, reference, turns):
     body = {"messages": [{"role": role, "content": content} for role, content in turns]}
     assert tokens.chat(body) == reference.encode(tokens.render(body), add_special_tokens=False).ids
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(turns=turns, more=contents)
 def test_the_demo_template_extends_turn_by_turn(tokens, turns, more):
     messages = [{"role": role, "content": content} for role, content in turns]

@@ -79,32 +79,38 @@ async def replay(endpoint: str, start: int) -> AsyncIterator[list[list[bytes]]]:
 
     vLLM's socket drops without a word what is more than 1,000 messages ahead of the network, the end as well (its high-water
     mark is ZMQ's default). So where numbers do not follow on, or the end does not come, it is asked for the rest."""
-    last = None
+    wanted = None
     while True:
-        before, whole = last, True
+        heard = False
         try:
-            async with aclosing(_answer(endpoint, start if last is None else last + 1)) as answer:
+            async with aclosing(_answer(endpoint, start if wanted is None else wanted)) as answer:
                 async for batches in answer:
-                    follow = []
-                    for frames in batches:
-                        number = int.from_bytes(frames[-2], "big")
-                        if whole := last is None or number == last + 1:
-                            follow.append(frames)
-                            last = number
-                        else:
-                            break
+                    follow = _following_on(batches, wanted)
                     if follow:
+                        heard, wanted = True, _number(follow[-1]) + 1
                         yield follow
-                    if not whole:
+                    if len(follow) < len(batches):
                         break
+                else:
+                    return
         except TimeoutError:
-            whole = False
-            if last == before:
+            if not heard:
                 raise
-        if whole:
-            return
-        if last == before:
-            raise TimeoutError(f"{endpoint} no longer has what follows batch {last}")
+        if not heard:
+            raise TimeoutError(f"{endpoint} no longer has batch {wanted}")
+
+
+def _following_on(batches: list[list[bytes]], number: int | None) -> list[list[bytes]]:
+    """Those before the first hole. The first of them has this number, or None: any."""
+    for at, frames in enumerate(batches):
+        if number is not None and _number(frames) != number:
+            return batches[:at]
+        number = _number(frames) + 1
+    return batches
+
+
+def _number(frames: list[bytes]) -> int:
+    return int.from_bytes(frames[-2], "big")
 
 
 async def _answer(endpoint: str, start: int) -> AsyncIterator[list[list[bytes]]]:

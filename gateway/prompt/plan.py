@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 from .shape import put_in
@@ -35,23 +36,25 @@ class Segment:
 
     Mostly one text with a literal on either side: a slot as it is, or (`slot` -1) what an
     expression makes of it (`pieces`, just that); or one literal and no text at all. Anything else
-    is all text, put together of `pieces`. `kind` numbers the literals, across all plans of a
-    template: segments of one kind with equal texts are equal. Kind 0 has no literals. `questions`
-    are those asked of this text alone, `asks` their number across all plans (0: none), so that
-    they need not be asked again. `quick` is what the search for known prefixes reads.
+    is all text, put together of `pieces`. `questions` are those asked of this text alone.
+
+    `quick` is what the search for known prefixes reads: a digest of the literals (b"" where there are
+    none), the slot, and a digest of the questions (b"" where there are none). The digests name content, not
+    an order of arrival, so one memo can serve any number of templates and versions: segments whose
+    digests and texts are equal print the same, whoever compiled them.
     """
 
-    kind: int
     slot: int
     before: str
     after: str
     pieces: tuple
     questions: tuple[Question, ...]
-    asks: int = 0
-    quick: tuple[int, int, int] = field(init=False)      # kind, slot, asks
+    quick: tuple[bytes, int, bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "quick", (self.kind, self.slot, self.asks))
+        literals = _digest(f"{len(self.before)}:{self.before}{self.after}") if self.before or self.after else b""
+        asks = _digest(repr(self.questions)) if self.questions else b""
+        object.__setattr__(self, "quick", (literals, self.slot, asks))
 
     def text(self, slots: Sequence[Any]) -> str:
         """What this segment's own text is (without the literals)."""
@@ -61,12 +64,12 @@ class Segment:
 
 
 class Piece:
-    """A segment of kind 0 from a text that is rendered already: no literals, no questions."""
+    """A segment from a text that is rendered already: no literals, no questions."""
 
     __slots__ = ("_text",)
     before = after = ""
     questions = ()
-    quick = (0, -1, 0)
+    quick = (b"", -1, b"")
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -91,8 +94,6 @@ class Compiled:
         self._cut = re.compile(alternatives or "(?!)")
         self._plans: dict[Any, list[Plan]] = {}
         self._seen: dict[Any, int] = {}            # shapes that no plan fitted, how often
-        self._kinds: dict[Any, int] = {}
-        self._asked: dict[tuple, int] = {(): 0}
         self._lock = threading.Lock()
         try:
             if _RESERVED.search(source + "".join(special_tokens.values())):
@@ -153,7 +154,7 @@ class Compiled:
                 asked.setdefault(own, []).append(question)
             else:
                 shared.append(question)
-        return Plan([self._numbered(segment, asked.get(i, [])) for i, segment in enumerate(segments)], shared)
+        return Plan([_asking(segment, asked.get(i, [])) for i, segment in enumerate(segments)], shared)
 
     def _segments(self, pieces: list[str], trace: Trace) -> list[Segment]:
         """Literals and marker numbers, alternating -> segments, each cut at the first chance after a text."""
@@ -170,14 +171,10 @@ class Compiled:
         segments.append(_segment(current))
         return segments
 
-    def _numbered(self, segment: Segment, questions: list[Question]) -> Segment:
-        if len(segment.pieces) > 1:
-            return segment
-        own = tuple(sorted((_renumber(question) for question in questions), key=repr))
-        asks = self._asked.setdefault(own, len(self._asked))
-        key = (segment.before, segment.after)
-        kind = self._kinds.setdefault(key, len(self._kinds) + 1)
-        return replace(segment, kind=kind, questions=own, asks=asks)
+
+def _asking(segment: Segment, questions: list[Question]) -> Segment:
+    """The segment with the questions asked of its text alone, in an order that does not depend on the plan."""
+    return replace(segment, questions=tuple(sorted(map(_renumber, questions), key=repr))) if questions else segment
 
 
 def _put(shapes: dict[Any, Any], shape: Any, value: Any) -> None:
@@ -188,11 +185,15 @@ def _put(shapes: dict[Any, Any], shape: Any, value: Any) -> None:
 
 def _segment(pieces: list[Any]) -> Segment:
     if len(pieces) == 1:
-        return Segment(0, -1, pieces[0], "", (), ())
+        return Segment(-1, pieces[0], "", (), ())
     if len(pieces) == 3:
         slot = pieces[1].index if isinstance(pieces[1], Slot) else -1
-        return Segment(0, slot, pieces[0], pieces[2], () if slot >= 0 else (pieces[1],), ())
-    return Segment(0, -1, "", "", tuple(pieces), ())
+        return Segment(slot, pieces[0], pieces[2], () if slot >= 0 else (pieces[1],), ())
+    return Segment(-1, "", "", tuple(pieces), ())
+
+
+def _digest(text: str) -> bytes:
+    return sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 def _renumber(value: Any) -> Any:

@@ -3,8 +3,10 @@
 A prompt comes as segments whose tokens, one after the other, are the prompt's tokens (cut only
 where `tokenizer.safe_cuts` allows). Segments form a tree: a node is a segment behind a certain
 parent, with its own tokens and the hashes of the blocks it completes. It is found under
-(parent, kind of literals, text or, of a long one, its SHA-256), all of which the dictionary
-compares for equality: a known prefix gives exactly what tokenizing it again would.
+(parent, SHA-256 of the literals around its text, text or, of a long one, its SHA-256), all of which the
+dictionary compares for equality. Every part of the key is content, nothing is a number that a template gave
+out: a known prefix gives exactly what tokenizing it again would, also where several templates, or a template
+compiled anew for another version of the engine, share one memo.
 
 Bounded in bytes by two generations: what is used is in the young one; when that has half of
 the budget it becomes the old one, and what was old and unused is gone.
@@ -30,13 +32,13 @@ _NODE_BYTES = 500          # a node, its key, its serial and its place in the di
 # keeps them, twice to four times their bytes where one character is outside Latin 1. 420 kB cost 0.3 ms instead of 0.1.
 _LONG = 16_384             # characters
 
-Key = tuple[int, int, str | bytes]               # parent's serial, kind of segment, text
+Key = tuple[int, bytes, str | bytes]             # parent's serial, digest of the literals, text
 # serial (never used twice), tokens, hashes of the blocks it completes (uint64; as Python ints they
 # would take five times the space, each in a cache line of its own), bytes of tokens up to its end,
-# the last of them that fill no block, characters up to its end, number of the questions its text
+# the last of them that fill no block, characters up to its end, digest of the questions its text
 # has answered. A plain tuple of plain things: the garbage collector stops tracking it, so a memo
 # of a million nodes costs nothing at each full collection.
-Node = tuple[int, bytes, bytes, int, bytes, int, int]
+Node = tuple[int, bytes, bytes, int, bytes, int, bytes]
 _ASKED = 6
 
 
@@ -78,9 +80,9 @@ class Prefixes:
         end, tail, chars = len(lead), lead, 0
         known = 0
         for segment in segments:
-            kind, slot, asks = segment.quick
+            literals, slot, asks = segment.quick
             text = slots[slot] if slot >= 0 else segment.text(slots)
-            key = (parent, kind, text if len(text) < _LONG else _digest(text))
+            key = (parent, literals, text if len(text) < _LONG else _digest(text))
             node = young.get(key)
             if node is None:
                 node = old.get(key)
@@ -124,9 +126,9 @@ class Prefixes:
             end += len(ids)
             chars += len(print_)
             full = (end - start) // width
-            kind, _, asks = segment.quick
+            literals, _, asks = segment.quick
             if parent:
-                key = (parent, kind, text if len(text) < _LONG else _digest(text))
+                key = (parent, literals, text if len(text) < _LONG else _digest(text))
             serial = next(self._serials)
             mine = new[done:full].tobytes()
             node = (serial, ids, mine, end, data[full * width:end - start], chars, asks)

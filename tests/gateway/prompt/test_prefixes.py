@@ -69,9 +69,9 @@ def test_seeds_and_leading_tokens_do_not_mix(tokenizer):
 
 def test_segments_of_different_literals_do_not_mix(tokenizer):
     prefixes = Prefixes(tokenizer, 4, 10**8)
-    for kind, before in ((1, CUT), (2, CUT + " "), (3, CUT)):
-        segment = Segment(kind, 0, before, "!" * kind, (), ())
-        assert prefixes.tokens(SEED, [segment], ["text"]).tokens == tokenizer.encode(before + "text" + "!" * kind)
+    for before, text, after in ((CUT, "text", "!"), (CUT + " ", "text", "!"), (CUT, "text", "!!"), (CUT + "text", "", "!"), (CUT, "", "text!")):
+        segment = Segment(0, before, after, (), ())
+        assert prefixes.tokens(SEED, [segment], [text]).tokens == tokenizer.encode(before + text + after)
 
 
 def test_bytes_are_bounded(tokenizer):
@@ -132,8 +132,8 @@ def test_questions_are_asked_of_new_texts_and_when_they_change(tokenizer):
     prefixes = Prefixes(tokenizer, 16, 10**8)
     no_x = ("contains", (("strip", ("text",), (), None),), ("X",), False)     # about a literal: always true
     has_a = ("contains", ("abc",), ("Z",), True)                             # and one that is never
-    easy = Segment(1, 0, CUT, "", (), (no_x,), 1)
-    hard = Segment(1, 0, CUT, "", (), (has_a,), 2)
+    easy = Segment(0, CUT, "", (), (no_x,))
+    hard = Segment(0, CUT, "", (), (has_a,))
     prefixes.tokens(SEED, [easy], ["text"])
     with pytest.raises(Mismatch):
         prefixes.tokens(SEED, [hard], ["text"])

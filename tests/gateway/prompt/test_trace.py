@@ -145,7 +145,7 @@ def test_segments_end_before_the_first_cut_after_a_text():
     compiled = Compiled("{% for m in messages %}<s>{{ m.content }}</s>\n{% endfor %}<s>a", {}, ["<s>", "</s>"])
     plan, slots = plan_of(compiled, talk("x", "y"))
     assert [s.before + s.text(slots) + s.after for s in plan.segments] == ["<s>x", "</s>\n<s>y", "</s>\n<s>a"]
-    assert plan.segments[0].kind != plan.segments[1].kind
+    assert plan.segments[0].quick != plan.segments[1].quick
 
 
 def test_objects_in_calls_are_dumped_and_printed():

@@ -78,7 +78,7 @@ class Gateway:
         self.name = f"{workers} redis" if redis else str(workers)
         self.redis = redis
         port, self.admin = started(
-            stack, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--model", "sim",
+            stack, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--model", "sim", "--cached-tokens-header",
             "--workers", str(workers), *(["--redis-url", redis] if redis else []), "--replica-url", *engines, ports=2,
         )  # fmt: skip
         self.pids: list[int] = []

@@ -65,7 +65,7 @@ def _metavar(name: str, annotation: Any) -> str:
     if name in SIZES:
         return "BYTES"
     if typing.get_origin(annotation) is tuple:
-        return "POLICY,..."
+        return {"allow_path": "PATH,...", "admin_allow_host": "NAME,..."}.get(name, "POLICY,...")
     return "SECONDS" if name.endswith("_s") else {int: "N", str: "NAME"}.get(annotation, "FILE")
 
 

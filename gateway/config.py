@@ -22,6 +22,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from replicas import profile
 from replicas.replica import parse_url
 
+from .dispatch.paths import check_allowed
+
 ENV_PREFIX = "HITHERTO_"
 DEFAULT_FILE = "hitherto.yaml"
 SIZES = ("cache_budget", "max_body_bytes")  # fields that are bytes and read best with a unit
@@ -76,6 +78,10 @@ def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     return urls
 
 
+def _check_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(check_allowed, paths))
+
+
 def _check_redis(url: str) -> str:
     from cachemap.share import parse  # a fifth of a second, for those who use it
 
@@ -87,6 +93,7 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Urls = Annotated[tuple[str, ...], BeforeValidator(_split_urls), AfterValidator(_check_urls)]
+Paths = Annotated[tuple[str, ...], BeforeValidator(_split_names), AfterValidator(_check_paths)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 PolicyName = Literal[
@@ -133,7 +140,9 @@ class Settings(BaseModel):
     idle_timeout_s: Seconds = Field(120.0, description="silence after which a client's connection is closed, or a stream given up")
     drain_timeout_s: Seconds = Field(30.0, description="time running requests get to finish when the gateway stops")
 
-    response_headers: bool = Field(True, description="tell clients x-hitherto-replica and x-hitherto-cached-tokens")
+    allow_path: Paths = Field((), description="further paths of the engines that clients may reach, like /v1/audio/speech or /v1/images/*; the inference API is always allowed")
+    response_headers: bool = Field(True, description="tell clients in x-hitherto-replica which replica answered")
+    cached_tokens_header: bool = Field(False, description="tell clients in x-hitherto-cached-tokens how much of their prompt was cached, and so whether somebody asked it before")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
     access_log: bool = Field(False, description="log one line per request")
 

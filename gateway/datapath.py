@@ -53,6 +53,8 @@ def dispatcher(settings: Settings, spans: Spans | None, kind: type[Dispatcher] =
         request_timeout=settings.request_timeout_s,
         idle_timeout=settings.idle_timeout_s,
         response_headers=settings.response_headers,
+        cached_tokens_header=settings.cached_tokens_header,
+        allow_paths=settings.allow_path,
         on_end=access if spans is None else functools.partial(_traced, access),
         tokenize_once=settings.tokenize_once == "auto",
         shadows=settings.shadow,

@@ -46,7 +46,7 @@ class Stack:
         self.base_url = f"http://127.0.0.1:{port}"
         self.admin = Client(f"http://127.0.0.1:{admin_port}", timeout=5)
         self._argv = [sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", str(port),
-                      "--admin-port", str(admin_port), "--policy", policy, "--launch", str(launch),
+                      "--admin-port", str(admin_port), "--policy", policy, "--cached-tokens-header", "--launch", str(launch),
                       "--profile", profile, *(["--model", str(model)] if model else [])]
         self._folder = tempfile.TemporaryDirectory(prefix="loadgen-")
         self._log = Path(self._folder.name, "gateway.log")

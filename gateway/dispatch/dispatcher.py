@@ -31,6 +31,7 @@ from .life import Failure, Life
 from .newcomers import Newcomers
 from .once import TokenizeOnce
 from .outcomes import Outcomes
+from .paths import PROMPT_PATHS, AllowedPaths, refusal
 from .preparation import Preparation
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
@@ -48,16 +49,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto.dispatch")
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-# What is read for its prompt, and the label it has in metrics; anything else goes through by load alone.
-PROMPT_PATHS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/v1/embeddings": "embeddings",
-    "/tokenize": "tokenize",
-    "/detokenize": "detokenize",
-}
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
 MANY = 16  # replicas from which they are weighed as arrays: below, one after the other is quicker
@@ -84,6 +75,8 @@ class Dispatcher:
         on_end: Callable[[Life, str, Usage | None], None] | None = None,
         tokenize_once: bool = True,
         shadows: Sequence[str] = (),
+        cached_tokens_header: bool = False,
+        allow_paths: Sequence[str] = (),
         life: Callable[[Dispatcher, Downstream, Request, bytes, str], Life] = Life,
     ):
         self.pipeline = pipeline
@@ -96,6 +89,8 @@ class Dispatcher:
         self.request_timeout = request_timeout
         self.idle_timeout = idle_timeout
         self.response_headers = response_headers
+        self.cached_tokens_header = cached_tokens_header
+        self.allowed_paths = AllowedPaths(allow_paths)
         self.replicas = replicas  # all that are known, for the words of a 503; `backends` are those that were ready once
         self.on_traffic = on_traffic  # (replica id, None or the kind of failure): what health learns from traffic
         self.newcomers = Newcomers(ask_models)
@@ -176,6 +171,8 @@ class Dispatcher:
             life.refused(Failure(503, "the gateway is shutting down; ask another one", code="shutting_down"))
         elif local is not None and request.method not in ("GET", "HEAD"):
             life.refused(Failure(405, f"{request.method} is not supported for {path}", allow=b"GET, HEAD"))
+        elif path not in PROMPT_PATHS and path not in self.allowed_paths:
+            life.refused(Failure(404, refusal(path), code="path_not_allowed"))
         elif path in PROMPT_PATHS and request.method not in ("POST", "OPTIONS"):
             life.refused(Failure(405, f"{request.method} is not supported for {path}", allow=b"POST, OPTIONS"))
         elif request.method not in METHODS:

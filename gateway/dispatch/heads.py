@@ -27,13 +27,14 @@ def request_head(life: Life, length: int) -> bytes:
     return head + b"\r\n"
 
 
-def response_lines(life: Life, told: bool, last: bool) -> bytes:
-    """`told`: of replica and overlap, too; `last`: the connection ends with it."""
+def response_lines(life: Life, last: bool) -> bytes:
+    """The header lines that the gateway adds to a replica's answer; `last`: the connection ends with it."""
+    dispatcher = life.dispatcher
     lines = b"" if life.held.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % life.id
-    if told:
+    if dispatcher.response_headers:
         lines += b"x-hitherto-replica: %b\r\n" % life.backend.id.encode()
-        if life.prompt is not None:
-            lines += b"x-hitherto-cached-tokens: %d\r\n" % life.overlap
+    if dispatcher.cached_tokens_header and life.prompt is not None:
+        lines += b"x-hitherto-cached-tokens: %d\r\n" % life.overlap
     if last or life.held.until_close or not life.request.keep_alive:
         lines += b"connection: close\r\n"
     return lines

@@ -284,7 +284,7 @@ class Life:
         self.dispatcher.outcomes.first_byte(self)
         if self.label == "responses" or self.response is not None:
             self.dispatcher.responses.answered(self, data)
-        lines = response_lines(self, self.dispatcher.response_headers, self.dispatcher.draining)
+        lines = response_lines(self, self.dispatcher.draining)
         self.client.transport.write(self.held.block(lines) + data)
 
     def _settle(self, _: object) -> None:

@@ -41,9 +41,9 @@ class Running:
 
 @asynccontextmanager
 async def running(*args: str, env: dict[str, str] = {}):
-    """`hitherto serve ARGS` on free ports; ended with SIGTERM, and every process it made with it."""
+    """`hitherto serve ARGS` on free ports, which tells what it predicted; ended with SIGTERM, and every process it made with it."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", *args,
+        sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--cached-tokens-header", *args,
         stderr=asyncio.subprocess.PIPE, env={**os.environ, **env},
     )  # fmt: skip
     log: list[bytes] = []

@@ -452,7 +452,7 @@ async def test_an_early_answer_to_a_large_body_does_not_poison_the_connection():
 
     async with stack(script) as s:
         talk = await s.talk()
-        await talk.say(post(b"x" * 30_000_000, path=b"/other"))
+        await talk.say(post(b"x" * 30_000_000, path=b"/v1/audio/transcriptions"))
         assert (await talk.response())[0] == 413
         await talk.say(post())
         assert (await talk.response())[0] == 200

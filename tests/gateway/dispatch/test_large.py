@@ -48,7 +48,7 @@ def gated():
 async def test_a_million_tokens_go_through():
     pipeline, seen = Pipeline(sim_model_dir(), "m", 16), []
     body = chat(WORDS * 72_000)
-    async with stack(answers(seen=seen), pipeline=pipeline) as s:
+    async with stack(answers(seen=seen), pipeline=pipeline, cached_tokens_header=True) as s:
         talk = await s.talk()
         await talk.say(post(body))
         status, headers, _ = await talk.response(30)

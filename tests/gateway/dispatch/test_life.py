@@ -17,7 +17,7 @@ from .stack import stack
 
 async def test_a_plain_answer_passes_and_says_where_it_came_from():
     seen = []
-    async with stack(answers(seen=seen)) as s:
+    async with stack(answers(seen=seen), cached_tokens_header=True) as s:
         talk = await s.talk()
         await talk.say(post(extra=b"Authorization: Bearer secret\r\nX-Custom: 1\r\nConnection: x-gone\r\nX-Gone: 1\r\n"))
         status, headers, body = await talk.response()
@@ -31,6 +31,17 @@ async def test_a_plain_answer_passes_and_says_where_it_came_from():
         assert b"x-gone" not in head and b"connection" not in head
         assert b"client.example" not in head and b"host: 127.0.0.1:" in head
         await eventually(s.idle)
+
+
+@pytest.mark.parametrize("body", [BODY, LONG], ids=["short", "long"])
+async def test_a_stranger_is_not_told_whether_a_prompt_was_asked_before(body):
+    async with stack(answers()) as s:
+        talk, told = await s.talk(), []
+        for _ in range(2):
+            await talk.say(post(body))
+            _, headers, _ = await talk.response()
+            told.append({name: value for name, value in headers.items() if name != "x-request-id"})
+        assert told[0] == told[1] and "x-hitherto-replica" in told[0] and "x-hitherto-cached-tokens" not in told[0]
 
 
 async def test_the_clients_request_id_is_kept():
@@ -94,9 +105,9 @@ async def test_head_passes_without_a_body_and_the_connection_lives_on():
 
     async with stack(script) as s:
         talk = await s.talk()
-        await talk.say(b"HEAD /thing HTTP/1.1\r\nHost: x\r\n\r\n")
+        await talk.say(b"HEAD /version HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"content-length: 5" in (await talk.until(b"\r\n\r\n")).lower()
-        await talk.say(b"GET /thing HTTP/1.1\r\nHost: x\r\n\r\n")
+        await talk.say(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await talk.response())[2] == b"hello"
 
 
@@ -132,7 +143,7 @@ async def test_chunked_request_bodies_arrive_with_their_length():
         (post(json.dumps({"model": "nope", "messages": []}).encode()), 404, "model_not_found"),
         (b"GET /v1/chat/completions HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
         (b"DELETE /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
-        (b"TRACE /x HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
+        (b"TRACE /version HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
     ],
 )
 async def test_the_clients_own_faults_come_back_as_openai_errors(raw, status, code):
@@ -185,7 +196,7 @@ async def test_models_are_merged_over_replicas():
         assert [(one["id"], one["parent"]) for one in listed] == [("adapter", "m"), ("m", None)]
 
 
-async def test_any_other_path_passes_by_load_alone():
+async def test_what_has_no_prompt_passes_by_load_alone():
     seen = []
     async with stack(answers(seen=seen)) as s:
         talk = await s.talk()
@@ -234,7 +245,7 @@ async def test_errors_of_the_wire_have_the_shape_of_the_api_that_was_asked():
         assert status == 413 and json.loads(body) == {"type": "error", "error": {"type": "request_too_large", "message": json.loads(body)["error"]["message"]}}
 
 
-@pytest.mark.parametrize(("line", "allow"), [(b"GET /v1/chat/completions", "POST, OPTIONS"), (b"POST /v1/models", "GET, HEAD"), (b"TRACE /x", "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT")])
+@pytest.mark.parametrize(("line", "allow"), [(b"GET /v1/chat/completions", "POST, OPTIONS"), (b"POST /v1/models", "GET, HEAD"), (b"TRACE /version", "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT")])
 async def test_405_says_what_would_do(line, allow):
     async with stack(answers()) as s:
         talk = await s.talk()

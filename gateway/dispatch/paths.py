@@ -1,0 +1,69 @@
+"""Which paths of an engine clients may reach.
+
+Engines serve more on their one port than inference: vLLM has `/pause`, `/scale_elastic_ep` and `/load_lora_adapter` there,
+in development mode also `/sleep`, `/collective_rpc` and `/reset_prefix_cache`, and most of them ask for no key. A client
+of the gateway gets what vLLM's documentation ("Online Serving") offers to clients, and what the operator adds with
+`--allow-path`. Everything else is the operator's, who reaches it at `/replicas/ID/engine/PATH` of the admin side.
+
+Paths are compared as the client wrote them, before any decoding. An engine decodes `%73leep` and may resolve `..`, so
+where a path is allowed by its beginning, its rest must be free of both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+# The paths that are read for their prompt, and the label each has in metrics.
+PROMPT_PATHS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+# The rest of the inference API: sent on by load alone.
+OTHER_PATHS = frozenset((
+    "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/chat/completions/derender",
+    "/v1/completions/render", "/v1/completions/derender",
+    "/v1/messages/count_tokens", "/v1/messages/render", "/v1/responses/render",
+    "/v1/audio/transcriptions", "/v1/audio/translations",
+    "/v1/models", "/health", "/version", "/tokenizer_info",
+    "/v2/embed", "/cohere/v2/chat", "/pooling", "/classify", "/score", "/v1/score",
+    "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone",
+    "/inference/v1/generate", "/ping", "/invocations",
+))  # fmt: skip
+STORED_RESPONSE = re.compile(r"/v1/responses/(?!\.+(?:/|\Z))[\w.:-]{1,200}(?:/(?:cancel|input_items))?", re.ASCII)
+# What may follow the beginning of a path that was allowed with `/*`.
+PLAIN_REST = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[\w.~:@!$&'()+,=-]+(?:/|\Z))*", re.ASCII)
+
+
+def check_allowed(path: str) -> str:
+    """One value of `--allow-path`: a path, or the beginning of paths followed by `/*`. Raises ValueError."""
+    if not re.fullmatch(r"/(?:[^\s?#*%]*/)?(?:\*|[^\s?#*%]*)", path):
+        raise ValueError(f"{path!r} is not a path like /v1/audio/speech, or the beginning of several like /v1/images/*")
+    return path
+
+
+class AllowedPaths:
+    """What clients may ask of replicas: the inference API, and `extra` as `--allow-path` takes it."""
+
+    def __init__(self, extra: Sequence[str] = ()):
+        self._exact = OTHER_PATHS | PROMPT_PATHS.keys() | {path for path in extra if not path.endswith("/*")}
+        self._beginnings = tuple(path[:-1] for path in extra if path.endswith("/*"))
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._exact or STORED_RESPONSE.fullmatch(path) is not None or any(
+            path.startswith(beginning) and PLAIN_REST.fullmatch(path, len(beginning)) for beginning in self._beginnings
+        )  # fmt: skip
+
+
+def refusal(path: str) -> str:
+    """What a client is told that asked for a path outside the allow-list."""
+    shown = path[:200]
+    return (
+        f"{shown} is not part of the inference API, so this gateway does not send it to an engine. "
+        f"Operators reach it at /replicas/ID/engine{shown} of the admin side, or open it to clients with --allow-path {shown}"
+    )

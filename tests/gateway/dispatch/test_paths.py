@@ -1,0 +1,93 @@
+"""Which paths of an engine a client reaches: real sockets, an engine that would answer everything."""
+
+import json
+
+import pytest
+
+from gateway.config import ConfigError, load
+
+from .replies import BODY, answers, post
+from .stack import stack
+
+# The operator's verbs of vLLM 0.32 (in development mode, too), of the simulated engine, and ways to write them differently.
+OPERATORS = (
+    "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/abort_requests",
+    "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/collective_rpc", "/server_info", "/metrics", "/load",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/start_profile", "/stop_profile", "/scale_elastic_ep",
+    "/is_scaling_elastic_ep", "/update_weights", "/init_weight_transfer_engine", "/kv_event_sources", "/openapi.json", "/docs",
+    "/faults", "/",
+    "//sleep", "/sleep/", "/%73leep", "/v1/../sleep", "/v1/chat/completions/../../../sleep", "/v1/chat/completions/",
+    "/v1/responses/..", "/v1/responses/../cancel", "/v1/responses/../../sleep", "/v1/responses/%2e%2e/sleep", "/v1/responses/x%2f..%2f..%2fsleep",
+    "/v1/responses/resp_1/cancel/x", "/v1/models/../../sleep", "/;/sleep", "/v1/chat/completions;/../sleep", "/SLEEP",
+    "http://engine/sleep", "http://engine:8000//sleep", "/sleep?/v1/chat/completions", "/sleep#/v1/models",
+)  # fmt: skip
+# What vLLM documents for clients.
+CLIENTS = (
+    "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/completions/render",
+    "/v1/completions/derender", "/v1/messages/count_tokens", "/v1/messages/render", "/v1/responses/render",
+    "/v1/responses/resp_0a-b", "/v1/responses/resp_0a-b/cancel", "/v1/audio/transcriptions", "/v1/audio/translations",
+    "/version", "/tokenizer_info", "/v2/embed", "/cohere/v2/chat", "/pooling", "/classify", "/score", "/v1/score", "/rerank",
+    "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone", "/inference/v1/generate", "/ping", "/invocations",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize", "/detokenize",
+    "/version?x=/sleep", "http://gateway:8080/v1/rerank",
+)  # fmt: skip
+
+
+async def test_an_operators_verb_reaches_no_engine_and_the_refusal_says_where_it_goes():
+    seen = []
+    async with stack(answers(seen=seen)) as s:
+        talk = await s.talk()
+        for path in OPERATORS:
+            for method in (b"POST", b"GET", b"OPTIONS"):
+                await talk.say(post(b"{}", path=path.encode()).replace(b"POST", method, 1))
+                status, _, body = await talk.response()
+                assert status == 404, path
+                told = json.loads(body)["error"]
+                assert told["code"] == "path_not_allowed" and "--allow-path" in told["message"] and "/replicas/ID/engine" in told["message"]
+        await talk.say(post(b"{}", path=b"/v1/messages/batches"))
+        assert json.loads((await talk.response())[2])["error"]["type"] == "not_found_error", "Anthropic's format below /v1/messages"
+        assert seen == [] and s.idle()
+        assert s.metrics.requests.total(status="4xx") == 3 * len(OPERATORS) + 1
+
+
+async def test_all_that_vllm_has_for_clients_reaches_the_engine():
+    seen = []
+    async with stack(answers(seen=seen)) as s:
+        talk = await s.talk()
+        for path in CLIENTS:
+            await talk.say(post(BODY, path=path.encode()))
+            assert (await talk.response())[0] == 200, path
+        assert len(seen) == len(CLIENTS)
+
+
+async def test_further_paths_are_the_operators_to_allow():
+    seen = []
+    async with stack(answers(seen=seen), allow_paths=("/v1/images/*", "/generate", "/load")) as s:
+        talk = await s.talk()
+        for path, expected in (
+            ("/v1/images/generations", 200), ("/v1/images/a/b.png", 200), ("/v1/images/", 200), ("/generate", 200), ("/load", 200),
+            ("/v1/images", 404), ("/v1/images/../sleep", 404), ("/v1/images/a/../../sleep", 404), ("/v1/images/%2e%2e/sleep", 404),
+            ("/v1/images//sleep", 404), ("/v1/images/a\\..\\sleep", 404), ("/v1/images/./sleep", 404), ("/generate/x", 404), ("/sleep", 404),
+        ):  # fmt: skip
+            await talk.say(post(BODY, path=path.encode()))
+            assert (await talk.response())[0] == expected, path
+    assert len(seen) == 5
+
+
+async def test_everything_can_be_allowed():
+    async with stack(answers(), allow_paths=("/*",)) as s:
+        talk = await s.talk()
+        for path in (b"/sleep", b"/v1/load_lora_adapter", b"/"):
+            await talk.say(post(BODY, path=path))
+            assert (await talk.response())[0] == 200
+
+
+def test_allowed_paths_are_settings():
+    assert load({"allow_path": "/a,/b/*"}, {}).settings.allow_path == ("/a", "/b/*")
+    assert load({}, {"HITHERTO_ALLOW_PATH": "/a /b"}).settings.allow_path == ("/a", "/b")
+
+
+@pytest.mark.parametrize("path", ["sleep", "/a*", "/*/b", "/a?b", "/%61", "/a#b"])
+def test_a_path_that_never_matches_is_refused_at_once(path):
+    with pytest.raises(ConfigError, match="flag --allow-path: allow_path: .* is not a path like"):
+        load({"allow_path": path}, {})

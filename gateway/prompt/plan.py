@@ -18,11 +18,18 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
+from .bounded import Bounded, bytes_of
 from .shape import put_in
 from .trace import MARKER, Pair, Question, Slot, Trace, Untraceable, answered, raw_of, slots_in, text_of
 from .tracing import TracingEnvironment
 
-_MAX_PLANS = 2048          # shapes kept; the oldest goes first
+# Memory for the plans of one template, and for the shapes that wait for theirs: a plan of 40 messages and 20 kB of tools
+# takes 40 kB, so some 1,500 of them.
+PLANS_BYTES = 64 * 1024 * 1024
+SEEN_BYTES = 4 * 1024 * 1024
+# A shape that takes more is rendered by Jinja each time: 100 messages take 10 kB.
+_LARGEST_SHAPE = 256 * 1024
+_SEGMENT_BYTES = 120       # a segment without what it refers to
 _MAX_WAYS = 6              # plans per shape: ways its texts answered the template's questions
 # Compiling takes as long as 4 to 6 renderings, and most shapes of agents (who called what when)
 # come once or twice: wait until rendering has cost as much.
@@ -83,6 +90,12 @@ class Plan:
     segments: list[Segment]
     questions: list[Question]      # those that no single segment can answer
 
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        parts = [(one.before, one.after, one.pieces, one.questions, one.quick) for one in self.segments]
+        return _SEGMENT_BYTES * len(parts) + bytes_of(parts) + bytes_of(self.questions)
+
 
 class Compiled:
     """The plans of one template. Thread safe."""
@@ -92,8 +105,8 @@ class Compiled:
         self._special_tokens = special_tokens
         alternatives = "|".join(map(re.escape, sorted(cuts, key=len, reverse=True)))
         self._cut = re.compile(alternatives or "(?!)")
-        self._plans: dict[Any, list[Plan]] = {}
-        self._seen: dict[Any, int] = {}            # shapes that no plan fitted, how often
+        self._plans: Bounded[Any, list[Plan]] = Bounded(PLANS_BYTES)
+        self._seen: Bounded[Any, int] = Bounded(SEEN_BYTES)      # shapes that no plan fitted, how often
         self._lock = threading.Lock()
         try:
             if _RESERVED.search(source + "".join(special_tokens.values())):
@@ -109,24 +122,31 @@ class Compiled:
 
     def plans(self, shape: Any) -> list[Plan]:
         """Plans for this shape; whether one applies is for its questions to say."""
-        return self._plans.get(shape, _NONE)
+        return self._plans.get(shape) or _NONE
 
     def learn(self, shape: Any, conversation: list[dict[str, Any]], slots: list[Any],
               tools: Any, variables: dict[str, Any]) -> None:
         """Note a request that no plan fitted; compile its shape if that is worth it."""
+        size = bytes_of(shape)
+        if size > _LARGEST_SHAPE:
+            return
         with self._lock:
-            known = self._plans.get(shape, [])
+            known = self._plans.get(shape) or _NONE
             if self.why_not or len(known) >= _MAX_WAYS:
                 return
-            seen = self._seen.pop(shape, 0) + 1
+            seen = (self._seen.get(shape) or 0) + 1
             if seen < _PATIENCE:
-                _put(self._seen, shape, seen)
+                self._seen.put(shape, seen, size)
                 return
+            self._seen.pop(shape)
             try:
                 plan = self._compile(shape, conversation, slots, tools, variables)
             except Exception:       # Untraceable, or a refusal that plain Jinja will word
                 plan = _NEVER
-            _put(self._plans, shape, [*known, plan])
+            if plan.size > PLANS_BYTES // 32:
+                plan = _NEVER
+            plans = [*known, plan]
+            self._plans.put(shape, plans, size + sum(one.size for one in plans))
 
     def _compile(self, shape: Any, conversation: list[dict[str, Any]], slots: list[Any],
                  tools: Any, variables: dict[str, Any]) -> Plan:
@@ -175,12 +195,6 @@ class Compiled:
 def _asking(segment: Segment, questions: list[Question]) -> Segment:
     """The segment with the questions asked of its text alone, in an order that does not depend on the plan."""
     return replace(segment, questions=tuple(sorted(map(_renumber, questions), key=repr))) if questions else segment
-
-
-def _put(shapes: dict[Any, Any], shape: Any, value: Any) -> None:
-    shapes[shape] = value
-    while len(shapes) > _MAX_PLANS:
-        shapes.pop(next(iter(shapes)))
 
 
 def _segment(pieces: list[Any]) -> Segment:

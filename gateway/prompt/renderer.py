@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from hashlib import sha256
 from typing import Any
 
 import orjson
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _FIRST_CHECKED = 32
 _CHECK_MASK = 255
+_SHORT = 256      # bytes of tools and variables that a shape holds as they are; of more, their SHA-256
 _EXPONENT = re.compile(rb"\de\+?\d\d")     # as orjson writes what is rounded: 1.8446744073709552e+19
 
 
@@ -128,7 +130,7 @@ def _dumped(tools: Any, variables: Any) -> bytes:
     extra = orjson.dumps((tools, variables))
     if _EXPONENT.search(extra) and rounded([tools, variables]):
         raise Unroutable("a number of more than 64 bits")
-    return extra
+    return extra if len(extra) <= _SHORT else sha256(extra).digest()
 
 
 def _plain(messages: Any) -> tuple[tuple[str, ...], list[Any]] | None:

@@ -1,5 +1,7 @@
 """Templates run on stand-ins: what is compiled is right, what can't be followed is not compiled."""
 
+import tracemalloc
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
@@ -186,21 +188,55 @@ def test_shapes_tell_apart_all_that_is_not_text():
     assert shape(plain) == shape({**plain, "content": "y"})
 
 
-def test_a_shape_is_compiled_when_it_has_come_five_times_and_forgotten_when_many_came():
+def test_a_shape_is_compiled_when_it_has_come_five_times_and_kept_while_it_is_used(monkeypatch):
+    monkeypatch.setattr("gateway.prompt.plan.PLANS_BYTES", 100_000)
     compiled = Compiled(looped("{{ m.content }}"), {}, ["<s>"])
     messages = talk("x")
     shape, slots = describe(messages)
     for seen in range(5):
         assert compiled.plans(shape) == [], seen
         compiled.learn(shape, messages, slots, None, VARIABLES)
-    assert len(compiled.plans(shape)) == 1
-    for i in range(2100):
-        for _ in range(5):
-            compiled.learn((shape, i), messages, slots, None, VARIABLES)
-    assert compiled.plans(shape) == [] and len(compiled._plans) == 2048
-    for i in range(3000):
-        compiled.learn((shape, "once", i), messages, slots, None, VARIABLES)
-    assert len(compiled._seen) == 2048
+
+    def others(kind):
+        for i in range(120):
+            for _ in range(5):
+                compiled.learn((shape, kind, i), messages, slots, None, VARIABLES)
+            assert len(compiled.plans((shape, kind, i))) == 1
+            yield
+
+    for _ in others("while it is used"):
+        assert len(compiled.plans(shape)) == 1
+    for _ in others("while it is not"):
+        pass
+    assert compiled.plans(shape) == []
+
+
+def test_what_shapes_leave_behind_is_bounded_in_bytes(monkeypatch):
+    budget = 400_000
+    monkeypatch.setattr("gateway.prompt.plan.PLANS_BYTES", budget)
+    monkeypatch.setattr("gateway.prompt.plan.SEEN_BYTES", budget)
+    compiled = Compiled(looped("{{ m.content }}") + "{{ tools | tojson }}", {}, ["<s>"])
+    messages = talk("x")
+    shape, slots = describe(messages)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for i in range(400):
+            tools = [{"type": "function", "function": {"name": "f" * 4000, "description": str(i)}}]
+            for _ in range(5 if i % 2 else 1):
+                compiled.learn((shape, (str(i) * 1000,)), messages, slots, tools, VARIABLES)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert compiled.plans((shape, ("399" * 1000,))), "the last one is there"
+    assert budget / 4 < after - before < 2 * budget
+
+
+def test_a_shape_too_large_to_keep_is_not_kept():
+    compiled = Compiled(looped("{{ m.content }}"), {}, ["<s>"])
+    for _ in range(10):
+        compiled.learn(("user", "x" * 1_000_000), talk("x"), ["x"], None, VARIABLES)
+    assert compiled.plans(("user", "x" * 1_000_000)) == [] and len(compiled._seen) == 0
 
 
 def test_a_shape_has_so_many_ways_and_no_more():

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from .prompt import PromptError
+from .structure import MOST_OBJECTS, MOST_VALUES, arguments_too_much, too_much
 
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
@@ -29,22 +30,39 @@ def bad(message: str, param: str | None = None) -> PromptError:
 
 def parse(body: bytes) -> tuple[dict[str, Any], str]:
     """The object that the body holds, and what is unusual about it, or "". Raises PromptError."""
+    _bounded(too_much(body))
     note = ""
     try:
         request = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         try:
-            request = json.loads(body)
+            request = _as_python_reads(body)
         except (ValueError, RecursionError):
             raise bad(f"the body is not valid JSON: {error}") from None
         note = f"JSON that only Python reads ({error})"
     if type(request) is not dict:
         raise bad("the body must be a JSON object")
+    if len(body) > MOST_OBJECTS:
+        _bounded(arguments_too_much(request))
     if note:
         for name in _NAMES:
             if isinstance(request.get(name), str):
                 request[name] = request[name].encode("utf-8", "replace").decode()
     return request, note
+
+
+def _as_python_reads(body: bytes) -> Any:
+    encoding = json.detect_encoding(body)
+    if not encoding.startswith("utf-8"):
+        body = body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+        _bounded(too_much(body))
+    return json.loads(body)
+
+
+def _bounded(too_much: bool) -> None:
+    if too_much:
+        raise bad(f"the body holds more than {MOST_OBJECTS:,} objects, lists and members, or more than {MOST_VALUES:,} other values: "
+                  "send fewer of them in a request")
 
 
 def boolean(value: Any, key: str) -> bool:

@@ -185,6 +185,6 @@ def _address(host: str | None) -> dict[str, Any]:
     if not host:
         return {}
     name, colon, port = host[:LONGEST].rpartition(":")
-    if not colon or not port.isdecimal():
+    if not colon or not port.isdecimal() or len(port) > 5:  # a collector's integers have 64 bits
         return {"server.address": host[:LONGEST]}
     return {"server.address": name, "server.port": int(port)}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-# OpenAI chat, completions and responses; Anthropic messages.
-COUNT = re.compile(rb'"((?:prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens)"\s*:\s*(\d+)')
+# OpenAI chat, completions and responses; Anthropic messages. No engine counts as far as 19 digits.
+COUNT = re.compile(rb'"((?:prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens)"\s*:\s*(\d{1,18})(?!\d)')
 
 
 class Usage(NamedTuple):

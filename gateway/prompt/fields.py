@@ -22,6 +22,13 @@ _WHOLE = re.compile(r"\s*[+-]?\d+(?:_\d+)*(?:\.0*)?\s*", re.ASCII)
 _NAMES = ("model", "cache_salt", "session_id", "prompt_cache_key", "user")
 _MAX_TOKEN_ID = 0xFFFFFFFF
 _BEYOND_64_BITS = 2.0**63
+_LEAST, _MOST = -(2**63), 2**64 - 1        # vLLM takes no integer beyond; older ones fail with a 5xx
+_LONGEST_NUMBER = 100                      # characters; 64 bits take 20
+# What engines read as an integer and the gateway only passes on.
+_INTEGERS = frozenset({
+    "best_of", "dimensions", "logprobs", "max_logprobs", "max_tool_calls", "min_tokens", "priority", "prompt_logprobs", "seed",
+    "stream_interval", "thinking_token_budget", "top_k", "top_logprobs", "truncate_prompt_tokens",
+})  # fmt: skip
 
 
 def bad(message: str, param: str | None = None) -> PromptError:
@@ -76,24 +83,36 @@ def boolean(value: Any, key: str) -> bool:
 
 
 def integer(value: Any) -> int | None:
-    """None when it is none."""
-    if type(value) is int:
-        return value
-    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
-        return int(value)
-    if isinstance(value, str) and _WHOLE.fullmatch(value):
-        return int(value.partition(".")[0])
-    return None
+    """None when it is none, or has more than 64 bits."""
+    if isinstance(value, str):
+        value = int(value.partition(".")[0]) if len(value) <= _LONGEST_NUMBER and _WHOLE.fullmatch(value) else None
+    elif isinstance(value, float):
+        value = int(value) if value.is_integer() else None
+    return int(value) if isinstance(value, int) and _LEAST <= value <= _MOST else None
 
 
 def count(value: Any, key: str) -> int | None:
     """A number of at least 0, or None for null."""
-    if value is None or (type(value) is int and value >= 0):
+    if value is None or (type(value) is int and 0 <= value <= _MOST):
         return value
     number = integer(value)
     if number is None or number < 0:
-        raise bad(f"'{key}' must be an integer of at least 0", key)
+        raise bad(f"'{key}' must be an integer of at least 0 and at most 64 bits", key)
     return number
+
+
+def bounded_integers(request: dict[str, Any]) -> None:
+    """Raises PromptError for numbers that no engine's integer can hold; whatever else is wrong with them, the engine says."""
+    if _INTEGERS.isdisjoint(request):
+        return
+    for key in _INTEGERS & request.keys():
+        value = request[key]
+        if isinstance(value, str):
+            beyond = len(value) > _LONGEST_NUMBER or (_WHOLE.fullmatch(value) is not None and integer(value) is None)
+        else:
+            beyond = isinstance(value, int | float) and not _LEAST <= value <= _MOST
+        if beyond:
+            raise bad(f"'{key}' must be an integer of at most 64 bits", key)
 
 
 def prompts_of(given: Any, key: str) -> list[str | bytes]:

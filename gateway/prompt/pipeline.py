@@ -22,7 +22,7 @@ from cachemap import chain_seed, hash_blocks
 from .anthropic import Habits, from_messages, habits
 from .chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
 from .conversation import Multimodal, has_media
-from .fields import bad, boolean, count, integer, packed, parse, prompts_of
+from .fields import bad, boolean, bounded_integers, count, integer, packed, parse, prompts_of
 from .forward import LEAST_TOKENS, ids_suffice
 from .model import ModelFiles, load_model
 from .prefixes import Found, Prefixes
@@ -306,6 +306,7 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
         limit = get("max_output_tokens" if path == _RESPONSES else "max_tokens")
     prompt.max_tokens = count(limit, "max_tokens")
     prompt.n = count(get("n"), "n") or 1
+    bounded_integers(request)
     given = get("prompt" if path == _COMPLETIONS else "input") if path in (_COMPLETIONS, _EMBEDDINGS) else None
     prompt.several = prompt.n > 1 or (type(given) is list and len(given) > 1 and type(given[0]) is not int)
     prompt.reads_cache = not _wants_prompt_logprobs(request)

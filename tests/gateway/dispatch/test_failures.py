@@ -483,3 +483,16 @@ async def test_a_slow_upload_does_not_use_up_the_replicas_time():
         await talk.say(raw[80:])
         assert (await talk.response())[0] == 200
         assert s.faults == []
+
+
+@pytest.mark.parametrize("number", [b"9" * 4300, b'"%b"' % (b"9" * 4301), b"1e308"])
+async def test_a_number_that_no_engine_could_hold_is_refused_before_a_replica_is_asked(number):
+    seen = []
+    async with stack(answers(seen=seen)) as s:
+        talk = await s.talk()
+        for path in (b"/v1/chat/completions", b"/v1/messages"):
+            await talk.say(post(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": %b}' % number, path))
+            status, _, body = await talk.response()
+            error = json.loads(body)
+            assert status == 400 and "64 bits" in error["error"]["message"] and (error.get("type") == "error") is (path == b"/v1/messages")
+        assert not seen and not s.faults

@@ -280,6 +280,14 @@ async def test_what_is_not_read_for_its_prompt_has_a_span_without_tokens_or_path
     assert not any(b"secret" in span.raw for span in collector.spans)
 
 
+async def test_a_port_that_no_collector_could_hold_is_not_told(monkeypatch):
+    async with traced(monkeypatch, answers()) as made:
+        await ask(made, b"GET /version HTTP/1.1\r\nHost: x:" + b"9" * 900 + b"\r\n\r\n")
+        collector = await made.collected()
+    (server,) = collector.of("SERVER")
+    assert "server.port" not in server.told and len(server.told["server.address"]) <= 1000
+
+
 async def test_no_word_of_prompt_or_answer_leaves(monkeypatch):
     said = [b"Ozymandias", b"trunkless"]
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": said[0].decode()}], "user": said[0].decode()}).encode()

@@ -45,6 +45,7 @@ def test_no_booleans(given):
 
 @pytest.mark.parametrize("given, seen", [
     (3, 3), ("3", 3), (" +3 ", 3), ("3.0", 3), ("1_000", 1000), (3.0, 3), (True, 1), ("-1", -1),
+    (2**64 - 1, 2**64 - 1), (-(2**63), -(2**63)), (2**64, None), (-(2**63) - 1, None), (2.0**64, None), (str(2**64), None), (1e308, None), ("9" * 5000, None),
     (3.5, None), ("3.5", None), ("x", None), ("", None), (None, None), ([], None), (float("inf"), None), (float("nan"), None), ("\u0663", None)])
 def test_integers(given, seen):
     assert integer(given) == seen
@@ -55,6 +56,34 @@ def test_counts():
     for given in (-1, "-1", 1.5, "many"):
         with pytest.raises(PromptError, match="at least 0"):
             count(given, "k")
+
+
+HUGE = ["9" * 4300, "9" * 4301, '"%s"' % ("9" * 5000), '"%s"' % ("9" * 30), "1e308", "1" + "0" * 25, "-" + "9" * 25, "1e400"]
+
+
+@pytest.mark.parametrize("path, field", [
+    (CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (CHAT, "n"), (CHAT, "priority"), (CHAT, "seed"), (CHAT, "top_logprobs"),
+    (CHAT, "min_tokens"), (CHAT, "truncate_prompt_tokens"), (CHAT, "top_k"), ("/v1/completions", "best_of"), ("/v1/completions", "logprobs"),
+    ("/v1/completions", "prompt_logprobs"), ("/v1/responses", "max_output_tokens"), ("/v1/messages", "max_tokens"),
+    ("/v1/embeddings", "dimensions"), ("/tokenize", "max_tokens"), (CHAT, "stream"), (CHAT, "thinking_token_budget")])
+def test_numbers_that_no_integer_holds_are_the_clients_fault(sim, path, field):
+    for number in HUGE:
+        refused(sim, path, field, number)
+
+
+def refused(sim, path, field, number):
+    body = '{"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "%s": %s}' % (field, number)
+    with pytest.raises(PromptError) as caught:
+        sim[0].prepare(path, body.encode())
+    assert caught.value.status == 400 and ("64 bits" in caught.value.message or "not valid JSON" in caught.value.message or field == "stream")
+
+
+@pytest.mark.parametrize("field", ["prompt", "input"])
+@pytest.mark.parametrize("number", ['"%s"' % ("9" * 5000), "1e308", "9" * 30, '"%s"' % ("9" * 30)])
+def test_so_are_token_ids(sim, field, number):
+    with pytest.raises(PromptError) as caught:
+        sim[0].prepare("/v1/completions" if field == "prompt" else "/v1/embeddings", ('{"%s": [1, %s]}' % (field, number)).encode())
+    assert caught.value.status == 400
 
 
 def test_ids_as_pydantic_reads_them():

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from cachemap import CacheMap, EventIntake
+from cachemap.background import Background
 from policies import CostGroup, Ledger
 from replicas import Fleet, Replica, State
 from replicas import profile as profiles
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto")
 
+CARE = "care for replicas"  # of background work
+
 
 class Gateway:
     """One gateway: `await start()`, `await stop()`; between them it serves."""
@@ -49,6 +52,7 @@ class Gateway:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.metrics = Metrics()
+        self.background = Background()
         self.workers = Workers(self) if settings.workers > 1 else None
         self.map = self.workers.map if self.workers else CacheMap(settings.cache_budget)
         self.ledger = self.workers.ledger if self.workers else Ledger()
@@ -57,7 +61,7 @@ class Gateway:
         self.fleet.on_change.append(self._replica_changed)
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake | SharedIntake] = {}
-        self.shared = _shared_map(settings, self.map)
+        self.shared = _shared_map(settings, self.map, self.background)
         self.profile = _profile(settings) if settings.launch else None
         self.model_dir, self.served_name = _model(settings, self.profile)
         self.receiver = traces.receiver()
@@ -78,6 +82,7 @@ class Gateway:
         self.decisions = self.workers.questions if self.workers else Decisions(self.dispatcher)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
         self.view.shared = self.shared
+        self.view.background = self.background
         self.view.workers = self.workers
         # With workers each has a part of its own in the ledger of all gateways.
         self.shared_ledger = None if self.workers else datapath.shared_ledger(settings, self.metrics, self.ledger)
@@ -118,7 +123,7 @@ class Gateway:
             if isinstance(error, profiles.ProfileError):
                 raise ConfigError(f"--profile {error}") from None
             raise
-        self._caring = asyncio.create_task(self._care())
+        self._caring = self.background.spawn(CARE, self._care)
 
     async def stop(self, seconds: float) -> None:
         """Refuse new work, let running requests end for up to `seconds`, then stop everything that was started."""
@@ -187,7 +192,7 @@ class Gateway:
             backend.drift.reset()
         backend.incarnation = replica.incarnation
         self._learn_from(replica)
-        self._listen(backend)
+        self._listen(backend, anew=True)
 
     def _learn_from(self, replica: Replica) -> None:
         """What the gateway needs of the model is told by the engines that serve it."""
@@ -226,14 +231,17 @@ class Gateway:
         finally:
             self.view.waiting_for = None
 
-    def _listen(self, backend: Backend) -> None:
-        if backend.intake_task is not None:
-            backend.intake_task.cancel()
-            backend.intake_task = None
+    def _listen(self, backend: Backend, anew: bool = False) -> None:
+        """Follow the replica's events as it tells of them now. `anew`: whatever is known of its cache is void."""
         source = backend.source = backend.replica.events
-        self.map.observed(backend.slot, source is not None)
+
+        def begin() -> None:
+            if anew:
+                self.map.clear(backend.slot)
+            self.map.observed(backend.slot, source is not None)
+
         if source is None:
-            backend.intake = None
+            backend.listen(None, begin, self.background)
             self.intakes.pop(backend.id, None)
             why = next((one for one in backend.replica.problems if "events" in one), "no KV events are known of it")
             log.warning("replica %s: its cache is guessed from what is sent to it. %s", backend.id, why)
@@ -250,8 +258,8 @@ class Gateway:
             intake = self.shared.intake(backend.slot, backend.id, backend.incarnation, **following)
         else:
             intake = EventIntake(self.map, backend.slot, **following)
-        backend.intake = self.intakes[backend.id] = intake
-        backend.intake_task = asyncio.create_task(backend.intake.run(), name=f"events {backend.id}")
+        self.intakes[backend.id] = intake
+        backend.listen(intake, begin, self.background)
 
     async def _care(self) -> None:
         """A few times a second: what scrapes told reaches policies and drift; removed replicas are forgotten."""
@@ -261,17 +269,23 @@ class Gateway:
             if self.workers:
                 self.workers.tell()
             for backend in list(self.dispatcher.backends.values()):
-                if self.fleet.replicas.get(backend.id) is not backend.replica:
-                    self._forget(backend)
-                    continue
-                scrape = backend.replica.scrape
-                if scrape is None or seen.get(backend.id) == scrape.at:
-                    continue
-                seen[backend.id] = scrape.at
-                self.ledger.scraped(backend.id, scrape.waiting, scrape.kv_usage)
-                idle = backend.load.requests == 0 and monotonic() - scrape.at < 0.5
-                if backend.drift.counted(scrape.prefix_queries, scrape.prefix_hits, idle):
-                    self.dispatcher.outcomes.heal(backend, "the engine's own count of cached tokens differs from what was predicted")
+                try:
+                    self._care_for(backend, seen)
+                except Exception as error:  # one replica's trouble must not keep the others from being looked after
+                    self.background.failed(CARE, error, backend.id)
+
+    def _care_for(self, backend: Backend, seen: dict[str, float]) -> None:
+        if self.fleet.replicas.get(backend.id) is not backend.replica:
+            self._forget(backend)
+            return
+        scrape = backend.replica.scrape
+        if scrape is None or seen.get(backend.id) == scrape.at:
+            return
+        seen[backend.id] = scrape.at
+        self.ledger.scraped(backend.id, scrape.waiting, scrape.kv_usage)
+        idle = backend.load.requests == 0 and monotonic() - scrape.at < 0.5
+        if backend.drift.counted(scrape.prefix_queries, scrape.prefix_hits, idle):
+            self.dispatcher.outcomes.heal(backend, "the engine's own count of cached tokens differs from what was predicted")
 
     def _forget(self, backend: Backend) -> None:
         self.dispatcher.remove(backend.id)
@@ -307,13 +321,13 @@ def _profile(settings: Settings) -> Profile:
         raise ConfigError(f"--profile {error}") from None
 
 
-def _shared_map(settings: Settings, cachemap: CacheMap) -> SharedMap | None:
+def _shared_map(settings: Settings, cachemap: CacheMap, background: Background) -> SharedMap | None:
     """What gateways share of who holds what; none without Redis, nor where each follows the events itself."""
     if settings.redis_url is None or settings.event_intake == "each":
         return None
     from cachemap.share import SharedMap, parse  # a fifth of a second, for those who use it
 
-    return SharedMap(parse(settings.redis_url), settings.deployment, cachemap)
+    return SharedMap(parse(settings.redis_url), settings.deployment, cachemap, background)
 
 
 def _model(settings: Settings, profile: Profile | None) -> tuple[Path | None, str]:

@@ -154,6 +154,9 @@ def _gateway(settings: Settings, running: dict[str, Any] | None) -> Iterator[Fin
         yield Finding("ok", "gateway", f"runs, ready, policy {running['policy']}")
     else:
         yield Finding("fail", "gateway", f"runs but is not ready: {running['why_not']}", "see the replicas below")
+    for work, failures in running.get("background_failures", {}).items():
+        yield Finding("fail", "background work", f"{work} failed {failures['failures']} times, {failures['seconds_ago']:.0f} s ago with {failures['last']}",
+                      "the gateway started it again; its log has the traceback, which is worth a report")  # fmt: skip
     prompts = running["totals"]["prompts"]
     blind, total = prompts.get("load", 0) + prompts.get("text", 0), sum(prompts.values())
     if total and blind > 0.01 * total:

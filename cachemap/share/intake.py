@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto.share")
 
 UNREADABLE_SECONDS = 10.0  # until what could not be used is looked at again
+FAULT_SECONDS = 1.0  # after a fault of this gateway's own, before it is tried again
 TRIES = 5  # a snapshot may be replaced while its deltas are read
 
 
@@ -68,6 +69,7 @@ class SharedIntake:
         self.claim_at = 0.0  # when the lease may be asked for again
         self.stuck_at: float | None = None  # since when nothing could be written
         self._void = False
+        self.fault: str | None = None  # what of this gateway's own work on this replica failed, until it goes well again
         self.behind = 0  # looks in a row at which others were further than we, and we no further than at the look before
         self.looked_n = -1
 
@@ -99,6 +101,10 @@ class SharedIntake:
     def blocks_removed(self) -> int:
         return self.engine.blocks_removed + self._mirrored[1]
 
+    @property
+    def problems(self) -> list[str]:
+        return [*self.engine.problems, *([self.fault] if self.fault else [])]
+
     def __getattr__(self, name: str):
         """The rest is as the engine's events say, as far as they were followed here."""
         if name == "engine":
@@ -117,18 +123,23 @@ class SharedIntake:
             self.engine.request_finished(prompt_blocks)
 
     async def run(self) -> None:
+        """The replica's slot in the map must stay attached until this has ended."""
+        self.role, self._wanted, self._settled, self.mirroring = "joining", "joining", True, False
         self._shared.join(self)
         try:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
+                heed_cancellation()
                 if not self._settled:
                     await self._turn()
                     heed_cancellation()
         finally:
-            self._stop_following()
-            self._map.record(self._slot, None)
             self._shared.leave(self)
+            try:
+                self._end_journal()
+            finally:
+                await self._stop_following()
 
     # --- roles
 
@@ -159,7 +170,7 @@ class SharedIntake:
             elif wanted == "alone":
                 self._go_alone()
             else:
-                self._begin_void()
+                await self._begin_void()
             self._settled = self._wanted == wanted
         except Absent:
             self.role_reason = "another gateway leads and has not written yet"
@@ -169,6 +180,9 @@ class SharedIntake:
             self._go_alone()
         except FAILURES as error:
             self._shared.failed(error)
+        except Exception as error:
+            self._shared.stumbled(self, error)
+            await asyncio.sleep(FAULT_SECONDS)
 
     async def _lead(self) -> None:
         """The lease is ours. Go on from what the last writer wrote; without it, from the engine."""
@@ -211,12 +225,12 @@ class SharedIntake:
         self.keys = keys
         self.reload("another gateway knows its incarnation")
 
-    def _begin_void(self) -> None:
+    async def _begin_void(self) -> None:
         """Another gateway knows a newer incarnation: what is known of this one counts no more."""
         if not self._void:
             self._void = True
-            self._stop_following()
             self._end_journal()
+            await self._stop_following()
             self._map.clear(self._slot)
             self._position, self.term = Position(), None
         self._become("alone", "a newer incarnation of the replica is known to other gateways")
@@ -228,23 +242,40 @@ class SharedIntake:
 
     def _end_journal(self) -> None:
         if self.journal is not None:
-            self._map.record(self._slot, None)
             self.n, self.term, self.journal = self.journal.n, self.journal.term, None
+            self._map.record(self._slot, None)
 
     def _become(self, role: str, reason: str) -> None:
         if (role, reason) != (self.role, self.role_reason):
             log.info("replica %s: %s: %s", self.keys.replica, role, reason)
         self.role, self.role_reason = role, reason
+        if role != "alone":
+            self.fault = None
 
     def _follow_events(self) -> None:
         if self._following is None:
             self.engine.resume(*self._position, self._observed)
-            self._following = asyncio.create_task(self.engine.run(), name=f"events {self.keys.replica}")
+            self._following = asyncio.create_task(self._run_engine(), name=f"events {self.keys.replica}")
 
-    def _stop_following(self) -> None:
+    async def _run_engine(self) -> None:
+        """Follow the engine's events; after a failure all of them anew."""
+        failed = False
+        while True:
+            try:
+                if failed:
+                    self.engine.resync()
+                await self.engine.run()
+            except Exception as error:
+                failed = True
+                self._shared.stumbled(self, error)
+                await asyncio.sleep(FAULT_SECONDS)
+
+    async def _stop_following(self) -> None:
+        """Returns when nothing writes to the map any more on behalf of the engine's events."""
         if self._following is not None:
-            self._following.cancel()
-            self._following = None
+            following, self._following = self._following, None
+            following.cancel()
+            await asyncio.wait([following])
 
     # --- what others wrote
 
@@ -268,8 +299,8 @@ class SharedIntake:
             self._applied(*deltas[-1])
 
     async def _adopt(self, snapshot: Snapshot) -> None:
-        self._stop_following()
         self._end_journal()
+        await self._stop_following()
         self.mirroring = False
         for _ in self._map.become(self._slot, snapshot.contents):
             await asyncio.sleep(0)

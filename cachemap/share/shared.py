@@ -8,13 +8,15 @@ Whatever Redis does, a look-up goes to this process's own table.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 
+from cachemap.background import Background, Failures
 from cachemap.map import CacheMap
 from cachemap.share.connect import FAILURES, Place, Script, Ways, heed_cancellation, xread
 from cachemap.share.intake import SharedIntake
@@ -31,13 +33,16 @@ LOOK_SECONDS = 1.0
 SETTLE_SECONDS = 0.05  # between claims, while leases are free: gateways that start together share them
 POLL_MILLISECONDS = 250  # a read waits that long for news; who joins is heard after it
 STREAM_SECONDS = 5e-5  # between two reads, for each stream read
+PART = "shared map: one replica's part"  # of background work
 MOST_LOOKS = 128  # leases in one call: a server is blocked for about a millisecond
 
 
 class SharedMap:
     """`start`, then an `intake` for each replica with events; `stop` gives the leases back."""
 
-    def __init__(self, place: Place, deployment: str, cache_map: CacheMap):
+    def __init__(self, place: Place, deployment: str, cache_map: CacheMap, background: Background | None = None):
+        self.background = background or Background()
+        self.background.failures.setdefault(PART, Failures())
         self.place, self.deployment, self._map = place, deployment, cache_map
         self.token = secrets.token_hex(8)
         self.ways = Ways(place)
@@ -58,8 +63,8 @@ class SharedMap:
     # --- for the gateway
 
     def start(self) -> None:
-        self._spawn("tend", self._tend)
-        self._spawn("publish", self._writing.run)
+        self._spawn("leases", self._tend)
+        self._spawn("publish", self._writing.run, self.abdicate)
 
     async def stop(self) -> None:
         """Others take over at their next look."""
@@ -108,13 +113,53 @@ class SharedMap:
         self.members.append(member)
         lane = self._lane(member)
         if f"follow {lane}" not in self._tasks:
-            self._spawn(f"follow {lane}", partial(self._follow, lane))
+            self._spawn(f"follow {lane}", partial(self._follow, lane), partial(self._follow_failed, lane))
         self.look_soon()
 
     def leave(self, member: SharedIntake) -> None:
+        """After this nothing here touches the member's part of the map."""
         self.members.remove(member)
-        if member.journal is not None and "tend" in self._tasks:
+        if member.journal is not None and self._tasks:
             self.beside(self._give_back([member]))
+
+    def stumbled(self, member: SharedIntake, error: BaseException) -> None:
+        """This gateway's own work on one replica failed: it gives the lease to a gateway that may do better, follows the
+        events for itself, and tries again later. The other replicas are as before."""
+        self.background.failed(PART, error, member.replica)
+        member.fault = f"this gateway's part of the shared map failed: {type(error).__name__}: {error}"
+        member.claim_at, member.unreadable_at = self.now() + 3 * LEASE_SECONDS, self.now()
+        self._resign(member)
+
+    def abdicate(self) -> None:
+        """What all leases depend on has failed here."""
+        for member in self.members:
+            if member.journal is not None:
+                member.claim_at = self.now() + 3 * LEASE_SECONDS
+                self._resign(member)
+
+    def _resign(self, member: SharedIntake) -> None:
+        if member.journal is not None:
+            self.beside(self._give_back([member]))
+            with self.guard(member, quietly=True):
+                member.lost()
+        member.want("alone")
+
+    def _follow_failed(self, lane: int) -> None:
+        """What was read and not applied is missing now."""
+        for member in self.members:
+            if self._lane(member) == lane:
+                member.reload("reading the deltas failed")
+
+    @contextlib.contextmanager
+    def guard(self, member: SharedIntake, *, quietly: bool = False) -> Iterator[None]:
+        """Work on one replica in a loop over many: its failure is this replica's alone."""
+        try:
+            yield
+        except Exception as error:
+            if quietly:
+                self.background.failed(PART, error, member.replica)
+            else:
+                self.stumbled(member, error)
 
     async def _give_back(self, group: list[SharedIntake]) -> None:
         client = await self.ways.to(group[0].keys.lease)
@@ -184,11 +229,14 @@ class SharedMap:
         self._heard(group)
         for one, journal, n, before, (state, head, there, wished, life) in zip(group, journals, written, read, states, strict=True):
             if one not in self.members:
+                if state == b"ours":  # claimed while it was being removed
+                    self.beside(self._give_back([one]))
                 continue
-            if journal is not None and journal is one.journal and (int(head) < n or not there):
-                log.warning("replica %s: redis has lost what was written: it is written anew", one.keys.replica)
-                journal.start_over()
-            self._judge(one, state.decode(), int(head), before, wished, life.decode())
+            with self.guard(one):
+                if journal is not None and journal is one.journal and (int(head) < n or not there):
+                    log.warning("replica %s: redis has lost what was written: it is written anew", one.keys.replica)
+                    journal.start_over()
+                self._judge(one, state.decode(), int(head), before, wished, life.decode())
         return SETTLE_SECONDS if any(state == b"free" for state, *_ in states) else LOOK_SECONDS
 
     def _to_claim(self, group: list[SharedIntake]) -> set[SharedIntake]:
@@ -202,7 +250,9 @@ class SharedMap:
         one.head = head
         if state in ("ours", "held"):
             one.led_at = self.now()
-        if state == "ours" and one.stuck_at is not None and self.now() - one.stuck_at > LEASE_SECONDS:
+        if state == "ours" and one.journal is None and self.now() < one.claim_at:
+            self.beside(self._give_back([one]))
+        elif state == "ours" and one.stuck_at is not None and self.now() - one.stuck_at > LEASE_SECONDS:
             self._give_up(one)
         elif state == "ours":
             if one.role != "writer" or one.journal is None:
@@ -282,7 +332,10 @@ class SharedMap:
                 await asyncio.sleep(LOOK_SECONDS / 4)
                 continue
             for name, entries in found:
-                streams[name.decode()].take([(_number(id), fields[b"d"]) for id, fields in entries])
+                one = streams[name.decode()]
+                if one in self.members:  # not removed since
+                    with self.guard(one):
+                        one.take([(_number(id), fields[b"d"]) for id, fields in entries])
                 await asyncio.sleep(0)
             # a read of many streams costs the server most for those without news: 0.3 us each
             await asyncio.sleep(max(BATCH_SECONDS / 4, len(streams) * STREAM_SECONDS))
@@ -301,18 +354,9 @@ class SharedMap:
     def _lane(self, member: SharedIntake) -> int:
         return member.keys.lane if self.ways.many else 0
 
-    def _spawn(self, name: str, work: Callable[[], Coroutine]) -> None:
-        self._tasks[name] = asyncio.create_task(self._forever(work), name=f"share {name}")
-
-    @staticmethod
-    async def _forever(work: Callable[[], Coroutine]) -> None:
-        """A fault of ours must not end a loop for good: others would wait for what no longer comes."""
-        while True:
-            try:
-                await work()
-            except Exception:
-                log.exception("the shared map stumbled and goes on")
-            await asyncio.sleep(LOOK_SECONDS)
+    def _spawn(self, name: str, work: Callable[[], Coroutine], on_failure: Callable[[], None] = lambda: None) -> None:
+        kind = f"shared map: {name.partition(' ')[0]}"  # one kind for all lanes
+        self._tasks[name] = self.background.spawn(kind, work, on_failure=on_failure)
 
     def beside(self, work: Coroutine) -> None:
         """Something nobody waits for."""
@@ -325,8 +369,8 @@ class SharedMap:
             await work
         except FAILURES as error:
             self.failed(error)
-        except Exception:
-            log.exception("the shared map stumbled and goes on")
+        except Exception as error:
+            self.background.failed("shared map: messages", error)
 
 
 def _number(id: bytes) -> int:

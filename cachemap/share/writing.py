@@ -37,19 +37,22 @@ class Writing:
             await asyncio.sleep(BATCH_SECONDS)
             writers = [one for one in self._shared.members if one.journal is not None and one not in self.snapshots]
             for one in writers:
-                if len(self.snapshots) < MOST_SNAPSHOTS and one.journal.due(one.blocks):
-                    self.snapshots.add(one)
-                    self._shared.beside(self._write_snapshot(one))
-            groups = self._shared.groups([one for one in writers if one not in self.snapshots])
+                with self._shared.guard(one):
+                    if len(self.snapshots) < MOST_SNAPSHOTS and one.journal.due(one.blocks):
+                        self.snapshots.add(one)
+                        self._shared.beside(self._write_snapshot(one))
+            groups = self._shared.groups([one for one in writers if one not in self.snapshots and one.journal is not None])
             await asyncio.gather(*map(self._publish_group, groups))
 
     async def _publish_group(self, group: list[SharedIntake]) -> None:
         batch, size = [], 0
         for one in group:
-            delta = one.journal.seal(one.position)
-            if delta is not None:
-                batch.append((one, one.journal, delta))
-                size += len(delta)
+            with self._shared.guard(one):
+                journal = one.journal  # None if the lease went while an earlier batch was sent
+                delta = journal.seal(one.position) if journal is not None else None
+                if delta is not None:
+                    batch.append((one, journal, delta))
+                    size += len(delta)
             if size > MOST_BYTES:
                 await self._send(batch)
                 batch, size = [], 0
@@ -90,6 +93,8 @@ class Writing:
             self._shared.failed(error)
             one.wrote(False)
             journal.start_over()
+        except Exception as error:
+            self._shared.stumbled(one, error)
         finally:
             if journal.whole:
                 self._shared.look_soon()  # for the number to begin with
@@ -98,13 +103,13 @@ class Writing:
 
     async def _write_on(self, one: SharedIntake, journal: Journal) -> bytes:
         delta = journal.seal(one.position)
-        snapshot = one.snapshot()
+        snapshot, blocks = one.snapshot(), one.blocks  # now: when the answers come the replica may have been removed
         if delta is not None:
             await self._send([(one, journal, delta)])
             if journal.whole:
                 return b"lost"
             snapshot = snapshot._replace(n=journal.n)
-        first = journal.first_to_keep(one.blocks)
+        first = journal.first_to_keep(blocks)
         result = await self._commit(one, snapshot, "on", first)
         if result == b"ok":
             journal.trimmed(first)

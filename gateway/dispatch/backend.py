@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from .once import Once
 
 if TYPE_CHECKING:
     from cachemap import EventIntake
+    from cachemap.background import Background
     from policies import CostGroup, Costs, Ledger, Load
     from replicas import Replica
     from replicas.replica import EventSource
@@ -26,7 +28,7 @@ LEARN_SECONDS, LEARN_AT_ONCE = 0.01, 100
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "once", "learn_at", "source", "intake", "intake_task", "host_line", "incarnation", "gone")
+    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "once", "learn_at", "source", "intake", "listening", "host_line", "incarnation", "gone")
 
     def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
         self.replica = replica
@@ -42,7 +44,7 @@ class Backend:
         self.learn_at = 0.0  # until when what was learned so far is enough
         self.source: EventSource | None = None  # what `intake` listens to
         self.intake: EventIntake | None = None
-        self.intake_task: asyncio.Task[None] | None = None
+        self.listening: asyncio.Task[None] | None = None  # runs `intake`, or one before it that has not ended yet
         self.host_line = b"host: %b:%d\r\n" % (replica.host.encode(), replica.port)
         if replica.rank is not None:
             self.host_line += b"x-data-parallel-rank: %d\r\n" % replica.rank
@@ -59,12 +61,31 @@ class Backend:
         self.learn_at = max(self.learn_at, now - LEARN_SECONDS * LEARN_AT_ONCE) + LEARN_SECONDS
         return True
 
-    def stop(self) -> None:
+    def listen(self, intake: EventIntake | None, begin: Callable[[], None], background: Background) -> None:
+        """Follow `intake` from now on, after `begin`. Both wait until whatever was followed before has ended, since until
+        then it may write to the same slot of the map."""
+        self.intake = intake
+
+        def start() -> None:
+            if not self.gone:
+                begin()
+                if intake is not None and self.intake is intake:
+                    self.listening = background.spawn("KV events", intake.run, on_failure=intake.resync)
+
+        self._stop_listening(start)
+
+    def _stop_listening(self, then: Callable[[], None]) -> None:
+        if self.listening is None or self.listening.done():
+            then()
+        else:
+            self.listening.add_done_callback(lambda _: then())
+            self.listening.cancel()
+
+    def stop(self, then: Callable[[], None] = lambda: None) -> None:
+        """`then` is called when nothing writes to this replica's part of the map any more."""
         self.gone = True
         self.pool.close()
-        if self.intake_task is not None:
-            self.intake_task.cancel()
-            self.intake_task = None
+        self._stop_listening(then)
         if self.once.trying is not None:
             self.once.trying.cancel()
 

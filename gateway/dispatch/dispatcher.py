@@ -123,10 +123,9 @@ class Dispatcher:
     def remove(self, replica: str) -> Backend | None:
         backend = self.backends.pop(replica, None)
         if backend is not None:
-            backend.stop()
+            backend.stop(then=lambda: self.map.detach(backend.slot))
             self.ledger.remove(replica)
             self.costs.remove(replica)
-            self.map.detach(backend.slot)
             self.changed()
         return backend
 

@@ -64,6 +64,7 @@ READ = {
     "worker_connections": ("gauge", "With --workers: open connections from clients by the worker that has them", ("worker",)),
     "worker_requests": ("counter", "With --workers: requests answered by each worker", ("worker",)),
     "worker_restarts": ("counter", "With --workers: workers that ended and were replaced", ()),
+    "background_failures": ("counter", "Faults of the gateway's own background work, which was started again", ("work",)),
     "uptime_seconds": ("gauge", "Time since the gateway started", ()),
     "build_info": ("gauge", "Always 1", ("version", "policy")),
 }  # fmt: skip

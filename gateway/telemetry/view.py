@@ -53,6 +53,7 @@ class View:
         self.waiting_for: str | None = None
         self.shared_ledger: Any = None  # SharedLedger, with Redis
         self.workers: Any = None  # Workers, where there are several
+        self.background: Any = None  # Background, whose failures are shown
         self.shared: Any = None  # SharedMap, where several gateways share one map
 
     def why_not_ready(self) -> str | None:
@@ -98,6 +99,7 @@ class View:
                 "evicted": stats["evicted"],
                 **self._sharing(),
             },
+            "background_failures": self.background.recent() if self.background else {},
             "replicas": [self._replica(replica, stats["slots"]) for replica in list(self.replicas.values())],
         }
 
@@ -162,6 +164,7 @@ class View:
             "events_state": {(id, intake.state): 1.0 for id, intake in self.intakes.items()},
             "uptime_seconds": time.monotonic() - self.started,
             "build_info": {(__version__, self.settings.policy): 1},
+            "background_failures": {kind: one.count for kind, one in self.background.failures.items()} if self.background else {},
             **self._shared_reading(),
         }
         for name, field in _SCRAPED.items():

@@ -174,6 +174,22 @@ async def test_behind_tls_with_an_acl_user(start_redis, tmp_path):
                 assert not stranger.shared.reachable
 
 
+async def test_a_fault_of_a_gateways_own_in_one_replica_is_seen_and_costs_the_others_nothing(redis_server):
+    """Its part of the map is gone under the leader's hands: another gateway takes over, the second replica is as before."""
+    async with publishing() as publisher, publishing() as another, gateways(redis_server.url, 2) as (one, other):
+        await one_and_a_mirror(redis_server.url, publisher, one, other)
+        await one_and_a_mirror(redis_server.url, another, one, other, "s")
+        one.map.detach(one.slots["r"])
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: other.role("r") == "writer" and other.held("r", prompt(1, 6)[1]) == 6)
+        failures = one.shared.background.recent()
+        assert any("KeyError" in told["last"] and "r" in told["last"] for told in failures.values())
+        assert "KeyError" in one.intakes["r"].problems[0]
+        await another.publish(event(2, 0, 6))
+        await all_hold(prompt(2, 6)[1], one, other, name="s")
+        assert (one.role("s"), other.role("s")) == ("writer", "mirror")
+
+
 async def test_sentinel_fails_over(tmp_path):
     with running(Sentinels(tmp_path)) as servers:
         async with publishing() as publisher, gateways(servers.url, 2) as (one, other):

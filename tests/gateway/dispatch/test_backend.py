@@ -1,30 +1,70 @@
-"""What the dispatcher keeps of a replica."""
+"""A replica's slot in the map belongs to what follows its events until that has really ended."""
 
-import pytest
+import asyncio
 
-from gateway.dispatch.backend import LEARN_AT_ONCE, LEARN_SECONDS, Backend
+from cachemap.background import Background
+from gateway.dispatch.backend import Backend
 from policies import CostGroup, Ledger
-from replicas import Replica
+from replicas.replica import Replica
 
 
-@pytest.fixture
+class Intake:
+    """Follows until cancelled, and then needs a while to end, as a call to Redis may."""
+
+    def __init__(self, name, log):
+        self.name, self.log, self.may_end = name, log, asyncio.Event()
+
+    async def run(self):
+        self.log.append(f"{self.name} begins")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.may_end.wait()
+            self.log.append(f"{self.name} ends")
+
+    def resync(self):
+        raise AssertionError("nothing failed")
+
+
 def backend():
-    return Backend(Replica("a", "http://127.0.0.1:1", "127.0.0.1", 1), 0, Ledger().add("a"), CostGroup().add("a"))
+    replica = Replica(id="127.0.0.1:1", url="http://127.0.0.1:1", host="127.0.0.1", port=1)
+    return Backend(replica, 0, Ledger().add(replica.id), CostGroup().add(replica.id))
 
 
-def learned(backend: Backend, times: list[float]) -> int:
-    return sum(backend.may_learn(at) for at in times)
+async def settled():
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
-def test_a_batch_is_learned_from_as_a_whole(backend):
-    assert learned(backend, [1000.0] * LEARN_AT_ONCE) == LEARN_AT_ONCE
+async def test_the_next_begins_and_the_slot_is_free_when_the_one_before_has_ended():
+    one, log, loops = backend(), [], Background()
+    first, second = Intake("first", log), Intake("second", log)
+    one.listen(first, lambda: log.append("empty"), loops)
+    await settled()
+    one.listen(second, lambda: log.append("emptied"), loops)
+    await settled()
+    assert log == ["empty", "first begins"]
+    first.may_end.set()
+    await settled()
+    assert log[2:] == ["first ends", "emptied", "second begins"]
+    one.stop(then=lambda: log.append("free"))
+    await settled()
+    assert log[5:] == []
+    second.may_end.set()
+    await settled()
+    assert log[5:] == ["second ends", "free"]
 
 
-def test_more_than_enough_is_thinned_out(backend):
-    times = [1000.0 + number * LEARN_SECONDS / 50 for number in range(50_000)]  # 10 s at 5,000 a second
-    assert learned(backend, times) == pytest.approx(10 / LEARN_SECONDS + LEARN_AT_ONCE, abs=2)
-
-
-def test_a_rate_that_a_replica_can_have_is_learned_from_whole(backend):
-    times = [1000.0 + number // 30 for number in range(900)]  # thirty at once, every second
-    assert learned(backend, times) == len(times)
+async def test_one_that_is_removed_while_the_next_still_waits_for_the_one_before():
+    one, log, loops = backend(), [], Background()
+    first, second = Intake("first", log), Intake("second", log)
+    one.listen(first, lambda: None, loops)
+    await settled()
+    one.listen(None, lambda: log.append("not followed"), loops)
+    one.listen(second, lambda: log.append("never"), loops)
+    one.stop(then=lambda: log.append("free"))
+    await settled()
+    assert log == ["first begins"]
+    first.may_end.set()
+    await settled()
+    assert log == ["first begins", "first ends", "free"]

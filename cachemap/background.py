@@ -1,0 +1,74 @@
+"""Background work that must not end unseen: loops that are started again after a fault, and a record of every fault."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+log = logging.getLogger("hitherto.background")
+
+PAUSE_SECONDS = 1.0  # before a loop that failed is started again
+RECENT_SECONDS = 300.0  # for how long a failure is worth an operator's attention
+LOG_SECONDS = 10.0  # between two tracebacks of one kind; the failures between them are only counted
+
+
+@dataclass(slots=True)
+class Failures:
+    """How often one kind of background work failed, and how it failed last."""
+
+    count: int = 0
+    last: str = ""
+    at: float = 0.0  # monotonic
+    logged_at: float = float("-inf")
+
+
+class Background:
+    """The background work of one gateway. `failures` has an entry for every kind of work there is, failed or not, so that
+    its counter exists before the first failure."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, Failures] = {}
+
+    def spawn(self, kind: str, work: Callable[[], Coroutine[Any, Any, None]], *, on_failure: Callable[[], None] = lambda: None) -> asyncio.Task[None]:
+        """Run `work` until the returned task is cancelled, and again after each failure, of which `on_failure` hears first."""
+        self.failures.setdefault(kind, Failures())
+        return asyncio.create_task(self._keep_running(kind, work, on_failure), name=kind)
+
+    async def _keep_running(self, kind: str, work: Callable[[], Coroutine[Any, Any, None]], on_failure: Callable[[], None]) -> None:
+        while not asyncio.current_task().cancelling():
+            try:
+                await work()
+            except Exception as error:
+                self.failed(kind, error)
+                try:
+                    on_failure()
+                except Exception as another:
+                    self.failed(kind, another)
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    def failed(self, kind: str, error: BaseException, subject: str = "") -> None:
+        """Count and log a failure. `subject` says of what, where the kind of work has several, such as a replica's id."""
+        failures = self.failures.setdefault(kind, Failures())
+        failures.count += 1
+        failures.last = f"{subject}: {_describe(error)}" if subject else _describe(error)
+        failures.at = now = monotonic()
+        if now - failures.logged_at > LOG_SECONDS:
+            failures.logged_at = now
+            log.error("%s failed and is started again (failure %d): %s", kind, failures.count, failures.last, exc_info=error)
+
+    def recent(self) -> dict[str, dict[str, Any]]:
+        """What failed within the last minutes, for /status and the doctor."""
+        now = monotonic()
+        return {
+            kind: {"failures": one.count, "last": one.last, "seconds_ago": round(now - one.at, 1)}
+            for kind, one in self.failures.items()
+            if one.count and now - one.at < RECENT_SECONDS
+        }
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

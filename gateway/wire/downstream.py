@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
-from .http import Headers, KnownHead, Request, end_to_end, response
+from .http import FRAMING, Headers, KnownHead, Request, connection_tokens, response, without_upgrade
 
 if TYPE_CHECKING:
     from .server import Server
@@ -26,6 +26,8 @@ log = logging.getLogger("hitherto.wire")
 # Pieces of a body from this size on are kept as they come and joined once: 4 MB take 0.1 ms, in a buffer that grows 1 to 4.
 # Smaller ones are put together: each by itself, 2-byte chunks would take 20 times their size.
 WHOLE = 4096
+# Bytes of chunk sizes and extensions that a byte of a body may bring with it: a chunk of one byte, its size in eight digits, has 12.
+FRAMING_PER_BYTE = 16
 
 
 class Exchange(Protocol):
@@ -51,7 +53,7 @@ class Downstream(asyncio.Protocol):
         "server", "transport", "parser", "closing", "close_at", "close_last", "active_at", "reading_paused", "writing_paused", "known", "read",
         # the request being read
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
-        "refused", "expects", "again",
+        "refused", "expects", "again", "framing", "raw", "behind", "completed",
         # the request being answered, and those behind it
         "exchange", "current", "waiting",
     )  # fmt: skip
@@ -59,7 +61,7 @@ class Downstream(asyncio.Protocol):
     def __init__(self, server: Server):
         self.server = server
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
-        self.parser = httptools.HttpRequestParser(self)
+        self.parser = httptools.HttpRequestParser(self)  # refers back to this: `connection_lost` lets go of it
         self.closing = False
         self.close_at = self.close_last = 0.0
         self.active_at = monotonic()
@@ -69,7 +71,10 @@ class Downstream(asyncio.Protocol):
         self.again = b""
         self.known: KnownHead | None = None  # of the last request
         self.read: Request | None = None  # parsed from the bytes at hand
-        self.told = 0
+        self.told = 0  # bytes of the read at hand of which the parser has told
+        self.raw: bytes | bytearray = b""  # the reads in which the present head came
+        self.behind = False  # in which a request ends before that head
+        self.completed = False  # in the read at hand
         self.exchange: Exchange | None = None
         self.current: Request | None = None
         self.waiting: deque[Request | Refusal] = deque()
@@ -78,7 +83,9 @@ class Downstream(asyncio.Protocol):
     def _clear(self) -> None:
         self.reading = False
         self.read_begun = 0.0
-        self.head_bytes = self.unfinished = 0
+        self.head_bytes = 0
+        self.unfinished = 0  # bytes since the parser last told of any
+        self.framing = 0  # bytes behind the head that are neither body nor trailer
         self.head_done = False
         self.expects = False
         self.target = b""
@@ -102,6 +109,11 @@ class Downstream(asyncio.Protocol):
         exchange, self.exchange, self.current = self.exchange, None, None
         if exchange is not None:
             exchange.client_gone()
+        # The parser and this object hold each other, and with them what was uploaded: the collector would find them after hours.
+        self.parser = None  # type: ignore[assignment]
+        self.known = self.read = None
+        self.raw = self.again = b""
+        self._clear()
 
     def pause_writing(self) -> None:
         self.writing_paused = True
@@ -137,15 +149,20 @@ class Downstream(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _feed(self, data: bytes) -> None:
-        self.told = 0
+        if self.raw:
+            self.raw += data
+        else:
+            self.raw, self.behind = data, False
+        self.told, self.completed = 0, False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             # Some clients offer h2c on every request, and llhttp stops at such a head. The request is also a
             # plain one: read it again without the offer.
-            head, self.again = self.again, b""
+            head, self.again, self.raw = self.again, b"", b""
             self.parser = httptools.HttpRequestParser(self)
-            self._feed(head)
+            if not self.refused:
+                self._feed(head)
             if not self.refused:
                 self._feed(data[upgrade.args[0] :])
             return
@@ -153,10 +170,26 @@ class Downstream(asyncio.Protocol):
             self._failed(error.__context__ or error)
         except httptools.HttpParserError as error:
             self._refuse(400, f"malformed HTTP request: {error}")
-        if self.reading and not self.head_done:
-            # The parser tells of a header when it has the whole line; one that never ends must end here.
-            self.unfinished = (0 if self.told else self.unfinished) + len(data) - self.told
-            if self.unfinished > self.server.limits.head_bytes:
+        self._count_untold(len(data) - self.told)
+        if not self.reading or self.head_done:
+            self.raw = b""
+        elif type(self.raw) is bytes:
+            self.raw = bytearray(self.raw)  # for a head that comes byte by byte
+
+    def _count_untold(self, size: int) -> None:
+        """Bound what the parser does not tell of: it tells of a line when it has all of it, of a chunk's extensions never.
+        In a read in which a request ended it is not known whose they are; there are 256 kB in one at most."""
+        limit = self.server.limits.head_bytes
+        if self.completed:
+            self.unfinished = self.framing = 0
+        elif self.reading and self.head_done:
+            self.framing += size
+            self.unfinished = 0 if self.told else self.unfinished + size
+            if self.unfinished > limit or self.framing > limit + FRAMING_PER_BYTE * self.body_bytes:
+                self._refuse(400, f"more than {limit} bytes of chunk extensions, or of a trailer line without an end")
+        else:  # in a head, or in blank lines before one
+            self.unfinished = size if self.told else self.unfinished + size
+            if self.unfinished > limit:
                 self._refuse_head()
 
     # --- the parser's calls
@@ -171,8 +204,9 @@ class Downstream(asyncio.Protocol):
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.head_done:
-            return  # a trailer; none is defined for these requests
+        if self.head_done:  # a trailer; none is defined for these requests
+            self._count_head(len(name) + len(value))
+            return
         self.headers.append((name.lower(), value))
         self._count_head(len(name) + len(value))
         if len(self.headers) > self.server.limits.header_count:
@@ -186,11 +220,13 @@ class Downstream(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self.head_done = True
-        if self.parser.should_upgrade():
-            return  # read again in a moment, see `_feed`
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._refuse(505, f"HTTP/{version} is not spoken here; HTTP/1.1 is")
+        elif not self._is_http():
+            self._refuse(400, "malformed HTTP request: the request line is not METHOD TARGET HTTP/1.1")
+        if self.parser.should_upgrade():
+            return  # read again in a moment, see `_feed`
         hosts = 0
         for name, value in self.headers:
             if name == b"host":
@@ -201,6 +237,9 @@ class Downstream(asyncio.Protocol):
             elif name == b"transfer-encoding":
                 if value.strip().lower() != b"chunked":
                     self._refuse(501, f"transfer coding {value.decode('latin-1')!r} is not known; only chunked is")
+            elif name == b"connection":
+                if not FRAMING.isdisjoint(connection_tokens([(name, value)])):
+                    self._refuse(400, "the Connection header names a header that frames the message")
             elif name == b"expect" and version == "1.1":
                 if value.lower() == b"100-continue":
                     self.expects = True
@@ -210,6 +249,11 @@ class Downstream(asyncio.Protocol):
             self._refuse(400, "a request needs exactly one Host header")
         if self.expects and not self.refused and self.current is None and not self.waiting:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _is_http(self) -> bool:
+        """The parser takes request lines of RTSP and ICE as well, and does not tell them apart."""
+        line = b"%b %b HTTP/" % (self.parser.get_method(), self.target)
+        return line in self.raw if self.behind else self.raw.lstrip(b"\r\n").startswith(line)
 
     def on_body(self, body: bytes) -> None:
         if self.refused:
@@ -226,6 +270,7 @@ class Downstream(asyncio.Protocol):
             self.body.append(bytearray(body))
 
     def on_message_complete(self) -> None:
+        self.behind = self.completed = True
         if self.refused:
             return
         method = self.parser.get_method().decode("ascii")
@@ -233,7 +278,7 @@ class Downstream(asyncio.Protocol):
             if method == "CONNECT":
                 self._refuse(405, "CONNECT is not supported: this is no forward proxy")
             version = self.parser.get_http_version().encode()
-            kept = end_to_end(self.headers, frozenset((b"upgrade", b"connection", b"http2-settings")))
+            kept = b"".join([b"%b: %b\r\n" % header for header in without_upgrade(self.headers)])
             self.again = b"%b %b HTTP/%b\r\n%b\r\n" % (method.encode(), self.target, version, kept)
             return
         request = Request(

@@ -27,6 +27,12 @@ ABSOLUTE = re.compile(rb"^[a-zA-Z][\w+.-]*://[^/?]*")
 
 LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.I)
 
+# Headers that say where a message ends, or whom it is for. `Connection` must not name them (RFC 9110, 7.6.1): whoever removes
+# what it names would read another message than whoever does not.
+FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host"))
+# What belongs to an offer to upgrade the connection, which is not taken up.
+UPGRADE = frozenset((b"upgrade", b"http2-settings"))
+
 STATUS_LINE = {s.value: b"HTTP/1.1 %d %s\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 
 
@@ -127,9 +133,20 @@ def connection_tokens(headers: Headers) -> set[bytes]:
     }
 
 
+def without_upgrade(headers: Headers) -> Headers:
+    """The headers without an offer to upgrade the connection. Whatever else `Connection` says is kept."""
+    kept = []
+    for name, value in headers:
+        if name == b"connection":
+            value = b", ".join(token for one in value.split(b",") if (token := one.strip()).lower() not in UPGRADE)
+        if value and name not in UPGRADE:
+            kept.append((name, value))
+    return kept
+
+
 def end_to_end(headers: Headers, drop: frozenset[bytes] = HOP_BY_HOP) -> bytes:
     """The header block without hop-by-hop headers, nor those that `Connection` names, nor `drop`."""
-    named = connection_tokens(headers)
+    named = connection_tokens(headers) - FRAMING
     return b"".join(
         [b"%b: %b\r\n" % (name, value) for name, value in headers if name not in drop and name not in named]
     )

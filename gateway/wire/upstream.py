@@ -19,6 +19,9 @@ from .http import HOP_BY_HOP, Headers, connection_tokens, end_to_end
 IDLE_SECONDS = 4.0
 CONNECT_SECONDS = 5.0
 HEAD_BYTES = 64 * 1024
+# A trailer line grows in the parser until it ends, and nothing tells of it meanwhile. So where a chunked answer has gone on for
+# SEARCH_BYTES, line ends are looked for: between chunks there are some, and no engine makes one chunk of LINE_BYTES.
+SEARCH_BYTES, LINE_BYTES = 2**20, 2**24
 
 
 class UpstreamError(Exception):
@@ -70,12 +73,13 @@ class Upstream(asyncio.Protocol):
         "pool", "transport", "parser", "closed", "idle_since", "used", "paused",
         # the response being read
         "sink", "head_only", "status", "headers", "buffer", "head_done", "forwarding", "complete", "keep", "surplus", "clean", "framed",
+        "length", "passed", "search_at",
     )  # fmt: skip
 
     def __init__(self, pool: Pool):
         self.pool = pool
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
-        self.parser = httptools.HttpResponseParser(self)
+        self.parser: httptools.HttpResponseParser = None  # type: ignore[assignment]  # from connection to loss: it refers back to this
         self.closed = False
         self.idle_since = 0.0
         self.used = False
@@ -95,6 +99,9 @@ class Upstream(asyncio.Protocol):
         self.surplus = False
         self.clean = True
         self.framed = False  # the head says where the body ends
+        self.length: int | None = None  # bytes of the body, where the head says so
+        self.passed = 0  # bytes that came behind the head
+        self.search_at = SEARCH_BYTES  # how many of them are let pass without a look
 
     def send(self, sink: Sink, head: bytes, body: bytes, head_only: bool) -> None:
         """Send a request; its response comes to `sink`. `head_only`: the response to HEAD has no body."""
@@ -127,9 +134,11 @@ class Upstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
+        self.parser = httptools.HttpResponseParser(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
+        self.parser = None  # type: ignore[assignment]
         self.pool.forget(self)
         sink, self.sink = self.sink, None
         if sink is None:
@@ -147,11 +156,16 @@ class Upstream(asyncio.Protocol):
             return
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            return self._broken(f"not valid HTTP: {error}")
-        if self.surplus:
-            return self._broken("bytes after the end of the response")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not self.complete:
+                return self._broken("switches protocols (101), which nobody asked for" if self.status == 101 else f"not valid HTTP: {error}")
+            self.surplus = True
         if self.forwarding:
+            self.passed += len(data)
+            if self.passed > self.search_at and not self._has_lines(data):
+                return self._broken(f"{LINE_BYTES} bytes of a chunked response without the end of a line")
+            if self.complete and (data := self._to_the_end(data)) is None:
+                return self._broken("bytes after the end of the response")
             sink.data(data)
         else:
             self.buffer = self.buffer + data if self.buffer else data
@@ -167,14 +181,47 @@ class Upstream(asyncio.Protocol):
         buffer, self.buffer = self.buffer.lstrip(b"\r\n"), b""
         end = buffer.index(b"\r\n\r\n") + 4
         while buffer[9:10] == b"1":  # interim responses (100, 102, 103) are between the replica and us
-            buffer = buffer[end:]
+            buffer = buffer[end:].lstrip(b"\r\n")
             end = buffer.index(b"\r\n\r\n") + 4
+        if not buffer.startswith(b"HTTP/1."):
+            return self._broken("it does not answer in HTTP/1.1")
         self.forwarding = True
-        body = b"" if self.head_only else buffer[end:]
+        body = buffer[end:]
+        self.passed = len(body)
+        if self.complete and (body := self._to_the_end(body)) is None:
+            return self._broken("bytes after the end of the response")
         sink.head(self.status, Head(buffer[:end], self.headers, self._until_close(), self.clean), body)
 
     def _until_close(self) -> bool:
-        return not (self.framed or self.head_only or self.status in (204, 304))
+        return not (self.framed or self._bodyless())
+
+    def _bodyless(self) -> bool:
+        return self.head_only or self.status in (204, 304)
+
+    def _has_lines(self, data: bytes) -> bool:
+        """Called when `data` is the last of `search_at` bytes and more."""
+        if self.length is not None or not self.framed or b"\n" in data:
+            self.search_at = self.passed + SEARCH_BYTES
+            return True
+        return self.passed - self.search_at < LINE_BYTES - SEARCH_BYTES
+
+    def _to_the_end(self, data: bytes) -> bytes | None:
+        """As much of the last piece as belongs to the response; None when that can't be told. What an engine says
+        behind it is no answer to anything, and its connection is not used again."""
+        length = 0 if self._bodyless() else self.length
+        if length is None:
+            end = len(data)
+            while data.endswith(b"\r\n\r\n\r\n", 0, end):  # the parser skips blank lines before a response
+                end -= 2
+            surplus = len(data) - end
+            if self.surplus:
+                return None
+        else:
+            surplus = self.passed - length
+        if surplus:
+            self.keep = False
+            return data[:-surplus]
+        return data
 
     def _finish(self, sink: Sink) -> None:
         self.sink = None
@@ -202,8 +249,7 @@ class Upstream(asyncio.Protocol):
     # --- the parser's calls
 
     def on_message_begin(self) -> None:
-        if self.complete:
-            self.surplus = True
+        self.surplus = self.complete
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.head_done:
@@ -211,14 +257,18 @@ class Upstream(asyncio.Protocol):
         name = name.lower()
         if name in HOP_BY_HOP:
             self.clean = False
-        elif name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked")):
+        elif name == b"content-length":
+            self.framed, self.length = True, int(value)
+        elif name == b"transfer-encoding" and value.lower().endswith(b"chunked"):
             self.framed = True
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self.complete:
+            return
         self.status = self.parser.get_status_code()
         if self.status < 200:
-            self.headers, self.clean, self.framed = [], True, False
+            self.headers, self.clean, self.framed, self.length = [], True, False, None
             return
         self.head_done = True
         if self.head_only:
@@ -226,7 +276,7 @@ class Upstream(asyncio.Protocol):
             self.keep = b"close" not in connection_tokens(self.headers)
 
     def on_message_complete(self) -> None:
-        if self.head_done:
+        if self.head_done and not self.complete:
             self.complete = True
             self.keep = self.parser.should_keep_alive()  # known only here: the parser then forgets the message
 

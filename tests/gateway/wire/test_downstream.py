@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.wire.downstream import Downstream
-from gateway.wire.http import Limits
+from gateway.wire.http import HOP_BY_HOP, Limits
 from gateway.wire.server import Server
 
 from .talk import Talker, eventually
@@ -158,6 +158,56 @@ async def test_a_body_behind_an_offer_to_upgrade_is_not_lost(framing, piece):
         assert echo.seen[0].header(b"upgrade") is None
 
 
+UPGRADE = b"Upgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
+
+
+@pytest.mark.parametrize("named", [b"Upgrade, HTTP2-Settings, Content-Length", b"Upgrade,content-length", b"Content-Length", b"close, Transfer-Encoding", b"Host"])
+@pytest.mark.parametrize("upgrade", [UPGRADE, b""])
+async def test_a_connection_header_that_names_framing_smuggles_nothing(named, upgrade):
+    """Whoever removed what it names would take the body for the next request."""
+    async with served() as (talk, echo, _):
+        await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\nConnection: %b\r\n%bContent-Length: %d\r\n\r\n%b" % (named, upgrade, len(GET), GET))
+        assert (await talk.response())[0] == 400
+        assert await talk.rest() == b""
+        assert not echo.seen
+
+
+@pytest.mark.parametrize("named", [b"close, Upgrade", b"Upgrade, close, HTTP2-Settings"])
+async def test_an_offer_to_upgrade_leaves_what_else_connection_says(named):
+    async with served() as (talk, echo, _):
+        await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\nX-Kept: y\r\nConnection: %b, X-Named\r\nX-Named: y\r\n%bContent-Length: 3\r\n\r\nabc" % (named, UPGRADE))
+        _, headers, body = await talk.response()
+        assert headers["connection"] == "close" and body == b"POST /p abc"
+        assert await talk.rest() == b""
+        passed_on = echo.seen[0].end_to_end(HOP_BY_HOP)
+        assert b"x-kept: y" in passed_on and b"x-named" not in passed_on and b"upgrade" not in passed_on
+
+
+@pytest.mark.parametrize("line", [b"GET /x RTSP/1.1", b"POST /x RTSP/1.0", b"SOURCE /x ICE/1.0", b"GET /x RTSP/1.1\r\nX: GET /x HTTP/1.1", b"POST /x RTSP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c"])
+@pytest.mark.parametrize("before", [b"", b"\r\n"])
+@pytest.mark.parametrize("piece", [1, 1000])
+async def test_other_protocols_request_lines_are_refused(line, before, piece):
+    async with served() as (talk, echo, _):
+        raw = before + line + b"\r\nHost: x\r\n\r\n"
+        for at in range(0, len(raw), piece):
+            await talk.say(raw[at : at + piece])
+        assert (await talk.response())[0] == 400
+        assert not echo.seen
+
+
+async def test_another_protocols_request_line_behind_a_request_is_refused():
+    async with served() as (talk, echo, _):
+        await talk.say(GET + b"GET /x RTSP/1.1\r\nHost: x\r\n\r\n")
+        assert [(await talk.response())[0] for _ in range(2)] == [200, 400]
+
+
+async def test_words_of_other_protocols_in_a_request_are_words():
+    async with served() as (talk, echo, _):
+        body = b"GET /x RTSP/1.1"
+        await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\nX: a RTSP/1.1 b\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body) + GET)
+        assert [(await talk.response())[0] for _ in range(2)] == [200, 200]
+
+
 async def test_no_proxying_to_elsewhere():
     async with served() as (talk, echo, _):
         await talk.say(b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org:443\r\n\r\n")
@@ -235,6 +285,44 @@ async def test_an_endless_target_is_refused():
     async with served() as (talk, echo, _):
         await talk.say(b"GET /" + b"a" * 100_000)
         assert (await talk.response())[0] == 431
+
+
+CHUNKED = b"POST /p HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "endless"),
+    [
+        (CHUNKED + b"0\r\nX: ", b"y"),
+        (CHUNKED + b"1\r\na\r\n0\r\n", b"y"),
+        (CHUNKED + b"0\r\n", b"X: y\r\n"),
+        (CHUNKED + b"1;", b"y"),
+        (CHUNKED + b"1\r\na\r\n2;x=", b"y"),
+        (CHUNKED, b"1;%b\r\na\r\n" % (b"y" * 1000)),
+        (CHUNKED, b"0" * 100),
+        (b"", b"\r\n"),
+        (GET, b"\r\n"),
+    ],
+    ids=["trailer", "trailer name", "trailers", "extension", "later extension", "extensions", "size", "blank lines", "blank lines behind"],
+)
+async def test_nothing_that_comes_between_a_request_and_its_end_is_without_a_limit(begin, endless):
+    """Neither a line that never ends nor lines without end."""
+    async with served(Limits(head_bytes=20_000)) as (talk, echo, server):
+        await talk.say(begin)
+        if begin == GET:
+            await talk.response()
+        for _ in range(40):
+            await talk.say(endless * (4000 // len(endless)))
+            await asyncio.sleep(0)
+        assert (await talk.response())[0] in (400, 431)
+        assert not echo.seen[1:] and not [one for one in echo.seen if one.method == "POST"]
+
+
+async def test_extensions_and_trailers_within_reason_are_dropped():
+    async with served(Limits(head_bytes=2000)) as (talk, echo, _):
+        framed = b"".join(b"0000001;x\r\n%c\r\n" % byte for byte in b"a" * 1000)
+        await talk.say(CHUNKED + framed + b"0;last\r\nX-Sum: " + b"y" * 1000 + b"\r\n\r\n")
+        assert (await talk.response())[2] == b"POST /p " + b"a" * 1000
 
 
 async def test_a_large_head_is_counted_once_and_without_the_body_before_it():

@@ -177,5 +177,11 @@ class EventApplier:
 
 
 def _besides(keys: list | None, adapter: str | None) -> list:
-    """A block's extra keys but the adapter's name, which the chain is seeded with."""
-    return [key for key in keys if key != adapter] if keys else []
+    """A block's extra keys but the adapter's name, which the chain is seeded with.
+
+    vLLM puts that name first (then media, then the cache salt), so only the first key can be it: a tenant's
+    salt may be spelled like the adapter's name.
+    """
+    if not keys:
+        return []
+    return list(keys[1:] if adapter and keys[0] == adapter else keys)

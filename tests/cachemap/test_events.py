@@ -102,6 +102,16 @@ def test_salt_and_adapter_name_another_chain(setting):
     assert held(setting, hashes(adapter="ad", cache_salt="t1")) == 2
 
 
+def test_a_salt_spelled_like_the_adapter_is_a_salt(setting):
+    """As vLLM 0.32 publishes it for model "ad" with cache_salt "ad": the name on every block, then the salt on the first."""
+    apply(setting, stored([1, 2], TOKENS[:8], lora_id=1, lora_name="ad", extra_keys=[["ad", "ad"], ["ad"]]))
+    apply(setting, stored([3], TOKENS[8:12], 2, lora_id=1, lora_name="ad", extra_keys=[["ad"]]))
+    assert held(setting, hashes(adapter="ad", cache_salt="ad")) == 3
+    assert held(setting, hashes(adapter="ad")) == 0
+    apply(setting, stored([4], TOKENS[:4], extra_keys=[["ad"]]))
+    assert held(setting, hashes(cache_salt="ad")) == 1
+
+
 def test_blocks_that_cover_an_image_match_no_text_but_can_be_removed(setting):
     image = [["img", 3]]
     apply(setting, stored([1, 2, 3], TOKENS[:12], extra_keys=[None, image[0], None]))

@@ -30,6 +30,7 @@ BODIES = [
     ("/v1/completions", {"prompt": TEXT, "cache_salt": "tenant"}),
     ("/v1/completions", {"prompt": TEXT, "model": "red"}),
     ("/v1/completions", {"prompt": TEXT, "model": "red", "cache_salt": "tenant"}),
+    ("/v1/completions", {"prompt": TEXT, "model": "red", "cache_salt": "red"}),
     ("/v1/chat/completions", {"messages": [*TALK, {"role": "user", "content": TEXT}]}),
     ("/v1/chat/completions", {"messages": TALK, "add_generation_prompt": False, "continue_final_message": True}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}], "stream": True}),
@@ -44,7 +45,7 @@ def names(events: list[dict], model: str) -> set[int]:
         if event["type"] != "BlockStored":
             continue
         size, adapter, parent = event["block_size"], event["lora_name"], event["parent_block_hash"]
-        salts = [key for key in (event["extra_keys"] or [None])[0] or [] if key != adapter]
+        salts = ((event["extra_keys"] or [None])[0] or [])[1 if adapter else 0:]
         name = chain_seed(model, size, adapter, salts[0] if salts else None) if parent is None else called[parent]
         for i, key in enumerate(event["block_hashes"]):
             tokens = event["token_ids"][i * size : (i + 1) * size]

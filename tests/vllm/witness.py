@@ -112,7 +112,7 @@ class Witness:
         size, tokens, adapter = event["block_size"], event["token_ids"], event["lora_name"]
         parent = event["parent_block_hash"]
         if parent is None:
-            first = [key for key in (event["extra_keys"] or [None])[0] or [] if key != adapter]
+            first = ((event["extra_keys"] or [None])[0] or [])[1 if adapter else 0:]
             chain = self.chains.name("start", adapter, first[0] if first else None)
         else:
             chain = self._of_key[parent]

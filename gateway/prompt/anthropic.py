@@ -7,7 +7,7 @@ from typing import Any
 
 from .chat import Chat, Unroutable, template_variables
 from .conversation import Multimodal, is_plain, tool_schemas
-from .fields import bad, rounded
+from .fields import bad, require_exact
 from .template import ChatTemplate, TemplateError
 
 
@@ -119,8 +119,8 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any], where: str) ->
 def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
     given = block.get("input") or {}
     arguments = json.dumps(given)
-    if "e+" in arguments and rounded(given):
-        raise Unroutable("a number of more than 64 bits")
+    if "e+" in arguments:
+        require_exact(given)
     return {"id": block.get("id"), "type": "function", "function": {"name": block.get("name") or "", "arguments": arguments}}
 
 

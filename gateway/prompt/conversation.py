@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .fields import bad
+from .fields import bad, require_exact
 from .versions import NEWEST, Ways
 
 # Claude Code's attribution line changes on every request; vLLM drops it from system text.
@@ -120,6 +120,7 @@ def _message(message: Any, as_parts: bool, by_schema: bool, ways: Ways, index: i
         if isinstance(message.get(key), str):
             result[key] = message[key]
     if role == "developer" and message.get("tools") is not None:
+        require_exact(message["tools"])
         result["tools"] = message["tools"]
     # transformers drops keys whose value is None and copies reasoning under its other names
     result = {key: value for key, value in result.items() if value is not None}
@@ -148,6 +149,8 @@ def _part(part: Any, as_parts: bool, where: str) -> Any:
     if not as_parts:
         return text
     more = {key: value for key, value in part.items() if key not in _PART_KEYS}
+    if more:
+        require_exact(more)
     return {"type": "text", "text": text, **more}
 
 
@@ -176,6 +179,7 @@ def _assistant_fields(message: dict[str, Any], result: dict[str, Any], by_schema
     if reasoning is None:
         reasoning = message.get("reasoning_content")
     if reasoning is not None:
+        require_exact(reasoning)
         result["reasoning"] = reasoning
         result["reasoning_content"] = reasoning
 
@@ -202,6 +206,8 @@ def _arguments(given: Any, ways: Ways) -> Any:
             return {}
         if given is not None and not ways.arguments_are_objects:
             return given
+    else:
+        require_exact(given)
     return given if isinstance(given, dict) else {}
 
 

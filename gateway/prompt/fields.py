@@ -31,6 +31,14 @@ _INTEGERS = frozenset({
 })  # fmt: skip
 
 
+class Rounded(Exception):
+    """The request holds a number that may have been an integer of more than 64 bits; `parse_exactly` tells."""
+
+
+class ExactFloat(float):
+    """A number that was written with a point or an exponent, so it is what Python makes of it too."""
+
+
 def bad(message: str, param: str | None = None) -> PromptError:
     return PromptError(400, message, param=param)
 
@@ -70,6 +78,14 @@ def _bounded(too_much: bool) -> None:
     if too_much:
         raise bad(f"the body holds more than {MOST_OBJECTS:,} objects, lists and members, or more than {MOST_VALUES:,} other values: "
                   "send fewer of them in a request")
+
+
+def parse_exactly(body: bytes) -> dict[str, Any]:
+    """What `parse` took for usual, as Python reads it: integers of any length, and an ExactFloat for any other number.
+
+    Several times as slow, so only for the few bodies in which `require_exact` finds such a number.
+    """
+    return json.loads(body, parse_float=ExactFloat)
 
 
 def boolean(value: Any, key: str) -> bool:
@@ -137,10 +153,16 @@ def packed(ids: list[Any], key: str) -> bytes:
     return array("I", ids).tobytes()
 
 
-def rounded(value: Any) -> bool:
-    """Whether it holds a number that may have been an integer of more than 64 bits, which orjson makes a float."""
+def require_exact(value: Any) -> None:
+    """Raise Rounded where a number may have been an integer of more than 64 bits, which orjson makes a float.
+
+    For whatever a template may print: there an integer shows all its digits.
+    """
     if isinstance(value, dict):
-        return any(map(rounded, value.values()))
-    if isinstance(value, list):
-        return any(map(rounded, value))
-    return isinstance(value, float) and abs(value) >= _BEYOND_64_BITS
+        for item in value.values():
+            require_exact(item)
+    elif isinstance(value, list):
+        for item in value:
+            require_exact(item)
+    elif type(value) is float and abs(value) >= _BEYOND_64_BITS:
+        raise Rounded

@@ -22,7 +22,7 @@ from cachemap import chain_seed, hash_blocks
 from .anthropic import Habits, from_messages, habits
 from .chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
 from .conversation import Multimodal, has_media
-from .fields import bad, boolean, bounded_integers, count, integer, packed, parse, prompts_of
+from .fields import Rounded, bad, boolean, bounded_integers, count, integer, packed, parse, parse_exactly, prompts_of
 from .forward import LEAST_TOKENS, ids_suffice
 from .model import ModelFiles, load_model
 from .prefixes import Found, Prefixes
@@ -147,7 +147,11 @@ class Pipeline:
                 raise Unroutable(unusual)
             if self.tokenizer is None:
                 return self._as_text(prompt, request)
-            self._fill(prompt, request)
+            try:
+                self._fill(prompt, request)
+            except Rounded:
+                request = parse_exactly(body)
+                self._fill(prompt, request)
         except PromptError:
             raise
         except Exception as error:        # templates are foreign programs: any failure is theirs

@@ -7,6 +7,7 @@ ways, and the first difference ends the faster way for good.
 """
 from __future__ import annotations
 
+import json
 import logging
 import re
 from hashlib import sha256
@@ -14,9 +15,9 @@ from typing import Any
 
 import orjson
 
-from .chat import Chat, Unroutable
+from .chat import Chat
 from .conversation import PLAIN_ROLES, conversation, is_plain
-from .fields import rounded
+from .fields import require_exact
 from .plan import Compiled, Piece, Plan, fits
 from .prefixes import Found, Mismatch, Prefixes
 from .shape import describe
@@ -127,9 +128,13 @@ DEFAULTS: dict[str, Any] = {"add_generation_prompt": True, "continue_final_messa
 
 
 def _dumped(tools: Any, variables: Any) -> bytes:
-    extra = orjson.dumps((tools, variables))
-    if _EXPONENT.search(extra) and rounded([tools, variables]):
-        raise Unroutable("a number of more than 64 bits")
+    try:
+        extra = orjson.dumps((tools, variables))
+    except TypeError:                       # numbers as `parse_exactly` gives them
+        extra = json.dumps((tools, variables)).encode()
+    else:
+        if _EXPONENT.search(extra):
+            require_exact([tools, variables])
     return extra if len(extra) <= _SHORT else sha256(extra).digest()
 
 

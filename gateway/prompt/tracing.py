@@ -24,7 +24,8 @@ _FILTERS = frozenset({"trim", "string", "length", "count", "default", "d", "uppe
                       "list", "first", "last", "items", "map", "select", "reject", "selectattr", "rejectattr",
                       "attr", "reverse"})
 _TESTS = frozenset({"defined", "undefined", "none", "string", "mapping", "number", "integer", "float", "boolean",
-                    "true", "false", "callable", "eq", "equalto", "==", "ne", "!="})
+                    "true", "false", "callable", "eq", "equalto", "==", "ne", "!=", "iterable", "sequence"})
+_SURROUNDINGS = ("_loop_vars", "_block_vars")
 _NEVER = frozenset({"random", "urlize", "pprint", "xmlattr"})      # not the same answer every time, or the buffer
 
 
@@ -60,12 +61,13 @@ class TracingEnvironment(plain.Sandbox):
     # what is called
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        if holds_stand_in(args) or holds_stand_in(kwargs):
+        # Jinja hands the variables of the surrounding loop and block to every call, for functions that want the context.
+        if holds_stand_in(args) or any(holds_stand_in(given) for name, given in kwargs.items() if name not in _SURROUNDINGS):
             owner = getattr(function, "__self__", None)
             joins = type(owner) is str and function.__name__ == "join"
             if not (joins or isinstance(function, jinja2.runtime.Macro) or function is jinja2.utils.Namespace
                     or function is dict or (isinstance(owner, dict) and function.__name__ == "get")):
-                raise Untraceable(f"{function!r} called with a text")
+                raise Untraceable(f"{getattr(function, '__name__', 'a function')} called with a text")
         return self._lift(super().call(context, function, *args, **kwargs))
 
     def _strftime_now(self, pattern: str) -> str:
@@ -84,8 +86,9 @@ class TracingEnvironment(plain.Sandbox):
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if isinstance(args[-1] if name == "in" else None, str) and holds_stand_in(args[:-1]):
                 raise Untraceable("'in' with two texts")
+            # So is every string and every object. Of a list (of parts with texts in them) these tests look at the list alone.
             if name in ("iterable", "sequence") and isinstance(args[-1], (Text, Json)):
-                return True                                   # so is every string and every object
+                return True
             if name not in _TESTS and name != "in" and (holds_stand_in(args) or holds_stand_in(kwargs)):
                 raise Untraceable(f"test {name}")
             return function(*args, **kwargs)

@@ -4,10 +4,12 @@ import json
 
 import pytest
 
-from gateway.prompt.fields import boolean, count, integer, packed, parse, prompts_of, rounded
+from gateway.prompt.conversation import tool_schemas
+from gateway.prompt.fields import boolean, count, integer, packed, parse, prompts_of
+from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.prompt import PromptError
 
-from .reference import ids_of
+from .reference import ids_of, model_dir
 
 CHAT = "/v1/chat/completions"
 HI = '{"messages": [{"role": "user", "content": "hi"}], '
@@ -103,13 +105,41 @@ def test_loose_fields_change_the_prompt_as_strict_ones_do(sim):
     assert (loose.stream, loose.max_tokens) == (strict.stream, strict.max_tokens) == (True, 5)
 
 
-@pytest.mark.parametrize("number, mode", [("18446744073709551615", "exact"), ("18446744073709551616", "load"), ("-9223372036854775808", "exact"),
-                                          ("123456789012345678901234567890", "load"), ("1e16", "exact"), ("1.5e-30", "exact")])
-def test_integers_of_more_than_64_bits_are_not_rounded_in_silence(sim, number, mode):
-    tool = '{"type": "function", "function": {"name": "f", "parameters": {"maximum": %s}}}' % number
-    prompt = sim[0].prepare(CHAT, f'{HI} "tools": [{tool}]}}'.encode())
-    assert prompt.mode == mode and ("64 bits" in prompt.note) == (mode == "load")
-    used = '{"type": "tool_use", "id": "t", "name": "f", "input": {"a": [%s]}}' % number
-    prompt = sim[0].prepare("/v1/messages", f'{{"messages": [{{"role": "user", "content": "x"}}, {{"role": "assistant", "content": [{used}]}}]}}'.encode())
-    assert prompt.mode == mode
-    assert rounded({"a": [{"b": float(number)}]}) == (abs(float(number)) >= 2**63)
+NUMBERS = ["18446744073709551615", "18446744073709551616", "-9223372036854775809", "123456789012345678901234567890", "1e16", "1.5e-30",
+           "1.79e308", "-1.7976931348623157e+308", "9223372036854775808.0", "1E19"]
+# Wherever a template may print one: in tools, variables, a call's arguments (as an object and as a text), and what else reaches it.
+PLACES = {
+    "tools": (CHAT, '"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f", "parameters": {"maximum": %s}}}]'),
+    "variables": (CHAT, '"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"limit": %s}'),
+    "arguments": (CHAT, '"messages": [{"role": "assistant", "content": "", "tool_calls": '
+                        '[{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": [%s]}}}]}]'),
+    "arguments as text": (CHAT, '"messages": [{"role": "assistant", "content": "", "tool_calls": '
+                                '[{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\\"a\\": [%s]}"}}]}]'),
+    "a part": (CHAT, '"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "weight": %s}]}]'),
+    "Messages": ("/v1/messages", '"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": '
+                                 '[{"type": "tool_use", "id": "t", "name": "f", "input": {"a": [%s]}}]}]'),
+}
+
+
+@pytest.fixture(scope="module")
+def printing(tmp_path_factory):
+    """A model whose template prints all that it gets, in one way and another."""
+    template = tmp_path_factory.mktemp("templates") / "all.jinja"
+    template.write_text("{% for m in messages %}<｜User｜>{{ m | tojson }}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}"
+                        "{% endfor %}{% for p in m.content %}{{ p.weight }}{% endfor %}{% endfor %}{{ tools | tojson }}{{ tools }}{{ limit }}")
+    return Pipeline(model_dir("sim"), "m", 16, chat_template=template)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("place", PLACES)
+def test_numbers_of_any_size_are_printed_as_python_prints_them(printing, place, number):
+    """The engine reads JSON with Python, where an integer has as many digits as it likes. Ten times: by Jinja, then by a plan."""
+    path, body = PLACES[place]
+    raw = f'{{{body % number}}}'
+    said = json.loads(raw)
+    read = json.dumps(json.loads(number))
+    for _ in range(10):
+        prompt = printing.prepare(path, raw.encode())
+        assert prompt.mode == "exact", prompt.note
+        text = printing.tokenizer.decode(ids_of(prompt))
+        assert read in text and (place != "tools" or text.endswith(f"{json.dumps(tools := tool_schemas(said['tools']))}{tools}"))

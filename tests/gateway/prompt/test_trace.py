@@ -61,6 +61,17 @@ FOLLOWED = {
     "reverse": "{{ m.content | reverse }}{{ m.content[::-1] }}",
     "first character": "{% if m.content %}{{ m.content[0] }}{% endif %}",
 }
+# What they do to a content that is a list of parts, which is how those that loop over it get every text.
+IN_PARTS = {
+    "iterable": "{% if m.content is string %}{{ m.content }}{% elif m.content is iterable and m.content is not mapping %}"
+                "{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% else %}{{ raise_exception('?') }}{% endif %}",
+    "sequence": "{% if m.content is sequence and m.content is not string %}{% for p in m.content %}{{ p['text'] }}{% endfor %}{% endif %}",
+    "iterable object": "{% for p in m.content %}{% if p is iterable and p is mapping %}{{ p.text }}{% endif %}{% endfor %}",
+    "macro": "{% macro visible(c) %}{% if c is string %}{{ c }}{% elif c is iterable %}{% for p in c %}{% if p is mapping and p.type == 'text' %}"
+             "{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}{% set c = visible(m.content) %}"
+             "{% if '</t>' in c %}{% set c = c.split('</t>')[-1].lstrip() %}{% endif %}{% if c.strip() %}{{ c.strip() }}{% endif %}",
+    "set, then a call": "{% for p in m.content %}{% set t = p.text %}{{ t.strip() }}{{ m.get('name', 'x') }}{% endfor %}",
+}
 # What reads a text's characters where it can't be seen.
 LOST = {
     "loop": "{% for c in m.content %}{{ c }}.{% endfor %}",
@@ -91,6 +102,10 @@ def looped(body: str) -> str:
 
 def talk(*texts):
     return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
+
+
+def in_parts(*texts):
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in talk(*texts)]
 
 
 def plan_of(compiled, messages):
@@ -125,6 +140,22 @@ def test_a_plan_says_what_jinja_says(name, texts):
     for others in texts[1:]:
         text = filled(plan, list(others))
         assert text is None or text == plain.render(messages=talk(*others), **VARIABLES)
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+@given(texts=st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=2, max_size=4))
+@settings(max_examples=15)
+def test_a_plan_over_parts_says_what_jinja_says(name, texts):
+    source = looped(IN_PARTS[name])
+    compiled = Compiled(source, {}, ["<s>"])
+    plain = environment().from_string(source)
+    plan, slots = plan_of(compiled, in_parts(*texts[0]))
+    assert filled(plan, slots) == plain.render(messages=in_parts(*texts[0]), **VARIABLES)
+    for others in texts[1:]:
+        text = filled(plan, list(others))
+        assert text is None or text == plain.render(messages=in_parts(*others), **VARIABLES)
+    plan, _ = plan_of(compiled, in_parts("bcd", "def", "ghi"))
+    assert filled(plan, ["cde", "fgh", "ijk"]) is not None
 
 
 @pytest.mark.parametrize("name", FOLLOWED)

@@ -25,8 +25,9 @@ from replicas import profile as profiles
 from replicas.profile import Profile
 
 from . import __version__, datapath
+from .admin.guard import Guard
 from .admin.server import Admin
-from .config import ConfigError, Settings
+from .config import ConfigError, Settings, read_token
 from .dispatch.backend import Backend
 from .dispatch.decisions import Decisions
 from .model import SIM, model_dir
@@ -90,7 +91,7 @@ class Gateway:
         self.view.shared_ledger = self.workers.shared_ledger if self.workers else self.shared_ledger
         self.metrics.read_from(self.view.reading)
         self.metrics.read_from(self.workers.reading if self.workers else self._connections)
-        self.admin = Admin(self)
+        self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
         self.port = self.admin_port = 0
         self._learning: asyncio.Task[None] | None = None
         self._caring: asyncio.Task[None] | None = None

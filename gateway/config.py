@@ -9,6 +9,7 @@ said in one message: what, where, and what would be right.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from replicas.replica import parse_url
 from .dispatch.paths import check_allowed
 
 ENV_PREFIX = "HITHERTO_"
+TOKEN = re.compile(r"[!-~]{16,1024}")
+MAKE_TOKEN = "`openssl rand -hex 32` makes one"
 DEFAULT_FILE = "hitherto.yaml"
 SIZES = ("cache_budget", "max_body_bytes")  # fields that are bytes and read best with a unit
 ALIASES = {"replica_url": ("--worker-urls", "--backend-url")}
@@ -82,6 +85,19 @@ def _check_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(check_allowed, paths))
 
 
+def _check_token(token: str) -> str:
+    if not token.startswith("@") and not TOKEN.fullmatch(token):
+        raise ValueError(f"it must have at least 16 characters, no spaces and none outside ASCII. {MAKE_TOKEN}")
+    return token
+
+
+def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if not re.fullmatch(r"[\w.-]{1,253}", name, re.ASCII):
+            raise ValueError(f"{name[:300]!r} is not a host name; give it without scheme and port")
+    return names
+
+
 def _check_redis(url: str) -> str:
     from cachemap.share import parse  # a fifth of a second, for those who use it
 
@@ -93,6 +109,8 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Urls = Annotated[tuple[str, ...], BeforeValidator(_split_urls), AfterValidator(_check_urls)]
+HostNames = Annotated[tuple[str, ...], BeforeValidator(_split_names), AfterValidator(_check_names)]
+Token = Annotated[str, AfterValidator(_check_token)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_split_names), AfterValidator(_check_paths)]
 RedisUrl = Annotated[str, AfterValidator(_check_redis)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -110,8 +128,10 @@ class Settings(BaseModel):
 
     host: str = Field("0.0.0.0", description="address clients connect to")
     port: Port = Field(8080, description="port clients connect to (0: any free one)")
-    admin_host: str = Field("127.0.0.1", description="address of the admin side; it has no password, keep it private")
+    admin_host: str = Field("127.0.0.1", description="address of the admin side; any but a loopback address needs --admin-token")
     admin_port: Port = Field(8081, description="port of the admin side: health, metrics, replicas, status page")
+    admin_token: Token | None = Field(None, repr=False, description="@FILE that holds the token which the admin side asks for; the environment and the configuration file may also have the token itself")
+    admin_allow_host: HostNames = Field((), description="further host names that the admin side answers to, like gateway.example; its addresses and this machine's own name need no permission")
 
     workers: int = Field(1, ge=1, le=64, description="processes that share the port, one a core")
 
@@ -163,6 +183,8 @@ class Config:
     def plain(self) -> dict[str, Any]:
         """Values as a person would write them: sizes with units, paths as text."""
         values = self.settings.model_dump(mode="json")
+        if (token := values["admin_token"]) and not token.startswith("@"):
+            values["admin_token"] = None  # never shown
         for name in SIZES:
             values[name] = show_bytes(values[name])
         return values
@@ -267,6 +289,40 @@ def suggest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(known)
 
 
+def read_token(settings: Settings) -> str | None:
+    """The token that the admin side asks for; None if it asks for none. Raises ConfigError for a file that does not hold one."""
+    given = settings.admin_token
+    if given is None or not given.startswith("@"):
+        return given
+    try:
+        token = Path(given[1:]).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+        raise ConfigError(f"admin_token: cannot read the token from {given[1:]}: {reason}. {MAKE_TOKEN}") from None
+    if not TOKEN.fullmatch(token):
+        raise ConfigError(f"admin_token: {given[1:]} holds no token: that is 16 characters or more in one line, without spaces. {MAKE_TOKEN}")
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # another name may mean any address
+
+
+def admin_url(settings: Settings) -> str:
+    """Where the gateway with these settings has its admin side, for a client on the same machine."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.admin_host, settings.admin_host)
+    return f"http://{f'[{host}]' if ':' in host and host[0] != '[' else host}:{settings.admin_port}"
+
+
+def admin_headers(settings: Settings) -> dict[str, str]:
+    """What a request to that admin side needs."""
+    token = read_token(settings)
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 def _explain(item: Any, sources: Mapping[str, str]) -> str:
     """One pydantic error as: place: what is wrong; what would be right."""
     name = str(item["loc"][0])
@@ -280,7 +336,8 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
         near = difflib.get_close_matches(str(item["input"]), choices.split(", "), 1)
         return f"{place}: {item['input']!r} is none of {choices}" + (f". Did you mean {near[0]!r}?" if near else "")
     what = item["msg"][0].lower() + item["msg"][1:]
-    return f"{place}: {item['input']!r} is not valid: {what}. {flag(name)} is the {Settings.model_fields[name].description}"
+    given = "what it is set to" if name == "admin_token" else repr(item["input"])
+    return f"{place}: {given} is not valid: {what}. {flag(name)} is the {Settings.model_fields[name].description}"
 
 
 def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
@@ -291,6 +348,13 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
             f"{sources[winner]}: {winner}: clients and the admin side cannot share port {settings.port}. "
             f"Give --admin-port another one, like {settings.port + 1}"
         )
+    if sources["admin_token"].startswith("flag ") and not settings.admin_token.startswith("@"):
+        raise ConfigError("flag --admin-token: admin_token: everybody on this machine can read a command line. "
+                          "Write the token to a file and give --admin-token @FILE, or set HITHERTO_ADMIN_TOKEN")  # fmt: skip
+    if read_token(settings) is None and not _is_loopback(settings.admin_host):
+        raise ConfigError(f"{sources['admin_host']}: admin_host: {settings.admin_host or 'every address'} can be reached from other machines, and whoever reaches "
+                          "the admin side can add a replica and so receive prompts. Give --admin-token @FILE or HITHERTO_ADMIN_TOKEN, or leave "
+                          f"--admin-host at 127.0.0.1. {MAKE_TOKEN}")  # fmt: skip
     if settings.workers > 1 and not hasattr(os, "memfd_create"):
         raise ConfigError(f"{sources['workers']}: workers: several need memory that only Linux has (memfd). Leave it at 1")
     if settings.policy in settings.shadow:

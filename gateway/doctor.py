@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.config import Config, ConfigError, Settings
+from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url
 from gateway.model import model_dir
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
@@ -71,9 +71,14 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
     if (finding := await _traces()) is not None:
         yield finding
     async with aiohttp.ClientSession() as session:
-        running = await _running_gateway(settings, session)
-        for finding in _gateway(settings, running):
-            yield finding
+        running = None
+        try:
+            running = await _running_gateway(settings, session)
+            for finding in _gateway(settings, running):
+                yield finding
+        except Refused as refused:
+            yield Finding("fail", "gateway", f"one runs, and its admin side refuses the doctor: {refused}",
+                          "run the doctor with the --admin-token that the gateway was started with")  # fmt: skip
         urls = list(settings.replica_url) or list(dict.fromkeys(one["url"] for one in (running or {}).get("replicas", [])))
         replicas = []
         for address in map(parse_url, urls):
@@ -130,12 +135,17 @@ async def _traces() -> Finding | None:
     return Finding("ok", "traces", f"{receiver} takes them")
 
 
+class Refused(Exception):
+    """A gateway's admin side does not answer us."""
+
+
 async def _running_gateway(settings: Settings, session: aiohttp.ClientSession) -> dict[str, Any] | None:
-    """The status of the gateway that runs with these settings, if one does."""
-    host = "127.0.0.1" if settings.admin_host in ("0.0.0.0", "::", "") else settings.admin_host
-    with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
-        async with session.get(f"http://{host}:{settings.admin_port}/status", timeout=aiohttp.ClientTimeout(5)) as response:
+    """The status of the gateway that runs with these settings, if one does. Raises Refused."""
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError):
+        async with session.get(admin_url(settings) + "/status", headers=admin_headers(settings), timeout=aiohttp.ClientTimeout(5)) as response:
             status = await response.json()
+            if response.status in (401, 403):
+                raise Refused(status["error"]["message"])
             return status if isinstance(status, dict) and "replicas" in status and "policy" in status else None
     return None
 

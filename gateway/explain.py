@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.config import Config, ConfigError, Settings
+from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url
 from gateway.model import model_dir
 from gateway.prompt import Prompt, PromptError
 from policies import Candidate, Choice, CostGroup, Demand, Load, make
@@ -119,10 +119,9 @@ def run(args: argparse.Namespace, config: Config) -> int:
 
 
 def _somehow(admin: str | None, path: str, body: bytes, settings: Settings) -> dict[str, Any]:
-    host = "127.0.0.1" if settings.admin_host in ("0.0.0.0", "::", "") else settings.admin_host
-    url = (admin or f"http://{host}:{settings.admin_port}").rstrip("/")
+    url = (admin or admin_url(settings)).rstrip("/")
     try:
-        return ask(url, path, body)
+        return ask(url, path, body, admin_headers(settings))
     except Unanswered as reason:
         if admin:
             raise ConfigError(f"--admin {admin}: {reason}. Give the admin side's URL of a running gateway") from None
@@ -140,16 +139,16 @@ def _read_body(name: str) -> bytes:
         raise ConfigError(f"{name}: cannot read the request's body: {error.strerror}. Give a JSON file as a client would send it, or - for standard input") from None
 
 
-def ask(admin: str, path: str, body: bytes, seconds: float = 30.0) -> dict[str, Any]:
+def ask(admin: str, path: str, body: bytes, headers: dict[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:
     """The running gateway's answer. Raises Unanswered, and PromptError where it refuses the request."""
     url = f"{admin}/explain?{urllib.parse.urlencode({'path': path})}"
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
+    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json", **headers}, method="POST")
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a company's proxy
     try:
         with direct.open(request, timeout=seconds) as response:
             told = json.loads(response.read())
     except urllib.error.HTTPError as refused:
-        raise _refusal(refused) from None
+        raise _refusal(refused, admin) from None
     except (OSError, ValueError) as error:
         raise Unanswered(getattr(error, "reason", error)) from None
     if not isinstance(told, dict) or "replicas" not in told:
@@ -157,9 +156,11 @@ def ask(admin: str, path: str, body: bytes, seconds: float = 30.0) -> dict[str, 
     return told
 
 
-def _refusal(refused: urllib.error.HTTPError) -> Exception:
+def _refusal(refused: urllib.error.HTTPError, admin: str) -> Exception:
     try:
         error = json.loads(refused.read())["error"]
+        if refused.code in (401, 403):
+            return ConfigError(f"the admin side at {admin} refuses: {error['message']}")
         return PromptError(refused.code, error["message"], error["type"], error["param"], error["code"])
     except (ValueError, KeyError, TypeError):
         return Unanswered(f"something else answers there, with status {refused.code}")

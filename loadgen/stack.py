@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -44,7 +45,8 @@ class Stack:
         self.on_progress, self.ready_seconds = on_progress, ready_seconds or READY_SECONDS
         port, admin_port = free_ports(2)
         self.base_url = f"http://127.0.0.1:{port}"
-        self.admin = Client(f"http://127.0.0.1:{admin_port}", timeout=5)
+        self._token = secrets.token_hex(16)  # of its own, whatever the environment has
+        self.admin = Client(f"http://127.0.0.1:{admin_port}", {"Authorization": f"Bearer {self._token}"}, timeout=5)
         self._argv = [sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", str(port),
                       "--admin-port", str(admin_port), "--policy", policy, "--cached-tokens-header", "--launch", str(launch),
                       "--profile", profile, *(["--model", str(model)] if model else [])]
@@ -56,6 +58,7 @@ class Stack:
         env = dict(os.environ)
         if self.isolated:
             env = {name: value for name, value in env.items() if not name.startswith("HITHERTO_")}
+        env["HITHERTO_ADMIN_TOKEN"] = self._token
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=env,

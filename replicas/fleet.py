@@ -40,6 +40,7 @@ log = logging.getLogger("replicas")
 
 Change = Callable[[Replica, State, State], None]
 HOST = "127.0.0.1"  # where our own engines listen
+ENGINE_SECONDS = 600.0  # an operator's request to an engine may take: /wake_up loads weights
 STOP_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 # What a rank that joins late has missed, by the state its engine is in.
 MISSED = {
@@ -213,6 +214,15 @@ class Fleet:
     async def ask_models(self) -> None:
         """Ask every ready engine what it serves, now; what changed is told of before this returns."""
         await asyncio.gather(*(one.watch.ask_models() for one in self.engines.values() if one.lead.state is State.READY))
+
+    async def ask_engine(self, id: str, method: str, target: str, body: bytes, content_type: str) -> tuple[int, str, bytes]:
+        """Pass an operator's request on to the engine of a replica: the answer's status, Content-Type and body. Raises
+        KeyError for an unknown id, OSError or aiohttp.ClientError when the engine does not answer."""
+        url = self._engine(id).lead.url + target
+        headers = {"Content-Type": content_type} if body else {}
+        timeout = aiohttp.ClientTimeout(ENGINE_SECONDS)
+        async with self._session.request(method, url, data=body or None, headers=headers, allow_redirects=False, timeout=timeout) as answer:
+            return answer.status, answer.headers.get("Content-Type", "application/octet-stream"), await answer.read()
 
     def logs(self, id: str) -> list[str]:
         """The last lines an engine of our own wrote; [] for adopted ones."""

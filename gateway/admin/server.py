@@ -9,14 +9,14 @@
     POST /replicas/ID/drain     no new requests; the ones it has are finished
     DELETE /replicas/ID         drains and forgets it
                                 (of an engine with ranks: HOST:PORT-dp0 is one of them, HOST:PORT all)
+    ANY  /replicas/ID/engine/PATH  passed on to that engine: /sleep, /reset_prefix_cache, /v1/load_lora_adapter ...
     POST /explain?path=/v1/...  what would happen to this request; nothing is sent
     POST /decide?path=/v1/...   where this request goes; counted there until the caller tells its end:
     POST /decide/ID/first_byte  its answer has begun
     POST /decide/ID/done        it has ended; with the answer's last bytes, its usage is learned from
 
-There is no password: bind it to a private address. Requests a browser makes for some other site's
-page are refused, so that nobody's web page can drain the operator's replicas.
-Errors have the shape of OpenAI's.
+What writes is sent as application/json; who may speak to the admin side is decided in `guard`. Errors have the shape
+of OpenAI's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from importlib import resources
 from typing import Any, Protocol
 
 import orjson
-from aiohttp import web
+from aiohttp import ClientError, web
 
 from gateway.config import ConfigError
 from gateway.dispatch.decisions import LEASE, LEASES
@@ -37,13 +37,14 @@ from gateway.dispatch.life import Failure
 from gateway.prompt import PromptError
 from gateway.telemetry.metrics import Metrics
 
+from .guard import CHALLENGE, Guard, Refusal
+
 log = logging.getLogger("hitherto.admin")
 
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                                "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
 }  # fmt: skip
 
 
@@ -56,6 +57,7 @@ class Fleet(Protocol):
     def add(self, url: str) -> Any: ...
     def drain(self, id: str) -> asyncio.Task[None]: ...
     def remove(self, id: str) -> asyncio.Task[None]: ...
+    async def ask_engine(self, id: str, method: str, target: str, body: bytes, content_type: str) -> tuple[int, str, bytes]: ...
 
 
 class Decisions(Protocol):
@@ -81,14 +83,6 @@ class Gateway(Protocol):
         no replica could answer."""
 
 
-class Refusal(Exception):
-    """An answer other than 200."""
-
-    def __init__(self, status: int, message: str, code: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
 def answer(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS) + b"\n", status=status, content_type="application/json")
 
@@ -102,15 +96,18 @@ def headers_of(request: web.Request) -> dict[str, str]:
     return {name.lower(): value for name, value in request.headers.items()}
 
 
-@web.middleware
-async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-    """Refuse other sites' pages; turn every failure into a JSON error."""
-    if request.method not in ("GET", "HEAD") and request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-        return error(403, "requests from other sites' pages are refused; use curl or this server's own page", "cross_site")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The handler's response, or its failure as a JSON error."""
     try:
         return await handler(request)
     except Refusal as refusal:
-        return error(refusal.status, str(refusal), refusal.code)
+        refused = error(refusal.status, str(refusal), refusal.code)
+        if refusal.status == 401:
+            refused.headers["WWW-Authenticate"] = CHALLENGE
+        return refused
     except PromptError as wrong:
         return error(wrong.status, wrong.message, wrong.code, wrong.type, wrong.param)
     except Failure as failure:
@@ -128,12 +125,12 @@ async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable
 class Admin:
     """The handlers; `start` puts them on a port, `stop` takes them off."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self.gateway = gateway
+    def __init__(self, gateway: Gateway, guard: Guard) -> None:
+        self.gateway, self.guard = gateway, guard
         self.page = resources.files("gateway.admin").joinpath("status.html").read_text(encoding="utf-8")
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[guard], client_max_size=64 * 2**20)
+        app = web.Application(middlewares=[self.guarded], client_max_size=64 * 2**20)
         app.add_routes([
             web.get("/", self.status_page),
             web.get("/livez", self.livez),
@@ -144,12 +141,24 @@ class Admin:
             web.post("/replicas", self.add),
             web.post("/replicas/{id}/drain", self.drain),
             web.delete("/replicas/{id}", self.remove),
+            web.route("*", "/replicas/{id}/engine/{path:.*}", self.ask_engine),
             web.post("/explain", self.explain),
             web.post("/decide", self.decide),
             web.post("/decide/{id}/first_byte", self.first_byte),
             web.post("/decide/{id}/done", self.done),
         ])  # fmt: skip
         return app
+
+    @web.middleware
+    async def guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        async def checked(request: web.Request) -> web.StreamResponse:
+            self.guard.check(request)
+            return await handler(request)
+
+        response = await answered(request, checked)
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
+        return response
 
     async def status_page(self, request: web.Request) -> web.Response:
         return web.Response(text=self.page, content_type="text/html", headers=PAGE_HEADERS)
@@ -159,7 +168,10 @@ class Admin:
 
     async def readyz(self, request: web.Request) -> web.Response:
         status = self.gateway.status()
-        return answer({"ready": status["ready"], "why_not": status["why_not"]}, 200 if status["ready"] else 503)
+        why_not = status["why_not"]
+        if why_not and not self.guard.knows_token(request):
+            why_not = "ask with the admin token to be told"
+        return answer({"ready": status["ready"], "why_not": why_not}, 200 if status["ready"] else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
         page, content_type = self.gateway.metrics.exposition()
@@ -202,6 +214,17 @@ class Admin:
         await asyncio.shield(removed)
         log.info("replica %s removed by an operator", id)
         return answer({"id": id, "removed": True})
+
+    async def ask_engine(self, request: web.Request) -> web.Response:
+        """Pass on what only operators may ask of an engine, and its answer."""
+        id, url = self._known(request), request.rel_url
+        target = "/" + url.raw_path.split("/", 4)[4] + (f"?{url.raw_query_string}" if url.raw_query_string else "")
+        log.info("an operator asks the engine of %s: %s %s", id, request.method, url.raw_path)
+        try:
+            status, kind, body = await self.gateway.fleet.ask_engine(id, request.method, target, await request.read(), request.content_type)
+        except (ClientError, OSError) as wrong:
+            raise Refusal(502, f"the engine of {id} did not answer: {wrong or type(wrong).__name__}", "engine_unreachable") from None
+        return web.Response(body=body, status=status, headers={"Content-Type": kind})
 
     async def explain(self, request: web.Request) -> web.Response:
         path = request.query.get("path", "/v1/chat/completions")

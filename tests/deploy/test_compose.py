@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from importlib import resources
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,7 +13,7 @@ import pytest
 import yaml
 
 from gateway import cli
-from gateway.config import Settings
+from gateway.config import Settings, read_token
 from gateway.telemetry import traces
 from replicas.replica import parse_url
 
@@ -46,7 +48,37 @@ def gateway_settings(monkeypatch, tmp_path) -> Settings:
     monkeypatch.chdir(tmp_path)
     for name, value in re.findall(r"^ENV (HITHERTO_\w+)=(\S+)$", DOCKERFILE, re.M):
         monkeypatch.setenv(name, value)
-    return cli.load_config(cli._parse(SERVICES["gateway"]["command"])).settings
+    token = tmp_path / "admin-token"  # in place of the volume
+    make_token(token)
+    words = [word.replace("/run/hitherto/admin-token", str(token)) for word in SERVICES["gateway"]["command"]]
+    return cli.load_config(cli._parse(words)).settings
+
+
+def make_token(file: Path) -> None:
+    """What the service does that makes the token."""
+    program, option, code = SERVICES["admin-token"]["entrypoint"]
+    assert (program, option) == ("python", "-c")
+    subprocess.run([sys.executable, "-c", code.replace("/run/hitherto/admin-token", str(file))], check=True, timeout=20)
+
+
+def test_the_admin_sides_token_is_made_once_and_everybody_may_read_it_who_has_the_volume(tmp_path):
+    file = tmp_path / "admin-token"
+    make_token(file)
+    token = file.read_text()
+    make_token(file)
+    assert file.read_text() == token and len(token) == 64 and file.stat().st_mode & 0o777 == 0o444
+    readers = {name for name, service in SERVICES.items() if "admin-token:/run/hitherto:ro" in service.get("volumes", [])}
+    assert readers == {"gateway", "prometheus"}
+    for name in readers:
+        assert SERVICES[name]["depends_on"] == {"admin-token": {"condition": "service_completed_successfully"}}
+
+
+def test_the_admin_side_answers_to_the_name_that_prometheus_asks_and_with_what_it_sends(monkeypatch, tmp_path):
+    settings = gateway_settings(monkeypatch, tmp_path)
+    (job,) = (job for job in yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())["scrape_configs"] if job["job_name"] == "hitherto")
+    (target,) = job["static_configs"][0]["targets"]
+    assert target.partition(":")[0] in settings.admin_allow_host
+    assert "@" + job["authorization"]["credentials_file"] in SERVICES["gateway"]["command"] and read_token(settings)
 
 
 def test_the_gateways_command_is_one_it_takes(monkeypatch, tmp_path):

@@ -1,11 +1,13 @@
 """Settings: where they come from, who wins, and what is said when one is wrong."""
 
+import json
+
 import policies
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import Config, ConfigError, Settings, load, parse_bytes, show_bytes
+from gateway.config import Config, ConfigError, Settings, load, parse_bytes, read_token, show_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +122,48 @@ def test_several_errors_are_all_told():
 def test_ports_must_differ():
     assert "cannot share port 8080. Give --admin-port another one, like 8081" in wrong(flags={"admin_port": "8080"})
     assert load(flags={"port": "0", "admin_port": "0"}, environ={}).settings.port == 0
+
+
+TOKEN = "0123456789abcdef"
+
+
+def test_without_a_token_the_admin_side_is_for_this_machine_alone(tmp_path):
+    for host in ("0.0.0.0", "::", "", "10.0.0.7", "gateway.example", "localhost.example"):
+        text = wrong(environ={"HITHERTO_ADMIN_HOST": host})
+        assert text.startswith("environment HITHERTO_ADMIN_HOST: admin_host: ") and "--admin-token @FILE" in text
+        assert load(flags={"admin_host": host}, environ={"HITHERTO_ADMIN_TOKEN": TOKEN}).settings.admin_host == host
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        assert load(flags={"admin_host": host}, environ={}).settings.admin_token is None
+
+
+def test_the_token_is_in_a_file_or_the_environment_and_on_no_command_line(tmp_path):
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    assert read_token(load(flags={"admin_token": f"@{file}"}, environ={"HITHERTO_ADMIN_TOKEN": "x" * 16}).settings) == TOKEN
+    assert read_token(load(environ={"HITHERTO_ADMIN_TOKEN": TOKEN}).settings) == TOKEN
+    assert "everybody on this machine can read a command line" in wrong(flags={"admin_token": TOKEN})
+    assert "No such file" in wrong(flags={"admin_token": "@/nowhere"})
+    for nothing in ("", "\n", "short", "two words of some length", "ä" * 20):
+        file.write_text(nothing)
+        assert "openssl rand -hex 32" in wrong(flags={"admin_token": f"@{file}"}), nothing
+        assert "openssl rand -hex 32" in wrong(environ={"HITHERTO_ADMIN_TOKEN": nothing})
+
+
+def test_the_token_is_never_shown(tmp_path):
+    config = load(environ={"HITHERTO_ADMIN_TOKEN": TOKEN})
+    assert TOKEN not in config.to_yaml() + repr(config) + json.dumps(config.plain())
+    file = tmp_path / "settings.yaml"
+    for value in (f"{TOKEN} {TOKEN}", "[1234567890123456]", "1234567890123456"):
+        file.write_text(f"admin_token: {value}\n")
+        assert "12345678" not in wrong(file=file)
+    file.write_text(f"admin_token: '@{file}'\n")
+    assert f"'@{file}'" in wrong(file=file) or str(file) in wrong(file=file), "where the token is may be told"
+
+
+def test_host_names_of_the_admin_side():
+    assert load({"admin_allow_host": "a,b.example c_d"}, {}).settings.admin_allow_host == ("a", "b.example", "c_d")
+    for name in ("http://a", "a:8081", "a/b", "*"):
+        assert "is not a host name" in wrong(flags={"admin_allow_host": name})
 
 
 def test_profile_is_judged_before_anything_is_launched():

@@ -27,7 +27,7 @@ async def decide(gateway: Running, body: dict, **query) -> dict:
 
 
 async def tell(gateway: Running, decided: dict, what: str, content: bytes = b"") -> int:
-    return (await gateway.admin.post(f"/decide/{decided['id']}/{what}", content=content)).status_code
+    return (await gateway.admin.post(f"/decide/{decided['id']}/{what}", content=content, headers={"Content-Type": "application/json"} if content else {})).status_code
 
 
 async def pass_on(gateway: Running, body: dict) -> tuple[dict, int]:
@@ -145,7 +145,7 @@ async def test_where_it_failed_is_left_out_of_the_next_decision(gateway):
 
 async def test_refusals_have_the_clients_own_format(gateway):
     ask = gateway.admin.post
-    assert refused(await ask("/decide", content=b"{")) == (400, None)
+    assert refused(await ask("/decide", content=b"{", headers={"Content-Type": "application/json"})) == (400, None)
     assert refused(await ask("/decide", json={"model": "sim"}))[0] == 400
     assert refused(await ask("/decide", json=chat("x", stream=[])))[0] == 400
     assert refused(await ask("/decide", json={**chat("x"), "model": "gpt-9"})) == (404, "model_not_found")

@@ -203,7 +203,7 @@ def test_refusals_of_other_servers_are_not_taken_for_the_gateways():
     import urllib.error
 
     page = urllib.error.HTTPError("u", 500, "x", {}, io.BytesIO(b"<html>"))
-    assert isinstance(explain._refusal(page), explain.Unanswered)
+    assert isinstance(explain._refusal(page, "http://a"), explain.Unanswered)
     ours = urllib.error.HTTPError("u", 404, "x", {}, io.BytesIO(b'{"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}'))
-    wrong = explain._refusal(ours)
+    wrong = explain._refusal(ours, "http://a")
     assert isinstance(wrong, PromptError) and (wrong.status, wrong.message, wrong.code) == (404, "m", "c")

@@ -1,0 +1,105 @@
+"""Who may speak to the admin side.
+
+Adding a replica means receiving prompts and API keys, so three kinds of strangers are kept out, each by its own rule:
+
+* Web pages in an operator's browser. A page of any site may post a form to `http://gateway:8081/replicas`. Browsers say
+  whose page it was: `Origin` must be this very host, and `Sec-Fetch-Site` must not contradict it. Browsers send the second
+  only to localhost and over https, so it alone protects nobody. What writes must also be `application/json`, which a
+  form cannot be.
+* Pages whose host name was rebound to this machine's address after they were loaded. They share our origin, but not our
+  name: the `Host` header must name this machine, or a name given with `--admin-allow-host`. An address needs no
+  permission, since nobody can rebind one.
+* Everybody else on the network. Without a token the admin side is bound to a loopback address (`config` sees to that); with
+  one, each request must carry it, as `Authorization: Bearer TOKEN` or as the password of HTTP Basic, for which a browser
+  asks. Only the two probes are answered without it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import re
+import socket
+from collections.abc import Collection
+
+from aiohttp import hdrs, web
+
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+)(?::\d{0,5})?")
+PROBES = frozenset(("/livez", "/readyz"))
+READS = frozenset(("GET", "HEAD"))
+# What a body may be. A page of another site sends these only after asking us, which is never granted. The second is an
+# answer, posted to /decide/ID/done.
+BODIES = frozenset(("application/json", "text/event-stream"))
+# What any page's form may send without asking, also with no body.
+FORMS = frozenset(("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"))
+CHALLENGE = 'Basic realm="Hitherto: any user, the admin token as password", charset="UTF-8"'
+
+
+class Refusal(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Guard:
+    """Refuses strangers. `names`: host names that the admin side answers to, besides its own; `token`: None if none is asked for."""
+
+    def __init__(self, names: Collection[str] = (), token: str | None = None) -> None:
+        self._names = {"localhost", socket.gethostname().lower(), *(name.lower().rstrip(".") for name in names)}
+        self._token = token.encode() if token else None
+
+    def check(self, request: web.Request) -> None:
+        """Raise Refusal for a request that may not pass. Reads nothing of its body."""
+        self._check_host(request)
+        self._check_page(request)
+        if request.path not in PROBES and not self.knows_token(request):
+            given = "Authorization" in request.headers
+            raise Refusal(401, f"{'this is not the admin token' if given else 'the admin side asks for its token'}: send `Authorization: Bearer TOKEN` "
+                               "with the token that the gateway was started with (--admin-token, HITHERTO_ADMIN_TOKEN)", "admin_token")  # fmt: skip
+        if request.method not in READS and (request.content_type not in BODIES if request.body_exists else request.content_type in FORMS):
+            raise Refusal(415, f"the body's Content-Type is {request.headers.get(hdrs.CONTENT_TYPE) or 'not given'}; "
+                               "send it as application/json (curl: -H 'content-type: application/json')", "unsupported_media_type")  # fmt: skip
+
+    def _check_host(self, request: web.Request) -> None:
+        given = request.headers.getall(hdrs.HOST, [])
+        if not given:
+            return  # HTTP/1.0: a health check, no browser
+        host = HOST.fullmatch(given[0]) if len(given) == 1 else None
+        if host is None:
+            raise Refusal(400, "the request has no valid Host header", "invalid_host")
+        name = host[1].lower().rstrip(".")
+        if name not in self._names and not is_address(name.strip("[]")):
+            raise Refusal(403, f"the admin side does not answer to the host name {name[:253]!r}. Use its address, "
+                               f"or start the gateway with --admin-allow-host {name[:253]}", "host_not_allowed")  # fmt: skip
+
+    def _check_page(self, request: web.Request) -> None:
+        host = request.headers.get(hdrs.HOST, "").lower()
+        of_another = any(origin.lower().partition("://")[2] != host for origin in request.headers.getall(hdrs.ORIGIN, []))
+        if of_another or (request.method not in READS and request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")):
+            raise Refusal(403, "requests from other sites' pages are refused; use curl or this server's own page", "cross_site")
+
+    def knows_token(self, request: web.Request) -> bool:
+        if self._token is None:
+            return True
+        scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        said = given.strip().encode("utf-8", "surrogateescape")
+        if scheme.lower() == "basic":
+            try:
+                said = base64.b64decode(said, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif scheme.lower() != "bearer":
+            return False
+        return hmac.compare_digest(said, self._token)
+
+
+def is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

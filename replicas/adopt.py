@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from replicas.deadline import within
 from replicas.metrics import SERIES, Scrape, missing, parse
 from replicas.replica import Address, EventSource, Replica
 
@@ -109,12 +110,10 @@ class Answer:
 
 
 async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:
-    """GET with a deadline in seconds over connect, head and body. Never raises but on cancel."""
+    """GET with a deadline over connect, head and body, in seconds in which our own event loop ran. Never raises but on cancel."""
     where = urlsplit(url)
     try:
-        timeout = aiohttp.ClientTimeout(total=deadline)
-        async with session.get(url, timeout=timeout, allow_redirects=False) as response:
-            return Answer(response.status, await response.read())
+        return await within(deadline, _get(session, url))
     except TimeoutError:
         return Answer(0, fault="timeout", error=f"{where.path} did not answer within {deadline:g} s")
     except aiohttp.ClientConnectorDNSError:
@@ -128,6 +127,11 @@ async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answ
         return Answer(0, fault="connect", error=f"cannot connect to {where.netloc}: {what}")
     except (aiohttp.ClientError, OSError) as error:
         return Answer(0, fault="closed", error=f"{where.path}: the connection broke ({type(error).__name__})")
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
+    async with session.get(url, timeout=aiohttp.ClientTimeout(), allow_redirects=False) as response:
+        return Answer(response.status, await response.read())
 
 
 async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:

@@ -5,7 +5,8 @@ and a 503 that means "full, try another" is load; the caller reports neither.
 
 Rules, in this order:
   1. Two connection refusals in a row (from probes or traffic) mean nobody is there: LOST.
-  2. Nothing but failed probes for `lost_after` seconds and no request answered: LOST (hung).
+  2. Nothing but failed probes, `fall` at least, for `lost_after` seconds and no request answered: LOST (hung).
+     (One before and one after a time in which we did not probe show nothing.)
   3. `fall` requests in a row failed: TROUBLE, held for 2 s, then 4, 8 ... 30 as long as every try
      after the hold fails again. One answered request ends it at once.
   4. `fall` probes in a row failed and no request was answered meanwhile: TROUBLE, until `rise`
@@ -93,7 +94,7 @@ class Health:
 
     def hung(self, now: float) -> bool:
         """Whether rule 2 holds."""
-        return self._silent_since is not None and now - self._silent_since >= self.limits.lost_after
+        return self._silent_since is not None and self._probe_failures >= self.limits.fall and now - self._silent_since >= self.limits.lost_after
 
     def opinion(self, now: float) -> Opinion:
         if self.hung(now):

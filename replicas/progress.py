@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from replicas.deadline import within
 from replicas.metrics import Scrape
 
 # Seconds without a step: until it gets no more requests, and until one of our own is started again.
@@ -70,10 +71,13 @@ class Progress:
 async def computes(session: aiohttp.ClientSession, url: str, model: str, deadline: float) -> bool:
     """Whether the engine answers a prompt of one token with two more, or at least says why it would not."""
     body = json.dumps({"model": model, "prompt": [1], "max_tokens": 2})
-    headers = {"content-type": "application/json"}
     try:
-        timeout = aiohttp.ClientTimeout(total=deadline)
-        async with session.post(f"{url}/v1/completions", data=body, headers=headers, timeout=timeout) as response:
-            return response.status < 500
+        return await within(deadline, _post(session, f"{url}/v1/completions", body)) < 500
     except (TimeoutError, OSError, aiohttp.ClientError):
         return False
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: str) -> int:
+    headers = {"content-type": "application/json"}
+    async with session.post(url, data=body, headers=headers, timeout=aiohttp.ClientTimeout()) as response:
+        return response.status

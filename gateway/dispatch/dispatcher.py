@@ -103,6 +103,7 @@ class Dispatcher:
         self.backends: dict[str, Backend] = {}
         self.lives: set[Life] = set()
         self.draining = False
+        self.held_up_at = 0.0  # the last time at which the event loop went on after it had been held up
         self.preparation = Preparation(self)
         self._chosen: list[Life | Decided] | None = None  # while they are held back
         self.shared: SharedLedger | None = None  # with Redis
@@ -184,6 +185,9 @@ class Dispatcher:
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
         self.metrics.rejections.inc(str(status))
         return JSON, error_body(target.decode("latin-1"), status, message)
+
+    def held_up(self, now: float) -> None:
+        self.held_up_at = now
 
     def sweep(self, now: float) -> None:
         for life in list(self.lives):

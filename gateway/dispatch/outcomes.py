@@ -44,7 +44,8 @@ class Outcomes:
             self._dispatcher.on_traffic(backend.id, None)
         if life.streams and not backend.gone:  # the first byte of an answer in one piece is its last as well
             self.metrics.ttft.observe(backend.id, life.first_at - life.begun)
-        if life.streams and life.status == 200 and life.prompt is not None and backend.may_learn(life.first_at):
+        ours = life.sent_at < self._dispatcher.held_up_at  # part of that time we did not look
+        if life.streams and life.status == 200 and life.prompt is not None and not ours and backend.may_learn(life.first_at):
             taken = life.reservation
             backend.costs.observe_ttft(life.first_at - life.sent_at, taken.uncached, life.overlap, taken.before, taken.at)
 
@@ -86,7 +87,7 @@ class Outcomes:
         if backend.intake is not None and backend.replica.takes_rank(prompt.path):
             backend.intake.request_finished(len(prompt.hashes) - life.overlap // self._dispatcher.pipeline.block_size)
         tokens = usage.completion or life.pieces
-        if life.streams and tokens > 8 and backend.may_learn(now):
+        if life.streams and tokens > 8 and life.first_at > self._dispatcher.held_up_at and backend.may_learn(now):
             load = backend.load
             # itself included: it decoded until now
             backend.costs.observe_itl((now - life.first_at) / (tokens - 1), load.decoding + 1, load.context_tokens + prompt.tokens)

@@ -13,6 +13,8 @@ from typing import Protocol
 
 import httptools
 
+from replicas.deadline import within
+
 from .http import HOP_BY_HOP, Headers, connection_tokens, end_to_end
 
 # vLLM (uvicorn) closes a connection that is idle for 5 s; one that we reuse later may die under the request.
@@ -312,8 +314,7 @@ class Pool:
     async def _connect(self, sink: Sink) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                _, upstream = await loop.create_connection(lambda: Upstream(self), self.host, self.port, ssl=self.tls)
+            _, upstream = await within(CONNECT_SECONDS, loop.create_connection(lambda: Upstream(self), self.host, self.port, ssl=self.tls))
         except TimeoutError:
             sink.lost(UpstreamError("connect", f"no connection to {self.host}:{self.port} within {CONNECT_SECONDS:g} s"))
         except OSError as error:

@@ -132,3 +132,12 @@ def test_an_answered_request_always_makes_it_good_and_enough_good_probes_too(his
         now += 31
         health.probed(now)
     assert verdict(health, now) is GOOD
+
+
+def test_two_late_probes_with_a_long_time_between_them_in_which_nobody_asked_are_no_hang():
+    health = Health()
+    for now in (0.0, 100.0):
+        health.probed(now, "timeout", "late")
+        assert verdict(health, now) is GOOD
+    health.probed(101.0, "timeout", "late")
+    assert verdict(health, 101.0) is LOST

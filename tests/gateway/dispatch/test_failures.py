@@ -4,10 +4,12 @@ import asyncio
 import json
 import random
 import socket
+import time
 from time import monotonic
 
 import pytest
 
+from policies.costs import Costs
 from replicas import State
 
 from ..wire.talk import eventually, free_port, read_request
@@ -500,3 +502,27 @@ async def test_a_number_that_no_engine_could_hold_is_refused_before_a_replica_is
             error = json.loads(body)
             assert status == 400 and "64 bits" in error["error"]["message"] and (error.get("type") == "error") is (path == b"/v1/messages")
         assert not seen and not s.faults
+
+
+async def test_what_takes_long_because_the_event_loop_was_held_up_teaches_nothing(monkeypatch):
+    first, second, taught = asyncio.Event(), asyncio.Event(), []
+
+    async def script(reader, writer):
+        for ready in (first, second):
+            await read_request(reader)
+            await ready.wait()
+            writer.write(SSE_HEAD + chunk(EVENT) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    async with stack(script) as s:
+        monkeypatch.setattr(Costs, "observe_ttft", lambda self, *seen: taught.append(seen))
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await eventually(lambda: any(life.sent_at for life in s.dispatcher.lives))
+        time.sleep(0.9)
+        await eventually(lambda: s.dispatcher.held_up_at)
+        first.set()
+        assert (await talk.response())[0] == 200 and not taught
+        await talk.say(post(LONG))
+        second.set()
+        assert (await talk.response())[0] == 200 and len(taught) == 1
+        assert not s.faults

@@ -2,10 +2,13 @@
 
 import asyncio
 import itertools
+import os
 import sys
+import time
 from contextlib import asynccontextmanager
 
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +42,7 @@ class Echo:
     def pause(self): ...
     def resume(self): ...
     def sweep(self, now): ...
+    def held_up(self, now): ...
 
     def refuse(self, status, message, target):
         return [(b"x-refused", b"yes")], message.encode()
@@ -537,3 +541,24 @@ async def test_drain_cuts_what_is_still_running_at_the_deadline():
         assert await server.drain(0.05) == 1
         assert await talk.rest() == b""
         assert echo.left == 1
+
+
+def test_a_client_is_not_late_because_the_event_loop_was():
+    async def scenario():
+        async with served(Limits(head_seconds=0.4)) as (talk, echo, server):
+            await talk.say(GET[:10])
+            answer = echo.handle
+
+            def hold_up(client, request):
+                echo.handle = answer
+                os.write(talk.writer.get_extra_info("socket").fileno(), GET[10:])
+                time.sleep(1.0)
+                answer(client, request)
+
+            echo.handle = hold_up
+            other = await Talker.to(talk.writer.get_extra_info("peername")[1])
+            await other.say(GET)
+            assert (await talk.response())[0] == 200
+            await other.close()
+
+    uvloop.run(scenario())  # the gateway's loop, which runs its timers before it reads on

@@ -1,0 +1,66 @@
+"""Deadlines count only the time in which the event loop ran."""
+
+import asyncio
+from time import sleep
+
+import pytest
+from aiohttp import web
+
+from replicas.adopt import get
+from replicas.deadline import within
+
+
+async def test_what_is_in_time_is_returned_and_what_fails_raises():
+    assert await within(5, asyncio.sleep(0.15, "done")) == "done"
+    with pytest.raises(ZeroDivisionError):
+        await within(5, _fails())
+
+
+async def _fails():
+    raise ZeroDivisionError
+
+
+async def test_what_is_late_is_cancelled():
+    ended = []
+
+    async def endless():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    with pytest.raises(TimeoutError):
+        await within(0.05, endless())
+    assert ended
+    task = asyncio.ensure_future(within(5, endless()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(ended) == 2
+
+
+async def test_a_probe_that_is_late_because_we_were_is_waited_for(serve, session):
+    begun = asyncio.Event()
+
+    async def handler(request):
+        begun.set()
+        await asyncio.sleep(0.05)
+        return web.Response(text="fine")
+
+    async def held_up():
+        await begun.wait()
+        sleep(0.6)  # the event loop, as a parser that keeps the interpreter would hold it up
+
+    url = await serve(handler)
+    answer, _ = await asyncio.gather(get(session, f"{url}/health", 0.3), held_up())
+    assert (answer.status, answer.body, answer.fault) == (200, b"fine", "")
+
+
+async def test_one_that_does_not_answer_is_late_all_the_same(serve, session):
+    async def handler(request):
+        await asyncio.Event().wait()
+
+    answer = await get(session, f"{await serve(handler)}/health", 0.2)
+    assert (answer.status, answer.fault, answer.error) == (0, "timeout", "/health did not answer within 0.2 s")

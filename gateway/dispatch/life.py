@@ -227,6 +227,7 @@ class Life:
 
     def unchosen(self, failure: Failure) -> None:
         """What it calls when nobody can take the request."""
+        failure.__traceback__ = None  # it has this request in its frames, and a trace keeps the failure: a cycle
         if self.tried:
             failure = Failure(502, f"no replica is left after {len(self.tried)} attempt(s); the last: {self.last_error}")
         self.advance(Event.EXHAUSTED, failure)

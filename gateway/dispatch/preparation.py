@@ -22,8 +22,8 @@ log = logging.getLogger("hitherto.dispatch")
 
 NO_PREFILL = ("tokenize", "detokenize")
 
-# The prompt, or why there is none, and the seconds it took.
-Prepared = tuple[Prompt | Exception, float]
+# The prompt, or why there is none (None: a bug of ours), and the seconds it took.
+Prepared = tuple[Prompt | PromptError | None, float]
 
 
 class Preparation:
@@ -71,17 +71,21 @@ class Preparation:
         session = request.header(b"x-session-id")
         try:
             prompt = dispatcher.pipeline.prepare(request.path, request.body, {"x-session-id": session} if session else None, dispatcher.adapters)
-        except Exception as error:
+        except PromptError as error:
+            # Its traceback holds this frame, and with it the request, until the garbage collector comes by.
+            error.__context__ = error.__traceback__ = None
             return error, perf_counter() - begun
+        except Exception:  # the request still deserves an answer
+            log.exception("preparing a request failed; it goes by load")
+            return None, perf_counter() - begun
         return prompt, perf_counter() - begun
 
-    def _prepared(self, life: Life, prompt: Prompt | Exception, seconds: float, stage: str) -> None:
+    def _prepared(self, life: Life, prompt: Prompt | PromptError | None, seconds: float, stage: str) -> None:
         metrics = self._dispatcher.metrics
         if isinstance(prompt, PromptError):
             life.refused(Failure(prompt.status, prompt.message, type=prompt.type, param=prompt.param, code=prompt.code))
             return
-        if isinstance(prompt, Exception):  # a bug of ours: the request still deserves an answer
-            log.error("preparing a request failed; it goes by load", exc_info=prompt)
+        if prompt is None:
             metrics.prompt_failures.inc(life.request.path)
             life.prepared(None)
             return

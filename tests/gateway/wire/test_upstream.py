@@ -117,9 +117,8 @@ async def test_a_body_behind_an_answer_to_head_is_no_answer_to_the_next():
 
     async def script(reader, writer):
         await read_request(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
-        await read_request(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nagain")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
+        await reader.read()
 
     async with stack(script) as s:
         talk = await s.talk()

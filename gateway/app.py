@@ -52,13 +52,13 @@ class Gateway:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.metrics = Metrics()
         self.background = Background()
         self.workers = Workers(self) if settings.workers > 1 else None
         self.map = self.workers.map if self.workers else CacheMap(settings.cache_budget)
         self.ledger = self.workers.ledger if self.workers else Ledger()
         self.costs = CostGroup()
         self.fleet = Fleet(self._inflight, self._waited, drain_timeout=settings.drain_timeout_s, model=settings.served_model_name)
+        self.metrics = Metrics({"replica": self.fleet.replicas, "policy": settings.shadow})
         self.fleet.on_change.append(self._replica_changed)
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake | SharedIntake] = {}

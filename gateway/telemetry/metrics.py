@@ -6,6 +6,10 @@ the plain attributes here take 0.4 us, and one collector turns them into samples
 scrapes. The event loop is single-threaded and is the only writer, so nothing is locked; a scrape
 runs on the same loop.
 
+Every series is on the page before its first event, at 0: Prometheus' `rate()` does not see a counter that appears with 1, so
+the first failure of its kind would be missed. A metric therefore states the values its labels can have; replicas and policies
+in shadow are known to the process (`Metrics(known)`).
+
 Names are `hitherto_*` in base units. Labels are few and bounded: endpoints, outcomes, replicas; a
 removed replica's series go with it (`forget`). Nothing a client sends ever becomes a label.
 
@@ -17,14 +21,25 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import product
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from ..dispatch.paths import PROMPT_PATHS
 
 # Seconds. TTFT and whole requests: from a cached prompt on a fast GPU to a queue that lasts minutes.
 LATENCY_BUCKETS = (.005, .01, .02, .04, .06, .08, .1, .15, .2, .3, .4, .6, .8, 1, 1.5, 2, 3, 5, 8, 15, 30, 60, 120, 300)  # fmt: skip
 # The gateway's own stages take microseconds; above 10 ms something is wrong.
 STAGE_BUCKETS = (5e-6, 1e-5, 2e-5, 3e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, .25)  # fmt: skip
+
+# The values of labels that several metrics have.
+APIS = (*PROMPT_PATHS.values(), "other")
+STATUSES = ("2xx", "3xx", "4xx", "5xx", "aborted", "cut")
+STATUS_FAULTS = ("status 500", "status 502", "status 503", "status 504")
+CONNECTION_FAULTS = ("connect", "closed", "protocol", "hung", "aborted")
+REPLICA: Collection[str] = ()  # known to the process, as they come and go
+POLICY: Collection[str] = ()
 
 # Read at scrape: name -> (kind, help, labels). The reader returns {name: number} for those without labels,
 # {name: {value: number}} for one label and {name: {(value, value): number}} for two.
@@ -73,12 +88,13 @@ Reading = Mapping[str, float | Mapping[str | tuple[str, ...], float]]
 
 
 class Counter:
-    """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`."""
+    """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`. Each label is given with
+    the values it can have, as far as they are known beforehand."""
 
-    __slots__ = ("name", "help", "labels", "values")
+    __slots__ = ("name", "help", "labels", "known", "values")
 
-    def __init__(self, name: str, help: str, *labels: str) -> None:
-        self.name, self.help, self.labels = name, help, labels
+    def __init__(self, name: str, help: str, **labels: Collection[str]) -> None:
+        self.name, self.help, self.labels, self.known = name, help, tuple(labels), labels
         self.values: dict[tuple[str, ...], float] = {}
 
     def inc(self, *labels: str, by: float = 1) -> None:
@@ -96,20 +112,23 @@ class Counter:
     def forget(self, label: str, value: str) -> None:
         self.values = {key: number for key, number in self.values.items() if self.key_of(key, label) != value}
 
-    def collect(self) -> Metric:
+    def collect(self, known: Mapping[str, Collection[str]]) -> Metric:
+        """`known`: values of the labels that state none themselves."""
         family = CounterMetricFamily("hitherto_" + self.name, self.help, labels=self.labels)
-        for key, number in self.values.items():
+        expected = product(*(values or known.get(label, ()) for label, values in self.known.items()))
+        for key, number in (dict.fromkeys(expected, 0) | self.values).items():
             family.add_metric(key, number)
         return family
 
 
 class Histogram:
-    """A distribution per value of its one label: `observe("r1", 0.25)`. Buckets are upper bounds, inclusive."""
+    """A distribution per value of its one label: `observe("r1", 0.25)`. Buckets are upper bounds, inclusive. `known`: the
+    values that the label can have, as far as they are known beforehand."""
 
-    __slots__ = ("name", "help", "label", "bounds", "series")
+    __slots__ = ("name", "help", "label", "bounds", "known", "series")
 
-    def __init__(self, name: str, help: str, label: str, bounds: tuple[float, ...]) -> None:
-        self.name, self.help, self.label, self.bounds = name, help, label, bounds
+    def __init__(self, name: str, help: str, label: str, bounds: tuple[float, ...], known: Collection[str] = ()) -> None:
+        self.name, self.help, self.label, self.bounds, self.known = name, help, label, bounds, known
         self.series: dict[str, list[float]] = {}  # count per bucket, count above the last, sum
 
     def observe(self, value: str, number: float) -> None:
@@ -145,9 +164,11 @@ class Histogram:
         if label == self.label:
             self.series.pop(value, None)
 
-    def collect(self) -> Metric:
+    def collect(self, known: Mapping[str, Collection[str]]) -> Metric:
+        """`known`: values of the label if it states none itself."""
         family = HistogramMetricFamily("hitherto_" + self.name, self.help, labels=(self.label,))
-        for value, counts in self.series.items():
+        nothing = [0.0] * (len(self.bounds) + 2)
+        for value, counts in (dict.fromkeys(self.known or known.get(self.label, ()), nothing) | self.series).items():
             running, buckets = 0.0, []
             for bound, count in zip((*map(repr, map(float, self.bounds)), "+Inf"), counts, strict=False):
                 running += count
@@ -159,40 +180,42 @@ class Histogram:
 class Metrics:
     """Every series of the gateway; the attributes are the catalogue."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[str, Collection[str]] = {}) -> None:
+        """`known`: label -> values it has at the time of a scrape, for the labels `replica` and `policy`."""
+        self._known = known
         # requests, as clients see them
-        self.requests = Counter("requests", "Requests answered", "path", "status")  # status: 2xx, 4xx, 5xx, aborted
-        self.request_seconds = Histogram("request_seconds", "From the complete request to the answer's last byte", "path", LATENCY_BUCKETS)
+        self.requests = Counter("requests", "Requests answered", path=APIS, status=STATUSES)
+        self.request_seconds = Histogram("request_seconds", "From the complete request to the answer's last byte", "path", LATENCY_BUCKETS, APIS)
         self.ttft = Histogram("ttft_seconds", "From the complete request to the first byte of a streamed answer", "replica", LATENCY_BUCKETS)
-        self.client_aborts = Counter("client_aborts", "Clients that left before their answer was complete", "path")
-        self.stage_seconds = Histogram("stage_seconds", "Time in the gateway's own stages", "stage", STAGE_BUCKETS)
+        self.client_aborts = Counter("client_aborts", "Clients that left before their answer was complete", path=APIS)
+        self.stage_seconds = Histogram("stage_seconds", "Time in the gateway's own stages", "stage", STAGE_BUCKETS, ("prepare", "prepare_offloaded", "choose"))
         # prompts
-        self.prompts = Counter("prompts", "Prompts by how their tokens were found", "mode")  # exact, engine, text, load
-        self.prompt_failures = Counter("prompt_failures", "Prompts routed by load because a template or tokenizer failed", "reason")
+        self.prompts = Counter("prompts", "Prompts by how their tokens were found", mode=("exact", "engine", "text", "load"))
+        self.prompt_failures = Counter("prompt_failures", "Prompts routed by load because a template or tokenizer failed", reason=tuple(PROMPT_PATHS))
         # the cache: predicted when choosing, reported by the engine in its answer
-        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens sent to a replica", "replica")
-        self.predicted_cached_tokens = Counter("predicted_cached_tokens", "Prompt tokens the map said the replica holds", "replica")
-        self.reported_prompt_tokens = Counter("reported_prompt_tokens", "Prompt tokens of the answers that reported cached tokens", "replica")
-        self.reported_cached_tokens = Counter("reported_cached_tokens", "Prompt tokens the engine reported as cached", "replica")
-        self.prefill_saved_tokens = Counter("prefill_saved_tokens", "Prompt tokens not computed again: as reported, else as predicted", "replica")
-        self.prediction_error_tokens = Counter("prediction_error_tokens", "Distance of prediction and report", "replica", "direction")  # over, under
-        self.predictions = Counter("predictions", "Predictions that a report confirmed or corrected", "replica", "outcome")  # equal, over, under
-        self.prompt_mismatches = Counter("prompt_mismatches", "Exact prompts of which the replica counted another number of tokens", "replica")
-        self.heals = Counter("heals", "Times a replica's part of the map was repaired because it had drifted", "replica")
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens sent to a replica", replica=REPLICA)
+        self.predicted_cached_tokens = Counter("predicted_cached_tokens", "Prompt tokens the map said the replica holds", replica=REPLICA)
+        self.reported_prompt_tokens = Counter("reported_prompt_tokens", "Prompt tokens of the answers that reported cached tokens", replica=REPLICA)
+        self.reported_cached_tokens = Counter("reported_cached_tokens", "Prompt tokens the engine reported as cached", replica=REPLICA)
+        self.prefill_saved_tokens = Counter("prefill_saved_tokens", "Prompt tokens not computed again: as reported, else as predicted", replica=REPLICA)
+        self.prediction_error_tokens = Counter("prediction_error_tokens", "Distance of prediction and report", replica=REPLICA, direction=("over", "under"))
+        self.predictions = Counter("predictions", "Predictions that a report confirmed or corrected", replica=REPLICA, outcome=("equal", "over", "under"))
+        self.prompt_mismatches = Counter("prompt_mismatches", "Exact prompts of which the replica counted another number of tokens", replica=REPLICA)
+        self.heals = Counter("heals", "Times a replica's part of the map was repaired because it had drifted", replica=REPLICA)
         # choosing and sending
-        self.replica_requests = Counter("replica_requests", "Requests sent to a replica, by how it answered", "replica", "status")
-        self.long_prompts = Counter("long_prompts", "Prompts worth tokenizing only once, by what the replica was sent", "replica", "sent")  # ids, text
-        self.ids_refused = Counter("ids_refused", "Times a replica was found not to take token ids, or not ours", "replica")
-        self.shared_decisions = Counter("shared_decisions", "With Redis: choices made in the shared ledger, by this gateway's own view because that came too late, or because Redis is away", "outcome")  # shared, late, away
-        self.shared_decision_seconds = Histogram("shared_decision_seconds", "Time a request waited for the shared ledger's choice", "outcome", STAGE_BUCKETS)
+        self.replica_requests = Counter("replica_requests", "Requests sent to a replica, by how it answered", replica=REPLICA, status=STATUSES)
+        self.long_prompts = Counter("long_prompts", "Prompts worth tokenizing only once, by what the replica was sent", replica=REPLICA, sent=("ids", "text"))
+        self.ids_refused = Counter("ids_refused", "Times a replica was found not to take token ids, or not ours", replica=REPLICA)
+        self.shared_decisions = Counter("shared_decisions", "With Redis: choices made in the shared ledger, by this gateway's own view because that came too late, or because Redis is away", outcome=("shared", "late", "away"))
+        self.shared_decision_seconds = Histogram("shared_decision_seconds", "Time a request waited for the shared ledger's choice", "outcome", STAGE_BUCKETS, ("shared",))
         # shadow mode: by policies that did not act
-        self.decisions = Counter("decisions", "Decisions for another proxy, by how they ended: it told, or its lease ran out", "outcome")  # done, expired
-        self.shadow_decisions = Counter("shadow_decisions", "Choices a policy in shadow would have made, by whether the acting one made the same", "policy", "choice")  # same, other
-        self.shadow_prefill_tokens = Counter("shadow_prefill_tokens", "Prompt tokens to compute that its other choices would have saved, or cost", "policy", "effect")  # saved, cost
-        self.shadow_ttft_seconds = Counter("shadow_ttft_seconds", "Predicted time to the first token that its other choices would have saved, or cost", "policy", "effect")
-        self.retries = Counter("retries", "Requests sent to another replica before their first byte", "reason")
-        self.upstream_errors = Counter("upstream_errors", "Failures of replicas", "replica", "kind")
-        self.rejections = Counter("rejections", "Requests refused without asking a replica", "reason")
+        self.decisions = Counter("decisions", "Decisions for another proxy, by how they ended: it told, or its lease ran out", outcome=("done", "expired"))
+        self.shadow_decisions = Counter("shadow_decisions", "Choices a policy in shadow would have made, by whether the acting one made the same", policy=POLICY, choice=("same", "other"))
+        self.shadow_prefill_tokens = Counter("shadow_prefill_tokens", "Prompt tokens to compute that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
+        self.shadow_ttft_seconds = Counter("shadow_ttft_seconds", "Predicted time to the first token that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
+        self.retries = Counter("retries", "Requests sent to another replica before their first byte", reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, "removed", "elsewhere", "ids", "reconnect"))
+        self.upstream_errors = Counter("upstream_errors", "Failures of replicas", replica=REPLICA, kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, "status 5xx", "timeout", "stalled"))
+        self.rejections = Counter("rejections", "Requests refused without asking a replica", reason=("400", "405", "408", "413", "417", "431", "500", "501", "505"))
 
         self._taken: dict[str, dict] = {}  # by attribute: the numbers at the last `take`
         self._readers: list[Callable[[], Reading]] = []
@@ -250,7 +273,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """prometheus_client's collector protocol."""
         for metric in self.all():
-            yield metric.collect()
+            yield metric.collect(self._known)
         for reader in self._readers:
             for name, numbers in reader().items():
                 yield _family(name, numbers)

@@ -170,7 +170,7 @@ class View:
         for name, field in _SCRAPED.items():
             reading[name] = self._scraped(field)
         for name, attribute in _EVENT_COUNTS.items():
-            reading[name] = {id: getattr(intake, attribute) for id, intake in self.intakes.items()}
+            reading[name] = {id: getattr(self.intakes.get(id), attribute, 0) for id in ids}
         return reading
 
     def _sharing(self) -> dict[str, Any]:

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.config import Settings
 from gateway.telemetry.metrics import READ, Counter, Metrics
+
+from ..gateway.running import running
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "hitherto.json").read_text())
@@ -44,6 +47,18 @@ def test_each_expression_uses_what_the_gateway_exports(title, expression):
     labels = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}
     labels |= set(re.findall(r"[{,]\s*(\w+)\s*=", expression))
     assert all(labels <= series[name] for name in names), f"{title}: {labels}"
+
+
+async def test_no_query_is_empty_before_the_first_request():
+    """Each series a query selects is on the page of a gateway that was asked nothing yet, so that rates begin at 0."""
+    async with running("--launch", "1", "--profile", "sim", "--shadow", "round_robin") as gateway:
+        await gateway.until(lambda status: all(one["waiting"] is not None and one["state"] == "ready" for one in status["replicas"]) and status["replicas"])
+        page = (await gateway.admin.get("/metrics")).text
+    shown = [(sample.name, sample.labels) for family in text_string_to_metric_families(page) for sample in family.samples]
+    for title, expression in EXPRESSIONS:
+        for name, matchers in re.findall(r"\b((?:hitherto|process)_\w+)(?:{([^}]*)})?", expression):
+            wanted = {label: value for label, value in re.findall(r'(\w+)="([^"]*)"', matchers) if label != "job"}
+            assert any(one == name and wanted.items() <= labels.items() for one, labels in shown), f"{title}: {name} {wanted}"
 
 
 def test_legends_use_labels_their_expression_keeps():

@@ -8,7 +8,7 @@ from cachemap import CacheMap
 from gateway.dispatch.backend import Backend
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.prompt.pipeline import Pipeline
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import Counter, Metrics
 from gateway.wire.http import Limits
 from gateway.wire.server import Server
 from policies import CostGroup, Ledger, make
@@ -43,6 +43,17 @@ def backend_for(dispatcher: Dispatcher, port: int, models=("m",)) -> Backend:
     return backend
 
 
+def unforeseen(metrics: Metrics) -> list[tuple[str, str]]:
+    """Values of labels that were counted, and are not among those that the metric states."""
+    found = []
+    for metric in metrics.all():
+        if isinstance(metric, Counter):
+            found += [(metric.name, value) for key in metric.values for values, value in zip(metric.known.values(), key, strict=True) if values and value not in values]
+        else:
+            found += [(metric.name, value) for value in metric.series if metric.known and value not in metric.known]
+    return found
+
+
 async def nothing_new() -> None:
     """All replicas serve what they did."""
 
@@ -66,6 +77,7 @@ async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_tim
         made = Stack(dispatcher, server, port, faults)
         try:
             yield made
+            assert not unforeseen(made.metrics), "a label's value that is not stated beforehand is first seen at 1, which rate() misses"
         finally:
             for talker in made.talkers:
                 await talker.close()

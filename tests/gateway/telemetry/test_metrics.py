@@ -51,7 +51,7 @@ def test_histogram_agrees_with_prometheus_client(numbers):
         reference.observe(number)
         ours.observe("r", number)
     expected = {s.labels["le"]: s.value for f in registry.collect() for s in f.samples if s.name == "x_bucket"}
-    assert {s.labels["le"]: s.value for s in ours.collect().samples if s.name.endswith("_bucket")} == expected
+    assert {s.labels["le"]: s.value for s in ours.collect({}).samples if s.name.endswith("_bucket")} == expected
 
 
 @given(st.lists(st.floats(0, 299), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99]))
@@ -71,6 +71,34 @@ def test_quantile_without_data_is_none_and_beyond_the_last_bucket_is_its_bound()
     assert histogram.quantile(0.5) is None and histogram.quantile(0.5, "a") is None
     histogram.observe("a", 9)
     assert histogram.quantile(0.5) == 2.0 and histogram.quantile(0.5, "a") == 2.0
+
+
+def test_what_can_be_counted_is_there_at_zero_before_it_happens():
+    """rate() sees no counter that appears with 1: the first failure of its kind would raise no alarm."""
+    replicas = {"r1": object()}
+    metrics = Metrics({"replica": replicas, "policy": ("random",)})
+    page = scrape(metrics)
+    assert set(page.values()) >= {0} and not [key for key, number in page.items() if key[0].startswith("hitherto_") and number]
+    for series in (
+        ("hitherto_requests_total", ("path", "chat"), ("status", "5xx")), ("hitherto_retries_total", ("reason", "connect")),
+        ("hitherto_upstream_errors_total", ("kind", "status 500"), ("replica", "r1")), ("hitherto_heals_total", ("replica", "r1")),
+        ("hitherto_ttft_seconds_count", ("replica", "r1")), ("hitherto_request_seconds_bucket", ("le", "0.005"), ("path", "chat")),
+        ("hitherto_shadow_decisions_total", ("choice", "same"), ("policy", "random")), ("hitherto_rejections_total", ("reason", "413")),
+    ):  # fmt: skip
+        assert page.get(series) == 0, series
+    empty = [metric.name for metric in metrics.all() if not metric.collect({"replica": replicas, "policy": ("random",)}).samples]
+    assert empty == []
+    replicas["r2"] = replicas.pop("r1")
+    names = {value for key in scrape(metrics) for label, value in key[1:] if label == "replica"}
+    assert names == {"r2"}, "those of a replica come and go with it"
+
+
+def test_zeros_are_only_shown():
+    """Workers tell each other what was counted, and tests and the status page look at it: nothing was."""
+    metrics = Metrics({"replica": ("r1",)})
+    scrape(metrics)
+    assert not any(metric.values if hasattr(metric, "values") else metric.series for metric in metrics.all())
+    assert metrics.take() == {}
 
 
 def test_a_removed_replica_leaves_no_series():
@@ -108,7 +136,7 @@ def test_a_reader_may_only_return_declared_names():
 def test_the_process_is_on_the_page_too_and_every_name_is_ours_or_pythons():
     names = {name for name, *_ in scrape(Metrics())}
     assert "process_cpu_seconds_total" in names
-    assert all(name.startswith(("process_", "python_gc_")) for name in names)
+    assert all(name.startswith(("process_", "python_gc_", "hitherto_")) for name in names)
 
 
 def test_names_are_unique_and_in_base_units():

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from replicas.addresses import check_endpoint
 from replicas.deadline import within
 from replicas.metrics import SERIES, Scrape, missing, parse
 from replicas.replica import Address, EventSource, Replica
@@ -319,13 +320,19 @@ def _source(config: dict, host: str) -> tuple[EventSource | None, Problem | None
             f"KV events go to {endpoint}, which vLLM connects to rather than binds (no * in it), so nobody can subscribe",
             "write the endpoint in --kv-events-config as tcp://*:PORT",
         )
-    replay = config.get("replay_endpoint")
-    topic = config.get("topic")
-    return EventSource(
+    replay, topic = config.get("replay_endpoint"), config.get("topic")
+    source = EventSource(
         _reachable(endpoint, host),
         _reachable(replay, host) if isinstance(replay, str) else None,
         topic if isinstance(topic, str) else "",
-    ), None
+    )
+    try:
+        check_endpoint(source.endpoint)
+        if source.replay is not None:
+            check_endpoint(source.replay)
+    except ValueError as error:
+        return None, Problem(f"/kv_event_sources names an endpoint that cannot be connected to: {error}", "give it as URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT")
+    return source, None
 
 
 def _binds(endpoint: str) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from replicas.addresses import check_endpoint, check_host
 from replicas.lifecycle import Event, State, follows
 from replicas.metrics import Scrape
 
@@ -122,40 +123,66 @@ class Replica:
         return before
 
 
+MAX_URL = 2048
+
+
 def parse_url(text: str) -> Address:
     """`http://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m]`, also without the
     scheme and with the `/v1` of an OpenAI base URL. Raises ValueError, saying what to write."""
-    bare, _, fragment = text.strip().partition("#")
-    parts = urlsplit(bare if "://" in bare else f"http://{bare}")
-    hint = f"replica URL {text!r}: "
-    if parts.scheme != "http":
-        raise ValueError(hint + f"scheme {parts.scheme!r} is not supported, write http://HOST:PORT")
+    text = text.strip()
+    hint = f"replica URL {text[:200]!r}: "
+    if len(text) > MAX_URL:
+        raise ValueError(hint + f"it has {len(text)} characters, and {MAX_URL} are enough for any; write http://HOST:PORT")
+    if not text.isprintable() or " " in text:  # urlsplit leaves some of them out, and reads another URL than was written
+        raise ValueError(hint + "there is a space or a control character in it, write http://HOST:PORT")
+    bare, _, fragment = text.partition("#")
     try:
-        host, port = parts.hostname, parts.port or 80
+        (host, port), (source, model) = _place(bare), _fragment(fragment)
     except ValueError as error:
-        raise ValueError(hint + f"{error}; write http://HOST:PORT") from None
-    if not host:
-        raise ValueError(hint + "no host in it, write http://HOST:PORT")
-    if parts.path.rstrip("/") not in ("", "/v1") or parts.query:
-        raise ValueError(hint + "engines are expected at the root, write http://HOST:PORT alone")
+        raise ValueError(hint + str(error)) from None
     name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    source, model = _fragment(fragment, hint)
     return Address(name, f"http://{name}", host, port, source, model)
 
 
-def _fragment(text: str, hint: str) -> tuple[EventSource | None, str | None]:
+def _place(url: str) -> tuple[str, int]:
+    """Host and port of a URL without its fragment. Raises ValueError."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        host, port = parts.hostname, 80 if parts.port is None else parts.port
+    except ValueError as error:
+        raise ValueError(f"{error}; write http://HOST:PORT") from None
+    if parts.scheme != "http":
+        raise ValueError(f"scheme {parts.scheme!r} is not supported, write http://HOST:PORT")
+    if not host:
+        raise ValueError("no host in it, write http://HOST:PORT")
+    if "@" in parts.netloc:
+        raise ValueError("a user or password in it is sent to nobody; engines get the keys that clients send. Write http://HOST:PORT")
+    if parts.path.rstrip("/") not in ("", "/v1") or parts.query:
+        raise ValueError("engines are expected at the root, write http://HOST:PORT alone")
+    if port == 0:
+        raise ValueError("nothing listens on port 0, write http://HOST:PORT")
+    check_host(host)
+    return host, port
+
+
+def _fragment(text: str) -> tuple[EventSource | None, str | None]:
+    """What follows the # of a replica's URL. Raises ValueError."""
     given: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
         if key not in ("events", "replay", "topic", "model") or not value:
-            raise ValueError(hint + f"{item!r} after # is none of events=, replay=, topic=, model=")
+            raise ValueError(f"{item[:100]!r} after # is none of events=, replay=, topic=, model=")
+        if key in given:
+            raise ValueError(f"{key}= is given twice after #")
+        if key in ("events", "replay"):
+            try:
+                check_endpoint(value)
+            except ValueError as error:
+                raise ValueError(f"{key}={error}") from None
         given[key] = value
-    for key in ("events", "replay"):
-        if key in given and "://" not in given[key]:
-            raise ValueError(hint + f"{key}={given[key]} must be a ZMQ endpoint like tcp://HOST:5557")
     if "events" not in given:
         if "replay" in given or "topic" in given:
-            raise ValueError(hint + "replay= and topic= need events=tcp://HOST:PORT beside them")
+            raise ValueError("replay= and topic= need events=tcp://HOST:PORT beside them")
         return None, given.get("model")
     source = EventSource(given["events"], given.get("replay"), given.get("topic", ""))
     return source, given.get("model")

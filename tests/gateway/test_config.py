@@ -119,6 +119,13 @@ def test_several_errors_are_all_told():
     assert [line.split(":")[0] for line in text.splitlines()] == ["flag --port", "flag --policy"]
 
 
+def test_replica_urls_are_judged_wherever_they_come_from(tmp_path):
+    bad = "http://gpu_1..example:8000"
+    (tmp_path / "my.yaml").write_text(f"replica_url: [{bad!r}]\n")
+    for given in ({"flags": {"replica_url": (bad,)}}, {"environ": {"HITHERTO_REPLICA_URL": bad}}, {"file": tmp_path / "my.yaml"}):
+        assert "'gpu_1..example' is not a host name" in wrong(**given)
+
+
 def test_ports_must_differ():
     assert "cannot share port 8080. Give --admin-port another one, like 8081" in wrong(flags={"admin_port": "8080"})
     assert load(flags={"port": "0", "admin_port": "0"}, environ={}).settings.port == 0

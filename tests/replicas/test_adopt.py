@@ -119,6 +119,12 @@ async def test_an_engine_without_health_is_judged_by_its_models(serve, session):
         ({**SOURCES["0"], "publisher": "null"}, "--kv-events-config"),
         ({**SOURCES["0"], "endpoint": "tcp://127.0.0.1:5557"}, "--kv-events-config as tcp://*:PORT"),
         ({"publisher": "zmq"}, "names no endpoint"),
+        ({"endpoint": "tcp://*:port"}, "cannot be connected to"),
+        ({"endpoint": "tcp://*:0"}, "cannot be connected to"),
+        ({"endpoint": "tcp://*:99999"}, "cannot be connected to"),
+        ({"endpoint": "inproc://*"}, "cannot be connected to"),
+        ({"endpoint": "ipc:///" + "x" * 10_000}, "cannot be connected to"),
+        ({"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://a b:5558"}, "cannot be connected to"),
     ],
 )
 async def test_events_nobody_can_subscribe_to(serve, session, config, said):

@@ -12,6 +12,10 @@ from replicas.replica import EventSource, parse_url
         ("gpu-3:8000", "gpu-3:8000", "http://gpu-3:8000"),
         ("http://gpu-3", "gpu-3:80", "http://gpu-3:80"),
         ("http://[::1]:8000", "[::1]:8000", "http://[::1]:8000"),
+        ("  http://GPU-3.cluster.local:8000\n", "gpu-3.cluster.local:8000", "http://gpu-3.cluster.local:8000"),
+        ("http://my_service:8000", "my_service:8000", "http://my_service:8000"),
+        ("http://a." + "b" * 63 + ".c:1", "a." + "b" * 63 + ".c:1", "http://a." + "b" * 63 + ".c:1"),
+        ("http://3com.example:8000", "3com.example:8000", "http://3com.example:8000"),
     ],
 )
 def test_what_people_paste(text, id, url):
@@ -24,6 +28,7 @@ def test_the_fragment_carries_what_the_engine_cannot_tell():
     assert address.source == EventSource("tcp://h:5557", "tcp://h:5558", "kv@1")
     assert (address.url, address.model) == ("http://h:1", "llama")
     assert parse_url("h:1#events=tcp://h:5557").source == EventSource("tcp://h:5557", None, "")
+    assert parse_url("h:1#events=tcp://[::1]:5557,replay=ipc:///run/kv").source == EventSource("tcp://[::1]:5557", "ipc:///run/kv", "")
 
 
 @pytest.mark.parametrize(
@@ -32,6 +37,43 @@ def test_the_fragment_carries_what_the_engine_cannot_tell():
         ("https://h:1", "'https' is not supported"),
         ("http://h:1/api", "expected at the root"),
         ("http://h:1?x=1", "expected at the root"),
+        ("http://a b:1", "a space or a control character"),
+        ("http://a:1\r\nX-Evil: y", "a space or a control character"),
+        ("http://a\t.b:1", "a space or a control character"),
+        ("http://a\x00:1", "a space or a control character"),
+        ("http://" + "a" * 64 + ":1", "is not a host name"),
+        ("http://" + "a." * 127 + "a:1", "is not a host name"),
+        ("http://" + "a" * 3000, "has 3007 characters"),
+        ("http://-a:1", "is not a host name"),
+        ("http://a-.b:1", "is not a host name"),
+        ("http://a..b:1", "is not a host name"),
+        ("http://.a:1", "is not a host name"),
+        ("http://a{}<script>:1", "is not a host name"),
+        ("http://a;b:1", "is not a host name"),
+        ("http://a%2eb:1", "is not a host name"),
+        ("http://a\\b:1", "is not a host name"),
+        ("http://münchen.example:1", "xn--"),
+        ("http://1.2.3:1", "Expected 4 octets"),
+        ("http://1.2.3.999:1", "999"),
+        ("http://0x7f000001:1", "Expected 4 octets"),
+        ("http://2130706433:1", "Expected 4 octets"),
+        ("http://[::1:1", "Invalid IPv6 URL"),
+        ("http://[::zz]:1", "zz"),
+        ("http://[fe80::1%eth0]:1", "zone"),
+        ("http://user:password@h:1", "user or password"),
+        ("http://h:0", "port 0"),
+        ("http://h:-1", "write http://HOST:PORT"),
+        ("h:1#events=tcp://h:2,events=tcp://h:3", "events= is given twice"),
+        ("h:1#events=tcp://h", "ZMQ endpoint"),
+        ("h:1#events=tcp://h:0", "ZMQ endpoint"),
+        ("h:1#events=tcp://h:70000", "ZMQ endpoint"),
+        ("h:1#events=tcp://*:5557", "is not a host name"),
+        ("h:1#events=tcp://h:1/x", "ZMQ endpoint"),
+        ("h:1#events=udp://h:1", "ZMQ endpoint"),
+        ("h:1#events=inproc://x", "ZMQ endpoint"),
+        ("h:1#events=ipc://", "names no socket"),
+        ("h:1#events=ipc:///" + "x" * 200, "names no socket"),
+        ("h:1#events=tcp://h:2,replay=tcp://a..b:3", "replay="),
         ("http://:8000", "no host"),
         ("http://h:99999", "out of range"),
         ("http://h:x", "could not be cast"),

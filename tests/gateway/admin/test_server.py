@@ -146,9 +146,13 @@ async def test_adding_something_else_says_what_is_expected(http, body):
         assert (await error_of(response))["message"] == 'the body must be {"url": "http://HOST:PORT"}'
 
 
-async def test_adding_a_bad_url(http):
-    async with http.post("/replicas", json={"url": "https://b:1"}) as response:
-        assert response.status == 400 and "write http://HOST:PORT" in (await error_of(response))["message"]
+@pytest.mark.parametrize("url", ["https://b:1", "http://b\r\nX: y:1", "http://" + "b" * 300, "http://" + "b" * 100_000, "http://b c:1", "http://b:0", "http://b:1#events=tcp://c:x"])
+async def test_adding_a_bad_url(http, gateway, url):
+    async with http.post("/replicas", json={"url": url}) as response:
+        assert response.status == 400
+        shown = await error_of(response)
+        assert shown["code"] == "invalid_url" and shown["message"].startswith("replica URL ") and len(shown["message"]) < 600
+    assert not gateway.fleet.replicas
 
 
 async def test_unknown_replica_names_the_known_ones(http, gateway):

@@ -1,0 +1,42 @@
+"""What a host name and a ZMQ endpoint may look like, wherever an operator or an engine names one.
+
+Names go into request heads, metric labels, logs and keys of a shared Redis, so what is no name is refused where it comes
+in, and not where it first does harm.
+"""
+
+import ipaddress
+import re
+
+MAX_HOST = 253  # RFC 1035, in text
+MAX_IPC = 107  # what sockaddr_un has room for
+# As RFC 1123 has it, and with the underscore that container networks allow.
+LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+NAME = re.compile(rf"{LABEL}(?:\.{LABEL})*\.?")
+TCP = re.compile(r"tcp://(\[[^\[\]]*\]|[^\[\]:/]*):(\d{1,5})")
+
+
+def check_host(host: str) -> None:
+    """Raise ValueError, with the reason, for what is neither a host name nor an address. IPv6 comes without brackets."""
+    if ":" in host:
+        ipaddress.IPv6Address(host)
+        if "%" in host:
+            raise ValueError(f"the zone in {host[:100]!r} means something on this machine alone; give a global or unique local address")
+        return
+    if not host.isascii():
+        raise ValueError(f"the host {host[:100]!r} is not ASCII; write it in its xn-- form")
+    if len(host) > MAX_HOST or not NAME.fullmatch(host):
+        raise ValueError(f"{host[:100]!r} is not a host name")
+    if re.fullmatch(r"\d+|0[xX][0-9a-fA-F]*", host.rstrip(".").rpartition(".")[2]):  # inet_aton reads 1.2, too, as an address
+        ipaddress.IPv4Address(host)
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise ValueError, with the reason, for what no ZMQ subscriber can connect to from another process."""
+    if endpoint.startswith("ipc://"):
+        if not 0 < len(endpoint.removeprefix("ipc://").encode()) <= MAX_IPC or not endpoint.isprintable():
+            raise ValueError(f"{endpoint[:120]!r} names no socket; write ipc:///PATH, of {MAX_IPC} bytes at most")
+        return
+    found = TCP.fullmatch(endpoint)
+    if found is None or not 0 < int(found[2]) < 65536:
+        raise ValueError(f"{endpoint[:120]!r} must be a ZMQ endpoint like tcp://HOST:5557")
+    check_host(found[1].strip("[]"))

@@ -86,7 +86,7 @@ class Gateway:
         self.view.background = self.background
         self.view.workers = self.workers
         # With workers each has a part of its own in the ledger of all gateways.
-        self.shared_ledger = None if self.workers else datapath.shared_ledger(settings, self.metrics, self.ledger)
+        self.shared_ledger = None if self.workers else datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.dispatcher.shared = self.shared_ledger
         self.view.shared_ledger = self.workers.shared_ledger if self.workers else self.shared_ledger
         self.metrics.read_from(self.view.reading)

@@ -25,6 +25,8 @@ from .telemetry.metrics import Metrics
 from .wire.http import Limits
 
 if TYPE_CHECKING:
+    from cachemap.background import Background
+
     from .dispatch.shared import SharedLedger
     from .dispatch.traced import TracedLife
     from .telemetry.spans import Spans
@@ -66,7 +68,7 @@ def limits(settings: Settings) -> Limits:
     return Limits(body_bytes=settings.max_body_bytes, head_seconds=settings.header_timeout_s, keep_alive_seconds=settings.idle_timeout_s)
 
 
-def shared_ledger(settings: Settings, metrics: Metrics, ledger: Ledger) -> SharedLedger | None:
+def shared_ledger(settings: Settings, metrics: Metrics, ledger: Ledger, background: Background | None = None) -> SharedLedger | None:
     """Where the load of all gateways is counted; none without Redis."""
     if settings.redis_url is None:
         return None
@@ -79,7 +81,7 @@ def shared_ledger(settings: Settings, metrics: Metrics, ledger: Ledger) -> Share
         if outcome == "shared":
             metrics.shared_decision_seconds.observe(outcome, seconds)
 
-    return SharedLedger(Ways(parse(settings.redis_url)), settings.deployment, ledger, observe=observe)
+    return SharedLedger(Ways(parse(settings.redis_url)), settings.deployment, ledger, observe=observe, background=background)
 
 
 def started() -> None:

@@ -8,22 +8,40 @@
 -- ARGV  an operation, the gateway's token, and what the operation needs. Lists are packed into one argument each:
 --       packing 46 of them took the client 300 us, 7 take 50. Names are joined by line ends.
 --
--- A gateway that stops renewing its lease is taken out of `load` by whoever comes next.
+-- A gateway that stops renewing its lease is taken out of `load` by whoever comes next. Each gateway restates its part with
+-- every heartbeat, and sums are compared with their parts, so whatever is lost or damaged here is right again within
+-- seconds. What is read is never trusted: a key of another type is deleted, a load that cannot be one counts as none.
 local LOAD, ALIVE, OF, SENT = KEYS[1] .. 'load', KEYS[1] .. 'alive', KEYS[1] .. 'of:', KEYS[1] .. 'sent:'
 local PACKED = '<ddddd' -- requests, prefilling, prefill tokens, decoding, context tokens
+local SIZE = 40 -- bytes of a packed load
+local NOTHING = struct.pack(PACKED, 0, 0, 0, 0, 0)
+local MOST = 1e12 -- of anything that is counted
 local GENERATION = 5000 -- ms: predictions live for one to two of them
+local AUDITED = 5000 -- parts compared in a second by all gateways together, at four heartbeats a second each: 1 us a part
+local SLICE = 1000 -- replicas compared at once, at most
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
-local function add(key, replica, packed, sign)
-  local a, b, c, d, e = struct.unpack(PACKED, packed)
-  a, b, c, d, e = a * sign, b * sign, c * sign, d * sign, e * sign
-  local there = redis.call('HGET', key, replica)
-  if there then
-    local a0, b0, c0, d0, e0 = struct.unpack(PACKED, there)
-    a, b, c, d, e = a + a0, b + b0, c + c0, d + d0, e + e0
+local function ask(command, key, ...)
+  local found = redis.pcall(command, key, ...)
+  if type(found) ~= 'table' or not found.err then return found end
+  if string.find(found.err, 'WRONGTYPE', 1, true) then redis.call('DEL', key) end
+  return redis.call(command, key, ...)
+end
+
+local function numbers(packed)
+  if type(packed) == 'string' and #packed == SIZE then
+    local a, b, c, d, e = struct.unpack(PACKED, packed)
+    -- NaN is neither
+    if a >= 0 and b >= 0 and c >= 0 and d >= 0 and e >= 0 and a < MOST and b < MOST and c < MOST and d < MOST and e < MOST then
+      return a, b, c, d, e
+    end
   end
+  return 0, 0, 0, 0, 0
+end
+
+local function put(key, replica, a, b, c, d, e)
   if a == 0 and b == 0 and c == 0 and d == 0 and e == 0 then
     redis.call('HDEL', key, replica)
   else
@@ -31,18 +49,31 @@ local function add(key, replica, packed, sign)
   end
 end
 
+local function add(key, replica, packed, sign)
+  local a, b, c, d, e = struct.unpack(PACKED, packed)
+  local a0, b0, c0, d0, e0 = numbers(ask('HGET', key, replica))
+  -- below zero only if something was lost, which the next heartbeats mend
+  put(key, replica, math.max(0, a0 + sign * a), math.max(0, b0 + sign * b), math.max(0, c0 + sign * c),
+    math.max(0, d0 + sign * d), math.max(0, e0 + sign * e))
+end
+
 local function reap(token)
-  local loads = redis.call('HGETALL', OF .. token)
-  for i = 1, #loads, 2 do add(LOAD, loads[i], loads[i + 1], -1) end
+  local loads = ask('HGETALL', OF .. token)
+  for i = 1, #loads, 2 do
+    if #loads[i + 1] == SIZE then add(LOAD, loads[i], struct.pack(PACKED, numbers(loads[i + 1])), -1) end
+  end
   redis.call('DEL', OF .. token)
   redis.call('ZREM', ALIVE, token)
 end
 
-for _, token in ipairs(redis.call('ZRANGEBYSCORE', ALIVE, '-inf', string.format('(%.0f', now))) do reap(token) end
+for _, token in ipairs(ask('ZRANGEBYSCORE', ALIVE, '-inf', string.format('(%.0f', now))) do reap(token) end
 
 local function alive(token) return redis.call('ZSCORE', ALIVE, token) end
 
-local function renew(token, lease) redis.call('ZADD', ALIVE, string.format('%.0f', now + lease), token) end
+local function renew(token, lease)
+  redis.call('ZADD', ALIVE, string.format('%.0f', now + lease), token)
+  redis.call('PEXPIRE', OF .. token, 10 * lease) -- a part that nobody would reap, its entry in `alive` being lost
+end
 
 local function count(token, replica, packed)
   add(LOAD, replica, packed, 1)
@@ -56,7 +87,7 @@ local function names(joined)
 end
 
 local function count_all(token, joined, loads)
-  for i, replica in ipairs(names(joined)) do count(token, replica, string.sub(loads, 40 * i - 39, 40 * i)) end
+  for i, replica in ipairs(names(joined)) do count(token, replica, string.sub(loads, SIZE * (i - 1) + 1, SIZE * i)) end
 end
 
 local operations = {}
@@ -81,13 +112,86 @@ function operations.move(token)
   return 1
 end
 
--- token, lease ms, replicas: renews; gives for each replica the load of all and of this gateway
+-- Make the gateway's part what the gateway says it is; gives how many loads were not.
+local function restate(token, replicas, loads)
+  local key, there, wrong = OF .. token, {}, 0
+  local found = ask('HGETALL', key)
+  for i = 1, #found, 2 do there[found[i]] = found[i + 1] end
+  for i, replica in ipairs(replicas) do
+    local packed = string.sub(loads, SIZE * (i - 1) + 1, SIZE * i)
+    if packed ~= NOTHING then
+      if there[replica] ~= packed then
+        redis.call('HSET', key, replica, packed)
+        wrong = wrong + 1
+      end
+      there[replica] = nil
+    end
+  end
+  for replica in pairs(there) do
+    redis.call('HDEL', key, replica)
+    wrong = wrong + 1
+  end
+  return wrong
+end
+
+-- Who is alive. A lease that ends later than any gateway can have asked for ends in time.
+local function gateways(lease)
+  local found, tokens = redis.call('ZRANGEBYSCORE', ALIVE, '-inf', '+inf', 'WITHSCORES'), {}
+  for i = 1, #found, 2 do
+    tokens[#tokens + 1] = found[i]
+    if tonumber(found[i + 1]) > now + 2 * lease then redis.call('ZADD', ALIVE, string.format('%.0f', now + lease), found[i]) end
+  end
+  return tokens
+end
+
+-- Of these replicas and of those that have a load, as many as there is time for, beginning with another one each time
+local function to_audit(replicas, gateways)
+  local all, known = {}, {}
+  for _, replica in ipairs(replicas) do all[#all + 1], known[replica] = replica, true end
+  for _, replica in ipairs(ask('HKEYS', LOAD)) do
+    if not known[replica] then all[#all + 1] = replica end
+  end
+  local slice = {}
+  for i = 1, math.min(#all, SLICE, math.max(1, math.floor(AUDITED / (4 * gateways * gateways)))) do
+    slice[i] = all[(time[2] + i) % #all + 1]
+  end
+  return slice
+end
+
+-- Make sums what their parts add up to; gives how many were not.
+local function audit(replicas, lease)
+  local tokens = gateways(lease)
+  local slice, sums, wrong = to_audit(replicas, #tokens), {}, 0
+  if #slice == 0 then return 0 end
+  for i = 1, #slice do sums[i] = {0, 0, 0, 0, 0} end
+  for _, token in ipairs(tokens) do
+    for i, packed in ipairs(ask('HMGET', OF .. token, unpack(slice))) do
+      if packed then
+        for n, number in ipairs({numbers(packed)}) do sums[i][n] = sums[i][n] + number end
+      end
+    end
+  end
+  for i, packed in ipairs(ask('HMGET', LOAD, unpack(slice))) do
+    local sum = struct.pack(PACKED, unpack(sums[i]))
+    if (packed or NOTHING) ~= sum then
+      put(LOAD, slice[i], unpack(sums[i]))
+      wrong = wrong + 1
+    end
+  end
+  return wrong
+end
+
+-- token, lease ms, replicas, what this gateway has on each: renews the lease, mends what is wrong. Gives the load of all
+-- on each of the replicas, and how many loads of this gateway and how many sums were wrong
 function operations.beat(token)
   if not alive(token) then return 0 end
   renew(token, ARGV[3])
-  local replicas = names(ARGV[4])
-  if #replicas == 0 then return {{}, {}} end
-  return {redis.call('HMGET', LOAD, unpack(replicas)), redis.call('HMGET', OF .. token, unpack(replicas))}
+  local replicas, loads = names(ARGV[4]), {}
+  local parts = restate(token, replicas, ARGV[5])
+  local sums = audit(replicas, ARGV[3])
+  if #replicas > 0 then loads = ask('HMGET', LOAD, unpack(replicas)) end
+  for i = 1, #replicas do loads[i] = struct.pack(PACKED, numbers(loads[i])) end
+  return {loads, parts, sums}
 end
 
 -- Which of the replicas were sent the deepest known prefix: replica -> number of the depth
@@ -95,8 +199,8 @@ local function sent_to(fields)
   local deepest = {}
   if #fields == 0 then return deepest, {} end
   local generation = math.floor(now / GENERATION)
-  local current = redis.call('HMGET', SENT .. generation, unpack(fields))
-  local before = redis.call('HMGET', SENT .. (generation - 1), unpack(fields))
+  local current = ask('HMGET', SENT .. generation, unpack(fields))
+  local before = ask('HMGET', SENT .. (generation - 1), unpack(fields))
   for i = #fields, 1, -1 do
     for replica in string.gmatch((current[i] or '') .. '\n' .. (before[i] or ''), '[^\n]+') do
       if not deepest[replica] then deepest[replica] = i end
@@ -130,7 +234,7 @@ function operations.decide(token)
   local bids, depths, hashes, replicas = ARGV[4], ARGV[5], ARGV[6], names(ARGV[7])
   local fields = {}
   for i = 1, #hashes / 8 do fields[i] = string.sub(hashes, 8 * i - 7, 8 * i) end
-  local loads = redis.call('HMGET', LOAD, unpack(replicas))
+  local loads = ask('HMGET', LOAD, unpack(replicas))
   local deepest, current = sent_to(fields)
 
   local costs, held, uncached_of, least = {}, {}, {}, math.huge
@@ -145,13 +249,13 @@ function operations.decide(token)
     end
     local cost = own + fixed
     if loads[i] then
-      local requests, prefilling, prefill, decoding, context = struct.unpack(PACKED, loads[i])
+      local requests, prefilling, prefill, decoding, context = numbers(loads[i])
       cost = cost + own * (own_per_stream * decoding + own_per_waiting * prefilling) + per_request * requests
         + per_prefill_token * prefill + per_stream * decoding + per_context_token * context
       if prefilling > 0 then cost = cost + if_prefilling end
       if decoding > 0 then cost = cost + if_decoding end
     end
-    costs[i], uncached_of[i] = math.max(floor, cost), uncached
+    costs[i], uncached_of[i] = cost == cost and math.max(floor, cost) or math.huge, uncached
     least = math.min(least, costs[i])
   end
 
@@ -161,10 +265,10 @@ function operations.decide(token)
   end
   local chosen = ties[math.floor(random * #ties) + 1]
   local replica = replicas[chosen]
-  local mine = redis.call('HGET', OF .. token, replica)
+  local load, mine = struct.pack(PACKED, numbers(loads[chosen])), struct.pack(PACKED, numbers(ask('HGET', OF .. token, replica)))
   count(token, replica, struct.pack(PACKED, 1, 1, uncached_of[chosen], 0, 0))
   record_sent(fields, current, replica)
-  return {chosen - 1, held[chosen], loads[chosen] or '', mine or ''}
+  return {chosen - 1, held[chosen], load, mine}
 end
 
 return operations[ARGV[1]](ARGV[2])

@@ -7,7 +7,9 @@
 What a gateway counts (`Ledger.moved`) goes there in batches; what others have comes back with decisions and
 heartbeats and is added to the loads that policies see. All changes are sums under the gateway's token. Whenever
 it is not certain what arrived (an error, a lease that ran out), the token is given up, which takes everything
-under it out of the sums, and all that is outstanding is counted anew under another one.
+under it out of the sums, and all that is outstanding is counted anew under another one. What Redis itself loses or
+somebody damages is mended by heartbeats: each restates all that the gateway has outstanding and compares sums with
+their parts.
 
 Nothing waits for Redis: a decision that takes longer than its deadline is made by the local view and what Redis
 reserved for it is taken back; while Redis is away all decisions are local at once.
@@ -23,10 +25,12 @@ import random
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cachemap.background import Background, Failures
 from cachemap.share.connect import FAILURES, Line, Script
 from cachemap.share.keys import SCHEMA, scope
 from policies import Bid, Candidate, Demand, Ledger, Policy
@@ -67,6 +71,19 @@ class Decision(NamedTuple):
 
 Answer = Callable[[Decision | None], None]
 
+HEARTBEAT, DECISIONS = "shared ledger: heartbeat", "shared ledger: decisions"  # kinds of background work
+LOG_SECONDS = 10.0  # between two lines that say the same
+
+
+class _Heartbeat:
+    """One on its way. `stated` is what this gateway has outstanding, by the name that all gateways have for a replica."""
+
+    __slots__ = ("done", "stated")
+
+    def __init__(self) -> None:
+        self.stated: dict[str, tuple[int, ...]] = {}
+        self.done = asyncio.Event()
+
 
 class _Pending:
     """A decision on its way. `answer` is None once the request has gone on without it."""
@@ -91,8 +108,11 @@ class SharedLedger:
         *,
         observe: Callable[[str, float], None] = lambda outcome, seconds: None,
         deadline: float = DEADLINE,
+        background: Background | None = None,
     ):
         self._deadline = deadline
+        self._background = background or Background()
+        self._background.failures.setdefault(DECISIONS, Failures())
         self._ways, self._ledger, self._observe = ways, ledger, observe
         self._key = f"hitherto:{SCHEMA}:{deployment}:{{pool}}:"
         self._line = Line(ways, self._key)
@@ -103,8 +123,11 @@ class SharedLedger:
         self._due: asyncio.TimerHandle | None = None  # when changes go by themselves
         self._pump: asyncio.Task[None] | None = None
         self._beats: asyncio.Task[None] | None = None
+        self._heartbeat: _Heartbeat | None = None  # to go with the next batch
         self._stopped = False
+        self._logged_at = self._away_logged_at = float("-inf")
         self.joined = False
+        self.repairs = {"part": 0, "sum": 0}  # loads in Redis that were not what this gateway has there, or what their parts add up to
         self.reason = "not connected yet"
         ledger.moved = self._moved
 
@@ -158,13 +181,16 @@ class SharedLedger:
         own = [policy.own_after(demand, tokens, candidates) for tokens in held] if paces else [0.0] * len(held)
         return b"".join(map(_DEPTH.pack, held, own)), struct.pack(f"<{len(counts)}Q", *[hashes[count - 1] for count in counts])
 
+    def _name(self, replica: str) -> str:
+        """As all gateways call it."""
+        name = self._scopes.get(replica)
+        if name is None:
+            name = self._scopes[replica] = scope(replica)
+        return name
+
     def _names(self, replicas: Sequence[str]) -> str:
-        """As all gateways call them, on a line each."""
-        scopes = self._scopes
-        for replica in replicas:
-            if replica not in scopes:
-                scopes[replica] = scope(replica)
-        return "\n".join([scopes[replica] for replica in replicas])
+        """On a line each."""
+        return "\n".join([self._name(replica) for replica in replicas])
 
     def _too_late(self, pending: _Pending, turns: int = TURNS) -> None:
         if pending.answer is not None and turns:
@@ -175,20 +201,22 @@ class SharedLedger:
             answer(None)
 
     def _decided(self, pending: _Pending, token: str, reply: Any) -> None:
-        answer, pending.answer = pending.answer, None
-        if not isinstance(reply, list):  # the token is dead, or the script failed
+        """Redis has answered, or (no list) the token is dead or the script failed. Whatever is amiss with the reply or with
+        what is done about it is this request's alone, and it is answered."""
+        try:
+            decision = _decision(pending, reply, token == self._token)
+            if pending.answer is None:
+                if decision is not None:
+                    self.undo(decision)
+                return
+            self._observe("away" if decision is None else "shared", perf_counter() - pending.begun)
+            answer, pending.answer = pending.answer, None
+            answer(decision)
+        except Exception as error:
+            self._background.failed(DECISIONS, error)
+            answer, pending.answer = pending.answer, None
             if answer is not None:
-                self._observe("away", perf_counter() - pending.begun)
                 answer(None)
-            return
-        at, held, load, mine = reply
-        overlap = max(pending.overlaps[at], held)
-        decision = Decision(pending.chosen[at], pending.replicas[at], overlap, pending.tokens - overlap, _less(load, mine), token == self._token)
-        if answer is None:
-            self.undo(decision)
-            return
-        self._observe("shared", perf_counter() - pending.begun)
-        answer(decision)
 
     def undo(self, decision: Decision) -> None:
         """Take back what was reserved: the request went elsewhere, or away."""
@@ -217,28 +245,66 @@ class SharedLedger:
 
     async def _send_all(self) -> None:
         """Whatever waits goes out together; decisions that come meanwhile, and the changes by then, go next."""
-        while self.joined and (self._queue or (self._changes and self._due is None)):
+        while self.joined and (self._queue or self._heartbeat or (self._changes and self._due is None)):
             batch, self._queue = self._queue, []
-            changes, self._changes = self._changes, {}
-            token = self._token
+            heartbeat, self._heartbeat = self._heartbeat, None
+            token, decisions = self._token, []
             try:
-                replies = await self._send(token, changes, batch)
+                moved, beaten, *decisions = await self._send(token, heartbeat, batch)
+                if token == self._token and 0 in (moved, beaten):
+                    self._lost("its lease ran out")
+                elif token == self._token and heartbeat is not None:
+                    self._compared(heartbeat.stated, beaten)
             except FAILURES as error:
-                replies = [None] * (len(batch) + 1)
                 if token == self._token:
                     self._lost(f"{type(error).__name__}: {error}")
-            moved, *decisions = replies
-            if moved == 0 and token == self._token:
-                self._lost("its lease ran out")
-            for pending, reply in zip(batch, decisions, strict=True):
-                self._decided(pending, token, reply)
+            except Exception as error:
+                self._background.failed(DECISIONS, error)
+                if token == self._token:
+                    self._lost(f"{type(error).__name__}: {error}")
+            finally:
+                for pending, reply in zip_longest(batch, decisions):
+                    self._decided(pending, token, reply)
+                if heartbeat is not None:
+                    heartbeat.done.set()
 
-    async def _send(self, token: str, changes: dict[str, list[int]], batch: list[_Pending]) -> list[Any]:
-        """Replies to the changes, and to each decision; raises what the script or the connection raised."""
+    async def _send(self, token: str, heartbeat: _Heartbeat | None, batch: list[_Pending]) -> list[Any]:
+        """Replies to the changes, to the heartbeat (None without one), and to each decision; raises what the script or the
+        connection raised. Nothing else is under way under this token, so what is outstanding now is what Redis must
+        have once the changes are counted."""
         begin = ("EVALSHA", SCRIPT.sha, 1, self._key)
-        decisions = [(*begin, "decide", token, *pending.arguments) for pending in batch]
+        changes, self._changes = self._changes, {}
+        commands: list[tuple] = [(*begin, "move", token, *self._packed(changes))]
+        if heartbeat is not None:
+            heartbeat.stated = self._stated()
+            loads = b"".join([_LOAD.pack(*counts) for counts in heartbeat.stated.values()])
+            commands.append((*begin, "beat", token, int(LEASE * 1000), "\n".join(heartbeat.stated), loads))
+        commands += [(*begin, "decide", token, *pending.arguments) for pending in batch]
         async with asyncio.timeout(PATIENCE):
-            return await self._line.ask([(*begin, "move", token, *self._packed(changes)), *decisions])
+            replies = await self._line.ask(commands)
+        return replies if heartbeat is not None else [replies[0], None, *replies[1:]]
+
+    def _stated(self) -> dict[str, tuple[int, ...]]:
+        """All that this gateway has outstanding, by the names that all gateways have for replicas."""
+        found: dict[str, tuple[int, ...]] = {}
+        for replica, counts in self._ledger.outstanding().items():
+            name = self._name(replica)
+            found[name] = tuple(map(sum, zip(found[name], counts))) if name in found else counts
+        return found
+
+    def _compared(self, stated: dict[str, tuple[int, ...]], reply: Any) -> None:
+        """A heartbeat's answer: the loads of all on each of the replicas, and what had to be mended."""
+        loads, parts, sums = reply
+        others = {name: _less(load, mine) for (name, mine), load in zip(stated.items(), loads, strict=True)}
+        for replica in self._ledger.outstanding():
+            if (counts := others.get(self._name(replica))) is not None:
+                self._ledger.others(replica, counts)
+        self.repairs["part"] += parts
+        self.repairs["sum"] += sums
+        now = asyncio.get_running_loop().time()
+        if (parts or sums) and now - self._logged_at > LOG_SECONDS:
+            self._logged_at = now
+            log.warning("the ledger in Redis was lost or damaged and is mended: %d loads of this gateway, %d sums", parts, sums)
 
     def _packed(self, loads: dict[str, Sequence[int]]) -> tuple[str, bytes]:
         found = [(replica, counts) for replica, counts in loads.items() if any(counts)]
@@ -248,7 +314,7 @@ class SharedLedger:
 
     def start(self) -> None:
         """Join as soon as Redis answers, and renew the lease."""
-        self._beats = asyncio.create_task(self._keep(), name="shared ledger")
+        self._beats = self._background.spawn(HEARTBEAT, self._keep, on_failure=lambda: self._lost("its heartbeat failed"))
 
     async def stop(self) -> None:
         """Take this gateway's load out of the sums, and close the connections."""
@@ -265,7 +331,7 @@ class SharedLedger:
     async def _keep(self) -> None:
         while not self._stopped:  # redis-py's waits may swallow a cancellation on Python 3.11
             try:
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(2 * PATIENCE):
                     await (self._beat() if self.joined else self._join())
             except FAILURES as error:
                 self._lost(f"{type(error).__name__}: {error}")
@@ -285,32 +351,40 @@ class SharedLedger:
             self._start_pump()
 
     async def _beat(self) -> None:
-        token, replicas = self._token, list(self._ledger.outstanding())
-        reply = await self._run("beat", token, int(LEASE * 1000), self._names(replicas))
-        if token != self._token or not self.joined:
-            return
-        if reply == 0:
-            self._lost("its lease ran out")
-            return
-        for replica, load, mine in zip(replicas, *reply, strict=True):
-            self._ledger.others(replica, _less(load, mine))
+        """Goes the way of all changes, and so never beside one."""
+        heartbeat = self._heartbeat = _Heartbeat()
+        self._start_pump()
+        await heartbeat.done.wait()
 
     async def _run(self, *arguments: Any) -> Any:
         return await SCRIPT(await self._ways.to(self._key), [self._key], list(arguments))
 
     def _lost(self, why: str) -> None:
         """Nothing is known of what others have; decisions are local until a new token is joined."""
-        if self.joined:
+        now = asyncio.get_running_loop().time()
+        if self.joined or (why != self.reason and now - self._away_logged_at > LOG_SECONDS):
+            self._away_logged_at = now
             log.warning("the shared ledger is away, replicas are chosen by this gateway's own view: %s", why)
         self.joined, self.reason = False, why
         queue, self._queue = self._queue, []
+        if self._heartbeat is not None:
+            heartbeat, self._heartbeat = self._heartbeat, None
+            heartbeat.done.set()
         for pending in queue:
             self._decided(pending, "", None)
         for replica in self._ledger.outstanding():
             self._ledger.others(replica, NOTHING)
 
 
-def _less(load: bytes | None, mine: bytes | None) -> tuple[int, ...]:
+def _decision(pending: _Pending, reply: Any, counted: bool) -> Decision | None:
+    """What Redis decided; None if it did not."""
+    if not isinstance(reply, list):
+        return None
+    at, held, load, mine = reply
+    overlap = max(pending.overlaps[at], held)
+    return Decision(pending.chosen[at], pending.replicas[at], overlap, pending.tokens - overlap, _less(load, _LOAD.unpack(mine)), counted)
+
+
+def _less(load: bytes, mine: Sequence[float]) -> tuple[int, ...]:
     """What is left of a load without this gateway's part."""
-    here = _LOAD.unpack(mine) if mine else NOTHING
-    return tuple(int(all_of - own) for all_of, own in zip(_LOAD.unpack(load), here)) if load else NOTHING
+    return tuple(max(0, int(all_of - own)) for all_of, own in zip(_LOAD.unpack(load), mine))

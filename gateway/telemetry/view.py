@@ -185,7 +185,7 @@ class View:
 
     def _shared_reading(self) -> dict[str, Any]:
         shared, ledger = self.shared, self.shared_ledger
-        joined = {} if ledger is None else {"ledger_joined": float(ledger.joined)}
+        joined = {} if ledger is None else {"ledger_joined": float(ledger.joined), "ledger_repairs": ledger.repairs}
         if shared is None:
             return joined
         return {

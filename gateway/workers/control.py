@@ -12,6 +12,7 @@ import contextlib
 import logging
 import mmap
 import socket
+from collections.abc import Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -321,6 +322,8 @@ class Workers:
     @property
     def joined(self) -> bool:
         return bool(self.live) and all(member.joined for member in self.live)
+
+    repairs: Mapping[str, int] = {}  # each worker mends and logs its own
 
     @property
     def reason(self) -> str:

@@ -2,6 +2,7 @@
 import asyncio
 import random
 import re
+import struct
 import time
 from collections import Counter
 from contextlib import asynccontextmanager, AsyncExitStack
@@ -14,6 +15,7 @@ from cachemap.share.connect import Ways, parse
 from gateway.dispatch.shared import LEASE, SCRIPT, SharedLedger
 from policies import Candidate, CostGroup, Demand, Ledger, make
 from policies.ledger import NOTHING
+from tests.poison import poisons
 from tests.redis_server import Cluster, Proxy, certificate, running
 
 TOKENS, SIZE = 3210, 16
@@ -44,18 +46,22 @@ class Gateway:
 
     async def route(self, hashes, tokens=TOKENS):
         """One request: (replica, overlap)."""
-        answer = asyncio.get_running_loop().create_future()
+        routed = asyncio.get_running_loop().create_future()
+
+        def answer(decision):
+            """As a dispatcher: reserved at once."""
+            index = self.policy.choose(demand, self.candidates).index if decision is None else decision.index
+            replica = self.candidates[index].replica
+            if decision is None:
+                self.open.append(self.ledger.reserve(replica, tokens, tokens))
+            else:
+                self.ledger.others(replica, decision.others)
+                self.open.append(self.ledger.reserve(replica, decision.uncached, tokens, decision.counted))
+            routed.set_result((index, decision.overlap if decision is not None else 0))
+
         demand = Demand(tokens, SIZE, hashes[0] if hashes else 0)
-        self.shared.decide(self.policy, demand, self.candidates, hashes, answer.set_result)
-        decision = await answer
-        if decision is None:
-            index = self.policy.choose(demand, self.candidates).index
-            self.open.append(self.ledger.reserve(self.candidates[index].replica, tokens, tokens))
-            return index, 0
-        replica = self.candidates[decision.index].replica
-        self.ledger.others(replica, decision.others)
-        self.open.append(self.ledger.reserve(replica, decision.uncached, tokens, decision.counted))
-        return decision.index, decision.overlap
+        self.shared.decide(self.policy, demand, self.candidates, hashes, answer)
+        return await routed
 
     def end_all(self):
         for reservation in self.open:
@@ -76,7 +82,6 @@ def prompt(seed):
 
 def together(server):
     """The sums in Redis: replica -> its counters."""
-    import struct
     with server.client() as client:
         return {name.decode(): tuple(map(int, struct.unpack("<5d", packed))) for name, packed in client.hgetall(LOAD).items()}
 
@@ -315,3 +320,63 @@ async def test_in_a_cluster(tmp_path):
             for one in fleet:
                 one.end_all()
             await until(lambda: not together(node))
+
+
+def known(server):
+    """What lies in Redis of the ledger, keys of which only the time is in their names once."""
+    with server.client() as client:
+        return sorted(key for key in client.keys("*{pool}*"))
+
+
+async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(start_redis, redis_binary):
+    server = start_redis(binary=redis_binary)
+    async with gateways(server, 2) as fleet:
+        one, other = fleet
+        await asyncio.gather(*(fleet[n % 2].route(prompt(n + 1)) for n in range(20)))
+        with server.client() as client:
+
+            def right():
+                sums = {}
+                for gateway in fleet:
+                    for replica, counts in gateway.ledger.outstanding().items():
+                        sums[replica] = tuple(map(sum, zip(sums.get(replica, NOTHING), counts)))
+                loads = {replica: tuple(getattr(candidate.load, name) for name in ("requests", "prefilling", "prefill_tokens", "decoding", "context_tokens"))
+                         for gateway in fleet for replica, candidate in ((c.replica, c) for c in gateway.candidates)}  # fmt: skip
+                stored = {name: client.hget(LOAD, name) for name in client.hkeys(LOAD)} if client.type(LOAD) == b"hash" else None
+                return (
+                    all(gateway.shared.joined for gateway in fleet)
+                    and stored == {name.encode(): struct.pack("<5d", *counts) for name, counts in sums.items() if any(counts)}
+                    and loads == sums
+                )
+
+            kinds = {re.sub(rb"of:.*", b"of:", re.sub(rb"sent:.*", b"sent:", key)) for key in known(server)}
+            assert len(kinds) == 4
+            for number in range(20):
+                await asyncio.gather(one.route(prompt(number + 300)), other.route(prompt(number + 400)))  # so that every kind is there
+                keys = [next(key for key in known(server) if key.startswith(kind)) for kind in sorted(kinds)]
+                applied = [(key, *one) for key in keys for one in list(poisons(client, key))[number : number + 1]]  # one of each at once
+                for *_, apply in applied:
+                    apply()
+                async with asyncio.timeout(2):  # nobody waits for Redis
+                    await asyncio.gather(one.route(prompt(number + 100)), other.route(prompt(number + 200)))
+                try:
+                    await until(right, 4)
+                except TimeoutError:
+                    raise AssertionError(f"{applied}: {together(server)}, joined: {[gateway.shared.reason for gateway in fleet]}") from None
+            assert not applied  # all there are
+        assert not any(gateway.shared._background.recent() for gateway in fleet)
+        assert all(gateway.shared.repairs["sum"] for gateway in fleet) and any(gateway.shared.repairs["part"] for gateway in fleet)
+        for gateway in fleet:
+            gateway.end_all()
+        await until(lambda: not together(server))
+
+
+async def test_what_nobody_damaged_is_never_mended(redis_server):
+    async with gateways(redis_server, 3) as fleet:
+        end = asyncio.get_running_loop().time() + 1.5  # some heartbeats under load
+        while asyncio.get_running_loop().time() < end:
+            await asyncio.gather(*(one.route(prompt(random.randrange(50))) for one in fleet for _ in range(4)))
+            for one in fleet:
+                one.ledger.first_byte(random.choice(one.open))
+                one.ledger.release(one.open.pop(random.randrange(len(one.open))))
+        assert [one.shared.repairs for one in fleet] == [{"part": 0, "sum": 0}] * 3

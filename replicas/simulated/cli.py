@@ -61,10 +61,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(model_dir: Path, seed: int) -> tuple:
+    """Tokenizer and replies of the model; raises ValueError if they cannot be made."""
     from .replies import Replies
     from .tokens import Tokens
-    tokens = Tokens(model_dir)
-    return tokens, Replies(tokens, seed)
+    try:
+        tokens = Tokens(model_dir)
+        return tokens, Replies(tokens, seed)
+    except Exception as error:  # of the tokenizers' own kinds
+        raise ValueError(f"--model {model_dir}: {error}") from error
 
 
 async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
@@ -92,9 +96,9 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
         await http.setup()
         site = web.TCPSite(http, args.host, args.port, backlog=1024, reuse_address=True)
         await site.start()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         print(f"hitherto replica: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, OSError) else 2
     port = site._server.sockets[0].getsockname()[1]
     logging.info("simulated engine %s (%s, %d blocks of %d) on http://%s:%d, events %s", args.served_model_name,
                  profile.name, profile.num_blocks, profile.block_size, args.host, port,

@@ -13,7 +13,10 @@ import xxhash
 from .tokens import Tokens
 
 PARAGRAPHS = 48
-CONTEXT = 4  # tokens that must agree for a reply to be continued
+# Tokens that must agree for a reply to be continued. Four tell replies apart where tokens are words; with a small vocabulary,
+# where they are letters, it takes more of them.
+CONTEXTS = (4, 8, 16, 32, 64)
+TRIES = 50  # texts for one paragraph before more tokens are looked at
 
 _WHO = ("the reader", "a patient engineer", "the old harbour master", "every new colleague", "the night train",
         "a careful gardener", "the second violin", "the weather station", "our neighbour", "the museum guide",
@@ -46,22 +49,39 @@ def _paragraph(rng: random.Random, sentences: int) -> str:
     return " ".join(made)
 
 
+def _paragraphs(tokens: Tokens, seed: int, context: int | None) -> list[list[int]] | None:
+    """Ids of all paragraphs, of which the first `context` tell which one it is (None: as they come). None if that cannot be."""
+    rng, made, openings = random.Random(seed), [], set()
+    for number in range(PARAGRAPHS):
+        for _ in range(TRIES):
+            ids = tokens.encode(_paragraph(rng, 1 + number % 16), False)
+            if context is None or tuple(ids[:context]) not in openings:
+                break
+        else:
+            return None
+        openings.add(tuple(ids[:context]))
+        made.append(ids)
+    return made
+
+
 class Replies:
-    """All the text there is. `ids` and `pieces` (UTF-8 text of each token) run over all paragraphs in a ring."""
+    """All the text there is. `ids` and `pieces` (UTF-8 text of each token) run over all paragraphs in a ring. Raises
+    ValueError for a tokenizer that has no tokens for it."""
 
     def __init__(self, tokens: Tokens, seed: int = 0):
-        rng = random.Random(seed)
         self.ids = array("I")
         self.pieces: list[str] = []
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._seed = seed
-        openings: set[tuple] = set()
-        for number in range(PARAGRAPHS):
-            ids = tokens.encode(_paragraph(rng, 1 + number % 16), False)
-            while tuple(ids[:CONTEXT]) in openings:  # a reply's first tokens must tell which one it is
-                ids = tokens.encode(_paragraph(rng, 1 + number % 16), False)
-            openings.add(tuple(ids[:CONTEXT]))
+        for self.context in CONTEXTS:
+            if paragraphs := _paragraphs(tokens, seed, self.context):
+                break
+        else:
+            paragraphs = _paragraphs(tokens, seed, None)
+        if not all(paragraphs):
+            raise ValueError("the model's tokenizer makes no tokens of plain English, which is what a simulated engine says")
+        for ids in paragraphs:
             self._starts.append(len(self.ids))
             self.ids.extend(ids)
             self.pieces.extend(_pieces(tokens, ids))
@@ -69,8 +89,8 @@ class Replies:
         self._opens = set(self._starts)
         self._end_of = [end for start, end in zip(self._starts, self._ends) for _ in range(start, end)]
         self._where: dict[bytes, list[int]] = {}
-        for at in range(CONTEXT, len(self.ids) + 1):
-            self._where.setdefault(self.ids[at - CONTEXT:at].tobytes(), []).append(at)
+        for at in range(self.context, len(self.ids) + 1):
+            self._where.setdefault(self.ids[at - self.context:at].tobytes(), []).append(at)
 
     def begin(self, prompt: array) -> tuple[int, int]:
         """Where in the ring the reply to `prompt` (ids, unsigned 32 bit) starts, and its natural length in tokens."""
@@ -86,8 +106,8 @@ class Replies:
         The same words occur in several places. The right one is where the agreement ends, going back, at a
         paragraph's start, as replies begin there; else the longest."""
         best, found = (False, 0), None
-        for at in self._where.get(prompt[-CONTEXT:].tobytes(), ()):
-            same = CONTEXT
+        for at in self._where.get(prompt[-self.context:].tobytes(), ()):
+            same = self.context
             while same < min(at, len(prompt)) and self.ids[at - 1 - same] == prompt[-1 - same]:
                 same += 1
             fit = (at - same in self._opens, same)

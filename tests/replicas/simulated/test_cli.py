@@ -84,3 +84,11 @@ async def test_a_port_in_use_ends_it_with_1():
                                                        stderr=asyncio.subprocess.PIPE)
         _, said = await process.communicate()
     assert process.returncode == 1 and str(port) in said.decode() and "Traceback" not in said.decode()
+
+
+async def test_a_folder_that_holds_no_usable_tokenizer_ends_it_with_2_and_its_name(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": "nonsense"}')
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "replicas.simulated", "--port", "0", "--model", str(tmp_path), stderr=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(20):
+        _, said = await process.communicate()
+    assert process.returncode == 2 and f"hitherto replica: --model {tmp_path}: ".encode() in said and b"Traceback" not in said

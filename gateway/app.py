@@ -297,7 +297,7 @@ class Gateway:
     def _connections(self) -> Reading:
         elsewhere = self.decisions.on()  # counted here, and on others' connections
         upstream = {b.id: len(b.pool.idle) + self.ledger.own(b.id)[0] - elsewhere[b.id] for b in self.dispatcher.backends.values()}
-        return {"client_connections": len(self.server.connections), "upstream_connections": upstream}
+        return {"client_connections": len(self.server.connections), "upstream_connections": upstream, "request_bytes": self.server.held}
 
     # --- what the admin side asks
 

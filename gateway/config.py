@@ -29,7 +29,7 @@ ENV_PREFIX = "HITHERTO_"
 TOKEN = re.compile(r"[!-~]{16,1024}")
 MAKE_TOKEN = "`openssl rand -hex 32` makes one"
 DEFAULT_FILE = "hitherto.yaml"
-SIZES = ("cache_budget", "max_body_bytes")  # fields that are bytes and read best with a unit
+SIZES = ("cache_budget", "max_body_bytes", "request_budget")  # fields that are bytes and read best with a unit
 ALIASES = {"replica_url": ("--worker-urls", "--backend-url")}
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -155,6 +155,8 @@ class Settings(BaseModel):
     event_intake: Literal["leased", "each"] = Field("leased", description="with Redis: one gateway follows a replica's events for all, or each for itself")
 
     max_body_bytes: Bytes = Field(64 * 2**20, description="largest request body, like 64MiB; larger ones get 413")
+    request_budget: Bytes = Field(512 * 2**20, description="memory for requests that are received, prepared or have no answer yet, like 512MiB; beyond it clients get 503")
+    upload_timeout_s: Seconds = Field(300.0, description="time a client has to send its request's body")
     header_timeout_s: Seconds = Field(10.0, description="time a client has to send its request's head")
     request_timeout_s: Seconds = Field(600.0, description="time an engine has to send the first byte of its answer")
     idle_timeout_s: Seconds = Field(120.0, description="silence after which a client's connection is closed, or a stream given up")

@@ -65,7 +65,14 @@ def dispatcher(settings: Settings, spans: Spans | None, kind: type[Dispatcher] =
 
 
 def limits(settings: Settings) -> Limits:
-    return Limits(body_bytes=settings.max_body_bytes, head_seconds=settings.header_timeout_s, keep_alive_seconds=settings.idle_timeout_s)
+    return Limits(
+        body_bytes=settings.max_body_bytes,
+        # Each worker has its part. Whatever it is, one request of the largest size must fit.
+        requests_bytes=max(settings.request_budget // settings.workers, 2 * settings.max_body_bytes + 2**20),
+        head_seconds=settings.header_timeout_s,
+        body_seconds=settings.upload_timeout_s,
+        keep_alive_seconds=settings.idle_timeout_s,
+    )
 
 
 def shared_ledger(settings: Settings, metrics: Metrics, ledger: Ledger, background: Background | None = None) -> SharedLedger | None:

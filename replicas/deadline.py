@@ -27,3 +27,4 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
+        del task  # it holds the error, whose traceback holds this frame: a cycle, and all that waits for the error in it

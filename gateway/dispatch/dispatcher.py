@@ -184,7 +184,8 @@ class Dispatcher:
 
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
         self.metrics.rejections.inc(str(status))
-        return JSON, error_body(target.decode("latin-1"), status, message)
+        body = error_body(target.decode("latin-1"), status, message, code="gateway_full" if status == 503 else None)
+        return [*JSON, (b"retry-after", b"1")] if status == 503 else JSON, body
 
     def held_up(self, now: float) -> None:
         self.held_up_at = now

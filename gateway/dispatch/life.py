@@ -285,6 +285,9 @@ class Life:
         self.dispatcher.outcomes.first_byte(self)
         if self.label == "responses" or self.response is not None:
             self.dispatcher.responses.answered(self, data)
+        if self.prompt is None or not self.prompt.token_ids:  # else `once` may ask about it
+            self.request.body = b""
+            self.client.release()
         lines = response_lines(self, self.dispatcher.draining)
         self.client.transport.write(self.held.block(lines) + data)
 

@@ -75,6 +75,7 @@ READ = {
     "event_gaps": ("counter", "Holes in the sequence of KV event batches", ("replica",)),
     "event_batches_replayed": ("counter", "KV event batches fetched again after a gap or on connecting", ("replica",)),
     "client_connections": ("gauge", "Open connections from clients", ()),
+    "request_bytes": ("gauge", "Bytes of requests that are received, prepared or have no answer yet; --request-budget bounds them", ()),
     "upstream_connections": ("gauge", "Open connections to a replica, idle ones included", ("replica",)),
     "worker_up": ("gauge", "With --workers: 1 while the worker takes connections", ("worker",)),
     "worker_connections": ("gauge", "With --workers: open connections from clients by the worker that has them", ("worker",)),

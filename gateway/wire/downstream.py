@@ -28,6 +28,7 @@ log = logging.getLogger("hitherto.wire")
 WHOLE = 4096
 # Bytes of chunk sizes and extensions that a byte of a body may bring with it: a chunk of one byte, its size in eight digits, has 12.
 FRAMING_PER_BYTE = 16
+REQUEST_BYTES = 2048  # about what a small request takes besides its body: 256 kB of pipelined ones become 11 MB
 
 
 class Exchange(Protocol):
@@ -53,9 +54,11 @@ class Downstream(asyncio.Protocol):
         "server", "transport", "parser", "closing", "close_at", "close_last", "active_at", "reading_paused", "writing_paused", "known", "read",
         # the request being read
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
-        "refused", "expects", "again", "framing", "raw", "behind", "completed",
+        "refused", "expects", "again", "framing", "raw", "behind", "completed", "rated", "rated_at",
         # the request being answered, and those behind it
         "exchange", "current", "waiting",
+        # bytes of all these, and of the one being answered, as they are counted in the server
+        "held", "answering",
     )  # fmt: skip
 
     def __init__(self, server: Server):
@@ -78,6 +81,7 @@ class Downstream(asyncio.Protocol):
         self.exchange: Exchange | None = None
         self.current: Request | None = None
         self.waiting: deque[Request | Refusal] = deque()
+        self.held = self.answering = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -92,6 +96,8 @@ class Downstream(asyncio.Protocol):
         self.headers: Headers = []
         self.body: list[bytes | bytearray] = []
         self.body_bytes = 0
+        self.rated = 0  # of them, how many were there when the rate was last looked at
+        self.rated_at = self.active_at
 
     # --- the transport's calls
 
@@ -109,6 +115,8 @@ class Downstream(asyncio.Protocol):
         exchange, self.exchange, self.current = self.exchange, None, None
         if exchange is not None:
             exchange.client_gone()
+        self._hold(-self.held)
+        self.answering = 0
         # The parser and this object hold each other, and with them what was uploaded: the collector would find them after hours.
         self.parser = None  # type: ignore[assignment]
         self.known = self.read = None
@@ -139,7 +147,7 @@ class Downstream(asyncio.Protocol):
             self._feed(data)
             self.read = None
         elif self.known is not None and (request := self.known.read(data, now)) is not None and len(request.body) <= self.server.limits.body_bytes:
-            self._take(request)
+            self._take(request, 0)
         else:
             self._feed(data)
             request, self.read = self.read, None
@@ -234,6 +242,8 @@ class Downstream(asyncio.Protocol):
             elif name == b"content-length":
                 if int(value) > self.server.limits.body_bytes:
                     self._refuse_body()
+                elif not self._fits(int(value)):
+                    self._refuse_more()
             elif name == b"transfer-encoding":
                 if value.strip().lower() != b"chunked":
                     self._refuse(501, f"transfer coding {value.decode('latin-1')!r} is not known; only chunked is")
@@ -260,8 +270,11 @@ class Downstream(asyncio.Protocol):
             return
         self.told += len(body)
         self.body_bytes += len(body)
+        self._hold(len(body))
         if self.body_bytes > self.server.limits.body_bytes:
             self._refuse_body()
+        elif not self._fits(0):
+            self._refuse_more()
         elif len(body) >= WHOLE or not self.body:
             self.body.append(body)
         elif type(self.body[-1]) is bytearray:
@@ -290,15 +303,32 @@ class Downstream(asyncio.Protocol):
             self.parser.should_keep_alive(),
             self.read_begun,
         )
+        held = self.body_bytes
         self._clear()
         self.read = request
-        self._take(request)
+        self._take(request, held)
 
-    def _take(self, request: Request) -> None:
-        if self.current is None and not self.waiting and not self.writing_paused:
+    def _take(self, request: Request, held: int) -> None:
+        """`held`: how much of it is counted already."""
+        self._hold(REQUEST_BYTES + len(request.body) - held)
+        if not self._fits(0):
+            self._hold(-REQUEST_BYTES - len(request.body))
+            self._refuse_more()
+        elif self.current is None and not self.waiting and not self.writing_paused:
             self._begin(request)
         else:
             self.waiting.append(request)
+
+    # --- what it takes to hold all this
+
+    def _hold(self, size: int) -> None:
+        self.held += size
+        self.server.held += size
+
+    def _fits(self, size: int) -> bool:
+        """Whether this client may make us hold so much more: as much as is left for others then, so that a few with
+        much always leave room for many with little."""
+        return self.held + self.server.held + 2 * size <= self.server.limits.requests_bytes
 
     # --- what a request's exchange does
 
@@ -313,9 +343,17 @@ class Downstream(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         self.transport.write(data)
 
+    def release(self) -> None:
+        """The current request's body will not be needed again."""
+        self._hold(REQUEST_BYTES - self.answering)
+        self.answering = REQUEST_BYTES
+        self.current.body = b""
+
     def finish(self, keep_alive: bool = True) -> None:
         """The current request is answered: go on with the next, or close."""
         request, self.current, self.exchange = self.current, None, None
+        self._hold(-self.answering)
+        self.answering = 0
         self.active_at = monotonic()
         if not keep_alive or request is None or not request.keep_alive or self.server.draining:
             self._close()
@@ -335,6 +373,7 @@ class Downstream(asyncio.Protocol):
 
     def _begin(self, request: Request) -> None:
         self.current = request
+        self.answering = REQUEST_BYTES + len(request.body)
         try:
             self.server.handler.handle(self, request)
         except Exception as error:
@@ -372,8 +411,10 @@ class Downstream(asyncio.Protocol):
     def _refuse_head(self) -> None:
         self._refuse(431, f"request head larger than {self.server.limits.head_bytes} bytes")
 
+    def _refuse_more(self) -> None:
+        self._refuse(503, "the gateway holds as many bytes of requests as it may (request_budget); try again")
+
     def _refuse_body(self) -> None:
-        self.body = []
         self._refuse(413, f"request body larger than {self.server.limits.body_bytes} bytes (max_body_bytes)")
 
     def _refuse(self, status: int, message: str) -> None:
@@ -382,6 +423,8 @@ class Downstream(asyncio.Protocol):
             return
         self.refused = True
         self.reading = False
+        self._hold(-self.body_bytes)
+        self.body, self.body_bytes = [], 0
         refusal = Refusal(status, message, self.target)
         if self.current is None and not self.waiting:
             self._answer_refusal(refusal)
@@ -418,10 +461,15 @@ class Downstream(asyncio.Protocol):
                 self.transport.abort()
         elif self.reading:
             if self.reading_paused or (self.expects and (self.current is not None or self.waiting)):
-                return  # it waits for us
-            if not self.head_done and now - self.read_begun > limits.head_seconds:
-                self._refuse(408, f"request head not complete after {limits.head_seconds:g} s")
-            elif self.head_done and now - self.active_at > limits.body_gap_seconds:
-                self._refuse(408, f"no byte of the request body for {limits.body_gap_seconds:g} s")
+                self.read_begun = self.rated_at = now  # it waits for us
+            elif not self.head_done:
+                if now - self.read_begun > limits.head_seconds:
+                    self._refuse(408, f"request head not complete after {limits.head_seconds:g} s")
+            elif now - self.read_begun > limits.body_seconds:
+                self._refuse(408, f"request body not complete after {limits.body_seconds:g} s (upload_timeout_s)")
+            elif now - self.rated_at > limits.body_gap_seconds:
+                if self.body_bytes - self.rated < limits.body_rate * limits.body_gap_seconds:
+                    self._refuse(408, f"less than {limits.body_rate} bytes a second of the request body for {limits.body_gap_seconds:g} s")
+                self.rated, self.rated_at = self.body_bytes, now
         elif self.current is None and now - self.active_at > limits.keep_alive_seconds:
             self._close()

@@ -43,8 +43,12 @@ class Limits:
     head_bytes: int = 64 * 1024
     header_count: int = 200
     body_bytes: int = 64 * 1024 * 1024
+    # For what all clients together make the gateway hold: requests that come, wait, are prepared, or have no byte of an answer yet.
+    requests_bytes: int = 512 * 1024 * 1024
     head_seconds: float = 10.0
-    body_gap_seconds: float = 30.0
+    body_seconds: float = 300.0
+    body_gap_seconds: float = 30.0  # in each of which `body_rate` bytes a second must come, or the rest
+    body_rate: int = 512
     keep_alive_seconds: float = 75.0
     linger_seconds: float = 2.0  # after a refusal: how long a client may pause while we read on into nothing
     flush_seconds: float = 30.0  # how long a closing connection may take to send what is left, or to linger in all

@@ -51,6 +51,7 @@ class Server:
         self.handler = handler
         self.limits = limits
         self.connections: set[Downstream] = set()
+        self.held = 0  # bytes of requests, see `Limits.requests_bytes`
         self._unseen: list[Downstream] = []  # in this round of sweeps
         self._part = 0
         self.draining = False

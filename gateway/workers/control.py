@@ -267,7 +267,7 @@ class Workers:
         gateway = self._gateway
         gateway.metrics.add(grown, gateway.fleet.replicas)
         member.requests += sum(by for _, by in grown.get("requests", ()))
-        member.joined, member.reason = rest["joined"], rest["reason"]
+        member.joined, member.reason, member.held = rest["joined"], rest["reason"], rest["held"]
         member.seen |= replicas
         for id, seen in replicas.items():
             backend = gateway.dispatcher.backends.get(id)
@@ -345,6 +345,7 @@ class Workers:
         backends = self._gateway.dispatcher.backends
         return {
             "client_connections": sum(map(self.connections, self.members)),
+            "request_bytes": sum(member.held for member in self.members),
             "upstream_connections": {id: sum(one.seen.get(id, NOTHING)["idle"] for one in self.members) + self.ledger.own(id)[0] for id in backends},
             "worker_up": {index: float(one.live) for index, one in members.items()},
             "worker_connections": {index: self.connections(one) for index, one in members.items()},

@@ -24,6 +24,7 @@ class Member:
         self.live = False
         self.drained = asyncio.Event()
         self.assigned = self.requests = self.cut = 0
+        self.held = 0  # bytes of requests
         self.seen: dict[str, dict[str, Any]] = {}  # of each replica, what it said last
         self.joined, self.reason = False, "not heard yet"
         self.model_dir: str | None = None  # whose tokenizer it has

@@ -295,6 +295,7 @@ class Worker:
                 "do": "beat",
                 "grown": self.metrics.take(),
                 "replicas": self._news_of_replicas(),
+                "held": self.server.held,
                 "joined": shared is not None and shared.joined,
                 "reason": shared.reason if shared is not None else "",
             })  # fmt: skip

@@ -157,6 +157,8 @@ class Gateway:
     def traffic(self, replica: str, fault: str | None) -> None:
         if fault is None:
             self.fleet.succeeded(replica)
+        elif fault == "reconnect":
+            self.fleet.look(replica)
         elif fault != "status 503":  # "full, try another": load, not illness
             self.fleet.failed(replica, _FAULTS.get(fault, "5xx"))
 
@@ -198,8 +200,8 @@ class Gateway:
     def _learn_from(self, replica: Replica) -> None:
         """What the gateway needs of the model is told by the engines that serve it."""
         pipeline = self.dispatcher.pipeline
-        if replica.max_model_len:
-            pipeline.max_model_len = replica.max_model_len
+        # What one replica has no room for may fit another: it refuses that itself.
+        pipeline.max_model_len = max((b.replica.max_model_len or 0 for b in self.dispatcher.backends.values()), default=0) or None
         if replica.version:
             pipeline.follow(replica.version)  # while versions are mixed, the way of the one that came last
         size = self.settings.block_size or replica.block_size or datapath.DEFAULT_BLOCK_SIZE
@@ -312,7 +314,7 @@ class Gateway:
 
 
 # what the wire and the lives call a failure -> what health calls it
-_FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout", "stalled": "timeout", "hung": "timeout", "aborted": "closed"}
+_FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout", "stalled": "timeout", "hung": "timeout", "aborted": "closed", "foreign answer": "foreign"}  # fmt: skip
 
 
 def _profile(settings: Settings) -> Profile:

@@ -121,6 +121,7 @@ def _access(life: Life, outcome: str, usage: Usage | None) -> None:
     lines.access(
         request.method, request.path, life.status, monotonic() - life.begun,
         outcome=outcome,
+        fault=life.fault or None,
         replica=life.backend.id if life.backend else None,
         id=life.id.decode("latin-1"),
         trace_id=life.trace_id,

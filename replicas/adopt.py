@@ -9,6 +9,7 @@ import errno
 import json
 from dataclasses import dataclass, field
 from time import monotonic
+from types import SimpleNamespace
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -64,6 +65,9 @@ class Facts:
     version: str | None = None
     sources: dict[int, EventSource | None] | None = None  # by data-parallel rank; None: /kv_event_sources did not answer
     scrape: Scrape | None = None
+    locked: bool = False  # its models are for those who have an API key
+    silent: set[str] = field(default_factory=set)  # what could not be asked for: version, metrics
+    fresh: bool = False  # it answered over a new connection, so it may be another process than the last time
     problems: dict[str, Problem] = field(default_factory=dict)  # by what is amiss: models, metrics, events ...
 
     @property
@@ -94,12 +98,13 @@ class Facts:
 
 @dataclass(slots=True)
 class Answer:
-    """One GET. `status` 0 means no answer came; then `fault` and `error` say why."""
+    """One GET. `status` 0 means no answer came; then `fault` and `error` say why. `fresh`: it took a new connection."""
 
     status: int
     body: bytes = b""
     fault: str = ""
     error: str = ""
+    fresh: bool = False
 
     def json(self) -> dict:
         """The body as an object; {} when it is anything else."""
@@ -131,8 +136,22 @@ async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answ
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
-    async with session.get(url, timeout=aiohttp.ClientTimeout(), allow_redirects=False) as response:
-        return Answer(response.status, await response.read())
+    opened: list[bool] = []
+    async with session.get(url, timeout=aiohttp.ClientTimeout(), allow_redirects=False, trace_request_ctx=opened) as response:
+        return Answer(response.status, await response.read(), fresh=bool(opened))
+
+
+def connections_noted() -> aiohttp.TraceConfig:
+    """For a session whose answers are to say whether they took a new connection. One that was kept has the same process at
+    its other end."""
+
+    async def opened(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
+        if context.trace_request_ctx is not None:
+            context.trace_request_ctx.append(True)
+
+    config = aiohttp.TraceConfig()
+    config.on_connection_create_end.append(opened)
+    return config
 
 
 async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:
@@ -142,7 +161,7 @@ async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> A
     if answer.status in (404, 405):
         answer = await get(session, f"{url}/v1/models", deadline)
         if answer.status in (401, 403):
-            return Answer(200)
+            return Answer(200, fresh=answer.fresh)
     if answer.status >= 500:
         answer.fault = "5xx"
         answer.error = f"/health answers {answer.status}: the engine is loading or dead; see its log"
@@ -198,7 +217,8 @@ def _models(facts: Facts, answer: Answer) -> None:
     else:
         # Mocks and engines behind an API key: let requests through and let traffic judge.
         facts.serving = True
-        if answer.status in (401, 403):
+        facts.locked = answer.status in (401, 403)
+        if facts.locked:
             facts.problems["models"] = Problem(
                 "/v1/models wants an API key: models and adapters are unknown, any model name is sent there",
                 "start vLLM without --api-key (and VLLM_API_KEY) where only the gateway reaches it; clients' keys are passed on",
@@ -210,12 +230,16 @@ def _models(facts: Facts, answer: Answer) -> None:
 
 
 def _version(facts: Facts, answer: Answer) -> None:
+    if answer.status == 0 or answer.status >= 500:
+        facts.silent.add("version")
     version = answer.json().get("version")
     facts.version = version if isinstance(version, str) else None
 
 
 def _metrics(facts: Facts, answer: Answer) -> None:
     if answer.status != 200:
+        if answer.status == 0 or answer.status >= 500:
+            facts.silent.add("metrics")
         why = answer.error or f"answers {answer.status}"
         facts.problems["metrics"] = Problem(
             f"/metrics cannot be read ({why}): block size, cache size, queue and data-parallel ranks are unknown",

@@ -27,6 +27,7 @@ import aiohttp
 
 from replicas import devices
 from replicas import profile as profiles
+from replicas.adopt import connections_noted
 from replicas.engine import Engine
 from replicas.health import Limits
 from replicas.lifecycle import Event, State
@@ -78,7 +79,7 @@ class Fleet:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)  # vLLM closes after 5 s
             self._session = aiohttp.ClientSession(
-                connector=connector, cookie_jar=aiohttp.DummyCookieJar()
+                connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trace_configs=[connections_noted()]
             )
 
     async def stop(self) -> None:
@@ -206,10 +207,29 @@ class Fleet:
             self._engine(id).watch.succeeded(monotonic())
 
     def failed(self, id: str, kind: str) -> None:
-        """A request failed by the engine's fault: connect, closed (before the answer's end), timeout or
-        5xx. Not for 4xx, and not for a 503 that says "full": those say nothing about health."""
+        """A request failed by the engine's fault: connect, closed (before the answer's end), timeout, 5xx, or foreign (what
+        answered was no engine). Not for 4xx, and not for a 503 that says "full": those say nothing about health."""
         if id in self.replicas:
-            self._engine(id).watch.failed(monotonic(), kind)
+            engine, now = self._engine(id), monotonic()
+            engine.watch.failed(now, kind)
+            self._compare(engine, now)
+
+    def _compare(self, engine: Engine, now: float) -> None:
+        """Whether its requests fail where those of its siblings do not. With no other there is nothing to compare it with,
+        nor to send its requests to."""
+        models = engine.lead.models.keys()
+        siblings = [
+            one.watch.health.recent.totals(now)
+            for one in self.engines.values()
+            if one is not engine and one.lead.state is State.READY and (not models or not one.lead.models or models & one.lead.models.keys())
+        ]
+        if siblings:
+            engine.watch.compare(now, *map(sum, zip(*siblings)))
+
+    def look(self, id: str) -> None:
+        """Something happened that may mean another process: look at the replica now, rather than when its turn comes."""
+        if id in self.replicas:
+            self._engine(id).watch.look(monotonic())
 
     async def ask_models(self) -> None:
         """Ask every ready engine what it serves, now; what changed is told of before this returns."""

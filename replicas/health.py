@@ -11,14 +11,21 @@ Rules, in this order:
      after the hold fails again. One answered request ends it at once.
   4. `fall` probes in a row failed and no request was answered meanwhile: TROUBLE, until `rise`
      probes in a row succeed. A busy engine may answer probes late; while it answers requests, it is fine.
+  5. A share of its requests failed that its siblings' do not come near (`Recent.worse_than`; the fleet compares, for only
+     it knows the siblings): TROUBLE for 2 s, then 4, 8 ... 30 as long as that happens again. An answered request does not
+     end it: of an engine that fails every second one, the next is as likely to be answered as not.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-FAULTS = ("connect", "closed", "timeout", "5xx", "refused")
+FAULTS = ("connect", "closed", "timeout", "5xx", "refused", "foreign")
 FIRST_HOLD, LONGEST_HOLD = 2.0, 30.0
+WINDOW = 10.0  # seconds; requests of one to two of these count for rule 5
+# Failed requests before a replica is compared with its siblings, and once it has been found worse; the share of its
+# requests that they must be, and how many times its siblings' share that must be.
+FAILED_AT_FIRST, FAILED_AGAIN, FAILED_SHARE, TIMES_SIBLINGS = 5, 1, 0.2, 3.0
 
 
 class Verdict(Enum):
@@ -39,6 +46,32 @@ class Limits:
     lost_after: float = 15.0
 
 
+class Recent:
+    """How requests of late ended: counts of this window and the one before, without a list of them."""
+
+    __slots__ = ("_answered", "_failed", "_until")
+
+    def __init__(self) -> None:
+        self._answered, self._failed, self._until = [0, 0], [0, 0], 0.0
+
+    def _turn(self, now: float) -> None:
+        gone = now >= self._until + WINDOW  # nothing for a whole window: what was before that is too old
+        self._answered = [0, 0 if gone else self._answered[0]]
+        self._failed = [0, 0 if gone else self._failed[0]]
+        self._until = now + WINDOW
+
+    def count(self, now: float, failed: bool) -> None:
+        if now >= self._until:
+            self._turn(now)
+        (self._failed if failed else self._answered)[0] += 1
+
+    def totals(self, now: float) -> tuple[int, int]:
+        """Requests answered, and failed."""
+        if now >= self._until:
+            self._turn(now)
+        return sum(self._answered), sum(self._failed)
+
+
 class Health:
     """The state of the rules above for one incarnation of one replica; make a new one for the next."""
 
@@ -53,9 +86,12 @@ class Health:
         self._held_until: float | None = None
         self._trouble = False
         self._last_error = ""
+        self.recent = Recent()
+        self._out_for, self._out_until, self._out_reason = 0.0, float("-inf"), ""  # by rule 5
 
     def succeeded(self, now: float) -> None:
         """A request was answered: first byte seen, whatever the status below 500."""
+        self.recent.count(now, False)
         self._refusals = self._traffic_failures = self._probe_failures = 0
         self._hold, self._held_until, self._silent_since = 0.0, None, None
         self._trouble = False
@@ -64,6 +100,7 @@ class Health:
         """A request failed by the engine's fault; kind is one of FAULTS. Raises ValueError else."""
         if kind not in FAULTS:
             raise ValueError(f"{kind!r} is not a fault of the engine; one of {', '.join(FAULTS)}")
+        self.recent.count(now, True)
         self._traffic_failures += 1
         self._refusals = self._refusals + 1 if kind == "connect" else 0
         self._last_error = f"requests fail ({kind})"
@@ -92,6 +129,21 @@ class Health:
         if self._trouble and not held and self._probe_successes >= self.limits.rise:
             self._trouble, self._held_until, self._traffic_failures = False, None, 0
 
+    def compare(self, now: float, answered: int, failed: int) -> bool:
+        """Rule 5, with what the siblings' requests of late came to; whether it applies."""
+        own_answered, own_failed = self.recent.totals(now)
+        if now < self._out_until or own_failed < (FAILED_AGAIN if now < self._out_until + WINDOW else FAILED_AT_FIRST):
+            return False
+        share, siblings = own_failed / (own_answered + own_failed), failed / max(answered + failed, 1)
+        if share < max(FAILED_SHARE, TIMES_SIBLINGS * siblings):
+            return False
+        again = now < self._out_until + WINDOW
+        self._out_for = min(self._out_for * 2, LONGEST_HOLD) if again else FIRST_HOLD
+        self._out_until = now + self._out_for
+        self._out_reason = f"{share:.0%} of its requests fail ({self._last_error}), {siblings:.0%} of its siblings'"
+        self.recent = Recent()  # when it is tried again, what counts is how it does then
+        return True
+
     def hung(self, now: float) -> bool:
         """Whether rule 2 holds."""
         return self._silent_since is not None and self._probe_failures >= self.limits.fall and now - self._silent_since >= self.limits.lost_after
@@ -103,4 +155,6 @@ class Health:
             return Opinion(Verdict.LOST, self._last_error)
         if self._trouble:
             return Opinion(Verdict.TROUBLE, self._last_error)
+        if now < self._out_until:
+            return Opinion(Verdict.TROUBLE, self._out_reason)
         return Opinion(Verdict.GOOD, "")

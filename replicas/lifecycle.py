@@ -33,6 +33,7 @@ class Event(StrEnum):
     TROUBLE = "trouble"  # traffic or probes fail, or requests only wait, yet somebody is there
     GONE = "gone"  # exited, nobody listens, or silent for too long
     RESTARTED = "restarted"  # answers, but it is another process than before
+    DOUBTED = "doubted"  # something answers, but not as the engine did that was there
     DRAIN = "drain"
     STOPPED = "stopped"
 
@@ -56,6 +57,7 @@ TABLE: dict[State, dict[Event, State]] = {
         Event.LAUNCHED: State.STARTING,
         Event.TROUBLE: State.DEGRADED,
         Event.RESTARTED: State.WARMING,
+        Event.DOUBTED: State.WARMING,
         Event.GONE: State.FAILED,
         Event.DRAIN: State.DRAINING,
         Event.STOPPED: State.STOPPED,
@@ -65,6 +67,7 @@ TABLE: dict[State, dict[Event, State]] = {
         Event.SERVES: State.READY,
         Event.TROUBLE: State.DEGRADED,
         Event.RESTARTED: State.WARMING,
+        Event.DOUBTED: State.WARMING,
         Event.GONE: State.FAILED,
         Event.DRAIN: State.DRAINING,
         Event.STOPPED: State.STOPPED,

@@ -24,6 +24,8 @@ from replicas.supervisor import Supervisor
 
 log = logging.getLogger("replicas")
 
+# Seconds for which what was just asked need not be asked again, however many connections break.
+FRESH_FACTS = 1.0
 # Seconds: between scrapes, between full probes, between any two looks, while starting; to wait for an answer.
 IDLE_SCRAPE, FACTS, CLOSEST, STARTING_INTERVAL = 5.0, 10.0, 0.1, 0.2
 DEADLINE, SHORT_DEADLINE = 2.0, 1.0
@@ -61,6 +63,8 @@ class Watch:
         self._nudged = asyncio.Event()
         self._lives = 0  # how often it came back, for engines that do not tell when they began
         self._was_refused = self._tells_start = False
+        self._must_prove = False  # something there answered as no engine does
+        self._has_figures = False  # /metrics told how many requests it runs
         self._named_pid: int | None = None
         self._warmed_pid: int | None = None
         self._facts_at = self._scraped_at = float("-inf")
@@ -97,15 +101,35 @@ class Watch:
 
     def succeeded(self, now: float) -> None:
         self.health.succeeded(now)
-        if self.replica.state is State.DEGRADED and not self.progress.stalled(now):
+        if self.replica.state is State.DEGRADED and not self.progress.stalled(now) and self.health.opinion(now).verdict is Verdict.GOOD:
             self.tell(self.replica, Event.SERVES, "answers requests again")
 
     def failed(self, now: float, kind: str) -> None:
         self.health.failed(now, kind)
         self._was_refused |= kind == "connect"
+        if kind == "foreign":
+            self._doubt("what answered a request there was no inference engine")
         self._judge(now)
-        if kind in ("connect", "closed"):  # it may have died; a 5xx or a late answer is no news about that
+        if kind in ("connect", "closed", "foreign"):  # it may have died; a 5xx or a late answer is no news about that
             self.nudge()
+
+    def compare(self, now: float, answered: int, failed: int) -> None:
+        """What the siblings' requests came to, when one of its own has failed."""
+        if self.health.compare(now, answered, failed):
+            self._judge(now)
+
+    def look(self, now: float) -> None:
+        """A connection that was kept has broken, so another process may be there. Engines close idle ones as well, some
+        sooner than we do: all that break within a second are one reason to look."""
+        due = now - self._facts_at >= FRESH_FACTS
+        self._facts_at = float("-inf")
+        if due:
+            self._nudged.set()
+
+    def _doubt(self, reason: str) -> None:
+        """No traffic until what answers there has shown that it is an engine."""
+        self._must_prove = True
+        self.tell(self.replica, Event.DOUBTED, reason)
 
     # What probes show
 
@@ -116,10 +140,9 @@ class Watch:
             return
         pid, now = replica.pid, monotonic()
         full = replica.state is not State.READY or now - self._facts_at >= FACTS
-        if full:
-            facts = await probe(replica.url, self.session, DEADLINE)
-        else:
-            facts = await self._brief(now)
+        facts = None if full else await self._brief(now)
+        if facts is None:
+            full, facts = True, await probe(replica.url, self.session, DEADLINE)
         if replica.pid != pid:
             return  # the process ended while we asked: the answer is about the past
         now = monotonic()
@@ -150,14 +173,21 @@ class Watch:
             await computes(self.session, replica.url, next(iter(facts.models), ""), WARMING_DEADLINE)
         return replica.pid == pid and replica.state not in (State.DRAINING, State.STOPPED)
 
-    async def _brief(self, now: float) -> Facts:
+    async def _brief(self, now: float) -> Facts | None:
+        """Whether it lives, and how busy it is; None if something shows that it may be another process or no engine at all,
+        so that all has to be asked: it answers over a new connection though the last one was to be kept, or has no figures
+        where it had."""
         answer = await health(self.session, self.replica.url, SHORT_DEADLINE)
         facts = Facts(alive=not answer.fault, fault=answer.fault, error=answer.error, serving=True)
+        if facts.alive and answer.fresh:
+            return None
         due = 0.0 if self.busy() else IDLE_SCRAPE
         if facts.alive and now - self._scraped_at >= due:
             page = await get(self.session, f"{self.replica.url}/metrics", DEADLINE)
             if page.status == 200:
                 facts.scrape = parse(page.body, monotonic())
+            if page.status and page.status < 500 and self._has_figures and (facts.scrape is None or facts.scrape.running is None):
+                return None
             self._scraped_at = monotonic()
         return facts
 
@@ -207,26 +237,49 @@ class Watch:
 
     def _answered(self, now: float, facts: Facts, full: bool) -> None:
         replica = self.replica
-        if full:
+        unproven = self._unproven(facts) if full else ""
+        another = full and not unproven and self._is_another(facts)
+        if full and not unproven:
             self._learn(facts)
-        if facts.scrape:
+        if facts.scrape and not unproven:
             replica.scrape = facts.scrape
         self.looked()
-        if self._follow_incarnation(facts.scrape) and not full:
+        if not unproven and self._follow_incarnation(facts.scrape, another) and not full:
             return self.nudge()  # what the old process served says nothing about this one
-        wrong = facts.error if not facts.serving else self._wrong_model()
+        wrong = unproven or (facts.error if not facts.serving else self._wrong_model())
+        if wrong and replica.state in (State.READY, State.DEGRADED):
+            self._doubt(wrong)
         if replica.state in (State.STARTING, State.FAILED):
             self.tell(replica, Event.ANSWERS, "answers /health")
         if replica.state is State.WARMING:
             if wrong:
                 replica.reason = wrong
                 return
-            self.health, self.progress = Health(self.limits), Progress()
+            if not self._must_prove:  # else it is the same process: how its requests fared still counts
+                self.health = Health(self.limits)
+            self._must_prove, self.progress = False, Progress()
             if self.supervisor:
                 self.supervisor.works()
             self.tell(replica, Event.SERVES, "answers and serves " + (", ".join(replica.models) or "any model"))
-        self.health.probed(now, "refused" if wrong else "", wrong)
+        self.health.probed(now)
         self._judge(now)
+
+    def _unproven(self, facts: Facts) -> str:
+        """Why this cannot be the engine that was here, nor another one: it names no models where one did, or where what
+        answered requests was none."""
+        if facts.models or facts.locked or not (self.replica.models or self._must_prove):
+            return ""
+        what = facts.error or "/v1/models lists no models"
+        return f"something else than the engine answers there: {what}"
+
+    def _is_another(self, facts: Facts) -> bool:
+        """By what tells processes apart where they do not tell when they began: version and models."""
+        replica = self.replica
+        known = {name for name, parent in replica.models.items() if parent is None}
+        now = {name for name, parent in facts.models.items() if parent is None}
+        versions = (replica.version, facts.version) if "version" not in facts.silent else (None, None)
+        roots = replica.root, facts.root
+        return bool(known and now and not known & now) or any(None not in pair and pair[0] != pair[1] for pair in (versions, roots))
 
     def _wrong_model(self) -> str:
         names = self.replica.models
@@ -243,7 +296,9 @@ class Watch:
         replica.models = facts.models
         replica.root = facts.root
         replica.max_model_len = facts.max_model_len
-        replica.version = facts.version
+        if "version" not in facts.silent:
+            replica.version = facts.version
+        self._has_figures = facts.scrape is not None and facts.scrape.running is not None
         if facts.scrape:
             self._scraped_at = monotonic()
             replica.block_size = facts.block_size or replica.block_size
@@ -259,18 +314,18 @@ class Watch:
         replica = self.replica
         return replica.models, self.sources, replica.max_model_len, replica.block_size
 
-    def _follow_incarnation(self, scrape: Scrape | None) -> bool:
-        """Another process behind the port means another, empty cache; whether it is one."""
+    def _follow_incarnation(self, scrape: Scrape | None, another: bool) -> bool:
+        """Another process behind the port means another, empty cache; whether it is one. `another`: by what it serves."""
         replica = self.replica
-        before, replica.incarnation = replica.incarnation, self._name(scrape.started if scrape else None)
+        before, replica.incarnation = replica.incarnation, self._name(scrape.started if scrape else None, another)
         self._was_refused = False
         if not before or before == replica.incarnation:
             return False
-        self.health, self.progress = Health(self.limits), Progress()
+        self.health, self.progress, self._must_prove = Health(self.limits), Progress(), False
         self.tell(replica, Event.RESTARTED, "another process answers: it was restarted, its cache is empty")
         return True
 
-    def _name(self, started: float | None) -> str:
+    def _name(self, started: float | None, another: bool) -> str:
         """The incarnation's name: when the process began, which every gateway reads alike; else its pid,
         if it is ours; else a count of the times it came back after nobody had listened. One incarnation
         keeps its name, also when a later scrape tells more or less."""
@@ -283,7 +338,7 @@ class Watch:
         if started and (self._tells_start or self._was_refused or not known):
             self._tells_start = True
             return f"{started:.2f}"
-        if known and (self._tells_start or not self._was_refused):
+        if known and (self._tells_start or not (self._was_refused or another)):
             return known
         self._lives += 1
         return f"seen-{self._lives}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from policies import make
 
+from .answers import error_status
 from .life import Failure
 from .states import State
 from .usage import read_usage
@@ -40,7 +41,7 @@ class Decided:
     __slots__ = ("id", "prompt", "tried", "lease", "state", "streams", "backend", "reservation", "overlap", "begun", "sent_at", "first_at", "expected_at", "made", "timer")
 
     response = None  # no answer passes here, so nobody knows who made one
-    status, pieces = 200, 0  # what goes wrong is the caller's to see; the engine's own count tells how many there were
+    status, fault, pieces = 200, 0, 0  # what goes wrong is the caller's to see; the engine's own count tells how many there were
 
     def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], lease: float):
         self.id, self.prompt, self.tried, self.lease = id, prompt, tried, lease
@@ -141,7 +142,9 @@ class Decisions:
         self._end(decided, "done")
         usage = read_usage(answer)
         decided.streams &= decided.first_at > 0  # else nobody knows how long it decoded
-        if usage.prompt is not None and not decided.backend.gone:
+        if error_status(answer, True) or error_status(answer, False):
+            self._dispatcher.outcomes.refused(decided)
+        elif usage.prompt is not None and not decided.backend.gone:
             self._dispatcher.outcomes.learn(decided, usage)
         return {"id": id, "done": True}
 

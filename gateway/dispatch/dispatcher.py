@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto.dispatch")
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+TAKE_TRAFFIC = (ReplicaState.READY, ReplicaState.DEGRADED)  # the second only for want of the first
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
 MANY = 16  # replicas from which they are weighed as arrays: below, one after the other is quicker
@@ -141,13 +142,22 @@ class Dispatcher:
         """Replicas that may get a request for `model`: the ready ones; degraded ones only if none is ready."""
         found = self._serving.get(model)
         if found is None:
-            for state in (ReplicaState.READY, ReplicaState.DEGRADED):
+            for state in TAKE_TRAFFIC:
                 found = [b for b in self.backends.values() if b.replica.state is state and b.serves(model)]
                 if found:
                     break
             if model is None or model in self.models:  # a client may ask for any name; those are not kept
                 self._serving[model] = found
         return found
+
+    def untried(self, prompt: Prompt | None, tried: tuple[Backend, ...]) -> list[Backend]:
+        """Replicas that a request may go to next: ready ones, and degraded ones once all that are ready have failed it."""
+        model = prompt.model or None if prompt is not None else None
+        for state in TAKE_TRAFFIC:
+            found = [b for b in self.backends.values() if b.replica.state is state and b not in tried and b.serves(model)]
+            if found:
+                return found
+        return []
 
     def unheard_of(self, model: str) -> bool:
         """Replicas are ready and have told their models, and this is none of them."""
@@ -208,7 +218,7 @@ class Dispatcher:
         if not backends:
             raise self._nobody(model)
         if tried:
-            backends = [b for b in backends if b not in tried]
+            backends = self.untried(prompt, tried)
             if not backends:
                 raise Failure(503, "no replica is left to try")
         roster = self._roster(model, backends) if len(backends) >= MANY and not tried else None
@@ -302,7 +312,7 @@ class Dispatcher:
         waiting = life.state is State.CHOOSING  # else the client left meanwhile
         if decision is not None:
             backend = backends[decision.index]
-            if waiting and backend in self.serving(life.prompt.model or None if life.prompt else None):
+            if waiting and backend.replica.state in TAKE_TRAFFIC and not backend.gone:
                 self.ledger.others(backend.id, decision.others)
                 self._reserve(life, backend, decision.overlap, decision.overlap + decision.uncached, decision.counted)
                 if seen is not None:
@@ -339,13 +349,11 @@ class Dispatcher:
 
     def may_retry(self, life: Life) -> bool:
         """Whether a failing answer may be thrown away: an attempt and another replica are left."""
-        tried = (*life.tried, life.backend)
-        return len(tried) <= self.retries and any(b not in tried for b in self.serving(life.prompt.model or None if life.prompt else None))
+        return len(life.tried) < self.retries and bool(self.untried(life.prompt, (*life.tried, life.backend)))
 
     def may_be_elsewhere(self, life: Life) -> bool:
         """Whether a replica is left that was not asked for a stored response."""
-        tried = (*life.tried, life.backend)
-        return any(b not in tried for b in self.serving(life.prompt.model or None if life.prompt else None))
+        return bool(self.untried(life.prompt, (*life.tried, life.backend)))
 
     def better_elsewhere(self, life: Life, now: float) -> bool:
         """Whether an unanswered request should leave a replica that is lost, or that is unwell and has had its time,
@@ -353,7 +361,7 @@ class Dispatcher:
         patience = PATIENCE.get(life.backend.replica.state)
         if patience is None or now - life.sent_at < patience or not self.may_retry(life):
             return False
-        return self.serving(life.prompt.model or None if life.prompt else None)[0].replica.state is ReplicaState.READY
+        return self.untried(life.prompt, (*life.tried, life.backend))[0].replica.state is ReplicaState.READY
 
     def silence(self, backend: Backend) -> float:
         """Seconds without a byte after which a stream is given up. An engine that was asked to stop may have ended its

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ..wire.downstream import Downstream
 from ..wire.http import Request
 from ..wire.upstream import Head, Upstream, UpstreamError
+from .answers import announces, error_status, foreign_body, foreign_head
 from .errors import JSON, error_body, error_event
 from .heads import request_head, response_lines
 from .states import TRANSITIONS, Action, Event, State
@@ -30,8 +31,15 @@ if TYPE_CHECKING:
 RETRYABLE = frozenset((500, 502, 503, 504))
 # To a request with ids in it: it is said again as received, so that the client's own fault is all a client is told of.
 MAY_BE_OURS = frozenset((400, 404, 413, 415, 422, 431))
-# Failures after which nothing was computed: nobody took the request, or a full one said that another should.
-REFUSED = frozenset(("connect", "status 503"))
+# Kinds of failure that an answer itself shows: an error behind a status 200, and one that no engine wrote.
+ERROR_ANSWER, FOREIGN_ANSWER = "error answer", "foreign answer"
+# Failures after which nothing was computed: nobody took the request, a full one said that another should, or its answer
+# began with the failure.
+REFUSED = frozenset(("connect", "status 503", ERROR_ANSWER, FOREIGN_ANSWER))
+# Failures that show a replica going down, or hanging, with the request in its hands ...
+LOSSES = frozenset(("closed", "protocol", "hung"))
+# ... after which no other replica is risked. One may be a coincidence.
+MOST_LOSSES = 2
 # vLLM that is asked to stop answers what it has with 200 and this, as far as it has come.
 ABORTED = b'"finish_reason":"abort"'
 # Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
@@ -44,9 +52,10 @@ TAIL_BYTES = 4096
 class Failure(Exception):
     """Why a request is answered with an error of ours: an HTTP status and the words for the client."""
 
-    def __init__(self, status: int, message: str, *, allow: bytes = b"", **fields: str | None):
+    def __init__(self, status: int, message: str, *, allow: bytes = b"", again: bool = True, **fields: str | None):
+        """`again`: False tells clients that retry by themselves (OpenAI's and Anthropic's do after a 5xx) not to."""
         super().__init__(message)
-        self.status, self.message, self.allow, self.fields = status, message, allow, fields
+        self.status, self.message, self.allow, self.again, self.fields = status, message, allow, again, fields
 
 
 class Life:
@@ -55,8 +64,12 @@ class Life:
         "dispatcher", "client", "request", "id", "label",
         # found out
         "state", "prompt", "backend", "upstream", "reservation", "overlap", "held", "status", "streams",
-        # retries
-        "tried", "last_error", "reconnected",
+        # the status that an error behind a 200 amounts to, 0 without one
+        "fault",
+        # first bytes of a body that were held back, since no token was in them
+        "announced",
+        # retries; `losses`: replicas that went down or hung under it
+        "tried", "last_error", "reconnected", "losses",
         # the stored response it is about, if any: only one replica has that
         "response",
         # whether the body has the prompt's ids in it, and the replica that would not have them
@@ -82,7 +95,8 @@ class Life:
         self.reservation: Reservation | None = None
         self.overlap = 0
         self.held: Head | None = None
-        self.status = 0
+        self.status = self.fault = self.losses = 0
+        self.announced = b""
         self.streams = False
         self.tried: tuple[Backend, ...] = ()
         self.last_error = ""
@@ -174,12 +188,15 @@ class Life:
             upstream.pool.release(upstream)
 
     def head(self, status: int, head: Head, body: bytes) -> None:
-        """Held back until the first byte of the body: engines send the head before the prefill, and while the
-        client has nothing, the request can still go elsewhere."""
+        """Held back until the body shows that something was computed: engines send the head before the prefill, and while
+        the client has nothing, the request can still go elsewhere."""
         self.status = status
         self.held = head
-        self.streams = (head.get(b"content-type") or b"").startswith(b"text/event-stream")
-        if status in RETRYABLE and self.dispatcher.may_retry(self):
+        content_type = head.get(b"content-type") or b""
+        self.streams = content_type.startswith(b"text/event-stream")
+        if self.prompt is not None and not self.streams and foreign_head(status, content_type):
+            self._foreign(f"answered {status} with {content_type.decode('latin-1')[:100]}")
+        elif status in RETRYABLE and self.dispatcher.may_retry(self):
             self.dispatcher.outcomes.failed(self.backend, f"status {status}")
             self.advance(Event.UNWELL, UpstreamError(f"status {status}", f"answered {status}"))
         elif status == 404 and self.response is not None and self.dispatcher.may_be_elsewhere(self):
@@ -190,12 +207,33 @@ class Life:
         elif body:
             self._answered(body)
 
-    def _answered(self, data: bytes) -> None:
-        """The first bytes of an answer's body: they may tell that there will be none."""
+    def _answered(self, data: bytes, whole: bool = False) -> None:
+        """The first bytes of an answer's body, or all of it: they may tell that there will be none."""
+        if self.announced:
+            data, self.announced = self.announced + data, b""
+        if self.status == 200 and self.prompt is not None:
+            if foreign_body(data, self.held.get(b"content-type") or b"") and self.held.get(b"content-encoding") is None:
+                self._foreign(f"answered 200 with {data[:40]!r}")
+                return
+            if self.label == "responses" and not whole and announces(data):
+                self.announced = data  # held back like the head, and for the same reason
+                return
+            self.fault = error_status(data, self.streams)
+            if self.fault >= 500 and self.dispatcher.may_retry(self):
+                self.advance(Event.UNWELL, UpstreamError(ERROR_ANSWER, f"answered 200 with an error that amounts to {self.fault}"))
+                return
+            if self.sent_ids and self.fault in MAY_BE_OURS:
+                self.ids_refused = self.backend
+                self.advance(Event.UNWELL, UpstreamError("ids", f"answered 200 with an error that amounts to {self.fault}"))
+                return
         if ABORTED in data and self.dispatcher.may_retry(self):
             self.advance(Event.UNWELL, UpstreamError("aborted", "aborted it"))
         else:
             self.advance(Event.ANSWERED, data)
+
+    def _foreign(self, what: str) -> None:
+        """No engine wrote this: something else listens at the replica's address. No client is given such an answer."""
+        self.advance(Event.LOST, UpstreamError(FOREIGN_ANSWER, f"{what}, which is no answer of an inference engine"))
 
     def data(self, data: bytes) -> None:
         if self.state is State.STREAMING:
@@ -208,8 +246,9 @@ class Life:
     def end(self) -> None:
         self.upstream = None
         if self.state is State.AWAITING:
-            self.advance(Event.ANSWERED, b"")
-        self.advance(Event.FINISHED)
+            self._answered(b"", whole=True)
+        if self.state is State.STREAMING:
+            self.advance(Event.FINISHED)
 
     def lost(self, error: UpstreamError) -> None:
         if self.state is State.ENDED:
@@ -250,7 +289,7 @@ class Life:
 
     def _retry(self, error: UpstreamError) -> None:
         upstream, self.upstream = self.upstream, None
-        unanswered, self.held = self.held is None, None
+        unanswered, self.held, self.fault, self.announced = self.held is None, None, 0, b""
         if upstream is not None:
             upstream.drop()
         dispatcher = self.dispatcher
@@ -261,6 +300,7 @@ class Life:
         if upstream is not None and upstream.used and unanswered and not self.reconnected and error.kind == "closed":
             # A kept connection may die of old age under the request; that says nothing about the replica.
             self.reconnected = True
+            dispatcher.on_traffic(self.backend.id, "reconnect")
             dispatcher.metrics.retries.inc("reconnect")
             self.advance(Event.CHOSEN)
             return
@@ -271,6 +311,12 @@ class Life:
             dispatcher.outcomes.refused(self)
         self.tried += (self.backend,)
         self.last_error = f"replica {self.backend.id}: {error}"
+        # A refused connection is a loss as well if the one before it died with this request on it.
+        self.losses += error.kind in LOSSES or (error.kind == "connect" and self.reconnected)
+        if self.losses >= MOST_LOSSES:
+            message = f"{self.losses} replicas went down or hung with this request, so no other is tried; the last: {self.last_error}"
+            self.advance(Event.EXHAUSTED, Failure(502, message, again=False, code="replicas_lost"))
+            return
         if error.kind != "elsewhere" and not dispatcher.has_attempts(self):
             self.advance(Event.EXHAUSTED, Failure(502, f"no replica answered after {len(self.tried)} attempt(s); the last: {self.last_error}"))
             return
@@ -320,6 +366,8 @@ class Life:
             headers.append((b"retry-after", b"1"))
         elif failure.status == 405:
             headers.append((b"allow", failure.allow))
+        if not failure.again:
+            headers.append((b"x-should-retry", b"false"))
         self.client.reply(failure.status, error_body(self.request.path, failure.status, failure.message, **failure.fields), headers)
         self.dispatcher.outcomes.ended(self, "refused")
 

@@ -6,8 +6,9 @@ import logging
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from .answers import error_status
 from .drift import TOLERATED
-from .life import RETRYABLE, Life
+from .life import ERROR_ANSWER, RETRYABLE, Life
 from .together import Together
 from .usage import Usage, read_usage
 
@@ -40,8 +41,12 @@ class Outcomes:
         self._dispatcher.ledger.first_byte(life.reservation, life.first_at if life.streams else None)
         if life.status >= 500:
             self.failed(backend, f"status {life.status}" if life.status in RETRYABLE else "status 5xx")
+        elif life.fault >= 500:
+            self.failed(backend, ERROR_ANSWER)
         else:
             self._dispatcher.on_traffic(backend.id, None)
+        if life.fault:  # an error took this long, and no first token
+            return
         if life.streams and not backend.gone:  # the first byte of an answer in one piece is its last as well
             self.metrics.ttft.observe(backend.id, life.first_at - life.begun)
         ours = life.sent_at < self._dispatcher.held_up_at  # part of that time we did not look
@@ -60,18 +65,25 @@ class Outcomes:
     def _settle_all(self, lives: list[Life]) -> None:
         for life in lives:
             try:
-                self._settle(life, read_usage(b"".join(life.tail)))
+                self._settle(life, b"".join(life.tail))
             except Exception:
                 log.exception("learning from an answer failed")
 
-    def _settle(self, life: Life, usage: Usage) -> None:
+    def _settle(self, life: Life, tail: bytes) -> None:
         """A complete answer, which its client has: compare what was predicted with what was delivered."""
-        if life.prompt is not None and life.status == 200 and not life.backend.gone:
+        usage = read_usage(tail)
+        if life.fault:  # its first bytes said so
+            self.refused(life)
+        elif life.streams and life.status == 200 and (fault := error_status(tail, True)):
+            life.fault = fault  # it computed the prompt, and failed later
+            if fault >= 500:
+                self.failed(life.backend, ERROR_ANSWER)
+        elif life.prompt is not None and life.status == 200 and not life.backend.gone:
             self.learn(life, usage)
             self._dispatcher.once.settled(life, usage)
         elif 400 <= life.status < 500:
             self.refused(life)
-        self.ended(life, "complete", usage)
+        self.ended(life, "failed" if life.fault else "complete", usage)
 
     def refused(self, life: Life) -> None:
         """The replica computed nothing for it, so its blocks are not going to be there."""
@@ -142,7 +154,7 @@ class Outcomes:
 
     def ended(self, life: Life, outcome: str, usage: Usage | None = None) -> None:
         metrics = self.metrics
-        status = outcome if outcome in ("aborted", "cut") else STATUS_CLASS[life.status // 100]
+        status = outcome if outcome in ("aborted", "cut") else STATUS_CLASS[(life.fault or life.status) // 100]
         metrics.requests.inc(life.label, status)
         if life.backend is not None and not life.backend.gone:
             metrics.replica_requests.inc(life.backend.id, status)

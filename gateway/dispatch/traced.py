@@ -122,7 +122,8 @@ class TracedLife(Life):
         for number, attempt in enumerate(self.attempts):
             self._export_attempt(number, attempt, usage if attempt is self.attempts[-1] else None)
         answered = outcome != "aborted" or self.first_at
-        failed = outcome == "cut" or (outcome != "aborted" and self.status >= 500)
+        status = self.fault or self.status
+        failed = outcome == "cut" or (outcome != "aborted" and status >= 500)
         error = self.error if failed and outcome != "complete" else None
         moments = [("prepared", self.prepared_at, {})] if self.prepared_at else []
         moments += [("chosen", one.begun, {"hitherto.replica": one.backend.id}) for one in self.attempts]
@@ -131,7 +132,7 @@ class TracedLife(Life):
             **_address(self.request.header(b"host")),
             "http.route": self.request.path if self.label != "other" else None,
             "http.response.status_code": self.status if answered else None,
-            "error.type": None if not failed else self.attempts[-1].kind if outcome == "cut" else str(self.status),
+            "error.type": None if not failed else self.attempts[-1].kind if outcome == "cut" else str(status),
             "hitherto.outcome": outcome,
             "hitherto.request_id": self.id.decode("latin-1")[:LONGEST],
             **self._tokens(usage or NOTHING),
@@ -152,7 +153,8 @@ class TracedLife(Life):
     def _export_attempt(self, number: int, attempt: Attempt, usage: Usage | None) -> None:
         replica = attempt.backend.replica
         kind = attempt.kind
-        refused = attempt.status >= 400
+        status = self.fault if attempt is self.attempts[-1] and self.fault else attempt.status
+        refused = status >= 400
         told = {
             "http.request.method": self.trace.attributes["http.request.method"],
             "url.full": replica.url + self.request.path[:LONGEST],
@@ -160,7 +162,7 @@ class TracedLife(Life):
             "server.port": replica.port,
             "http.response.status_code": attempt.status or None,
             "http.request.resend_count": number or None,
-            "error.type": str(attempt.status) if refused else kind,
+            "error.type": str(status) if refused else kind,
             "hitherto.replica": attempt.backend.id,
             "hitherto.policy": self.dispatcher.policy.name,
             "hitherto.retry_reason": self.attempts[number - 1].kind if number else None,

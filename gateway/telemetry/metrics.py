@@ -38,6 +38,7 @@ APIS = (*PROMPT_PATHS.values(), "other")
 STATUSES = ("2xx", "3xx", "4xx", "5xx", "aborted", "cut")
 STATUS_FAULTS = ("status 500", "status 502", "status 503", "status 504")
 CONNECTION_FAULTS = ("connect", "closed", "protocol", "hung", "aborted")
+ANSWER_FAULTS = ("error answer", "foreign answer")  # an error behind a status 200; what no engine wrote
 REPLICA: Collection[str] = ()  # known to the process, as they come and go
 POLICY: Collection[str] = ()
 
@@ -215,8 +216,8 @@ class Metrics:
         self.shadow_decisions = Counter("shadow_decisions", "Choices a policy in shadow would have made, by whether the acting one made the same", policy=POLICY, choice=("same", "other"))
         self.shadow_prefill_tokens = Counter("shadow_prefill_tokens", "Prompt tokens to compute that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
         self.shadow_ttft_seconds = Counter("shadow_ttft_seconds", "Predicted time to the first token that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
-        self.retries = Counter("retries", "Requests sent to another replica before their first byte", reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, "removed", "elsewhere", "ids", "reconnect"))
-        self.upstream_errors = Counter("upstream_errors", "Failures of replicas", replica=REPLICA, kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, "status 5xx", "timeout", "stalled"))
+        self.retries = Counter("retries", "Requests sent to another replica before their first byte", reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "elsewhere", "ids", "reconnect"))
+        self.upstream_errors = Counter("upstream_errors", "Failures of replicas", replica=REPLICA, kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled"))
         self.rejections = Counter("rejections", "Requests refused without asking a replica", reason=("400", "405", "408", "413", "417", "431", "500", "501", "505"))
 
         self._taken: dict[str, dict] = {}  # by attribute: the numbers at the last `take`

@@ -79,7 +79,7 @@ class View:
             "why_not": why_not,
             "totals": {
                 "requests": metrics.requests.total(),
-                "errors": metrics.requests.total(status="5xx"),
+                "errors": metrics.requests.total(status="5xx") + metrics.requests.total(status="cut"),
                 "retries": metrics.retries.total(),
                 "inflight": sum(self._load(id).requests for id in self.replicas),
                 "prompt_tokens": metrics.prompt_tokens.total(),

@@ -24,7 +24,7 @@ class Replica:
         if name.startswith(SLOW):
             for number in range(PIECES):
                 self.taken[name] = number
-                writer.write(chunk(b"%08d" % number * (PIECE // 8)))
+                writer.write(chunk(b":%07d" % number * (PIECE // 8)))
                 await writer.drain()
         else:
             while await self.next.get():
@@ -63,7 +63,7 @@ async def test_slow_readers_hold_back_only_themselves():
 
         assert len(replica.taken) == 4 and max(replica.taken.values()) < 3 * PIECES // 4
         bodies = await asyncio.gather(*(talk.response(60) for talk in slow))
-        assert all(body == b"".join(b"%08d" % number * (PIECE // 8) for number in range(PIECES)) for _, _, body in bodies)
+        assert all(body == b"".join(b":%07d" % number * (PIECE // 8) for number in range(PIECES)) for _, _, body in bodies)
         await eventually(s.idle)
 
 

@@ -1,0 +1,77 @@
+"""What the bytes of an answer say about it: that it is an error in spite of its status, or that no engine wrote it.
+
+An engine that streams sends its 200 before it computes anything, so a failure after that is an event in the stream: vLLM
+0.32 answers a prompt with a token id outside the vocabulary, or the death of its core, with 200, one error event and
+`[DONE]`. Such an answer takes a millisecond and must not be taken for a fast one.
+
+Nothing here is called per chunk. The first bytes are looked at when they come, the last ones when the answer is over and
+its usage is read. A line break inside generated text is escaped in JSON, so a line that begins like an event is one.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Chunk framing passes through untouched, so the size of the first chunk may come before the body.
+_BEGINS = re.compile(rb"(?:[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z))?\s*")
+# How an event of a stream begins: `data`, `event`, `id`, `retry`, or `:`, a comment that keeps the connection alive.
+_EVENT_BYTES = b"deir:"
+# OpenAI's chat and completions (`{"error": ...}`; before vLLM 0.10 `{"object": "error", ...}`), Responses, and Messages.
+_ERROR_OBJECT = rb'\{\s*"(?:error"\s*:\s*[{"]|(?:object|type)"\s*:\s*"(?:error|response\.failed)")'
+_ERROR_EVENT = re.compile(rb"\n(?:event: ?(?:error|response\.failed)\s|data: ?" + _ERROR_OBJECT + rb")")
+_ERROR_BODY = re.compile(_BEGINS.pattern + _ERROR_OBJECT)
+_CODE = re.compile(rb'"(?:code|status)"\s*:\s*"?([45]\d\d)\b')
+_CLIENTS_FAULT = re.compile(rb'"(?:type|code)"\s*:\s*"\w*(?:bad_?request|invalid|not_?found|unprocessable|too_large|authentication|permission|rate_limit)', re.I)
+
+# Events of /v1/responses that come before the first token.
+_ANNOUNCEMENTS = (b"event: response.queued", b"event: response.created", b"event: response.in_progress")
+
+# Statuses that a server which is no inference engine gives to a prompt. Others (401, 413, 429, 502) may come from a proxy
+# before an engine, in whatever format it has.
+FOREIGN_STATUSES = frozenset((200, 301, 302, 303, 307, 308, 404, 405, 501))
+# Embeddings can be asked for as raw numbers.
+_TYPES = (b"text/event-stream", b"application/json", b"application/octet-stream", b"multipart/")
+
+
+def foreign_head(status: int, content_type: bytes) -> bool:
+    """Whether no engine answers a prompt with this head. Without a content type its body decides."""
+    return status in FOREIGN_STATUSES and bool(content_type) and not content_type.startswith(_TYPES)
+
+
+def foreign_body(data: bytes, content_type: bytes) -> bool:
+    """Whether a body that begins like this (b"": the whole body is empty) is no engine's answer to a prompt."""
+    if not data:
+        return True
+    at = _BEGINS.match(data).end()
+    if at == len(data) or content_type.startswith(_TYPES[2:]):
+        return False  # nothing of it is there yet, or it is no text
+    if not content_type:
+        return data[at] == 0x3C  # <, of markup; else nothing says what it should be
+    return data[at] != 0x7B and data[at] not in _EVENT_BYTES  # 0x7B: {
+
+
+def announces(data: bytes) -> bool:
+    """Whether so much of a stream tells only that an answer is going to be made. vLLM begins each stream of /v1/responses
+    like that, before it computes anything: measured with 0.32 at 21 ms, the first token at 200."""
+    last = data.rfind(b"\nevent: ") + 1
+    return data.startswith(_ANNOUNCEMENTS, last or _BEGINS.match(data).end())
+
+
+def error_status(data: bytes, streams: bool) -> int:
+    """The HTTP status that an error in a 200 amounts to, 0 if there is none. `data`: the first or last bytes of a stream's
+    body, or the first ones of another answer's."""
+    if not streams:
+        found = _ERROR_BODY.match(data)
+        return _status(data) if found else 0
+    if b"error" not in data and b"response.failed" not in data:
+        return 0
+    data = b"\n" + data
+    found = _ERROR_EVENT.search(data)
+    return _status(data[found.start() :]) if found else 0
+
+
+def _status(error: bytes) -> int:
+    """By its code, else by its type; an error that tells neither is the engine's."""
+    if (code := _CODE.search(error)) is not None:
+        return int(code[1])
+    return 400 if _CLIENTS_FAULT.search(error) else 500

@@ -1,0 +1,290 @@
+"""Answers that are errors behind a status 200, or no engine's: what they teach, whom they count against, what a client gets."""
+
+import asyncio
+import json
+
+import pytest
+
+from gateway.dispatch.answers import announces, error_status, foreign_body, foreign_head
+from replicas import State
+
+from ..wire.talk import eventually, free_port, read_request
+from .replies import LONG, answers, chunk, post, streams
+from .stack import stack
+
+DONE = b"data: [DONE]\n\n"
+TOKEN = b'data: {"choices":[{"index":0,"text":"x"}]}\n\n'
+# As real engines write them; (format, event, status it amounts to).
+ERRORS = [
+    (b"/v1/completions", b'data: {"error": {"message": "Token id 99999999 is out of vocabulary", "type": "BadRequestError", "param": null, "code": 400}}\n\n', 400),
+    (b"/v1/chat/completions", b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "param": null, "code": 500}}\n\n', 500),
+    (b"/v1/chat/completions", b'data: {"object":"error","message":"too bad","type":"BadRequestError","param":null,"code":400}\n\n', 400),
+    (b"/v1/chat/completions", b'data: {"error":{"message":"the model says \\"code\\": 400","type":"server_error"}}\n\n', 500),
+    (b"/v1/responses", b'event: error\ndata: {"type":"error","code":"server_error","message":"died","param":null,"sequence_number":2}\n\n', 500),
+    (b"/v1/responses", b'event: response.failed\ndata: {"type":"response.failed","response":{"status":"failed","error":{"code":"invalid_prompt","message":"x"}}}\n\n', 400),
+    (b"/v1/messages", b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"x"}}\n\n', 500),
+    (b"/v1/messages", b'event: error\ndata: {"type":"error","error":{"type":"invalid_request_error","message":"x"}}\n\n', 400),
+]  # fmt: skip
+NAMES = [f"{path.decode().rpartition('/')[2]}-{status}-{at}" for at, (path, _, status) in enumerate(ERRORS)]
+
+
+@pytest.mark.parametrize(("path", "event", "status"), ERRORS, ids=NAMES)
+def test_an_error_is_found_in_every_format_first_and_last_whatever_the_framing(path, event, status):
+    for framed in (event, chunk(event), b"40;ext=1\r\n" + event):
+        assert error_status(framed, True) == status
+        assert error_status(chunk(TOKEN) + framed + chunk(DONE) + b"0\r\n\r\n", True) == status
+    assert error_status(chunk(json.dumps({"content": event.decode()}).encode()), True) == 0  # only quoted
+
+
+@pytest.mark.parametrize("body", [b'{"choices":[{"text":"{\\"error\\": {"}]}', b'{"id":"resp_1","status":"completed","error":null}', b"", b'{"error":null}'])
+def test_a_good_answer_is_no_error(body):
+    assert error_status(body, False) == 0 and error_status(b"data: " + body + b"\n\n" + DONE, True) == 0
+
+
+def test_an_error_object_with_status_200_is_an_error():
+    assert error_status(b'{"error":{"message":"x","type":"BadRequestError","code":400}}', False) == 400
+    assert error_status(b'2f\r\n{ "object": "error", "message": "x", "code": 503}', False) == 503
+    assert error_status(b'{"error": "no idea"}', False) == 500
+
+
+def test_what_no_engine_writes_is_told_by_type_and_first_byte():
+    assert foreign_head(200, b"text/html") and foreign_head(404, b"text/html; charset=utf-8") and foreign_head(302, b"text/plain")
+    assert not foreign_head(200, b"application/json; charset=utf-8") and not foreign_head(502, b"text/html") and not foreign_head(200, b"")
+    for body in (b"<html>", b"  <html>", b"6\r\n<html>\r\n", b"ok", b""):
+        assert foreign_body(body, b"application/json"), body
+    for body in (b'{"id":1}', b' \n{"id":1}', b'8\r\n{"id":1}\r\n', b"data: {}", b"e\r\n: ping\n\n", b"1f", b"1f\r\n"):
+        assert not foreign_body(body, b"application/json"), body
+    assert foreign_body(b"<html>", b"") and not foreign_body(b"ok", b"") and not foreign_body(b"\x00\x01", b"application/octet-stream")
+
+
+def test_what_comes_before_the_first_token_of_a_response():
+    created = b'event: response.created\ndata: {"response":{"instructions":"\\nevent: response.output_text.delta"}}\n\n'
+    progress = b"event: response.in_progress\ndata: {}\n\n"
+    assert announces(created) and announces(created + progress) and announces(chunk(created) + chunk(progress))
+    assert not announces(created + progress + b"event: response.output_item.added\ndata: {}\n\n")
+    assert not announces(b"event: error\ndata: {}\n\n") and not announces(TOKEN)
+
+
+class Intake:
+    """Of what is followed by events: how many requests must have shown some."""
+
+    finished = 0
+
+    def request_finished(self, blocks):
+        self.finished += 1
+
+
+def body_for(path):
+    given = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "hi " * 100}]}, "/v1/completions": {"prompt": "hi " * 100}}
+    given |= {"/v1/messages": given["/v1/chat/completions"], "/v1/responses": {"input": "hi " * 100}}
+    return json.dumps({"model": "m", "stream": True, "max_tokens": 5, **given[path.decode()]}).encode()
+
+
+async def ask(s, path, talk=None):
+    talk = talk or await s.talk()
+    await talk.say(post(body_for(path), path))
+    answer = await talk.response()
+    await eventually(s.idle)
+    await eventually(lambda: s.metrics.requests.total() > 0)
+    return answer
+
+
+@pytest.mark.parametrize(("path", "event", "status"), ERRORS, ids=NAMES)
+async def test_a_stream_that_is_an_error_teaches_nothing_and_counts_as_what_it_is(path, event, status):
+    async with stack(streams(chunk(event))) as s:
+        (backend,) = s.dispatcher.backends.values()
+        backend.intake = Intake()
+        got, _, body = await ask(s, path)
+        assert (got, body) == (200, event + DONE)  # the last replica's word stands
+        assert backend.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0 and s.metrics.predictions.total() == 0
+        assert backend.intake.finished == 0, "nothing was computed, so no event must come"
+        prompt = s.dispatcher.pipeline.prepare(path.decode(), body_for(path))
+        assert s.dispatcher.map.match(prompt.hashes, 0.0).held[backend.slot] == 0
+        kind = f"{status // 100}xx"
+        assert s.metrics.requests.total(status=kind) == 1 and s.metrics.replica_requests.total(replica=backend.id, status=kind) == 1
+        assert s.faults == (["error answer"] if status >= 500 else [])
+
+
+@pytest.mark.parametrize(("path", "event", "status"), ERRORS, ids=NAMES)
+async def test_a_stream_that_fails_after_its_first_token_counts_as_failed_too(path, event, status):
+    seen = asyncio.Event()
+    async with stack(streams(chunk(TOKEN), chunk(event), pause=seen.wait)) as s:
+        (backend,) = s.dispatcher.backends.values()
+        backend.intake = Intake()
+        talk = await s.talk()
+        await talk.say(post(body_for(path), path))
+        await talk.until(TOKEN)
+        seen.set()
+        assert event in await talk.until(b"\r\n0\r\n\r\n")
+        await eventually(lambda: s.metrics.requests.total() > 0)
+        assert backend.costs.count == 1, "the first token came, and took what it took"
+        assert backend.intake.finished == 0 and s.metrics.requests.total(status=f"{status // 100}xx") == 1
+        assert s.faults == (["error answer"] if status >= 500 else [])
+
+
+@pytest.mark.parametrize(("path", "event", "status"), ERRORS, ids=NAMES)
+async def test_the_engines_own_error_is_tried_elsewhere_the_clients_is_told(path, event, status):
+    async with stack(streams(chunk(event)), streams(chunk(TOKEN))) as s:
+        talk = await s.talk()
+        bodies = [(await ask(s, path, talk))[2] for _ in range(2)]
+        if status >= 500:
+            assert bodies == [TOKEN + DONE] * 2 and set(s.metrics.retries.values) == {("error answer",)}
+        else:
+            assert sorted(bodies) == sorted([event + DONE, TOKEN + DONE]) and s.metrics.retries.total() == 0
+
+
+async def test_an_error_object_with_status_200_is_treated_alike():
+    for code, faults in ((400, set()), (500, {"error answer"})):
+        error = json.dumps({"error": {"message": "x", "code": code}}).encode()
+        async with stack(answers(error), answers(b'{"fine":1}')) as s:
+            talk = await s.talk()
+            for _ in range(2):
+                await talk.say(post())
+                assert (await talk.response())[0] == 200
+            await eventually(lambda: s.metrics.requests.total() == 2)
+            assert set(s.faults) == faults and len(s.faults) == s.metrics.retries.total()
+            assert s.metrics.requests.total(status="4xx") == (code == 400)
+
+
+HTML = b"<html><body>It works!</body></html>"
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [(b"200 OK\r\nContent-Type: text/html", HTML), (b"200 OK", HTML), (b"200 OK\r\nContent-Type: application/json", b'"ok"'), (b"200 OK", b""),
+     (b"404 Not Found\r\nContent-Type: text/html", HTML), (b"405 Not Allowed\r\nContent-Type: text/html", HTML), (b"302 Found\r\nContent-Type: text/html", b"")],
+)  # fmt: skip
+async def test_what_no_engine_wrote_reaches_no_client_and_counts_as_a_failure(head, body):
+    async def other(reader, writer):
+        while True:
+            await read_request(reader)
+            writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
+
+    async with stack(other, answers(b'{"fine":1}')) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, b'{"fine":1}')
+        assert set(s.faults) == {"foreign answer"} and s.metrics.upstream_errors.total() == len(s.faults)
+        await eventually(s.idle)
+    async with stack(other) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, _, got = await talk.response()
+        assert status == 502 and b"no answer of an inference engine" in got
+        await eventually(s.idle)
+
+
+async def test_what_a_client_asks_of_other_paths_may_have_any_shape():
+    async with stack(answers(b"<html>", b"200 OK", b"X-Kind: any\r\n")) as s:
+        talk = await s.talk()
+        await talk.say(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await talk.response())[0::2] == (200, b"<html>") and s.faults == []
+
+
+CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_1"}}\n\n'
+
+
+async def test_an_announced_response_is_no_first_token_and_can_still_go_elsewhere():
+    path, delta = b"/v1/responses", b'event: response.output_text.delta\ndata: {"delta":"x"}\n\n'
+    dies, lives = streams(chunk(CREATED), end=None), streams(chunk(CREATED), chunk(delta))
+    async with stack(dies, lives) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            assert (await ask(s, path, talk))[2] == CREATED + delta + DONE
+        assert set(s.faults) == {"closed"} and s.dispatcher.responses.maker("resp_1") in s.dispatcher.backends
+    async with stack(streams(chunk(CREATED), end=b"0\r\n\r\n")) as s:
+        assert (await ask(s, path))[2] == CREATED  # whatever it means, it is all there is
+
+
+async def test_after_two_replicas_went_down_under_a_request_no_third_is_tried():
+    async def dies(reader, writer):
+        await read_request(reader)
+        asked.append(1)
+
+    asked = []
+    async with stack(dies, dies, dies, dies, retries=5) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, headers, body = await talk.response()
+        error = json.loads(body)["error"]
+        assert (status, error["code"], len(asked)) == (502, "replicas_lost", 2)
+        assert headers["x-should-retry"] == "false", "clients of OpenAI and Anthropic retry a 502 by themselves"
+        await eventually(s.idle)
+
+
+async def test_a_replica_that_dies_with_a_kept_connection_and_is_gone_then_counts_as_lost():
+    """The request that killed it came over a kept connection, so it is tried there once more, and refused."""
+
+    async def once(reader, writer):
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+        await read_request(reader)
+        (killed,) = (b for b in s.dispatcher.backends.values() if b.pool.port == writer.get_extra_info("sockname")[1])
+        killed.pool.port = free_port()
+
+    async with stack(once, once, once, retries=5) as s:
+        talk = await s.talk()
+        for _ in range(3):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+        await talk.say(post())
+        status, _, body = await talk.response()
+        assert (status, json.loads(body)["error"]["code"]) == (502, "replicas_lost")
+        assert s.faults == ["reconnect", "connect"] * 2 and s.metrics.retries.values == {("reconnect",): 2, ("connect",): 1}
+        await eventually(s.idle)
+
+
+async def test_a_degraded_replica_is_tried_before_a_502():
+    async with stack(answers(b'{"fine":1}'), ports=[free_port()]) as s:
+        gone, ill = s.dispatcher.backends.values()
+        ill.replica.state = State.DEGRADED
+        s.dispatcher.changed()
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, b'{"fine":1}')
+        assert s.metrics.retries.total() == 2 and s.metrics.replica_requests.total(replica=ill.id) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [("/v1/chat/completions", {"n": 16_385}, "n must be at most 16384, got 16385"), ("/v1/completions", {"n": 10**15}, "n must be at most 16384"),
+     ("/v1/chat/completions", {"max_tokens": 101}, "max_tokens=101 cannot be greater than max_model_len=100"),
+     ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 10**15}, "max_completion_tokens=1000"),
+     ("/v1/completions", {"max_tokens": 101}, "max_tokens=101"), ("/v1/responses", {"max_output_tokens": 101}, "max_output_tokens=101"),
+     ("/v1/messages", {"max_tokens": 101}, "max_tokens=101")],
+)  # fmt: skip
+async def test_numbers_beyond_the_engines_limits_are_refused_in_its_words(path, fields, words):
+    async with stack(answers()) as s:
+        s.dispatcher.pipeline.max_model_len = 100
+        given = {**json.loads(body_for(path.encode())), "stream": False}
+        talk = await s.talk()
+        await talk.say(post(json.dumps(given).encode(), path.encode()))
+        assert (await talk.response())[0] == 200
+        await talk.say(post(json.dumps({**given, **fields}).encode(), path.encode()))
+        status, _, body = await talk.response()
+        said = json.loads(body)
+        assert status == 400 and said["error"]["message"].startswith(words) and (said.get("type") == "error") == path.endswith("messages")
+        assert s.metrics.replica_requests.total() == 1
+
+
+async def test_an_error_event_for_ids_of_ours_is_no_word_to_the_client():
+    """A request that was sent with token ids is said again as received, also where the refusal comes as an event."""
+    refusing = streams(chunk(ERRORS[0][1]))
+    async with stack(refusing) as s:
+        (backend,) = s.dispatcher.backends.values()
+        sent = []
+
+        def body(life):
+            sent.append(1)
+            life.sent_ids = len(sent) == 1
+            return life.request.body
+
+        s.dispatcher.once.body = body
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await talk.response()
+        assert len(sent) == 2 and s.metrics.retries.values == {("ids",): 1}
+
+

@@ -1,0 +1,189 @@
+"""Whether what answers at a replica's address is still the engine that was there, and how its requests fare."""
+
+import pytest
+from aiohttp import web
+
+from replicas import Fleet, State
+from replicas.health import Health, Verdict
+
+READY, DEGRADED, WARMING = State.READY, State.DEGRADED, State.WARMING
+
+
+@pytest.fixture
+def engine(serve):
+    """`start(port=0, **pages)` serves an engine's pages; `start.pages` may be changed, `start.html()` makes all of them
+    the page of some other server."""
+    pages = {}
+
+    async def handler(request):
+        start.asked.append(request.path)
+        page = pages.get(request.path, pages.get("*"))
+        return web.Response(status=404) if page is None else web.json_response(page) if isinstance(page, dict) else web.Response(text=page)
+
+    async def start(port=0, started="1.0", models=("m",), version="0.32.0", running=True):
+        pages.clear()
+        pages.update({"/health": "", "/v1/models": {"data": [{"id": name} for name in models]}, "/version": {"version": version}})
+        pages["/metrics"] = (f"process_start_time_seconds {started}\n" if started else "") + "vllm:num_requests_running 0.0\n" * running
+        return await serve(handler, port)
+
+    def html():
+        pages.clear()
+        pages["*"] = "<html>It works!</html>"
+
+    start.pages, start.html, start.stop, start.asked = pages, html, lambda: serve.stop(), []
+    return start
+
+
+@pytest.fixture
+def comes(until):
+    async def comes(replica, state):
+        await until(lambda: replica.state is state, lambda: f"still {replica.state}: {replica.reason}")
+        return replica
+
+    return comes
+
+
+async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(engine, comes):
+    """Nobody saw it down: the connection that was kept for asking has broken, so all is asked."""
+    fleet = Fleet(interval=0.5)
+    seen = []
+    fleet.on_change.append(lambda replica, old, new: seen.append(new))
+    await fleet.start()
+    try:
+        url = await engine()
+        replica = await comes(fleet.add(url), READY)
+        engine.asked.clear()
+        await fleet.engines[replica.id].watch.tick()
+        assert engine.asked[:1] == ["/health"] and "/v1/models" not in engine.asked, "a kept connection: the same process"
+        port = int(url.rpartition(":")[2])
+        await engine.stop()
+        await engine(port)
+        engine.html()
+        await comes(replica, WARMING)
+        assert "something else than the engine answers there" in replica.reason and replica.models == {"m": None}
+        assert State.FAILED not in seen
+        await engine.stop()
+        await engine(port, started="2.0")
+        await comes(replica, READY)
+        assert replica.incarnation == "2.00", "its cache is empty"
+    finally:
+        await fleet.stop()
+
+
+async def test_an_engine_without_its_figures_is_asked_for_all(fleet, engine, comes):
+    """As behind a proxy, which keeps its connections whatever is behind it."""
+    replica = await comes(fleet.add(await engine()), READY)
+    fleet._inflight = lambda id: 1  # busy: figures are read at each look
+    engine.html()
+    await comes(replica, WARMING)
+
+
+async def test_an_answer_that_no_engine_gives_takes_it_out_at_once_until_it_proves_to_be_one(fleet, engine, comes):
+    replica = await comes(fleet.add(await engine()), READY)
+    fleet.failed(replica.id, "foreign")
+    assert replica.state is WARMING, "before the next request"
+    await comes(replica, READY)
+    for _ in range(3):  # it lists its models, and does it again and again
+        await comes(replica, READY)
+        fleet.failed(replica.id, "foreign")
+    await comes(replica, DEGRADED)
+
+
+async def test_a_mock_that_names_no_models_is_out_for_good_once_it_answered_as_no_engine(fleet, engine, comes, until):
+    url = await engine()
+    engine.html()
+    replica = await comes(fleet.add(url), READY)  # taken at its word
+    fleet.failed(replica.id, "foreign")
+    engine.asked.clear()
+    await until(lambda: engine.asked.count("/v1/models") >= 3)
+    assert replica.state is WARMING and "lists no models" in replica.reason
+
+
+@pytest.mark.parametrize("change", [{"version": "0.33.0"}, {"models": ("other",)}])
+async def test_another_version_or_model_is_another_process_where_no_start_is_told(fleet, engine, comes, until, change):
+    replica = await comes(fleet.add(await engine(started="")), READY)
+    before = replica.incarnation
+    await fleet.engines[replica.id].watch.tick()
+    assert replica.incarnation == before
+    if "version" in change:
+        engine.pages["/version"] = change
+    else:
+        engine.pages["/v1/models"] = {"data": [{"id": "other"}]}
+    fleet.look(replica.id)
+    await until(lambda: replica.incarnation != before)
+    await comes(replica, READY)
+
+
+async def test_a_broken_connection_is_a_reason_to_ask_but_many_are_one(fleet, engine, comes, until):
+    replica = await comes(fleet.add(await engine()), READY)
+    engine.pages["/v1/models"] = {"data": [{"id": "m"}, {"id": "adapter", "parent": "m"}]}
+    for _ in range(50):
+        fleet.look(replica.id)
+    await until(lambda: "adapter" in replica.models)
+    assert engine.asked.count("/v1/models") <= 3
+
+
+async def two(fleet, serve, comes):
+    async def handler(request):
+        return web.json_response({"data": [{"id": "m"}]}) if request.path == "/v1/models" else web.Response()
+
+    return [await comes(fleet.add(await serve(handler)), READY) for _ in range(2)]
+
+
+async def test_one_that_fails_every_second_request_is_out_though_others_of_its_are_answered(fleet, serve, comes):
+    bad, good = await two(fleet, serve, comes)
+    for _ in range(5):
+        for replica in (bad, good):
+            fleet.succeeded(replica.id)
+        assert bad.state is READY
+        fleet.failed(bad.id, "5xx")
+    assert bad.state is DEGRADED and "50% of its requests fail (requests fail (5xx)), 0% of its siblings'" in bad.reason
+    fleet.succeeded(bad.id)  # one that was on its way
+    assert bad.state is DEGRADED
+    await comes(bad, READY)  # and is tried again: 2 s
+
+
+async def test_where_all_fail_alike_none_is_out_for_its_rate(fleet, serve, comes):
+    for _ in range(20):
+        for replica in await two(fleet, serve, comes) if not fleet.replicas else fleet.replicas.values():
+            fleet.succeeded(replica.id)
+            fleet.failed(replica.id, "5xx")
+    assert {replica.state for replica in fleet.replicas.values()} == {READY}
+
+
+def fails(health, now, share=1):
+    for _ in range(share):
+        health.succeeded(now)
+    health.failed(now, "5xx")
+
+
+def test_who_goes_on_failing_is_out_longer_each_time_and_who_does_not_starts_anew():
+    health, now, holds = Health(), 0.0, []
+    for _ in range(6):
+        while not health.compare(now, 100, 0):
+            fails(health, now)
+        began = now
+        while health.opinion(now).verdict is Verdict.TROUBLE:
+            now += 0.5
+        holds.append(now - began)
+    assert holds == [2, 4, 8, 16, 30, 30]
+    now += 60
+    for _ in range(4):
+        fails(health, now)
+        assert not health.compare(now, 100, 0), "few failures are no rate"
+    fails(health, now)
+    assert health.compare(now, 100, 0)
+
+
+def test_a_rate_needs_to_be_high_and_of_late_and_far_from_the_siblings():
+    health = Health()
+    for _ in range(50):
+        fails(health, 0.0, share=9)
+    assert not health.compare(0.0, 100, 0)  # a tenth
+    health = Health()
+    for _ in range(50):
+        fails(health, 0.0, share=2)
+    assert not health.compare(0.0, 80, 20) and not health.compare(25.0, 100, 0)
+    for _ in range(50):
+        fails(health, 50.0, share=2)
+    assert health.compare(50.0, 95, 5)

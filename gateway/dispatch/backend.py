@@ -12,7 +12,7 @@ from policies import Candidate, Roster
 
 from ..wire.upstream import Pool
 from .drift import Drift
-from .once import Once
+from .forwarding import Forwarding
 
 if TYPE_CHECKING:
     from cachemap import EventIntake
@@ -28,7 +28,7 @@ LEARN_SECONDS, LEARN_AT_ONCE = 0.01, 100
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "once", "learn_at", "source", "intake", "listening", "host_line", "incarnation", "gone")
+    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "forwarding", "learn_at", "source", "intake", "listening", "host_line", "incarnation", "gone")
 
     def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
         self.replica = replica
@@ -40,7 +40,7 @@ class Backend:
         self.candidate = Candidate(replica=replica.id, overlap=0, load=load, costs=costs)
         self.pool = Pool(replica.host, replica.port)
         self.drift = Drift()
-        self.once = Once()
+        self.forwarding = Forwarding()
         self.learn_at = 0.0  # until when what was learned so far is enough
         self.source: EventSource | None = None  # what `intake` listens to
         self.intake: EventIntake | None = None
@@ -86,8 +86,8 @@ class Backend:
         self.gone = True
         self.pool.close()
         self._stop_listening(then)
-        if self.once.trying is not None:
-            self.once.trying.cancel()
+        if self.forwarding.checking is not None:
+            self.forwarding.checking.cancel()
 
 
 class Fleet(Roster):

@@ -27,9 +27,9 @@ from ..wire.downstream import Downstream
 from ..wire.http import Headers, Request
 from .backend import Backend, Fleet
 from .errors import JSON, error_body
+from .forwarding import TokenIdForwarding
 from .life import Failure, Life
 from .newcomers import Newcomers
-from .once import TokenizeOnce
 from .outcomes import Outcomes
 from .paths import PROMPT_PATHS, AllowedPaths, refusal
 from .preparation import Preparation
@@ -97,11 +97,11 @@ class Dispatcher:
         self.newcomers = Newcomers(ask_models)
         self.responses = Responses()
         self.on_end = on_end
-        self.once = TokenizeOnce(metrics, tokenize_once)
         self.outcomes = Outcomes(self)
         self.shadows = Shadows(shadows, metrics) if shadows else None
         self.life = life  # with traces, one that makes them
         self.backends: dict[str, Backend] = {}
+        self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends)
         self.lives: set[Life] = set()
         self.draining = False
         self.held_up_at = 0.0  # the last time at which the event loop went on after it had been held up

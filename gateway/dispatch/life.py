@@ -283,7 +283,7 @@ class Life:
     def _send(self, upstream: Upstream) -> None:
         self.upstream = upstream
         self.sent_at = monotonic()
-        body = self.dispatcher.once.body(self)
+        body = self.dispatcher.forwarding.body(self)
         head = request_head(self, len(body))
         upstream.send(self, head, body, self.request.method == "HEAD")
 

@@ -80,7 +80,7 @@ class Outcomes:
                 self.failed(life.backend, ERROR_ANSWER)
         elif life.prompt is not None and life.status == 200 and not life.backend.gone:
             self.learn(life, usage)
-            self._dispatcher.once.settled(life, usage)
+            self._dispatcher.forwarding.settled(life, usage)
         elif 400 <= life.status < 500:
             self.refused(life)
         self.ended(life, "failed" if life.fault else "complete", usage)

@@ -5,7 +5,7 @@ vLLM takes ids in place of a completion's text, and beside a chat's messages in
 that field before anything else looks at it, so an engine without a KV connector behaves as if
 the field had not been there. The client's own bytes are not touched: ids are put before or between them.
 
-Pure: what an engine accepts is learned in `dispatch.once`, what it saves is in
+Pure: what an engine accepts is learned in `dispatch.forwarding`, what it saves is in
 `bench.tokenize_once`.
 """
 from __future__ import annotations
@@ -38,13 +38,70 @@ _FIELDS = {
     },
     "/v1/completions": _ANYWHERE | {"prompt", "best_of"},
 }  # fmt: skip
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_MESSAGE_FIELDS = frozenset({"name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal", "annotations", "task", "tools"})
+_PART_TYPES = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+_PART_FIELDS = _PART_TYPES | {"type", "cache_control"}
+_SAID = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "add_special_tokens")
+_LONGEST, _LONGEST_VALUE = 600, 40      # characters of a kind, of a template variable in it
 _PROMPT_KEY = re.compile(rb'"prompt"[ \t\r\n]*:[ \t\r\n]*"')
 
 
-def ids_suffice(path: str, request: dict[str, Any]) -> bool:
-    """Whether an engine that has the ids needs nothing else of the prompt."""
+def kind_of(path: str, request: dict[str, Any], template: str) -> str:
+    """What kind of body this is whose ids could replace its text, or "" where they could not.
+
+    A kind is all that decides, besides the texts, how an engine renders a body: the template (by its name), tools or
+    none, which roles there are and which fields their messages have, and the template's variables. Bodies of a kind are shown to
+    be rendered alike by sampling a few of them (`dispatch.forwarding`). Whatever is not known here is of no kind, so what
+    a client can write makes no kind longer than _LONGEST characters.
+    """
     fields = _FIELDS.get(path)
-    return fields is not None and request.keys() <= fields and (path != "/v1/completions" or type(request.get("prompt")) is str)
+    if fields is None or not request.keys() <= fields:
+        return ""
+    if path == "/v1/completions":
+        bare = "" if request.get("add_special_tokens", True) is True else ", special tokens as the request says"
+        return f"text{bare}" if type(request.get("prompt")) is str else ""
+    roles, shapes = set(), set()
+    for message in request["messages"]:
+        if len(message) == 2 and type(message.get("content")) is str:
+            roles.add(message["role"])
+        else:
+            shapes.add(_shape(message))
+    variables = [f"{name}={request[name]!r}" for name in _SAID if request.get(name) is not None]
+    given = {name: value for name, value in (request.get("chat_template_kwargs") or {}).items() if value is not None}
+    if not roles <= _ROLES or None in shapes or not all(type(value) in (bool, int, float, str) and len(str(value)) <= _LONGEST_VALUE for value in given.values()):
+        return ""
+    variables += [f"{name}={given[name]!r}" for name in sorted(given)]
+    documents = ["documents"] if request.get("documents") else []
+    tools = "tools" if request.get("tools") else "no tools"
+    kind = ", ".join((f"{template} template", tools, *sorted(roles | shapes), *variables, *documents))
+    return kind if len(kind) <= _LONGEST else ""
+
+
+def _shape(message: dict[str, Any]) -> str | None:
+    """Role, form of the content, and other fields of a message that has more than a text; None for what is not known here."""
+    role, content = message["role"], message.get("content")
+    if role not in _ROLES:
+        return None
+    more = sorted(name for name, value in message.items() if name not in ("role", "content") and value is not None)
+    if not _MESSAGE_FIELDS.issuperset(more):
+        return None
+    if not isinstance(content, list):
+        form = "no content" if content is None else "text"
+    else:
+        parts = {_part(part) for part in content}
+        if None in parts:
+            return None
+        form = " and ".join(("parts", *sorted(parts)))
+    return f"{role} ({', '.join((form, *more))})"
+
+
+def _part(part: Any) -> str | None:
+    if isinstance(part, str):
+        return "text"
+    if part.get("type") not in _PART_TYPES or not part.keys() <= _PART_FIELDS:
+        return None
+    return f"{part['type']} with cache_control" if "cache_control" in part else part["type"]
 
 
 def with_ids(body: bytes, prompt: Prompt) -> bytes | None:

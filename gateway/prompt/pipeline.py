@@ -23,7 +23,7 @@ from .anthropic import Habits, from_messages, habits
 from .chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
 from .conversation import Multimodal, has_media
 from .fields import Rounded, bad, boolean, bounded_integers, count, integer, packed, parse, parse_exactly, prompts_of
-from .forward import LEAST_TOKENS, ids_suffice
+from .forward import LEAST_TOKENS, kind_of
 from .model import ModelFiles, load_model
 from .prefixes import Found, Prefixes
 from .prompt import Prompt, PromptError
@@ -165,8 +165,8 @@ class Pipeline:
                                    f"{len(prompt.token_ids) // 4}: shorten it",
                               param="messages" if path in _CONVERSATIONS else "prompt",
                               code="context_length_exceeded")
-        if prompt.tokens >= LEAST_TOKENS:
-            prompt.ids_suffice = prompt.mode == "exact" and ids_suffice(path, request)
+        if prompt.tokens >= LEAST_TOKENS and prompt.mode == "exact":
+            prompt.kind = kind_of(path, request, "tool_use" if request.get("tools") and "tool_use" in self.renderers else "default")
         return prompt
 
     def _fill(self, prompt: Prompt, request: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ class Prompt:
     n: int = 1
     several: bool = False                 # several prompts or choices: usage speaks of one, no telling which
     reads_cache: bool = True              # False: the engine computes all of it, whatever it holds
-    ids_suffice: bool = False             # an engine may be sent the ids in place of the text, and it pays
+    kind: str = ""                        # of body, where an engine may be sent the ids in place of the text, and it pays
     session: str | None = None
     mode: Mode = "exact"
     rendered_chars: int = 0               # length of the rendered text, 0 where ids came in

@@ -209,6 +209,7 @@ class Metrics:
         self.replica_requests = Counter("replica_requests", "Requests sent to a replica, by how it answered", replica=REPLICA, status=STATUSES)
         self.long_prompts = Counter("long_prompts", "Prompts worth tokenizing only once, by what the replica was sent", replica=REPLICA, sent=("ids", "text"))
         self.ids_refused = Counter("ids_refused", "Times a replica was found not to take token ids, or not ours", replica=REPLICA)
+        self.token_id_checks = Counter("token_id_checks", "Long prompts of which a replica was asked for the token ids it makes itself, by how they compare with the gateway's", replica=REPLICA, outcome=("same", "different", "unanswered"))
         self.shared_decisions = Counter("shared_decisions", "With Redis: choices made in the shared ledger, by this gateway's own view because that came too late, or because Redis is away", outcome=("shared", "late", "away"))
         self.shared_decision_seconds = Histogram("shared_decision_seconds", "Time a request waited for the shared ledger's choice", "outcome", STAGE_BUCKETS, ("shared",))
         # shadow mode: by policies that did not act

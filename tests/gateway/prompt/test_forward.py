@@ -28,7 +28,7 @@ def test_a_chats_bytes_stay_as_they_are_behind_the_ids(sim, before):
     body = before + json.dumps(chat(temperature=0.70, stop=["\u00e9"]), indent=1).encode()
     prompt = prepared(sim, CHAT, body)
     made = with_ids(body, prompt)
-    assert prompt.ids_suffice
+    assert prompt.kind
     assert made.endswith(body[len(before) + 1 :]) and made.startswith(before + b"{")
     assert json.loads(made) == {**json.loads(body), "kv_transfer_params": {"prompt_token_ids": ids(prompt)}}
 
@@ -43,7 +43,7 @@ def test_a_completions_text_gives_way_to_the_ids_and_nothing_else_moves(sim, tex
     head = head.replace(b"1e1", b"10")
     body = head + json.dumps(text, ensure_ascii=ascii).encode() + tail
     prompt = prepared(sim, COMPLETIONS, body)
-    assert prompt.ids_suffice
+    assert prompt.kind
     assert with_ids(body, prompt) == head + json.dumps(ids(prompt), separators=(",", ":")).encode() + tail
 
 
@@ -59,13 +59,13 @@ def test_a_second_prompt_in_a_completion_leaves_it_as_received(sim, more):
 def test_a_key_in_a_spelling_of_its_own_leaves_a_completion_as_received(sim):
     body = b'{"pr\\u006fmpt": %b, "stream_options": {"prompt": "another"}}' % json.dumps(WORDS).encode()
     prompt = prepared(sim, COMPLETIONS, body)
-    assert prompt.ids_suffice and with_ids(body, prompt) is None
+    assert prompt.kind and with_ids(body, prompt) is None
 
 
 def test_a_field_the_client_gave_after_all_counts(sim):
     body = b'{"kv_transfer_p\\u0061rams": null, "messages": %b}' % json.dumps(chat()["messages"]).encode()
     prompt = prepared(sim, CHAT, body)
-    assert not prompt.ids_suffice
+    assert not prompt.kind
     assert json.loads(with_ids(body, prompt))["kv_transfer_params"] is None
 
 
@@ -77,7 +77,7 @@ def test_a_field_the_client_gave_after_all_counts(sim):
 def test_what_may_need_the_text_is_left_alone(sim, path, more):
     body = json.dumps({**(chat() if path == CHAT else {"prompt": WORDS}), **more}).encode()
     prompt = prepared(sim, path, body)
-    assert prompt.tokens >= LEAST_TOKENS and not prompt.ids_suffice
+    assert prompt.tokens >= LEAST_TOKENS and not prompt.kind
 
 
 def test_media_ids_lists_short_prompts_and_other_paths_are_left_alone(sim):
@@ -92,4 +92,4 @@ def test_media_ids_lists_short_prompts_and_other_paths_are_left_alone(sim):
         ("/v1/embeddings", {"input": WORDS}),
         ("/tokenize", {"prompt": WORDS}),
     ]:
-        assert not prepared(sim, path, json.dumps(body).encode()).ids_suffice, (path, body)
+        assert not prepared(sim, path, json.dumps(body).encode()).kind, (path, body)

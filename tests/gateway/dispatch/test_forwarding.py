@@ -6,7 +6,8 @@ from array import array
 
 import pytest
 
-from gateway.dispatch import once
+from gateway.dispatch import forwarding
+from gateway.dispatch.forwarding import CONFIRMATIONS
 from gateway.prompt.forward import LEAST_TOKENS
 from gateway.prompt.pipeline import Pipeline
 from replicas.simulated.model import sim_model_dir
@@ -92,7 +93,17 @@ def served(s, index=0):
 
 async def settled(s):
     """All trials that were begun are over."""
-    await eventually(lambda: s.idle() and all(one.once.trying is None for one in s.dispatcher.backends.values()))
+    await eventually(lambda: s.idle() and all(one.forwarding.checking is None for one in s.dispatcher.backends.values()))
+
+
+TEXT, IDS = [False] * CONFIRMATIONS, True
+
+
+async def confirmed(s, turn=100, path=CHAT, **more) -> None:
+    """Every replica has confirmed bodies of this kind (of those that take turns, each gets as many)."""
+    for number in range(CONFIRMATIONS * len(s.dispatcher.backends)):
+        assert await ask(s, request(path, turn + number, **more), path) == 200
+        await settled(s)
 
 
 def behind(engine, *others, **options):
@@ -113,29 +124,84 @@ def behind(engine, *others, **options):
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_ids_are_sent_once_they_are_shown_to_be_taken_and_the_same(pipeline, path):
+async def test_ids_are_sent_once_a_sample_of_bodies_was_shown_to_be_taken_and_the_same(pipeline, path):
     engine = Engine(pipeline)
     async with behind(engine) as s:
-        for turn in range(4):
+        await confirmed(s, path=path)
+        assert engine.trials == CONFIRMATIONS + 1  # and whether it uses ids at all
+        for turn in range(3):
             assert await ask(s, request(path, turn), path) == 200
             await settled(s)
-        assert engine.sent_ids == [False, True, True, True]
-        assert engine.trials == 2
+        assert engine.sent_ids == [*TEXT, IDS, IDS, IDS]
+        assert engine.trials == CONFIRMATIONS + 1
         assert served(s).replica.takes_ids == f"{path}: yes"
-        assert s.metrics.long_prompts.values == {(served(s).id, "text"): 1, (served(s).id, "ids"): 3}
-        as_sent = json.loads(engine.bodies[3])
+        assert s.metrics.long_prompts.values == {(served(s).id, "text"): CONFIRMATIONS, (served(s).id, "ids"): 3}
+        assert s.metrics.token_id_checks.values == {(served(s).id, "same"): CONFIRMATIONS}
+        as_sent = json.loads(engine.bodies[-1])
         given = as_sent["prompt"] if path == COMPLETIONS else as_sent["kv_transfer_params"]["prompt_token_ids"]
-        assert given == array("I", pipeline.prepare(path, request(path, 3)).token_ids).tolist()
-        assert b"content-length: %d" % len(engine.bodies[3]) in engine.headers[-1].lower()
+        assert given == array("I", pipeline.prepare(path, request(path, 2)).token_ids).tolist()
+        assert b"content-length: %d" % len(engine.bodies[-1]) in engine.headers[-1].lower()
 
 
-async def test_each_path_is_shown_by_itself(pipeline):
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+SAID = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Go on."}]
+CALLED = [*SAID[:1], {"role": "assistant", "content": None, "tool_calls": [
+    {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+KINDS = [
+    (CHAT, {}), (COMPLETIONS, {}), (COMPLETIONS, {"add_special_tokens": False}), (CHAT, {"tools": TOOLS}), (CHAT, {"messages": SAID}),
+    (CHAT, {"messages": CALLED}), (CHAT, {"messages": CALLED, "tools": TOOLS}), (CHAT, {"messages": [{**SAID[0], "name": "n"}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": WORDS}]}]}),
+    (CHAT, {"messages": [{"role": "system", "content": WORDS}, SAID[2]]}), (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}), (CHAT, {"reasoning_effort": "low"}), (CHAT, {"documents": [{"text": "x"}]}),
+    (CHAT, {"messages": SAID[:2], "continue_final_message": True, "add_generation_prompt": False}),
+]  # fmt: skip
+
+
+async def test_each_kind_of_body_is_confirmed_by_itself(pipeline):
+    """Which kinds there are: template, tools or none, roles and fields of messages, variables."""
+    kinds = [pipeline.prepare(path, request(path, **more)).kind for path, more in KINDS]
+    assert all(kinds) and len(set(zip((path for path, _ in KINDS), kinds, strict=True))) == len(KINDS)
     engine = Engine(pipeline)
     async with behind(engine) as s:
-        for path in (CHAT, CHAT, COMPLETIONS, COMPLETIONS):
-            await ask(s, request(path), path)
+        await confirmed(s)
+        for path, more in KINDS:
+            await ask(s, request(path, **more), path)
             await settled(s)
-        assert engine.sent_ids == [False, True, False, True]
+        assert engine.sent_ids == [*TEXT, IDS, *[False] * (len(KINDS) - 1)]
+
+
+@pytest.mark.parametrize("more", [
+    {"chat_template_kwargs": {"persona": "x" * 100}}, {"chat_template_kwargs": {"nested": {"a": 1}}},
+    {"messages": [{"role": "user", "content": WORDS, "a_field_of_next_year": 1}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": WORDS, "next_year": 1}]}]},
+    {"messages": [{"role": "observer", "content": WORDS}]},
+])  # fmt: skip
+async def test_bodies_of_no_kind_go_as_received_and_nothing_is_asked_about_them(pipeline, more):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        for turn in range(CONFIRMATIONS + 1):
+            await ask(s, request(turn=turn, **more))
+            await settled(s)
+        assert not any(engine.sent_ids) and engine.trials == 0 and served(s).forwarding.kinds == {}
+
+
+async def test_the_same_body_again_is_no_further_confirmation(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        for _ in range(CONFIRMATIONS + 2):
+            await ask(s, request())
+            await settled(s)
+        assert engine.trials == 2 and not any(engine.sent_ids)
+
+
+async def test_what_is_known_of_kinds_is_bounded(pipeline, monkeypatch):
+    monkeypatch.setattr(forwarding, "MOST_KINDS", 4)
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        for number in range(8):
+            await ask(s, request(chat_template_kwargs={"number": number}))
+            await settled(s)
+        assert len(served(s).forwarding.kinds) == 4
 
 
 @pytest.mark.parametrize("faults, why", [
@@ -147,10 +213,10 @@ async def test_each_path_is_shown_by_itself(pipeline):
 async def test_an_engine_that_will_not_have_them_gets_all_as_received(pipeline, faults, why, caplog):
     engine = Engine(pipeline, **faults)
     async with behind(engine) as s:
-        for turn in range(4):
+        for turn in range(CONFIRMATIONS + 3):
             assert await ask(s, request(turn=turn)) == 200
             await settled(s)
-        assert engine.bodies == [request(turn=turn) for turn in range(4)]
+        assert engine.bodies == [request(turn=turn) for turn in range(CONFIRMATIONS + 3)]
         assert engine.trials <= 2
         assert why in served(s).replica.takes_ids and why in caplog.text
         assert s.metrics.ids_refused.total() == 1
@@ -163,53 +229,90 @@ async def test_a_trial_that_is_not_answered_says_nothing_and_is_made_again_after
             await ask(s, request(turn=turn))
             await settled(s)
         assert engine.trials == 1 and engine.sent_ids == [False] * 3 and s.metrics.ids_refused.total() == 0
+        assert s.metrics.token_id_checks.values == {(served(s).id, "unanswered"): 1}
         engine.tries = 200
-        served(s).once.pause = 0.0
-        for turn in range(2):
-            await ask(s, request(turn=turn))
-            await settled(s)
-        assert engine.sent_ids[3:] == [False, True]
+        served(s).forwarding.pause = 0.0
+        await confirmed(s)
+        await ask(s, request())
+        assert engine.sent_ids[3:] == [*TEXT, IDS]
 
 
-async def test_it_is_shown_anew_after_many_requests(pipeline, monkeypatch):
-    monkeypatch.setattr(once, "AGAIN", 3)
+async def test_one_in_so_many_is_checked(pipeline, monkeypatch):
+    monkeypatch.setattr(forwarding, "CHECK_EVERY", 4)
     engine = Engine(pipeline)
     async with behind(engine) as s:
+        await confirmed(s)
         for turn in range(9):
             await ask(s, request(turn=turn))
             await settled(s)
-        assert engine.sent_ids == [False, True, True, True] * 2 + [False]
+        assert engine.sent_ids[CONFIRMATIONS:] == [IDS, IDS, IDS, False, IDS, IDS, IDS, False, IDS]
+        assert s.metrics.token_id_checks.values == {(served(s).id, "same"): CONFIRMATIONS + 2}
+
+
+async def test_the_first_difference_ends_it_for_all_replicas_until_that_one_is_another_process(pipeline, monkeypatch, caplog):
+    """Whose mistake it is cannot be told, and the gateway's would reach them all."""
+    monkeypatch.setattr(forwarding, "CHECK_EVERY", 4)
+    first, second = Engine(pipeline), Engine(pipeline)
+    async with behind(first, second) as s:
+        await confirmed(s)
+        first.other = True
+        for turn in range(20):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert first.sent_ids == [*TEXT, IDS, IDS, IDS, *[False] * 7]
+        assert second.sent_ids[: len(TEXT) + 3] == first.sent_ids[: len(TEXT) + 3] and not any(second.sent_ids[-6:])
+        one, other = served(s), served(s, 1)
+        assert s.metrics.token_id_checks.values[one.id, "different"] == 1 and s.metrics.ids_refused.total() == 1
+        assert "differ from ours at 40" in one.replica.takes_ids and "user" in caplog.text
+        assert other.replica.takes_ids == f"{CHAT}: no, replica {one.id} makes other ids"
+        first.other, one.incarnation = False, "another"
+        await ask(s, request(turn=50))
+        await ask(s, request(turn=51))
+        await settled(s)
+        assert "no" not in other.replica.takes_ids.split()
+        await confirmed(s)
+        for turn in range(2):
+            await ask(s, request(turn=turn))
+        assert first.sent_ids[-1] and second.sent_ids[-1]
+
+
+async def test_a_replica_that_differed_holds_nobody_back_when_it_is_removed(pipeline):
+    first, second = Engine(pipeline, other=True), Engine(pipeline)
+    async with behind(first, second) as s:
+        await confirmed(s)
+        assert not any(first.sent_ids + second.sent_ids)
+        s.dispatcher.remove(served(s).id)
+        await confirmed(s, turn=200)
+        await ask(s, request())
+        assert second.sent_ids[-1]
 
 
 @pytest.mark.parametrize("text", [WORDS, "short"])
 async def test_the_first_contradicting_count_ends_it(pipeline, text, caplog):
     engine = Engine(pipeline)
     async with behind(engine) as s:
-        for turn in range(2):
-            await ask(s, request(turn=turn))
-            await settled(s)
+        await confirmed(s)
         engine.miscounts = 1
         await ask(s, request(turn=2, text=text))
         engine.miscounts = 0
         for turn in range(3, 6):
             await ask(s, request(turn=turn))
             await settled(s)
-        assert engine.sent_ids[3:] == [False, False, False]
-        assert "it counted" in served(s).replica.takes_ids and "it counted" in caplog.text
+        assert engine.sent_ids[-3:] == [False, False, False]
+        assert "its usage says" in served(s).replica.takes_ids and "its usage says" in caplog.text
         assert s.metrics.ids_refused.total() == 1
 
 
 async def test_a_request_refused_with_ids_is_answered_as_received_and_ends_it(pipeline):
     engine = Engine(pipeline)
     async with behind(engine) as s:
-        await ask(s, request())
-        await settled(s)
+        await confirmed(s)
         engine.refuses = 400  # ids of long prompts, though it took the trial's
         for turn in range(1, 4):
             assert await ask(s, request(turn=turn)) == 200
             await settled(s)
-        assert engine.sent_ids == [False, True, False, False, False]
-        assert engine.bodies[2] == request(turn=1)
+        assert engine.sent_ids == [*TEXT, IDS, False, False, False]
+        assert engine.bodies[CONFIRMATIONS + 1] == request(turn=1)
         assert "refused a request with ids" in served(s).replica.takes_ids
         assert s.faults == [] and s.metrics.retries.values == {("ids",): 1}
 
@@ -217,14 +320,13 @@ async def test_a_request_refused_with_ids_is_answered_as_received_and_ends_it(pi
 async def test_the_clients_own_fault_is_told_by_the_request_as_received_and_ends_nothing(pipeline):
     engine = Engine(pipeline)
     async with behind(engine) as s:
-        await ask(s, request())
-        await settled(s)
+        await confirmed(s)
         honest, engine.answer = engine.answer, lambda path, body, head: (engine.bodies.append(body), (400, {"error": {}}))[1]
         assert await ask(s, request(turn=1, temperature=-1)) == 400
         assert engine.bodies[-1] == request(turn=1, temperature=-1)
         engine.answer = honest
         await ask(s, request(turn=2))
-        assert engine.sent_ids == [False, True, False, True]
+        assert engine.sent_ids == [*TEXT, IDS, False, IDS]
 
 
 async def test_another_process_behind_the_address_is_shown_anew(pipeline):
@@ -234,29 +336,29 @@ async def test_another_process_behind_the_address_is_shown_anew(pipeline):
         await settled(s)
         assert "does not use ids" in served(s).replica.takes_ids
         engine.takes, served(s).incarnation = True, "another"
-        for turn in range(2):
-            await ask(s, request(turn=turn))
-            await settled(s)
-        assert engine.sent_ids == [False, False, True]
+        await confirmed(s)
+        await ask(s, request())
+        assert engine.sent_ids == [False, *TEXT, IDS]
 
 
 async def test_a_retry_elsewhere_is_as_received(pipeline):
     first, second = Engine(pipeline), Engine(pipeline)
     async with behind(first, second) as s:
-        for turn in range(4):
+        await confirmed(s)
+        for turn in range(2):
             await ask(s, request(turn=turn))
             await settled(s)
-        assert first.sent_ids == second.sent_ids == [False, True]
+        assert first.sent_ids == second.sent_ids == [*TEXT, IDS]
         for engine in (first, second):  # whichever is asked first fails
             def fail_once(path, body, head, engine=engine):
-                if len(first.bodies) + len(second.bodies) == 4:
+                if len(first.bodies) + len(second.bodies) == 2 * (CONFIRMATIONS + 1):
                     engine.bodies.append(body)
                     return 503, {"error": {}}
                 return Engine.answer(engine, path, body, head)
 
             engine.answer = fail_once
         assert await ask(s, request(turn=9)) == 200
-        assert sorted([first.sent_ids[2], second.sent_ids[2]]) == [False, True]
+        assert sorted([first.sent_ids[-1], second.sent_ids[-1]]) == [False, IDS]
 
 
 async def test_what_is_sent_again_on_a_fresh_connection_is_as_received(pipeline):
@@ -272,26 +374,24 @@ async def test_what_is_sent_again_on_a_fresh_connection_is_as_received(pipeline)
 
     engine = Dies(pipeline)
     async with behind(engine) as s:
-        await ask(s, request())
-        await settled(s)
+        await confirmed(s)
         assert await ask(s, request(turn=1)) == 200
-        assert engine.ended == 1 and engine.bodies == [request(), request(turn=1)]
+        assert engine.ended == 1 and engine.bodies[CONFIRMATIONS:] == [request(turn=1)]
         assert s.metrics.retries.values == {("reconnect",): 1}
         assert await ask(s, request(turn=2)) == 200
-        assert engine.sent_ids == [False, False, True]
+        assert engine.sent_ids == [*TEXT, False, IDS]
 
 
 async def test_what_would_not_fit_the_context_is_left_to_the_engine_to_judge(pipeline):
     engine = Engine(pipeline)
     async with behind(engine) as s:
-        await ask(s, request())
-        await settled(s)
+        await confirmed(s)
         tokens = pipeline.prepare(CHAT, request()).tokens
         for length, limit in [(tokens + 5, 5), (tokens + 4, 5), (tokens + 1, None), (tokens, None), (None, 5)]:
             served(s).replica.max_model_len = length
             more = {} if limit else {"max_tokens": None}
             await ask(s, request(**more))
-        assert engine.sent_ids[1:] == [True, False, True, False, False]
+        assert engine.sent_ids[CONFIRMATIONS:] == [True, False, True, False, False]
 
 
 async def test_never_means_never(pipeline):
@@ -337,8 +437,8 @@ async def test_a_trial_in_flight_ends_with_the_replica(pipeline):
         await ask(s, request())
         await asyncio.wait_for(asked.wait(), 5)
         backend = served(s)
-        trying = backend.once.trying
+        checking = backend.forwarding.checking
         s.dispatcher.remove(backend.id)
-        await eventually(trying.done)
+        await eventually(checking.done)
         release.set()
         assert backend.replica.takes_ids == "not tried yet"

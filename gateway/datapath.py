@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from .dispatch.traced import TracedLife
     from .telemetry.spans import Spans
 
+log = logging.getLogger("hitherto")
+
 DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
 
 
@@ -38,9 +41,12 @@ def pipeline(settings: Settings, directory: Path | None, name: str) -> Pipeline:
     """Raises ConfigError for a model that cannot be used."""
     size = settings.block_size or DEFAULT_BLOCK_SIZE
     try:
-        return Pipeline(directory, name, size, chat_template=settings.chat_template)
+        made = Pipeline(directory, name, size, chat_template=settings.chat_template)
     except ModelError as error:
         raise ConfigError(f"model {name}: {error}") from None
+    if directory is not None and made.tokenizer is None:
+        log.warning("model %s: %s. Its prompts are routed by load", name, made.template_error)
+    return made
 
 
 def dispatcher(settings: Settings, spans: Spans | None, kind: type[Dispatcher] = Dispatcher, **rooms: Any) -> Dispatcher:

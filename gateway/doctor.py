@@ -230,6 +230,9 @@ def _prompt_room(settings: Settings, directory: Path, served: str, facts: list[F
 
 
 def _tokenizer(pipeline: Pipeline) -> Finding:
+    if pipeline.tokenizer is None:
+        return Finding("warn", "tokenizer", f"{pipeline.template_error}: prompts are routed by load",
+                       "nothing to mend if the engine reads this model without tokenizer.json; else give --model a folder that has one")  # fmt: skip
     text = " ".join(WORDS * 70)[:8192]
     begun = time.perf_counter()
     ids = pipeline.tokenizer.encode(text)
@@ -242,6 +245,8 @@ def _tokenizer(pipeline: Pipeline) -> Finding:
 
 def _template(pipeline: Pipeline) -> list[Finding]:
     report = template_report(pipeline)
+    if report.refused and pipeline.tokenizer is None:
+        return []  # said with the tokenizer
     if report.refused:
         return [Finding("fail", "chat template", f"a plain conversation cannot be rendered: {report.refused}",
                         "give --chat-template the file the engines were started with")]  # fmt: skip

@@ -2,8 +2,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
 
 from .chat import Chat, Unroutable, template_variables
 from .conversation import Multimodal, is_plain, tool_schemas
@@ -25,11 +30,15 @@ class Habits:
     disabled_effort: str | None            # reasoning_effort for thinking "disabled"; None: `thinking` is not read
 
 
-def habits(template: ChatTemplate, replaces_own: bool = False) -> Habits:
-    """Ask the template the questions that vLLM asks it at start. `replaces_own`: it is not the model's, but one given
-    with --chat-template, the only one that older versions ask."""
-    if not template.ways.asks_template and not replaces_own:
+def habits(template: ChatTemplate | None, others: Sequence[str] = (), replaces_own: bool = False) -> Habits:
+    """Ask the templates the questions that vLLM asks them at start: `template`, the one for requests without tools, and
+    `others`, the sources of those that other requests get. `replaces_own`: it is not the model's, but one given with
+    --chat-template, the only one that older versions ask."""
+    if template is None or (not template.ways.asks_template and not replaces_own):
         return Habits(True, None)
+    system_first = any(map(_wants_system_first, (template.source, *others)))
+    if not template.ways.asks_template:
+        return Habits(system_first, None)
 
     def says(effort: str) -> str | None:
         variables = template_variables({}, True, False, effort)
@@ -38,16 +47,24 @@ def habits(template: ChatTemplate, replaces_own: bool = False) -> Habits:
         except TemplateError:
             return None
 
-    try:
-        template.render(_INLINE_SYSTEM, None, {})
-        system_first = False
-    except TemplateError:
-        system_first = True
-    if not template.ways.asks_template:
-        return Habits(system_first, None)
     none = says("none")
     ignored = none is None or any(says(effort) == none for effort in _EFFORTS)
     return Habits(system_first, "low" if ignored else "none")
+
+
+def _wants_system_first(source: str) -> bool:
+    """Whether a conversation with a system message inside fails in the sandbox that vLLM probes with.
+
+    It is a bare one: without special tokens, `raise_exception`, `strftime_now` and the `generation` tag, and `tools` is
+    undefined. So a template that only needs one of these fails, too, and is taken for one that wants its system message
+    first.
+    """
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    try:
+        env.from_string(source).render(messages=_INLINE_SYSTEM, add_generation_prompt=False)
+    except Exception:                      # vLLM looks for Jinja's errors only, and does not start with any other
+        return True
+    return False
 
 
 def from_messages(request: dict[str, Any], habits: Habits) -> Chat:

@@ -9,12 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from .conversation import tool_schemas
+from .conversation import Unroutable, tool_schemas
 from .fields import bad, boolean
-
-
-class Unroutable(Exception):
-    """The engine knows something about this prompt that its body does not say."""
 
 
 @dataclass(slots=True)

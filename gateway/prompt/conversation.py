@@ -3,7 +3,7 @@
 vLLM does not hand messages to the template as they came: parts become text (or stay parts,
 when the template loops over them), tool-call arguments become objects, unknown keys vanish,
 tools get their schema's defaults. All of it shows in the tokens, so all of it is done here,
-rule by rule as in vLLM 0.32 (`renderers/chat_utils.py`) and transformers 5.23; what older
+rule by rule as in vLLM 0.32 (`renderers/chat_utils.py`) and transformers 5.16 to 5.23; what other
 versions do otherwise is in `versions.Ways`.
 """
 from __future__ import annotations
@@ -28,6 +28,10 @@ class Multimodal(Exception):
     """A message holds media: the engine inserts tokens we can't know from the text."""
 
 
+class Unroutable(Exception):
+    """The engine knows something about this prompt that its body does not say."""
+
+
 # Roles whose messages, when they hold only a text, reach the template as they came.
 PLAIN_ROLES = frozenset({"system", "user", "assistant"})
 
@@ -47,14 +51,15 @@ def has_media(messages: Any) -> bool:
                for content in contents if isinstance(content, list) for part in content)
 
 
-def conversation(messages: Any, as_parts: bool, knows_developer: bool = True,
-                 by_schema: bool = True, ways: Ways = NEWEST) -> list[dict[str, Any]]:
+def conversation(messages: Any, as_parts: bool, knows_developer: bool = True, by_schema: bool = True,
+                 ways: Ways = NEWEST, reads_thinking: bool = False) -> list[dict[str, Any]]:
     """Messages of a chat request -> what the template gets as `messages`.
 
     `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text
     comes to it as `[{"type": "text", "text": ...}]`. `by_schema`: tool calls went through vLLM's
     schema (all but those of Responses do), which puts their keys in its own order: a template may
-    dump them. Raises PromptError (not a conversation) or Multimodal.
+    dump them. `reads_thinking`: the template may look for reasoning under that name. Raises PromptError
+    (not a conversation), Multimodal, or Unroutable where releases of transformers differ.
     """
     if not isinstance(messages, list) or not messages:
         raise bad("'messages' must be a non-empty list", "messages")
@@ -62,6 +67,20 @@ def conversation(messages: Any, as_parts: bool, knows_developer: bool = True,
     if not knows_developer and any(message["role"] == "developer" for message in talk):
         talk = _one_system([{**message, "role": "system"} if message["role"] == "developer" else message
                             for message in talk])
+    return _as_transformers_hands_on(talk, ways, reads_thinking)
+
+
+def _as_transformers_hands_on(talk: list[dict[str, Any]], ways: Ways, reads_thinking: bool) -> list[dict[str, Any]]:
+    """Since 5.20 it drops keys whose value is None, since 5.21 it copies reasoning to its other names."""
+    if ways.drops_none is not False and any(None in message.values() for message in talk):
+        if ways.drops_none is None:
+            raise Unroutable("whether a null in a message reaches the template depends on the engine's transformers")
+        talk = [{key: value for key, value in message.items() if value is not None} for message in talk]
+    if ways.copies_reasoning is not False and any("reasoning" in message for message in talk):
+        if ways.copies_reasoning:
+            return [{"thinking": message["reasoning"], **message} if "reasoning" in message else message for message in talk]
+        if reads_thinking:
+            raise Unroutable("whether reasoning reaches the template as `thinking` depends on the engine's transformers")
     return talk
 
 
@@ -119,13 +138,9 @@ def _message(message: Any, as_parts: bool, by_schema: bool, ways: Ways, index: i
     for key in ("name", "task"):
         if isinstance(message.get(key), str):
             result[key] = message[key]
-    if role == "developer" and message.get("tools") is not None:
-        require_exact(message["tools"])
-        result["tools"] = message["tools"]
-    # transformers drops keys whose value is None and copies reasoning under its other names
-    result = {key: value for key, value in result.items() if value is not None}
-    if "reasoning" in result:
-        result = {"thinking": result["reasoning"], **result}
+    if role == "developer":
+        require_exact(message.get("tools"))
+        result["tools"] = message.get("tools")
     return result
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-          "chat_template.json", "config.json", "params.json", "additional_chat_templates/*.jinja"]
+_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+          "chat_template.json", "config.json", "params.json", "processor_config.json", "preprocessor_config.json",
+          "additional_chat_templates/*.jinja"]
 # Architectures whose conversations vLLM writes by a program of its own, whatever template the model has.
 _WRITTEN_BY_VLLM = frozenset({
     "GptOssForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration",
     "DeepseekV41ForCausalLM", "KimiK3ForConditionalGeneration", "MoonshotKimiaForCausalLM", "InklingForCausalLM",
     "InklingForConditionalGeneration"})
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ModelError(Exception):
@@ -54,36 +54,35 @@ class ModelFiles:
 
     directory: Path
     templates: dict[str, str]             # "default", "tool_use", ...
-    special_tokens: dict[str, str]        # named tokens a template may print
-    max_model_len: int | None             # context length in tokens, from config.json
-    no_template: str = ""                 # why the engine does not use the template
-    no_tokenizer: str = ""                # why the engine does not use tokenizer.json
+    config: dict[str, Any]                # tokenizer_config.json
+    settings: dict[str, Any]              # config.json
+    no_template: str = ""                 # why there is no template to use, though the folder may have one
+    no_tokenizer: str = ""                # why tokenizer.json is not used, or is not there
 
-    def template(self, has_tools: bool) -> str | None:
-        """The template for a request, as transformers chooses it."""
-        if has_tools and "tool_use" in self.templates:
-            return self.templates["tool_use"]
-        return self.templates.get("default")
+    @property
+    def max_model_len(self) -> int | None:
+        """Context length in tokens, from config.json."""
+        inner = self.settings.get("text_config")
+        value = (inner if isinstance(inner, dict) else self.settings).get("max_position_embeddings")
+        return value if isinstance(value, int) else None
 
 
 def load_model(directory: Path, chat_template: str | Path | None = None) -> ModelFiles:
     """Read a model directory; `chat_template` (a file) replaces the model's own. Raises ModelError."""
-    config = _json(directory / "tokenizer_config.json")
-    if chat_template is not None:
-        try:
-            templates = {"default": Path(chat_template).read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"can't read the chat template {chat_template}: {error}") from error
-    else:
-        templates = _templates(directory, config)
-    names = {**_json(directory / "special_tokens_map.json"), **config}
-    tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(names.get(name)))}
-    settings = _json(directory / "config.json")
-    mistral = _mistral_format(directory)
-    if mistral or any(name in _WRITTEN_BY_VLLM for name in settings.get("architectures") or ()):
-        return ModelFiles(directory, {}, tokens, _context_length(settings),
-                          mistral or "vLLM writes this model's conversations without its chat template", mistral)
-    return ModelFiles(directory, templates, tokens, _context_length(settings))
+    config, settings = _json(directory / "tokenizer_config.json"), _json(directory / "config.json")
+    templates, no_template = _given(chat_template) if chat_template is not None else _templates(directory, config, settings)
+    no_tokenizer = _mistral_format(directory)
+    if no_tokenizer:
+        no_template = no_tokenizer
+    elif any(name in _WRITTEN_BY_VLLM for name in settings.get("architectures") or ()):
+        no_template = "vLLM writes this model's conversations without its chat template"
+    if not (directory / "tokenizer.json").is_file() and not no_tokenizer:
+        if not config and not settings:
+            raise ModelError(f"{directory} has no tokenizer.json and nothing else of a model: give the folder that the engine was "
+                             "started with")
+        no_tokenizer = f"{directory} has no tokenizer.json, so the engine makes this model's tokens in a way of its own"
+        no_template = no_template or no_tokenizer
+    return ModelFiles(directory, {} if no_template else templates, config, settings, no_template, no_tokenizer)
 
 
 def _mistral_format(directory: Path) -> str:
@@ -100,35 +99,46 @@ def _mistral_format(directory: Path) -> str:
     return ""
 
 
-def _templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Files win over tokenizer_config.json, as in transformers."""
-    found: dict[str, str] = {}
+def _given(path: str | Path) -> tuple[dict[str, str], str]:
+    try:
+        return {"default": Path(path).read_text(encoding="utf-8")}, ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"can't read the chat template {path}: {error}") from error
+
+
+def _templates(directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, str], str]:
+    """The model's templates as vLLM finds them, and why it can't be told which it takes, or "".
+
+    Files of their own replace all that tokenizer_config.json holds. A processor, where the model has one, has the first
+    word on requests without tools, and it alone reads chat_template.json.
+    """
+    files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    if (directory / "chat_template.jinja").is_file():
+        files["default"] = directory / "chat_template.jinja"
+    found = {name: _text(path) for name, path in files.items()} or _in_config(config)
+    legacy = _json(directory / "chat_template.json").get("chat_template")
+    if not isinstance(legacy, str) or legacy == found.get("default"):
+        return found, ""
+    if any((directory / f"{name}_config.json").is_file() for name in ("processor", "preprocessor")) or "processor_class" in config:
+        with_tools = found.get("tool_use", found.get("default"))
+        return {"default": legacy, **({"tool_use": with_tools} if with_tools is not None else {})}, ""
+    if any(name in settings for name in ("vision_config", "audio_config")):
+        return found, "chat_template.json counts if the engine loads a processor for this model, which cannot be told from its files"
+    return found, ""
+
+
+def _in_config(config: dict[str, Any]) -> dict[str, str]:
     named = config.get("chat_template")
     if isinstance(named, str):
-        found["default"] = named
-    elif isinstance(named, list):
-        found.update({entry["name"]: entry["template"] for entry in named})
-    legacy = _json(directory / "chat_template.json").get("chat_template")
-    if isinstance(legacy, str):
-        found["default"] = legacy
-    files = {"default": directory / "chat_template.jinja"}
-    files.update({path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))})
-    for name, path in files.items():
-        if path.is_file():
-            found[name] = path.read_text(encoding="utf-8")
-    return found
+        return {"default": named}
+    return {entry["name"]: entry["template"] for entry in named} if isinstance(named, list) else {}
 
 
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else None
-
-
-def _context_length(config: dict[str, Any]) -> int | None:
-    inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    value = inner.get("max_position_embeddings")
-    return value if isinstance(value, int) else None
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"can't read {path}: {error}") from error
 
 
 def _json(path: Path) -> dict[str, Any]:

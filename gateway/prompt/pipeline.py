@@ -11,14 +11,16 @@ What it costs (one 2-core cloud machine, Qwen3 template and tokenizer) is in
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from cachemap import chain_seed, hash_blocks
 
+from .agreement import Answer, difference, fixed_texts
 from .anthropic import Habits, from_messages, habits
 from .chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
 from .conversation import Multimodal, has_media
@@ -27,6 +29,7 @@ from .forward import LEAST_TOKENS, kind_of
 from .model import ModelFiles, load_model
 from .prefixes import Found, Prefixes
 from .prompt import Prompt, PromptError
+from .reading import Reading, Readings
 from .renderer import Renderer
 from .template import ChatTemplate, TemplateError
 from .tokenizer import Tokenizer
@@ -57,6 +60,29 @@ _CONVERSATIONS = frozenset({_CHAT, _RESPONSES, _MESSAGES})
 PATHS = _CONVERSATIONS | _FREE | {_COMPLETIONS, _EMBEDDINGS}
 
 
+class _Inexact(Exception):
+    """The engine may make other tokens of this text than the gateway."""
+
+
+class _Loaded(NamedTuple):
+    """One way of reading the tokenizer's files, and what follows from it."""
+
+    reading: Reading
+    tokenizer: Tokenizer
+    cuts: frozenset[str]
+    lead: bytes | None
+    prefixes: Prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How an engine reads the tokenizer's files."""
+
+    how: str
+    differs: str = ""                      # why it is in no way that is known here
+    loaded: _Loaded | None = None              # None: the way that is in use
+
+
 class Pipeline:
     """Prepares requests for one model."""
 
@@ -79,35 +105,91 @@ class Pipeline:
         self.version: str | None = None        # of the engine that prompts are made for, if it told
         self._ways = NEWEST
         self._habits = Habits(True, "low")
+        self.reading: Reading | None = None    # how the model's tokenizer files are read
+        self._readings: Readings | None = None
+        self._doubt = ""                       # why the files do not tell how the engine reads them
+        self._confirmed = False                # an engine has made the same ids of the fixed texts
+        self._differs: dict[str, str] = {}     # served name -> why its engines' tokens are not the gateway's
+        self._prefix_bytes = prefix_bytes
         self._files: ModelFiles | None = None
         self._cuts: frozenset[str] = frozenset()
         self._template_given = chat_template is not None
         self._lead: bytes | None = None        # special tokens before a text, if there are none behind it
         if model_dir is not None:
-            self._load(model_dir, chat_template, prefix_bytes)
+            self._load(model_dir, chat_template)
 
-    def _load(self, model_dir: Path, chat_template: str | Path | None, prefix_bytes: int) -> None:
-        self._files = load_model(model_dir, chat_template)
-        self.tokenizer = Tokenizer(model_dir)
-        self._cuts = self.tokenizer.safe_cuts()
-        before, after = self.tokenizer.added_around()
-        if not after:
-            self._lead = self.tokenizer.encode("x", special=True)[:4 * before]
-        self.prefixes = Prefixes(self.tokenizer, self.block_size, prefix_bytes)
+    def _load(self, model_dir: Path, chat_template: str | Path | None) -> None:
+        self._files = files = load_model(model_dir, chat_template)
+        if files.no_tokenizer:
+            self.template_error = files.no_template
+            return
+        self._readings = Readings(model_dir, files.config, files.settings)
+        reading, self._doubt = self._readings.likeliest(self._ways.transformers)
+        self._enter(self._loaded(reading))
+
+    def _loaded(self, reading: Reading) -> _Loaded:
+        """All that depends on the tokenizer: up to a second of work, which may be done in a thread."""
+        tokenizer = Tokenizer(self._files.directory, reading=reading)
+        before, after = tokenizer.added_around()
+        lead = None if after else tokenizer.encode("x", special=True)[:4 * before]
+        return _Loaded(reading, tokenizer, tokenizer.safe_cuts(), lead, Prefixes(tokenizer, self.block_size, self._prefix_bytes))
+
+    def _enter(self, loaded: _Loaded) -> None:
+        self.reading, self.tokenizer, self._cuts, self._lead, self.prefixes = loaded
+        self.prefixes.resize(self.block_size)
         self._make_renderers()
+
+    def fixed_texts(self) -> list[str]:
+        """The texts by which an engine's tokenizer is compared with this one; none where there is none."""
+        return fixed_texts(self.tokenizer, self.reading.special_tokens) if self.tokenizer is not None else []
+
+    def judge(self, answers: Sequence[Answer]) -> Verdict:
+        """Hold an engine's ids of the fixed texts against every way of reading the tokenizer's files.
+
+        Changes nothing, and may take seconds: meant for a thread. `adopt` makes use of what it finds.
+        """
+        why = difference(self.tokenizer, answers)
+        if not why:
+            return Verdict(self.reading.how)
+        for reading in self._readings.all():
+            if reading != self.reading and not difference((loaded := self._loaded(reading)).tokenizer, answers):
+                return Verdict(reading.how, loaded=loaded)
+        return Verdict(self.reading.how, f"the engine makes other tokens: {why}")
+
+    def read_as(self, how: str) -> Verdict:
+        """What `judge` of another process has found. May take seconds."""
+        if self.reading is None or how == self.reading.how:
+            return Verdict(how)
+        return Verdict(how, loaded=next((self._loaded(one) for one in self._readings.all() if one.how == how), None))
+
+    def adopt(self, verdict: Verdict, confirmed: bool, differs: Mapping[str, str]) -> None:
+        """Read the tokenizer's files in that way from now on. `confirmed`: an engine does so; `differs`: why the tokens of
+        these models are not the gateway's."""
+        self._confirmed, self._differs = confirmed, dict(differs)
+        if verdict.loaded is not None and verdict.loaded.reading != self.reading:
+            self._enter(verdict.loaded)
+
+    def inexact(self, model: str = "") -> str:
+        """Why a text of this model cannot be turned into the engine's tokens with certainty, or ""."""
+        if self._differs:
+            why = self._differs.get(model) if model else next(iter(self._differs.values()))
+            if why:
+                return why
+        return "" if self._confirmed or not self._doubt else f"how the engine reads the tokenizer's files is not certain: {self._doubt}"
 
     def _make_renderers(self) -> None:
         renderers = {}
         self.template_error = self._files.no_template
         for name, source in self._files.templates.items():
             try:
-                template = ChatTemplate(source, self._files.special_tokens, self._ways)
+                template = ChatTemplate(source, self.reading.special_tokens, self._ways)
             except TemplateError as error:
                 self.template_error = str(error)
                 continue
             renderers[name] = Renderer(template, self.tokenizer, self.prefixes, self._cuts)
-            if name == "default":
-                self._habits = habits(template, self._template_given)
+        default = renderers.get("default")
+        with_tools = [self._files.templates["tool_use"]] if "tool_use" in self._files.templates else []
+        self._habits = habits(default.template if default else None, with_tools, self._template_given)
         self.renderers = renderers
 
     @property
@@ -128,8 +210,13 @@ class Pipeline:
         found = ways(version)
         if found != self._ways:
             self._ways = found
-            if self._files is not None:
+            if self._readings is None:
+                return
+            reading, self._doubt = self._readings.likeliest(found.transformers)
+            if self._confirmed or reading == self.reading:
                 self._make_renderers()
+            else:
+                self._enter(self._loaded(reading))
 
     def prepare(self, path: str, body: bytes, headers: Mapping[str, str] | None = None,
                 adapters: Collection[str] = ()) -> Prompt:
@@ -148,8 +235,8 @@ class Pipeline:
         try:
             if unusual:
                 raise Unroutable(unusual)
-            if self.tokenizer is None:
-                return self._as_text(prompt, request)
+            if self._files is None:
+                return self._as_text(prompt, request, "no tokenizer: prompts are matched as text")
             try:
                 self._fill(prompt, request)
             except Rounded:
@@ -157,6 +244,8 @@ class Pipeline:
                 self._fill(prompt, request)
         except PromptError:
             raise
+        except _Inexact as why:
+            return self._as_text(prompt, request, str(why))
         except Exception as error:        # templates are foreign programs: any failure is theirs
             return _by_load(prompt, body, error)
         limit = self.max_model_len
@@ -183,6 +272,7 @@ class Pipeline:
     def _conversation(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
         ids = _forwarded_ids(request, self._ways.forwards_past_media) if "kv_transfer_params" in request else None
         if ids is None:
+            self._must_be_exact(prompt)
             chat = self._chat(prompt.path, request)
             prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
         else:
@@ -227,6 +317,8 @@ class Pipeline:
         prompts = prompts_of(given, key)
         if self._files.no_tokenizer and isinstance(prompts[0], str):
             raise Unroutable(self._files.no_tokenizer)
+        if isinstance(prompts[0], str):
+            self._must_be_exact(prompt)
         ids = [self.tokenizer.encode(one, special) if isinstance(one, str) else one for one in prompts]
         keep = request.get("truncate_prompt_tokens")
         if keep is not None:
@@ -236,6 +328,10 @@ class Pipeline:
         prompt.token_ids = max(ids, key=len)
         prompt.tokens = sum(map(len, ids)) // 4
         prompt.hashes = self._hashed(prompt.token_ids, seed)
+
+    def _must_be_exact(self, prompt: Prompt) -> None:
+        if (self._differs or self._doubt) and (why := self.inexact(prompt.model)):
+            raise _Inexact(why)
 
     def _hashed(self, ids: bytes, seed: int) -> array[int]:
         return array("Q", hash_blocks(ids, self.block_size, seed))
@@ -273,13 +369,13 @@ class Pipeline:
             wanted = 16 if prompt.path == _COMPLETIONS else 0
         return wanted if self._ways.truncates_to_output else min(1, wanted)
 
-    def _as_text(self, prompt: Prompt, request: dict[str, Any]) -> Prompt:
-        """No tokenizer: 4 bytes of text stand for a token, under a seed that no real token chain has."""
+    def _as_text(self, prompt: Prompt, request: dict[str, Any], why: str) -> Prompt:
+        """No tokens to go by: 4 bytes of text stand for a token, under a seed that no real token chain has."""
         said = request.get("messages", request.get("prompt", request.get("input", "")))
         head = [request.get("system"), request.get("instructions"), request.get("tools")]
         text = said.encode() if isinstance(said, str) else orjson.dumps([head, said])
         seed = chain_seed("text:" + self.served_name, self.block_size, prompt.adapter, request.get("cache_salt"))
-        prompt.mode, prompt.note = "text", "no tokenizer: prompts are matched as text"
+        prompt.mode, prompt.note = "text", why
         prompt.rendered_chars = len(text)
         prompt.tokens = len(text) // 4
         prompt.hashes = self._hashed(text, seed)

@@ -8,6 +8,7 @@ do there (reach dunder attributes, change its inputs) it can't do here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -23,6 +24,9 @@ from .versions import NEWEST, Ways
 
 # What marks where the message to be continued ends; a template may strip its trailing blank.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+# A key `thinking`, or a message dumped as a whole.
+_THINKING = re.compile(r"""[.'"]thinking\b|\b(?:messages?|msg|m)(?:\[[^\]]*\])?\s*\|\s*tojson""")
 
 
 class TemplateError(Exception):
@@ -95,6 +99,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         # vLLM looks for the quoted word, too; without it developer messages become system messages
         self.knows_developer = '"developer"' in source or "'developer'" in source
+        self.reads_thinking = bool(_THINKING.search(source))
         env = Sandbox()
         try:
             self._template = env.from_string(source)

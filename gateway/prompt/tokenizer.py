@@ -16,6 +16,7 @@ import fastokens
 import tokenizers
 
 from .model import ModelError
+from .reading import Reading
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +30,21 @@ class TokenizerError(ModelError):
 class Tokenizer:
     """One model's tokenizer. Encoding is thread safe (both backends are, and neither is changed here)."""
 
-    def __init__(self, model_dir: Path, backend: str = "fastokens") -> None:
-        """`backend` is "fastokens" or "tokenizers". Raises TokenizerError."""
+    def __init__(self, model_dir: Path, backend: str = "fastokens", reading: Reading | None = None) -> None:
+        """`backend` is "fastokens" or "tokenizers"; `reading` says how the engine reads the files (None: tokenizer.json
+        as it is). Raises TokenizerError."""
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{model_dir} has no tokenizer.json: convert the tokenizer to the "
                                  "fast format (save_pretrained with transformers) and put it there")
-        self.backend = backend
+        content = reading.content if reading else None
+        splits = reading is not None and reading.splits_special_tokens
+        self.backend = "tokenizers" if splits else backend     # fastokens always finds special tokens in a text
         self._fast: Any = None
         self._slow: Any = None
-        if backend == "fastokens":
+        if self.backend == "fastokens":
             try:
-                self._fast = fastokens.Tokenizer.from_file(str(path))
+                self._fast = fastokens.Tokenizer.from_json_str(content) if content else fastokens.Tokenizer.from_file(str(path))
                 self._fast.no_truncation()
                 self._fast.no_padding()
                 self._fast.encode(_WARM_UP)      # the first call compiles its patterns: 40 to 170 ms
@@ -50,15 +54,17 @@ class Tokenizer:
                 self.backend = "tokenizers"
         if self._fast is None:
             try:
-                self._slow = tokenizers.Tokenizer.from_file(str(path))
+                self._slow = tokenizers.Tokenizer.from_str(content) if content else tokenizers.Tokenizer.from_file(str(path))
             except Exception as error:
                 raise TokenizerError(f"{path} is no tokenizer that can be read: {error}") from error
             self._slow.no_truncation()
             self._slow.no_padding()
+            self._slow.encode_special_tokens = splits
             self._slow.encode(_WARM_UP)
-        settings = json.loads(path.read_bytes())
+        settings = json.loads(content or path.read_bytes())
         self.added_tokens: list[dict[str, Any]] = settings.get("added_tokens") or []
         self._normalizes = not _changes_nothing(settings.get("normalizer"))
+        self._splits_special_tokens = splits
 
     def encode(self, text: str, special: bool = False) -> bytes:
         """Ids of `text` as uint32 LE bytes; `special` adds what the post-processor adds (BOS, EOS)."""
@@ -91,7 +97,8 @@ class Tokenizer:
         start with a blank that a token before it would take (rstrip), nor with a letter that would
         stop a single_word token before it. If encoding samples says otherwise, there are none.
         """
-        added = [{**token, "normalized": token["normalized"] and self._normalizes} for token in self.added_tokens]
+        added = [{**token, "normalized": token["normalized"] and self._normalizes} for token in self.added_tokens
+                 if not (token["special"] and self._splits_special_tokens)]
         neighbours = Neighbours(added)
         cuts = frozenset(token["content"] for token in added if _stands_alone(token, neighbours))
         return cuts if self._cuts_hold(sorted(cuts)) else frozenset()

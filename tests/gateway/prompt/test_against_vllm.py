@@ -10,15 +10,18 @@ import json
 import pytest
 from xxhash import xxh3_64_hexdigest
 
-from .reference import HERE
+from gateway.prompt.pipeline import Pipeline
+
+from .reference import HERE, model_dir
 
 CASES = [json.loads(line) for line in (HERE / "vllm_0_32.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("name", sorted({case["model"] for case in CASES}))
-def test_same_ids_as_vllm(name, load_model, monkeypatch):
-    pipeline, _ = load_model(name)
-    monkeypatch.setattr(pipeline, "max_model_len", 131072)
+def test_same_ids_as_vllm(name):
+    template = HERE / "parts.jinja" if name == "parts" else None
+    pipeline = Pipeline(model_dir("qwen3" if name == "parts" else name), "m", 16, chat_template=template, max_model_len=131072)
+    pipeline.follow("0.32.0")
     cases = [case for case in CASES if case["model"] == name]
     assert len(cases) >= 60
     for case in cases:

@@ -1,17 +1,23 @@
 """Rules for what reaches the template that the recorded vLLM cases do not name one by one."""
 
+from dataclasses import replace
+
 import pytest
 
 from gateway.prompt.anthropic import Habits, from_messages, habits
 from gateway.prompt.chat import from_chat, from_responses
-from gateway.prompt.conversation import conversation, tool_schemas
+from gateway.prompt.conversation import Unroutable, conversation, tool_schemas
 from gateway.prompt.template import ChatTemplate, TemplateError, cut_at_tag, tag_final_message
+from gateway.prompt.versions import NEWEST, Transformers, ways
 
 from .reference import environment
 
 
+LATEST = replace(NEWEST, transformers=Transformers((5, 23)))  # a release that is known
+
+
 def one(message, **options):
-    return conversation([message], options.pop("as_parts", False), **options)[0]
+    return conversation([message], options.pop("as_parts", False), **{"ways": LATEST, **options})[0]
 
 
 @pytest.mark.parametrize("message, seen", [
@@ -31,6 +37,32 @@ def one(message, **options):
 ])
 def test_messages(message, seen):
     assert one(message) == seen
+
+
+@pytest.mark.parametrize("version, copied, dropped", [
+    ("0.28.0", None, None), ("0.30.0", None, None), ("0.31.0", False, False), ("0.32.0", False, False), ("0.33.0", False, None), ("0.34.0", None, None), (None, None, None)])
+def test_what_depends_on_the_release_of_transformers(version, copied, dropped):
+    """5.20 drops keys that are None, 5.21 copies reasoning; a vLLM may be installed with several releases."""
+    spoken = {"role": "assistant", "content": "x", "reasoning": "r"}
+    called = {"role": "tool", "content": "x", "tool_call_id": None}
+    if copied is None:
+        with pytest.raises(Unroutable, match="transformers"):
+            one(spoken, ways=ways(version), reads_thinking=True)
+        assert "thinking" not in one(spoken, ways=ways(version))       # this template would not look for it
+    else:
+        assert ("thinking" in one(spoken, ways=ways(version), reads_thinking=True)) is copied
+    if dropped is None:
+        with pytest.raises(Unroutable, match="transformers"):
+            one(called, ways=ways(version))
+    else:
+        assert ("tool_call_id" in one(called, ways=ways(version))) is not dropped
+
+
+@pytest.mark.parametrize("source, reads", [
+    ("{{ m.thinking }}", True), ("{{ m['thinking'] }}", True), ('{% if "thinking" in m %}', True), ("{{ messages[-1] | tojson }}", True),
+    ("{{ message|tojson }}", True), ("{{ enable_thinking }}{{ m.reasoning_content }}", False), ("{{ m.content | tojson }}", False)])
+def test_which_templates_may_look_for_thinking(source, reads):
+    assert ChatTemplate(source.replace("{% if", "{% set x =") if "{% if" in source else source, {}).reads_thinking is reads
 
 
 @pytest.mark.parametrize("arguments, seen", [
@@ -55,7 +87,7 @@ def test_parts_for_templates_that_loop_over_them():
 def test_developers_without_a_template_that_knows_them():
     talk = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b", "tools": [1]}, {"role": "user", "content": "c"}]
     assert conversation(talk, False, knows_developer=False) == [{"role": "system", "content": "a\n\nb"}, {"role": "user", "content": "c"}]
-    assert conversation(talk, False)[1] == {"role": "developer", "content": "b", "tools": [1]}
+    assert conversation(talk, False, ways=LATEST)[1] == {"role": "developer", "content": "b", "tools": [1]}
     assert conversation(talk[1:], False, knows_developer=False)[0] == {"role": "system", "content": "b"}
 
 
@@ -154,3 +186,24 @@ def test_templates_are_kept_in_their_sandbox():
     for source in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ ''.__class__ }}", "{{ raise_exception('no') }}"):
         with pytest.raises(TemplateError):
             ChatTemplate(source + "{{ nothing.at.all }}", {}).render([{"role": "user", "content": "x"}], None, {})
+
+
+INLINE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+FIRST_ONLY = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("source, first", [
+    (INLINE, False), (FIRST_ONLY, True),
+    (INLINE + "{{ bos_token }}", False), ("{{ bos_token + messages[0].content }}", True),          # original Llama 3
+    (INLINE + "{{ strftime_now('%d') }}", True), ("{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}" + INLINE, False),
+    ("{% generation %}" + INLINE + "{% endgeneration %}", True),                                     # Laguna
+    ("{% if tools is not none %}{{ tools | length }}{% endif %}" + INLINE, False),
+    ("{% if tools is not none %}{{ tools | tojson }}{% endif %}" + INLINE, True),                    # functionary, Solar
+    ("{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}" + INLINE, True),  # Mistral-Small-3.2
+    ("{% for m in messages %}{{ 1 / 0 }}{% endfor %}", True),
+])
+def test_where_messages_puts_system_texts(source, first):
+    """vLLM asks in a sandbox that lacks most of what the template has when it renders."""
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, LATEST)
+    assert habits(template).system_first is first
+    assert habits(ChatTemplate(INLINE, {}, LATEST), [source]).system_first is first                  # the tool_use template is asked, too

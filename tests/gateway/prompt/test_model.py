@@ -14,7 +14,7 @@ from .reference import model_dir
 def write(directory, **files):
     for name, content in files.items():
         path = directory / name.replace("__", "/").replace("_json", ".json").replace("_jinja", ".jinja")
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     return directory
 
@@ -53,26 +53,36 @@ def test_a_snapshot_in_the_cache(monkeypatch, tmp_path):
     ({}, {}),
     ({"tokenizer_config_json": {"chat_template": "a"}}, {"default": "a"}),
     ({"tokenizer_config_json": {"chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]}}, {"default": "a", "tool_use": "b"}),
-    ({"tokenizer_config_json": {"chat_template": "a"}, "chat_template_json": {"chat_template": "c"}}, {"default": "c"}),
+    ({"tokenizer_config_json": {"chat_template": "a"}, "chat_template_json": {"chat_template": "c"}}, {"default": "a"}),
+    ({"chat_template_json": {"chat_template": "c"}}, {}),
+    ({"tokenizer_config_json": {"chat_template": "a"}, "chat_template_json": {"chat_template": "c"}, "preprocessor_config_json": {}},
+     {"default": "c", "tool_use": "a"}),
+    ({"chat_template_json": {"chat_template": "c"}, "tokenizer_config_json": {"processor_class": "X"}}, {"default": "c"}),
+    ({"chat_template_json": {"chat_template": "a"}, "chat_template_jinja": "a", "config_json": {"vision_config": {}}}, {"default": "a"}),
+    ({"tokenizer_config_json": {"chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]},
+      "chat_template_jinja": "j"}, {"default": "j"}),
+    ({"tokenizer_config_json": {"chat_template": "a"}, "additional_chat_templates__tool_use_jinja": "t"}, {"tool_use": "t"}),
     ({"tokenizer_config_json": {"chat_template": "a"}, "chat_template_jinja": "j", "additional_chat_templates__tool_use_jinja": "t"}, {"default": "j", "tool_use": "t"}),
 ])
 def test_where_templates_are(tmp_path, files, templates):
-    assert load_model(write(tmp_path, **files)).templates == templates
+    assert load_model(write(tmp_path, tokenizer_json={}, **files)).templates == templates
 
 
 def test_a_given_template_replaces_all(tmp_path):
-    write(tmp_path, tokenizer_config_json={"chat_template": [{"name": "tool_use", "template": "b"}]}, own_jinja="o")
+    write(tmp_path, tokenizer_json={}, tokenizer_config_json={"chat_template": [{"name": "tool_use", "template": "b"}]}, own_jinja="o")
     assert load_model(tmp_path, tmp_path / "own.jinja").templates == {"default": "o"}
     with pytest.raises(ModelError, match="can't read the chat template"):
         load_model(tmp_path, tmp_path / "missing.jinja")
 
 
-def test_named_tokens_and_context_length(tmp_path):
-    write(tmp_path, tokenizer_config_json={"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None},
-          special_tokens_map_json={"unk_token": "<unk>", "eos_token": "x"}, config_json={"text_config": {"max_position_embeddings": 512}})
-    files = load_model(tmp_path)
-    assert files.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    assert files.max_model_len == 512
+def test_two_templates_of_which_nothing_says_which_counts(tmp_path):
+    files = load_model(write(tmp_path, tokenizer_json={}, chat_template_json={"chat_template": "a"}, chat_template_jinja="b", config_json={"vision_config": {}}))
+    assert files.templates == {} and "processor" in files.no_template
+
+
+def test_context_length(tmp_path):
+    assert load_model(write(tmp_path, config_json={"text_config": {"max_position_embeddings": 512}})).max_model_len == 512
+    assert load_model(write(tmp_path, config_json={"max_position_embeddings": 64})).max_model_len == 64
 
 
 def test_a_broken_file_says_which(tmp_path):
@@ -128,3 +138,16 @@ def test_models_that_the_engine_reads_in_its_own_way(tmp_path, files, chat, text
     assert plain.mode == text and ("mistral-common" in plain.note) == (text == "load")
     assert pipeline.prepare("/v1/completions", b'{"prompt": [1, 2]}').mode == "exact"
     assert template_report(pipeline).refused == (talk.note if chat == "load" else "")
+
+
+def test_a_folder_without_tokenizer_json(tmp_path):
+    """Kimi and others: the engine has code of its own for such a model."""
+    pipeline = Pipeline(write(tmp_path, config_json={"model_type": "kimi_k2"}, tokenizer_config_json={"chat_template": "x"}), "m", 16)
+    talk = pipeline.prepare("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "hi"}]}')
+    plain = pipeline.prepare("/v1/completions", b'{"prompt": "hi"}')
+    assert talk.mode == plain.mode == "load" and "no tokenizer.json" in talk.note and "no tokenizer.json" in plain.note
+    assert pipeline.prepare("/v1/completions", b'{"prompt": [1, 2]}').mode == "exact"
+    pipeline.follow("0.28.0")
+    assert pipeline.fixed_texts() == []
+    with pytest.raises(ModelError, match="nothing else of a model"):
+        Pipeline(write(tmp_path / "empty", readme_json={}), "m", 16)

@@ -1,0 +1,53 @@
+"""Whether the gateway's tokenizer is the engine's: fixed texts, of which both make ids.
+
+The engine is asked for the ids of each text, without and with the special tokens that a tokenizer adds. The texts hold
+what tokenizers treat differently: scripts, digits, blanks at the start and in rows, line ends, contractions, composed and
+decomposed letters, and the model's own special tokens with text before, after and between them.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from .tokenizer import Tokenizer
+
+_TEXTS = (
+    "Hello, world! The quick brown fox doesn't jump; they'll say it's over.",
+    "HELLO WORLD'S CamelCase snake_case kebab-case http://example.com/a?b=c#d user@example.org",
+    " one leading blank", "   three leading blanks,  two inside, one behind ", "\tdef f(x):\n\t\treturn x ** 2  # comment\n",
+    "\n\nline\r\nline\r\r\n\n\n   indented\n ", "0 7 42 365 1024 65536 3.14159 1,234,567 1e10 0x1F",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u65e5\u672c\u8a9e\u306e\u30c6\u30b9\u30c8 \ud55c\uad6d\uc5b4 \ubb38\uc7a5\uff01",
+    "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440! \u0393\u03b5\u03b9\u03ac \u03c3\u03bf\u03c5 \u0540\u0561\u0575\u0565\u0580\u0565\u0576 \u10e5\u10d0\u10e0\u10d7\u10e3\u10da\u10d8",
+    "\u0645\u0631\u062d\u0628\u0627 \u0628\u0627\u0644\u0639\u0627\u0644\u0645 \u05e9\u05dc\u05d5\u05dd \u05e2\u05d5\u05dc\u05dd",
+    "\u0928\u092e\u0938\u094d\u0924\u0947 \u0a38\u0a24 \u0bb5\u0ba3\u0b95\u0bcd\u0b95\u0bae\u0bcd \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u1019\u1004\u103a\u1039\u1002\u101c\u102c \u12a0\u121b\u122d\u129b",
+    "na\u00efve e\u0301tude \u00c5ngstr\u00f6m A\u030angstro\u0308m \ufb01ne \u2126 \u00bd \u00b2 \uff21\uff22\uff23 \u1e9e\u00df",
+    "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \u2581 \u00a0 \u200b \ufeff \x7f",
+    "{\"key\": [1, 2.5, null, true], \"s\": \"a\\n\\u00e9\"} <tag attr='v'/> $x^2 + y_1$ \u201cquoted\u201d \u2014 \u2026",
+)  # fmt: skip
+_MOST_TOKENS = 10                          # special tokens that get a text of their own
+
+
+class Answer(NamedTuple):
+    """What an engine makes of a text."""
+
+    text: str
+    special: bool                          # with the special tokens that its tokenizer adds
+    ids: Sequence[int]
+
+
+def fixed_texts(tokenizer: Tokenizer, named: Mapping[str, str]) -> list[str]:
+    """The texts to compare; `named` are the special tokens that a template may print."""
+    added = [token["content"] for token in tokenizer.added_tokens]
+    some = added[:: max(1, len(added) // (_MOST_TOKENS // 2))]
+    tokens = list(dict.fromkeys([*named.values(), *some, *added[-1:]]))[:_MOST_TOKENS]
+    return [*_TEXTS, *(f"{token}x a {token} b{token}{token}\n{token} c" for token in tokens)]
+
+
+def difference(tokenizer: Tokenizer, answers: Iterable[Answer]) -> str:
+    """The first text of which the two make different ids, in words, or ""."""
+    for text, special, theirs in answers:
+        ours = memoryview(tokenizer.encode(text, special)).cast("I").tolist()
+        if ours != list(theirs):
+            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+            return f"{text[:40]!r} is {ours[at:at + 4]} here from token {at} on, and {list(theirs[at:at + 4])} there"
+    return ""

@@ -20,6 +20,7 @@ from loadgen.arrivals import Ramp, conversation_starts
 from loadgen.drive import CHAT, COMPLETIONS, Asking
 from loadgen.files import Reader
 from loadgen.options import BadOption, positive, rate, seconds, share, whole
+from loadgen.serving import Model
 from loadgen.sources import Document, file_documents, stdlib_documents
 from loadgen.synthetic import VOCABULARY
 from loadgen.workloads import CHARS_PER_TOKEN, Conversation, Workload
@@ -111,8 +112,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
                        help="whose replies stay in the conversation (default: the file's where it has them)")
     group.add_argument("--bad-lines", choices=("stop", "skip"), help="what to do about lines of a file that are wrong (default stop)")
     group.add_argument("--disable-shuffle", action="store_const", const=True, help="take a file's conversations in their order")
-    group.add_argument("--vocab-size", type=whole, default=VOCABULARY, metavar="N",
-                       help="token ids made up are below this (default %(default)s)")
+    group.add_argument("--vocab-size", type=whole, metavar="N",
+                       help=f"token ids made up are below this (default: what the model has where its config.json is at hand, {VOCABULARY} at most)")
     _add_arrivals(parser.add_argument_group("when"))
     _add_shape(parser.add_argument_group("shape of the load, in tokens; each load has its own defaults"))
 
@@ -194,11 +195,16 @@ def completions(args: argparse.Namespace) -> bool:
     return dataset(args) not in _TEXTS if args.backend is None else args.backend != "openai-chat"
 
 
-def asking(args: argparse.Namespace, model: str) -> Asking:
+def vocabulary(args: argparse.Namespace, known: int | None = None) -> int:
+    """Made-up token ids are below this; `known`: how many the model has. Above the default are often special tokens."""
+    return args.vocab_size or min(known or VOCABULARY, VOCABULARY)
+
+
+def asking(args: argparse.Namespace, model: Model) -> Asking:
     ask_completions = completions(args)
     ignore_eos = args.ignore_eos if args.ignore_eos is not None else dataset(args) in _TRACES
-    return Asking(model, args.endpoint or (COMPLETIONS if ask_completions else CHAT), ask_completions,
-                  args.replies == "engine", ignore_eos, args.extra_body, salt(args), args.vocab_size)
+    return Asking(model.name, args.endpoint or (COMPLETIONS if ask_completions else CHAT), ask_completions,
+                  args.replies == "engine", ignore_eos, args.extra_body, salt(args), vocabulary(args, model.vocabulary))
 
 
 def salt(args: argparse.Namespace) -> int:

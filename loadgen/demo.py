@@ -114,7 +114,7 @@ async def play(console: Console, planned: Plan, requests: int, seed: int, policy
     try:
         conversations, starts = load(planned, requests, seed)
         client = Client(stack.base_url)
-        asking = Asking(await model_of(client, None), engine_replies=True, ignore_eos=scene.model is not None)
+        asking = Asking((await model_of(client, None)).name, engine_replies=True, ignore_eos=scene.model is not None)
         run = Run(conversations, starts, client, asking)
         stop_on_interrupt(run)
         before = await engines.cache_counts(stack.admin)

@@ -174,7 +174,7 @@ def plan_fleet(args: argparse.Namespace, console: Console, checkpoint: Checkpoin
     work = datasets.workload(args)
     show.print_notes(console, work.notes)
     fleet = Fleet(Setting(args.policy, [], args.seed, engine_replies=args.replies == "engine", salt=datasets.salt(args),
-                          vocabulary=args.vocab_size, users=args.users, max_concurrency=args.max_concurrency),
+                          vocabulary=datasets.vocabulary(args), users=args.users, max_concurrency=args.max_concurrency),
                   profile, options.slo(args), args.attainment)  # fmt: skip
 
     def said(point: Point) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import signal
+from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 
@@ -19,21 +22,57 @@ class Unreachable(Exception):
     """The server can't be used; the message says why and what to do."""
 
 
-async def model_of(client: Client, asked: str | None) -> str:
+class Model(NamedTuple):
+    """The model that a load asks for, and how many token ids it has if that can be known."""
+
+    name: str
+    vocabulary: int | None = None
+
+
+async def model_of(client: Client, asked: str | None) -> Model:
     """The model to ask for: as given, else the first the server lists. Raises Unreachable."""
-    if asked:
-        return asked
     status, body, problem = await client.get("/v1/models")
+    if asked:
+        return Model(asked, _vocabulary(body, asked))
     if problem:
         raise Unreachable(f"{client.base_url} does not answer ({problem}). Is the server up, and the port right?")
     try:
         told = orjson.loads(body)
         if status == 503:  # a gateway whose engines are not up yet says so, and which
             raise Unreachable(f"{client.base_url} answers 503: {told['error']['message']}")
-        return told["data"][0]["id"]
+        name = told["data"][0]["id"]
     except (ValueError, LookupError, TypeError):
         raise Unreachable(f"{client.base_url} answers {status} to /v1/models and lists no model; "
                           "name one with --model") from None
+    return Model(name, _vocabulary(body, name))
+
+
+def _vocabulary(models: bytes, name: str) -> int | None:
+    """How many token ids the model has, by the config.json of what the engine was started with: a folder that is here, too,
+    or what is in the hub's cache. `models`: the server's /v1/models."""
+    try:
+        cards = {card["id"]: card for card in orjson.loads(models)["data"]}
+        card = cards.get(name, {})
+        origin = str((cards.get(card.get("parent")) or card).get("root") or name)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        origin = name
+    try:
+        config = json.loads(_config(origin).read_text(encoding="utf-8"))
+        size = config.get("vocab_size") or config["text_config"]["vocab_size"]
+        return size if isinstance(size, int) and size > 0 else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _config(origin: str) -> Path:
+    """Where that model's config.json is, or would be."""
+    file = Path(origin) / "config.json"
+    if file.is_file() or origin.startswith((".", "/", "~")) or origin.count("/") != 1:
+        return file
+    from huggingface_hub import try_to_load_from_cache  # a slow import, needed only here
+
+    cached = try_to_load_from_cache(origin, "config.json")
+    return Path(cached) if isinstance(cached, str) else file
 
 
 def load_of(args: argparse.Namespace, work: Workload, client: Client, asking: Asking) -> Run | Processes:

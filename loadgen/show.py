@@ -108,6 +108,8 @@ def errors(report: Report) -> Text | None:
     for kind, number in sorted(report["errors"].items(), key=lambda item: -item[1]):
         text.append(f"{number} × {kind}", "bold red")
         text.append(f"  {report['error_examples'][kind]}\n", "dim")
+        if "vocabulary" in report["error_examples"][kind].lower():
+            text.append("  The load's made-up token ids are below --vocab-size; give it as many as the engine's model has.\n", "yellow")
     text.rstrip()
     return text
 

@@ -47,8 +47,8 @@ class Stack:
         self.base_url = f"http://127.0.0.1:{port}"
         self._token = secrets.token_hex(16)  # of its own, whatever the environment has
         self.admin = Client(f"http://127.0.0.1:{admin_port}", {"Authorization": f"Bearer {self._token}"}, timeout=5)
-        self._argv = [sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", str(port),
-                      "--admin-port", str(admin_port), "--policy", policy, "--cached-tokens-header", "--launch", str(launch),
+        self._argv = [sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", str(port), "--cached-tokens-header",
+                      "--admin-port", str(admin_port), "--policy", policy, "--launch", str(launch),
                       "--profile", profile, *(["--model", str(model)] if model else [])]
         self._folder = tempfile.TemporaryDirectory(prefix="loadgen-")
         self._log = Path(self._folder.name, "gateway.log")

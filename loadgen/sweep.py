@@ -171,7 +171,7 @@ async def sweep_verb(args: argparse.Namespace, console: Console) -> int:
         console.print(f"[dim]{rate:.4g} requests/s: {show.percent(step['share'])} within the SLO[/]")
         sweep.search.stopped = hopeless(step) or sweep.search.stopped
     client.close()
-    conclude(args, console, sweep, records, {"target": client.base_url, "model": model, "workload": datasets.describe(args, work),
+    conclude(args, console, sweep, records, {"target": client.base_url, "model": model.name, "workload": datasets.describe(args, work),
                                              "setting": setting(["loadgen", *sys.argv[1:]], args.seed)})
     return 0 if sweep.search.kept else 1
 

@@ -84,7 +84,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
     if args.losses_unseen and not args.event_loss:
         raise options.BadOption("--losses-unseen needs --event-loss")
     made = Setting("", profiles(args), args.seed, args.gateways, not args.own_ledgers, None if args.no_events else args.event_delay,
-                   args.event_loss, args.losses_unseen, args.outage, args.replies == "engine", datasets.salt(args), args.vocab_size,
+                   args.event_loss, args.losses_unseen, args.outage, args.replies == "engine", datasets.salt(args), datasets.vocabulary(args),
                    args.users, args.max_concurrency)
     return {policy: replace(made, policy=policy) for policy in args.policies}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadgen import datasets, options
+from loadgen.serving import Model
 from loadgen.cli import build_parser
 from loadgen.drive import CHAT, COMPLETIONS
 from loadgen.options import BadOption
@@ -63,15 +64,15 @@ def test_what_belongs_together_arrives_together_at_the_rate_of_requests():
 ])
 def test_how_is_asked(trace, flags, endpoint, completions, ignore_eos):
     flags = [part for flag in flags for part in (("--dataset-path", trace) if flag == "TRACE" else (flag,))]
-    asking = datasets.asking(given(*flags), "m")
+    asking = datasets.asking(given(*flags), Model("m"))
     assert (asking.endpoint, asking.completions, asking.ignore_eos) == (endpoint, completions, ignore_eos)
 
 
 def test_another_seed_load_or_file_has_other_tokens(trace):
     flags = [("--dataset-name", "rag"), ("--dataset-name", "chat"), ("--dataset-name", "rag", "--seed", 1), ("--dataset-path", trace),
              ("--dataset-path", trace, "--seed", -1)]
-    salts = [datasets.asking(given(*one), "m").salt for one in flags]
-    assert len(set(salts)) == len(flags) and salts == [datasets.asking(given(*one), "m").salt for one in flags]
+    salts = [datasets.asking(given(*one), Model("m")).salt for one in flags]
+    assert len(set(salts)) == len(flags) and salts == [datasets.asking(given(*one), Model("m")).salt for one in flags]
 
 
 @pytest.mark.parametrize("name", datasets._GENERATORS)

@@ -149,3 +149,39 @@ async def test_a_target_that_answers_nothing_ends_the_sweep(engine, wire, monkey
     async with engine(openai(wire, answer=wire.whole({"error": {"message": "no"}}, 400))) as server:
         assert await sweep.sweep_verb(arguments(server.url, "--request-rate", "1000", "--goodput", "ttft:1s"), console) == 1
     assert "Stopped: no request was answered (http_400)." in console.export_text()
+
+
+@pytest.mark.parametrize("answers, slo", [("nothing", "ttft:1s"), ("one token", "ttft:30s,tpot:1s")])
+async def test_a_sweep_without_ttft_or_tpot_is_written_all_the_same(engine, wire, tmp_path, monkeypatch, console, answers, slo):
+    """Nothing answered: no TTFT. Replies of one token: no TPOT."""
+    monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.04)
+    reply = wire.whole({"error": {"message": "no"}}, 400) if answers == "nothing" else wire.answer("one")
+    files = [tmp_path / name for name in ("s.json", "s.html", "s.png", "s.csv")]
+    async with engine(openai(wire, answer=reply)) as server:
+        flags = [word for file in files for word in (f"--{file.suffix[1:]}", str(file))]
+        code = await sweep.sweep_verb(arguments(server.url, "--request-rate", "400", "--output-len", "1", "--goodput", slo, *flags), console)
+    assert code == (1 if answers == "nothing" else 0) and all(file.stat().st_size for file in files)
+    page, figures = files[1].read_text(), json.loads(files[0].read_text())["sweep"]
+    assert figures["answer"] in page and "<td>–" in page and page.count("<tr><td>") >= len(figures["steps"])
+
+
+async def test_made_up_tokens_are_the_models_and_an_error_names_the_flag(engine, wire, tmp_path, monkeypatch, console):
+    """As vLLM 0.32 answers a token outside its vocabulary: 200, and an error in the stream."""
+    monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.04)
+    (tmp_path / "config.json").write_text('{"vocab_size": 4000}')
+    refused = wire.stream(wire.event(error={"message": "Token id 31000 is out of vocabulary", "code": 400}), wire.DONE)
+    limit = {}
+
+    async def respond(request, writer):
+        if request.path == "/v1/models":
+            writer.write(wire.whole({"data": [{"id": "tiny", "root": str(tmp_path)}]}))
+        else:
+            writer.write(wire.answer("one two") if max(request.json["prompt"]) < limit["is"] else refused)
+
+    async with engine(respond) as server:
+        limit["is"] = 4000
+        assert await sweep.sweep_verb(arguments(server.url, "--request-rate", "400", "--goodput", "ttft:30s"), console) == 0
+        limit["is"] = 2000
+        assert await sweep.sweep_verb(arguments(server.url, "--request-rate", "400", "--goodput", "ttft:30s"), console) == 1
+        assert "--vocab-size" in console.export_text()
+        assert await sweep.sweep_verb(arguments(server.url, "--request-rate", "400", "--goodput", "ttft:30s", "--vocab-size", "2000"), console) == 0

@@ -61,6 +61,16 @@ def test_names_are_text_and_nothing_else(tmp_path, runs):
     assert "<script" not in text and text.count("&lt;script&gt;") > 3
 
 
+@pytest.mark.parametrize("lacking", [{"output_tokens": 1, "gaps": []}, {"error": "connect", "first": None}], ids=["no TPOT", "no TTFT"])
+def test_the_tables_of_rates_and_of_fleets_survive_a_latency_that_is_missing(tmp_path, runs, lacking):
+    both = runs(["4/s"], slo={"ttft": 100.0}, **lacking)
+    point = {"rate": 4.0, "tokens": 1000, "replicas": 2, "share": 0.0, "kept": False, "report": both[0]["4/s"]}
+    sweep = {"answer": "no rate", "stopped": "all tried", "rate": None, "slo_ms": {"ttft": 100.0}, "attainment": 0.9, "steps": [point]}
+    plan = {"answers": ["no fleet"], "assumed": ["nothing"], "attainment": 0.9, "points": [point]}
+    for about in ({"sweep": sweep}, {"plan": plan}):
+        assert "<td>–" in page_of(tmp_path, both, {**ABOUT, **about})
+
+
 def test_targets_side_by_side_with_the_best_marked(tmp_path, runs):
     both = runs(["one", "two", "three"])
     text = page_of(tmp_path, both)

@@ -332,8 +332,7 @@ class Life:
         if self.label == "responses" or self.response is not None:
             self.dispatcher.responses.answered(self, data)
         if self.prompt is None or not self.prompt.token_ids:  # else `once` may ask about it
-            self.request.body = b""
-            self.client.release()
+            self._forget_body()
         lines = response_lines(self, self.dispatcher.draining)
         self.client.transport.write(self.held.block(lines) + data)
 
@@ -360,6 +359,7 @@ class Life:
 
     def _report(self, failure: Failure) -> None:
         self._leave()
+        self._forget_body()
         self.status = failure.status
         headers = JSON + [(b"x-request-id", self.id)]
         if failure.status == 503:
@@ -373,7 +373,14 @@ class Life:
 
     def _abandon(self, _: object) -> None:
         self._leave()
+        self._forget_body()
         self.dispatcher.outcomes.ended(self, "aborted")
+
+    def _forget_body(self) -> None:
+        """It will not be sent again. Whoever else has this request may have it for long: the client's side until the
+        answer ends, a queue until its turn."""
+        self.request.body = b""
+        self.client.release()
 
     def _leave(self) -> None:
         """Whatever the end was: nothing stays reserved, connected or listed."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..prompt import Prompt, PromptError
 from ..prompt.pipeline import OFFLOAD_THREADS
@@ -21,15 +23,59 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto.dispatch")
 
 NO_PREFILL = ("tokenize", "detokenize")
+# Bytes of a body above which one at a time is prepared, so that a thread is left for all others: 64 MiB take seconds.
+LARGE = 1024 * 1024
 
 # The prompt, or why there is none (None: a bug of ours), and the seconds it took.
 Prepared = tuple[Prompt | PromptError | None, float]
 
 
+class LongPrompts:
+    """Threads that prepare long prompts in the order in which they come, and of the largest ones one at a time.
+
+    They are of its own: what others do in threads must not wait for prompts.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(OFFLOAD_THREADS, "prepare")
+        self._free = OFFLOAD_THREADS
+        self._larger = False  # one that is LARGE is being prepared
+        self._waiting: tuple[deque, deque] = deque(), deque()  # (work, its future): up to LARGE, and above
+
+    def submit(self, size: int, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        """The result of `work`, which runs in a thread."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[size > LARGE].append((work, future))
+        self._start()
+        return future
+
+    def _start(self) -> None:
+        lesser, larger = self._waiting
+        while self._free and (lesser or (larger and not self._larger)):
+            large = bool(larger) and not self._larger
+            work, future = (larger if large else lesser).popleft()
+            self._free -= 1
+            self._larger |= large
+            thread = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            thread.add_done_callback(functools.partial(self._done, future, large))
+
+    def _done(self, future: asyncio.Future[Any], large: bool, thread: asyncio.Future[Any]) -> None:
+        self._free += 1
+        if large:
+            self._larger = False
+        self._start()
+        if future.cancelled():
+            return
+        if (error := thread.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(thread.result())
+
+
 class Preparation:
     def __init__(self, dispatcher: Dispatcher):
         self._dispatcher = dispatcher
-        self.threads = ThreadPoolExecutor(OFFLOAD_THREADS, "prepare")  # of its own: what others do in threads must not wait for prompts
+        self.long = LongPrompts()
         self._short = Together(self._together)
         self._unheard: set[asyncio.Task[None]] = set()
 
@@ -45,7 +91,7 @@ class Preparation:
         pipeline, adapters = self._dispatcher.pipeline, self._dispatcher.adapters
         if len(body) <= pipeline.offload_bytes:
             return pipeline.prepare(path, body, headers, adapters)
-        return await asyncio.get_running_loop().run_in_executor(self.threads, pipeline.prepare, path, body, headers, adapters)
+        return await self.long.submit(len(body), functools.partial(pipeline.prepare, path, body, headers, adapters))
 
     def _together(self, lives: list[Life]) -> None:
         """Stage by stage: where a dozen come at once, a plain request takes a third less CPU time than one by one."""
@@ -62,7 +108,7 @@ class Preparation:
             if life.state is not State.ENDED:
                 life.take_step(self._prepared, life, *thread.result(), "prepare_offloaded")
 
-        thread = asyncio.get_running_loop().run_in_executor(self.threads, lambda: None if life.state is State.ENDED else self._prepare(life))
+        thread = self.long.submit(len(life.request.body), lambda: None if life.state is State.ENDED else self._prepare(life))
         thread.add_done_callback(prepared)
 
     def _prepare(self, life: Life) -> Prepared:

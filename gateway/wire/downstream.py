@@ -345,9 +345,10 @@ class Downstream(asyncio.Protocol):
 
     def release(self) -> None:
         """The current request's body will not be needed again."""
-        self._hold(REQUEST_BYTES - self.answering)
-        self.answering = REQUEST_BYTES
-        self.current.body = b""
+        if self.current is not None:
+            self._hold(REQUEST_BYTES - self.answering)
+            self.answering = REQUEST_BYTES
+            self.current.body = b""
 
     def finish(self, keep_alive: bool = True) -> None:
         """The current request is answered: go on with the next, or close."""

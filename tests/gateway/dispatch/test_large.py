@@ -7,6 +7,7 @@ from array import array
 import orjson
 import pytest
 
+from gateway.dispatch.preparation import LARGE
 from gateway.prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS, Pipeline
 from replicas.simulated.model import sim_model_dir
 
@@ -79,6 +80,51 @@ async def test_others_are_answered_while_huge_prompts_are_prepared(gated):
         await eventually(s.idle)
 
 
+async def test_prompts_that_fill_a_context_leave_a_thread_for_lesser_ones(gated):
+    """An honest prompt of some pages does not wait until all those are done."""
+    gated.gate.set()
+    first, gate = threading.Event(), threading.Event()
+    prepare = gated.prepare
+
+    def slowly(path, body, *rest):
+        if len(body) > LARGE:
+            first.set()
+            assert gate.wait(20)
+        return prepare(path, body, *rest)
+
+    gated.prepare = slowly
+    async with stack(answers(), pipeline=gated) as s:
+        larger = [await s.talk() for _ in range(OFFLOAD_THREADS + 2)]
+        for talk in larger:
+            await talk.say(post(chat("x" * LARGE)))
+        await asyncio.to_thread(first.wait, 20)
+        for _ in range(3):
+            talks = [await s.talk() for _ in range(3)]
+            for talk in talks:
+                await talk.say(post(HUGE))
+            for talk in talks:
+                assert (await talk.response())[0] == 200
+        assert len(s.dispatcher.lives) == len(larger)
+        gate.set()
+        for talk in larger:
+            assert (await talk.response(30))[0] == 200
+        await eventually(s.idle)
+
+
+async def test_what_a_client_sent_that_left_is_not_kept_until_its_turn(gated):
+    async with stack(answers(), pipeline=gated) as s:
+        talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
+        for talk in talks:
+            await talk.say(post(HUGE))
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.dispatcher.lives) == len(talks))
+        *_, waiting = sorted(s.dispatcher.lives, key=lambda life: life.begun)
+        for talk in talks:
+            await talk.close()
+        await eventually(lambda: not s.dispatcher.lives)
+        assert waiting.request.body == b"" and s.server.held == 0
+        gated.gate.set()
+
+
 async def test_nothing_is_prepared_for_a_client_that_left_before_its_turn(gated):
     async with stack(answers(), pipeline=gated) as s:
         talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
@@ -92,7 +138,7 @@ async def test_nothing_is_prepared_for_a_client_that_left_before_its_turn(gated)
         gated.gate.set()
         for talk in talks[:-1]:
             assert (await talk.response())[0] == 200
-        await asyncio.wrap_future(s.dispatcher.preparation.threads.submit(int))  # behind it in the queue
+        await s.dispatcher.preparation.long.submit(1, int)  # behind it in the queue
         assert gated.begun == [HUGE] * OFFLOAD_THREADS
         assert s.metrics.requests.values == {("chat", "2xx"): OFFLOAD_THREADS, ("chat", "aborted"): 1}
         assert s.idle()

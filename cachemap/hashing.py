@@ -14,7 +14,9 @@ from xxhash import xxh3_64_intdigest
 TOKEN_BYTES = 4  # token ids are unsigned 32-bit, little-endian
 
 
-@lru_cache(maxsize=4096)
+_LONG_SALT = 256  # characters: clients choose salts, and 4,096 of them are kept
+
+
 def chain_seed(
     model: str, block_size: int, adapter: str | None = None, cache_salt: str | None = None
 ) -> int:
@@ -23,6 +25,12 @@ def chain_seed(
     Each field is written with its length, so that no two combinations spell the same
     bytes; None and "" mean the same, as they do to the engine.
     """
+    short = cache_salt is None or len(cache_salt) <= _LONG_SALT
+    return (_seed if short else _seed.__wrapped__)(model, block_size, adapter, cache_salt)
+
+
+@lru_cache(maxsize=4096)
+def _seed(model: str, block_size: int, adapter: str | None, cache_salt: str | None) -> int:
     fields = (model, str(block_size), adapter or "", cache_salt or "")
     encoded = (field.encode("utf-8", "surrogatepass") for field in fields)
     return xxh3_64_intdigest(b"".join(b"%d:%b" % (len(field), field) for field in encoded))

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 LEASE = 60.0  # seconds without a word, unless the caller asks for another time
 LEASES = (1.0, 3600.0)
-MOST = 16_384  # under way at once; of 8,000 tokens each, 300 MB of hashes
+MOST, MOST_BYTES = 16_384, 256 * 2**20  # under way at once: 16,384 of 30,000 tokens each
 MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
 
 
 class Decided:
     """As much of a `Life` as the dispatcher needs, for a request that is answered elsewhere."""
 
-    __slots__ = ("id", "prompt", "tried", "lease", "state", "streams", "backend", "reservation", "overlap", "begun", "sent_at", "first_at", "expected_at", "made", "timer")
+    __slots__ = ("id", "prompt", "tried", "lease", "state", "streams", "backend", "reservation", "overlap", "begun", "sent_at", "first_at", "expected_at", "made", "timer", "size")
 
     response = None  # no answer passes here, so nobody knows who made one
     status, fault, pieces = 200, 0, 0  # what goes wrong is the caller's to see; the engine's own count tells how many there were
@@ -53,6 +53,7 @@ class Decided:
         self.first_at = 0.0
         self.made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
+        self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
 
     def chosen(self) -> None:
         self.made.set_result(None)
@@ -68,6 +69,7 @@ class Decisions:
         self._dispatcher = dispatcher
         self._ids = map(f"{name}{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._open: dict[str, Decided] = {}
+        self._bytes = 0  # of what is under way
         self._others = make(dispatcher.policy.name)  # puts in order what was not chosen, with turns and dice of its own
 
     async def decide(self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str] = (), lease: float = LEASE) -> dict[str, Any]:
@@ -75,8 +77,9 @@ class Decisions:
         dispatcher = self._dispatcher
         if dispatcher.draining:
             raise Failure(503, "the gateway is shutting down; ask another one", code="shutting_down")
-        if len(self._open) >= MOST:
-            raise Failure(429, f"{MOST} requests are under way of which no end was told; tell it with POST /decide/ID/done")
+        if len(self._open) >= MOST or self._bytes >= MOST_BYTES:
+            what = f"{len(self._open)} requests" + (f" of {self._bytes >> 20} MiB" if self._bytes >= MOST_BYTES else "")
+            raise Failure(429, f"{what} are under way of which no end was told; tell it with POST /decide/ID/done")
         tried = tuple(dispatcher.backends[id] for id in exclude if id in dispatcher.backends)
         prompt = await dispatcher.preparation.prompt(path, body, headers)
         if dispatcher.unheard_of(prompt.model):
@@ -93,6 +96,7 @@ class Decisions:
         finally:
             decided.state = State.ENDED  # an answer of the shared ledger that comes for a caller who left is taken back
         self._open[decided.id] = decided
+        self._bytes += decided.size
         self._renew(decided)
         taken = decided.reservation
         seconds = decided.backend.costs.ttft_seconds(taken.before, taken.uncached, decided.overlap, taken.at)
@@ -165,6 +169,7 @@ class Decisions:
 
     def _end(self, decided: Decided, outcome: str) -> None:
         del self._open[decided.id]
+        self._bytes -= decided.size
         decided.timer.cancel()
         self._dispatcher.release(decided)
         self._dispatcher.metrics.decisions.inc(outcome)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,9 @@ SWITCH_SECONDS = 0.0005
 # What vLLM allows `n` to be unless VLLM_MAX_N_SEQUENCES says otherwise. It ignores `best_of` (0.28 and 0.32 tried).
 _MOST_SEQUENCES = 16_384
 _PREFIX_BYTES = 256 * 1024 * 1024
+# Characters of what a client wrote that outlive the body: of a longer session the SHA-256 stands for it.
+_LONG_SESSION = 256
+_LONGEST_NOTE = 500
 
 # How a path names its output limit, and where its faults are reported.
 _CHAT = "/v1/chat/completions"
@@ -422,7 +426,7 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
             break
         value = get(key)
         session = value if type(value) is str else None
-    prompt.session = session or None
+    prompt.session = session if not session or len(session) <= _LONG_SESSION else sha256(session.encode("utf-8", "replace")).hexdigest()
     return prompt
 
 
@@ -457,11 +461,12 @@ def _by_load(prompt: Prompt, body: bytes, error: Exception) -> Prompt:
     """Nothing exact is known: about 4 bytes of body to a token, for the load it will be."""
     prompt.mode = "load"
     if isinstance(error, Multimodal):
-        prompt.note = f"media in the prompt ({error})"
+        note = f"media in the prompt ({error})"
     elif isinstance(error, (Unroutable, TemplateError)):
-        prompt.note = str(error)
+        note = str(error)
     else:
-        prompt.note = f"{type(error).__name__}: {error}"
+        note = f"{type(error).__name__}: {error}"
+    prompt.note = note[:_LONGEST_NOTE]
     prompt.tokens = len(body) // 4
     prompt.token_ids, prompt.hashes = b"", ()
     return prompt

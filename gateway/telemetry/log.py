@@ -20,7 +20,8 @@ import threading
 import time
 from typing import Any, TextIO
 
-PENDING_LINES = 10_000  # about 2 MB of lines that wait for a slow reader
+PENDING_LINES, PENDING_CHARS = 10_000, 8_000_000  # that wait for a slow reader: usually 2 MB
+LONGEST_LINE = 16_384  # characters: request ids and paths are the client's, a head may have 64 kB of them
 _PLAIN = re.compile(r"[^\s\"'=\\]+")
 _access = logging.getLogger("hitherto.access")
 
@@ -49,22 +50,27 @@ class LineFormatter(logging.Formatter):
 
 
 class Outbox(logging.Handler):
-    """Hands lines to a thread that writes them; drops what exceeds PENDING_LINES."""
+    """Hands lines to a thread that writes them; drops what exceeds PENDING_LINES or PENDING_CHARS."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self.dropped = 0
+        self._put = self._written = 0  # characters; each has one writer: the loggers, which hold a lock, and the thread
         self._stream = stream
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._lines.qsize() >= PENDING_LINES:
+        if self._lines.qsize() >= PENDING_LINES or self._put - self._written >= PENDING_CHARS:
             self.dropped += 1
             return
         try:
-            self._lines.put(self.format(record))
+            line = self.format(record)
+            if len(line) > LONGEST_LINE:
+                line = f"{line[:LONGEST_LINE]}... ({len(line) - LONGEST_LINE} characters more)"
+            self._put += len(line)
+            self._lines.put(line)
         except Exception:
             self.handleError(record)
 
@@ -77,6 +83,7 @@ class Outbox(logging.Handler):
     def _write(self) -> None:
         told = 0
         while (line := self._lines.get()) is not None:
+            self._written += len(line)
             try:
                 self._stream.write(line + "\n")
                 if self.dropped > told and self._lines.qsize() < PENDING_LINES // 2:

@@ -25,6 +25,9 @@ HOP_BY_HOP = frozenset(
 
 ABSOLUTE = re.compile(rb"^[a-zA-Z][\w+.-]*://[^/?]*")
 
+# The longest head that a connection keeps: an idle one takes what its head does, and a client may have thousands.
+KNOWN_BYTES = 8 * 1024
+
 LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.I)
 
 # Headers that say where a message ends, or whom it is for. `Connection` must not name them (RFC 9110, 7.6.1): whoever removes
@@ -112,6 +115,8 @@ class KnownHead:
     def of(cls, data: bytes, request: Request) -> KnownHead | None:
         """`request` was parsed from `data`. None unless that is all of it and nothing else, its length in digits."""
         end = data.find(b"\r\n\r\n") + 4
+        if end > KNOWN_BYTES:
+            return None
         length = LENGTH.search(data, 0, end)
         if length is None or int(length[1]) != len(request.body) or end + len(request.body) != len(data) or b"expect" in request._named:
             return None

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import httpx
-import pytest
 
 from .running import Running, running
 
 MB = 1_000_000
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture
-async def gateway():
-    async with running("--launch", "1") as gateway:
-        await gateway.ready(1)
-        yield gateway
 
 
 def body(**fields) -> bytes:
@@ -32,19 +23,55 @@ def resident(gateway: Running) -> int:
     return int(Path(f"/proc/{gateway.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def grown(gateway: Running, path: str, bodies: Iterable[bytes]) -> float:
-    """Bytes by which the process is larger after these requests than after the first ten of them."""
-    before = 0
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
-        for count, one in enumerate(bodies):
-            if count == 10:
-                before = resident(gateway)
-            reply = await client.post(path, content=one, headers={"content-type": "application/json"})
-            assert reply.status_code < 500, reply.text[:500]
-    return resident(gateway) - before
+async def grown(gateway: Running, path: str, bodies: Sequence[bytes]) -> float:
+    """Bytes by which the process is larger after these requests than after the first of them a few times."""
+
+    async def send(bodies: Sequence[bytes]) -> int:
+        for at in range(0, len(bodies), 8):
+            replies = [gateway.client.post(path, content=one, headers={"content-type": "application/json"}) for one in bodies[at : at + 8]]
+            for reply in await asyncio.gather(*replies):
+                assert reply.status_code < 500, reply.text[:500]
+        return resident(gateway)
+
+    before = await send(bodies[:1] * 16)
+    return await send(bodies) - before
 
 
-async def test_tools_and_template_variables_are_not_kept(gateway):
-    """Of a shape, seen once or compiled, there is a digest of them and nothing else."""
-    shapes = [body(chat_template_kwargs={"unused": "x" * 2 * MB + str(i)}) for i in range(50)]
-    assert await grown(gateway, CHAT, [shapes[0]] * 10 + shapes) < 40 * MB
+def fills() -> Iterator[tuple[str, str, list[bytes]]]:
+    """What else of a request might stay: 30 MB of each."""
+    big = ["x" * MB + str(i) for i in range(30)]
+    yield "salts", CHAT, [body(cache_salt=one) for one in big]
+    yield "sessions", CHAT, [body(user=one) for one in big]
+    yield "models", CHAT, [body(model=one) for one in big]
+    yield "fields", CHAT, [body(**{one: 1}) for one in big]
+    yield "types of parts", CHAT, [body(messages=[{"role": "user", "content": [{"type": one, "text": "hello"}]}]) for one in big]
+    yield "types of calls", CHAT, [body(messages=[{"role": "assistant", "tool_calls": [{"type": one, "function": {"name": "f"}}]}]) for one in big]
+    yield "stored responses", "/v1/responses", [json.dumps({"model": "sim", "input": "hello", "previous_response_id": one}).encode() for one in big]
+
+
+async def idle(gateway: Running, head: bytes, count: int) -> float:
+    """Bytes that so many connections take which have had an answer to this and wait."""
+    port, writers, before = int(gateway.url.rpartition(":")[2]), [], 0
+    for made in range(count + 20):
+        if made == 20:
+            before = resident(gateway)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head)
+        await reader.readuntil(b"\r\n\r\n")
+        writers.append(writer)
+    taken = resident(gateway) - before
+    for writer in writers:
+        writer.close()
+    return taken
+
+
+async def test_what_requests_leave_behind_is_bounded():
+    async with running("--launch", "1") as gateway:
+        await gateway.ready(1)
+        # Of a shape of conversation, seen once or compiled, a digest of the tools and template variables is kept and nothing else.
+        shapes = [body(chat_template_kwargs={"unused": "x" * 2 * MB + str(i)}) for i in range(50)]
+        assert await grown(gateway, CHAT, shapes) < 40 * MB
+        for what, path, bodies in fills():
+            assert await grown(gateway, path, bodies) < 15 * MB, what
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Long: %b\r\nContent-Length: 2\r\n\r\n{}" % (b"x" * 60_000)
+        assert await idle(gateway, head, 200) < 200 * 30_000

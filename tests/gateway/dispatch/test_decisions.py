@@ -111,6 +111,16 @@ async def test_there_are_only_so_many(monkeypatch):
         assert sum(d.on().values()) == s.dispatcher.ledger.total().requests == 3
 
 
+async def test_they_are_bounded_in_bytes_too(monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES", 10_000)
+    long = chat(messages=[{"role": "user", "content": "word " * 40_000}])
+    async with decisions() as (s, d):
+        made = await d.decide(PATH, long, {})
+        assert "MiB are under way" in (await refused(d.decide(PATH, chat(), {}))).message
+        await d.done(made["id"], b"")
+        await d.decide(PATH, chat(), {})
+
+
 async def test_a_gateway_that_stops_decides_nothing():
     async with decisions() as (s, d):
         s.dispatcher.draining = True

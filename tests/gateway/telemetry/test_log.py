@@ -98,6 +98,21 @@ def test_a_stuck_reader_costs_lines_not_time(logger, monkeypatch):
     assert len(lines) == 6 and "6 log lines dropped here" in "".join(lines)
 
 
+def test_lines_that_wait_are_bounded_in_characters(logger, monkeypatch):
+    monkeypatch.setattr(log, "PENDING_CHARS", 5 * log.LONGEST_LINE)
+    pipe = StuckPipe()
+    outbox = attach(logger, pipe)
+    logger.info("first")
+    assert pipe.stuck.wait(30)
+    for _ in range(10):
+        logger.info("x" * 60_000)
+    assert outbox.dropped == 5
+    pipe.released.set()
+    outbox.close()
+    lines = pipe.getvalue().splitlines()
+    assert max(map(len, lines)) < log.LONGEST_LINE + 50 and "characters more)" in lines[2]
+
+
 def test_standard_error_that_is_gone_harms_nobody(logger):
     stream = io.StringIO()
     outbox = attach(logger, stream)

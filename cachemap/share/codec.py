@@ -7,6 +7,7 @@ changes. A snapshot is a JSON header and then, tier by tier, hashes, tags, and t
 from __future__ import annotations
 
 import json
+import math
 import struct
 from typing import NamedTuple
 
@@ -31,6 +32,10 @@ _STORE, _REMOVE, _CLEAR, _OBSERVED, _UNOBSERVED = range(5)
 
 class Unreadable(ValueError):
     """What lies in Redis cannot be used here; says why."""
+
+
+class Damaged(Unreadable):
+    """What lies in Redis is not what a gateway wrote; who leads can write it again."""
 
 
 class Position(NamedTuple):
@@ -70,7 +75,15 @@ def decode_delta(data: bytes) -> Delta:
         position = Position(None if sequence < 0 else sequence, timestamp)
         return Delta(at, term, flags, position, _changes(data, _HEAD.size))
     except (struct.error, ValueError, IndexError) as error:
-        raise Unreadable(f"a delta of {len(data)} bytes cannot be read: {error}") from None
+        raise Damaged(f"a delta of {len(data)} bytes cannot be read: {error}") from None
+
+
+def decode_entry(id: bytes, fields: dict[bytes, bytes]) -> tuple[int, Delta]:
+    """A delta and its number, from an entry of the stream."""
+    number, _, rest = id.partition(b"-")
+    if rest != b"0" or b"d" not in fields:
+        raise Damaged(f"entry {id.decode()} is none that a gateway wrote")
+    return int(number), decode_delta(fields[b"d"])
 
 
 def _changes(data: bytes, at: int) -> list[Change]:
@@ -83,6 +96,8 @@ def _changes(data: bytes, at: int) -> list[Change]:
             at += heads * _PARENT.itemsize
             hashes = np.frombuffer(data, "<u8", count, at)
             at += 8 * count
+            if not hashes.all() or any(index >= count for index, _ in parents):
+                raise ValueError("it names blocks that cannot be")
             changes.append(Store(TIERS[tier], hashes, _unpack(data, at, count), parents))
         elif kind == _REMOVE:
             changes.append(Remove(TIERS[tier], _unpack(data, at, count)))
@@ -131,34 +146,48 @@ def encode_snapshot(identity: Identity, snapshot: Snapshot) -> list[bytes]:
 
 
 def decode_snapshot(identity: Identity, pieces: list[bytes]) -> Snapshot:
-    """Raises Unreadable where the snapshot is of another kind of gateway, or damaged."""
+    """Raises Unreadable where the snapshot is of another kind of gateway, Damaged where no gateway wrote it."""
     body = b"".join(pieces[1:])
     try:
         header = json.loads(pieces[0])
         _compare(identity, header)
         if xxhash.xxh3_64_hexdigest(body) != header["check"]:
-            raise Unreadable("its checksum is wrong")
-        held, at = {}, 0
-        for tier, count in header["held"].items():
+            raise Damaged("its checksum is wrong")
+        n, term, sequence, timestamp, observed = (header[name] for name in ("n", "term", "sequence", "timestamp", "observed"))
+        if not (_counts(n, term) and (sequence is None or _counts(sequence)) and math.isfinite(timestamp) and isinstance(observed, bool)):
+            raise Damaged("its header is not one that a gateway wrote")
+        held, copies, at = {}, {}, 0
+        for tier, count in _by_tier(header["held"]):
             hashes = np.frombuffer(body, "<u8", count, at)
             at += 8 * count
             held[tier] = hashes, _unpack(body, at, count)
             at += TAG_BYTES * count
-        copies = {}
-        for tier, count in header["copies"].items():
+        for tier, count in _by_tier(header["copies"]):
             copies |= {(tier, tag): more for tag, more in np.frombuffer(body, _COPIES, count, at).tolist()}
             at += count * _COPIES.itemsize
-        contents = Contents(header["observed"], held, copies)
-        return Snapshot(header["n"], header["term"], Position(header["sequence"], header["timestamp"]), contents)
+        if at != len(body):
+            raise Damaged(f"it has {len(body)} bytes, its header speaks of {at}")
+        return Snapshot(n, term, Position(sequence, timestamp), Contents(observed, held, copies))
     except Unreadable:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unreadable(f"the snapshot cannot be read: {error!r}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"the snapshot cannot be read: {error!r}") from None
+
+
+def _counts(*numbers: object) -> bool:
+    return all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 63 for number in numbers)
+
+
+def _by_tier(counts: dict[str, int]) -> list[tuple[str, int]]:
+    found = list(counts.items())
+    if not all(tier in TIERS and _counts(count) for tier, count in found):
+        raise Damaged(f"it speaks of {counts}")
+    return found
 
 
 def _compare(identity: Identity, header: dict) -> None:
     if header["schema"] != SCHEMA:
-        raise Unreadable(f"written for schema {header['schema']}, this gateway knows {SCHEMA}")
+        raise Damaged(f"written for schema {header['schema']}, this gateway knows {SCHEMA}")
     for name, ours in identity._asdict().items():
         if header[name] != ours:
             hint = "; give all gateways the same cache_budget" if name == "tag_bits" else ""

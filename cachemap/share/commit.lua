@@ -6,11 +6,11 @@
 --       how long unused keys stay (s)
 local lease, head, deltas, snapshot, new = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local n = tonumber(ARGV[2])
-if redis.call('GET', lease) ~= ARGV[1] then
+if ask('GET', lease) ~= ARGV[1] then
   redis.call('DEL', new)
   return 'lost'
 end
-local last = tonumber(redis.call('GET', head) or 0)
+local last = count_at(head)
 if (ARGV[3] == 'on' and last < n) or (ARGV[3] == 'anew' and last >= n) then
   redis.call('DEL', new)
   return 'behind'
@@ -18,7 +18,7 @@ end
 redis.call('RENAME', new, snapshot)
 redis.call('EXPIRE', snapshot, ARGV[5])
 if ARGV[3] == 'on' then
-  redis.call('XTRIM', deltas, 'MINID', ARGV[4] .. '-0')
+  ask('XTRIM', deltas, 'MINID', ARGV[4] .. '-0')
 else
   local time = redis.call('TIME')
   local now = struct.pack('<d', time[1] + time[2] / 1000000)

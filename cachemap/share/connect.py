@@ -29,7 +29,14 @@ from redis.exceptions import NoScriptError, RedisError
 ANSWER_SECONDS = 1.0  # a server that takes longer is taken for gone; a lease lasts three of these
 KINDS = {"": "single", "sentinel": "sentinel", "cluster": "cluster"}
 
+BEGIN = Path(__file__).with_name("ask.lua").read_text()
+
 FAILURES = (RedisError, OSError, TimeoutError)  # whatever Redis or the way to it can do to a call
+
+
+def describe(error: BaseException) -> str:
+    """A failure in words; some have none."""
+    return str(error) or type(error).__name__
 
 
 class Place(NamedTuple):
@@ -206,11 +213,11 @@ def heed_cancellation() -> None:
 
 
 class Script:
-    """A Lua file beside its caller. It is called by its SHA-1, so the server runs this very text or nothing; where the
+    """A Lua file beside its caller, behind what all scripts begin with (`ask.lua`). It is called by its SHA-1, so the server runs this very text or nothing; where the
     server does not know it, the text is sent."""
 
     def __init__(self, path: Path):
-        self.text = path.read_text()
+        self.text = BEGIN + path.read_text()
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, client: Redis, keys: list[str], arguments: list):

@@ -15,23 +15,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from cachemap.changes import Change, Clear, Observe, Store, merged
 from cachemap.intake import EventIntake
 from cachemap.map import CacheMap
-from cachemap.share.codec import FIRST, RELOAD, Delta, Identity, Position, Snapshot, Unreadable, decode_delta, decode_snapshot
+from cachemap.share.codec import FIRST, RELOAD, Damaged, Delta, Identity, Position, Snapshot, Unreadable, decode_snapshot
 from cachemap.share.connect import FAILURES, heed_cancellation
 from cachemap.share.journal import Journal
-from cachemap.share.keys import UNNAMED, Keys
+from cachemap.share.keys import RESYNC, REWRITE, UNNAMED, Keys
 
 if TYPE_CHECKING:
     from cachemap.share.shared import SharedMap
 
 log = logging.getLogger("hitherto.share")
 
-UNREADABLE_SECONDS = 10.0  # until what could not be used is looked at again
+UNREADABLE_SECONDS = 10.0  # until what another kind of gateway wrote is looked at again
+DAMAGED_SECONDS = 2.0  # until what was damaged is looked at again: who leads writes it anew at the next look
 FAULT_SECONDS = 1.0  # after a fault of this gateway's own, before it is tried again
 TRIES = 5  # a snapshot may be replaced while its deltas are read
 
@@ -64,10 +65,11 @@ class SharedIntake:
         self.mirroring = False  # deltas may be applied
         self.journal: Journal | None = None
         self.led_at = shared.now()  # when somebody was last known to lead
-        self.unreadable_at: float | None = None
+        self.mirror_at = 0.0  # when what others wrote may be looked at again
+        self.unled_at: float | None = None  # since when a newer incarnation is named that nobody leads
         self.head = 0  # the last delta there is, as of the last look
         self.claim_at = 0.0  # when the lease may be asked for again
-        self.stuck_at: float | None = None  # since when nothing could be written
+        self.stuck_at: float | None = None  # since when Redis, though it answers, takes nothing
         self._void = False
         self.fault: str | None = None  # what of this gateway's own work on this replica failed, until it goes well again
         self.behind = 0  # looks in a row at which others were further than we, and we no further than at the look before
@@ -116,7 +118,7 @@ class SharedIntake:
         if self._following:
             self.engine.resync()
         else:
-            self._shared.wish(self)
+            self._shared.wish(self, RESYNC)
 
     def request_finished(self, prompt_blocks: int) -> None:
         if self._following:
@@ -175,7 +177,10 @@ class SharedIntake:
         except Absent:
             self.role_reason = "another gateway leads and has not written yet"
         except Unreadable as error:
-            self.unreadable_at = self._shared.now()
+            damaged = isinstance(error, Damaged)
+            self.mirror_at = self._shared.now() + (DAMAGED_SECONDS if damaged else UNREADABLE_SECONDS)
+            if damaged:
+                self._shared.wish(self, REWRITE)
             self._become("alone", f"what other gateways wrote cannot be used here: {error}")
             self._go_alone()
         except FAILURES as error:
@@ -192,6 +197,7 @@ class SharedIntake:
                 await self._catch_up()
                 whole = False
                 self._shared.takeovers += 1
+        self._wanted = "writer"  # what could not be followed on the way was loaded
         self.mirroring = False
         self.journal = Journal(max(self.n, self.head) if whole else self.n, whole)
         self.stuck_at = None
@@ -209,7 +215,6 @@ class SharedIntake:
     async def _mirror(self) -> None:
         await self._load()
         self.mirroring = True
-        self.unreadable_at = None
         self._become("mirror", "another gateway follows its events")
 
     def _go_alone(self) -> None:
@@ -222,7 +227,7 @@ class SharedIntake:
     def rename(self, keys: Keys) -> None:
         """We could not tell when the replica's process began; another gateway could."""
         self._end_journal()
-        self.keys = keys
+        self.keys, self.head = keys, 0
         self.reload("another gateway knows its incarnation")
 
     async def _begin_void(self) -> None:
@@ -250,7 +255,7 @@ class SharedIntake:
             log.info("replica %s: %s: %s", self.keys.replica, role, reason)
         self.role, self.role_reason = role, reason
         if role != "alone":
-            self.fault = None
+            self.fault, self._void = None, False
 
     def _follow_events(self) -> None:
         if self._following is None:
@@ -286,11 +291,11 @@ class SharedIntake:
             if not pieces:
                 raise Absent
             snapshot = decode_snapshot(self._identity, pieces)
-            deltas = [(n, decode_delta(data)) for n, data in await self._shared.read_deltas(self.keys, snapshot.n)]
-            if all(n == snapshot.n + 1 + i for i, (n, _) in enumerate(deltas)):
+            deltas = await self._shared.read_deltas(self.keys, snapshot.n)
+            if all(n == snapshot.n + 1 + i for i, (n, _) in enumerate(deltas)) and snapshot.n + len(deltas) >= self.head:
                 break
         else:
-            raise Absent
+            raise Damaged("deltas are missing between its snapshot and the last one")
         await self._adopt(snapshot)
         for change in merged(change for _, delta in deltas for change in delta.changes):
             await asyncio.sleep(0)
@@ -307,27 +312,28 @@ class SharedIntake:
         self.n, self.term, self._position = snapshot.n, snapshot.term, snapshot.position
         self._observed = snapshot.contents.observed
 
-    def take(self, deltas: list[tuple[int, bytes]]) -> None:
+    def take(self, deltas: Iterable[tuple[int, Delta]]) -> None:
         """New deltas, in order."""
-        for n, data in deltas:
-            if not self.mirroring:
-                return
-            if n <= self.n:
-                continue
-            try:
-                delta = decode_delta(data)
-            except Unreadable as error:
-                self.reload(str(error))
-                return
-            if n != self.n + 1:
-                self.reload(f"deltas {self.n + 1} to {n - 1} are gone")
-            elif delta.flags & RELOAD:
-                self.reload("its writer wrote it anew")
-            elif delta.term != self.term and not delta.flags & FIRST:
-                self.reload("it was written by two")
-            else:
-                self._apply(n, delta)
-                self._shared.lag(delta.at)
+        try:
+            for n, delta in deltas:
+                if not self.mirroring:
+                    return
+                if n > self.n:
+                    self._take(n, delta)
+        except Damaged as error:
+            self._shared.wish(self, REWRITE)
+            self.reload(str(error))
+
+    def _take(self, n: int, delta: Delta) -> None:
+        if n != self.n + 1:
+            self.reload(f"deltas {self.n + 1} to {n - 1} are gone")
+        elif delta.flags & RELOAD:
+            self.reload("its writer wrote it anew")
+        elif delta.term != self.term and not delta.flags & FIRST:
+            self.reload("it was written by two")
+        else:
+            self._apply(n, delta)
+            self._shared.lag(delta.at)
 
     def _apply(self, n: int, delta: Delta) -> None:
         for change in delta.changes:
@@ -357,8 +363,9 @@ class SharedIntake:
         journal = self.journal
         return Snapshot(journal.n, journal.term, self.position, self._map.contents(self._slot))
 
-    def wrote(self, well: bool) -> None:
-        if well:
+    def wrote(self, well: bool | None) -> None:
+        """Whether Redis took what was written; None: it did not answer, which says nothing of what it takes."""
+        if well is not False:
             self.stuck_at = None
         elif self.stuck_at is None:
             self.stuck_at = self._shared.now()

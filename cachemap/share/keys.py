@@ -5,27 +5,36 @@
                                                         :head     number of the last delta
                                                         :deltas   stream; entry n-0 is delta n
                                                         :snapshot list of pieces: header, then what is held
-                                                        :wish     a gateway that mirrors asks for a resync
+                                                        :wish     a gateway that mirrors asks for something
 
 What is in braces decides the place in a Cluster: all of a replica's keys lie together, in one of 16 lanes, so that one
 command can speak of all replicas of a lane.
 """
 
+import ipaddress
 import socket
 from zlib import crc32
 
 SCHEMA = 1
 LANES = 16
 KEEP_SECONDS = 24 * 3600  # keys of replicas nobody asks for any more; those in use are renewed with the lease
+RESYNC, REWRITE = 1, 2  # wishes: to read the engine's events anew; to write what lies in Redis anew
 UNNAMED = "-"  # an incarnation of which is not known when it began
-LOOPBACK = ("127.", "localhost", "[::1]", "::1", "0.0.0.0")
 
 
 def scope(replica: str) -> str:
-    """A replica's name that means the same on every host: a loopback address gets the host's name."""
-    if replica.startswith(LOOPBACK):
-        return f"{socket.gethostname()}:{replica.rpartition(':')[2]}"
-    return replica
+    """A replica's name that means the same on every host: a loopback address gets the host's name in its place.
+    `replica` is HOST:PORT with whatever names one of several ranks behind the port."""
+    host, _, port = replica.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if _is_loopback(host.strip("[]")) else replica
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.rstrip(".").lower() == "localhost"
+    return address.is_loopback or address.is_unspecified
 
 
 def life(incarnation: str) -> str:

@@ -2,7 +2,7 @@
 -- KEYS  leases
 -- ARGV  gateway token
 for _, lease in ipairs(KEYS) do
-  if redis.call('GET', lease) == ARGV[1] then
+  if ask('GET', lease) == ARGV[1] then
     redis.call('DEL', lease)
   end
 end

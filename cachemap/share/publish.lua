@@ -8,9 +8,9 @@ local out = {}
 for i = 0, #KEYS / 3 - 1 do
   local lease, head, deltas = KEYS[i * 3 + 1], KEYS[i * 3 + 2], KEYS[i * 3 + 3]
   local n, delta = tonumber(ARGV[i * 2 + 2]), ARGV[i * 2 + 3]
-  if redis.call('GET', lease) ~= ARGV[1] then
+  if ask('GET', lease) ~= ARGV[1] then
     out[#out + 1] = 'lost'
-  elseif tonumber(redis.call('GET', head) or 0) ~= n - 1 then
+  elseif count_at(head) ~= n - 1 then
     out[#out + 1] = 'behind'
   else
     local added = redis.pcall('XADD', deltas, string.format('%.0f-0', n), 'd', now .. delta)

@@ -10,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import secrets
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 
 from cachemap.background import Background, Failures
 from cachemap.map import CacheMap
-from cachemap.share.connect import FAILURES, Place, Script, Ways, heed_cancellation, xread
+from cachemap.share.codec import Delta, decode_entry
+from cachemap.share.connect import FAILURES, Place, Script, Ways, describe, heed_cancellation, xread
 from cachemap.share.intake import SharedIntake
-from cachemap.share.keys import KEEP_SECONDS, Keys
+from cachemap.share.keys import KEEP_SECONDS, RESYNC, REWRITE, Keys
 from cachemap.share.writing import BATCH_SECONDS, Writing
 
 log = logging.getLogger("hitherto.share")
@@ -54,7 +57,7 @@ class SharedMap:
         self._clock = 0.0  # the server's time less ours
         self._lags = [0.0, 0.0]  # the worst of these seconds and of those before
         self._lags_until = 0.0
-        self._away: set[int] = set()  # lanes whose server does not answer
+        self._troubles: dict[tuple[str, int], str] = {}  # what cannot be done in which lane, and why
         self._reached = False
         self.errors = 0
         self.takeovers = 0
@@ -86,7 +89,13 @@ class SharedMap:
 
     @property
     def reachable(self) -> bool:
-        return self._reached and not self._away
+        """Redis answers, and lets this gateway do all that it has to do there."""
+        return self._reached and not self._troubles
+
+    @property
+    def trouble(self) -> str:
+        """What Redis does not let this gateway do; empty if all is well."""
+        return "; ".join(dict.fromkeys(f"{what}: {why}" for (what, _), why in self._troubles.items())) or ("" if self._reached else "not connected yet")
 
     @property
     def leases(self) -> int:
@@ -111,7 +120,7 @@ class SharedMap:
     def join(self, member: SharedIntake) -> None:
         member.led_at = self.now()
         self.members.append(member)
-        lane = self._lane(member)
+        lane = self.lane(member)
         if f"follow {lane}" not in self._tasks:
             self._spawn(f"follow {lane}", partial(self._follow, lane), partial(self._follow_failed, lane))
         self.look_soon()
@@ -127,7 +136,7 @@ class SharedMap:
         events for itself, and tries again later. The other replicas are as before."""
         self.background.failed(PART, error, member.replica)
         member.fault = f"this gateway's part of the shared map failed: {type(error).__name__}: {error}"
-        member.claim_at, member.unreadable_at = self.now() + 3 * LEASE_SECONDS, self.now()
+        member.claim_at = member.mirror_at = self.now() + 3 * LEASE_SECONDS
         self._resign(member)
 
     def abdicate(self) -> None:
@@ -147,7 +156,7 @@ class SharedMap:
     def _follow_failed(self, lane: int) -> None:
         """What was read and not applied is missing now."""
         for member in self.members:
-            if self._lane(member) == lane:
+            if self.lane(member) == lane:
                 member.reload("reading the deltas failed")
 
     @contextlib.contextmanager
@@ -168,11 +177,11 @@ class SharedMap:
     def look_soon(self) -> None:
         self._look.set()
 
-    def wish(self, member: SharedIntake) -> None:
-        self.beside(self._wish(member.keys))
+    def wish(self, member: SharedIntake, what: int) -> None:
+        self.beside(self._wish(member.keys, what))
 
-    async def _wish(self, keys: Keys) -> None:
-        await (await self.ways.to(keys.wish)).set(keys.wish, 1, px=10_000)
+    async def _wish(self, keys: Keys, what: int) -> None:
+        await (await self.ways.to(keys.wish)).set(keys.wish, what, px=10_000)
 
     def failed(self, error: BaseException) -> None:
         self.errors += 1
@@ -181,7 +190,8 @@ class SharedMap:
 
     def lag(self, at: float) -> None:
         self._turn_lags()
-        self._lags[0] = max(self._lags[0], self.now() + self._clock - at)
+        if math.isfinite(at):
+            self._lags[0] = max(self._lags[0], self.now() + self._clock - at)
 
     def _turn_lags(self) -> None:
         if self.now() >= self._lags_until:
@@ -190,9 +200,10 @@ class SharedMap:
     async def read_snapshot(self, keys: Keys) -> list[bytes]:
         return await (await self.ways.to(keys.snapshot)).lrange(keys.snapshot, 0, -1)
 
-    async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, bytes]]:
+    async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, Delta]]:
+        """Raises Damaged where one of them is none."""
         found = await (await self.ways.to(keys.deltas)).xrange(keys.deltas, f"{after + 1}-0", "+")
-        return [(_number(id), fields[b"d"]) for id, fields in found]
+        return list(starmap(decode_entry, found))
 
     # --- leases
 
@@ -213,7 +224,7 @@ class SharedMap:
         for one in group:
             k = one.keys
             keys += [k.lease, k.head, k.wish, k.life, k.deltas, k.snapshot]
-            arguments += ["claim" if one in claims else "look", k.incarnation, k.replica]
+            arguments += [self._asks(one, claims), k.incarnation, k.replica]
         # what is known to be written before we ask must be there when we are told
         journals = [None if one.journal is None or one.journal.whole or one in self._writing.snapshots else one.journal for one in group]
         written = [journal.n if journal else 0 for journal in journals]
@@ -226,18 +237,28 @@ class SharedMap:
             self._unreachable(group, error)
             return LOOK_SECONDS
         self._clock = float(time) - (sent + self.now()) / 2
-        self._heard(group)
+        self._heard(group, states)
         for one, journal, n, before, (state, head, there, wished, life) in zip(group, journals, written, read, states, strict=True):
             if one not in self.members:
                 if state == b"ours":  # claimed while it was being removed
                     self.beside(self._give_back([one]))
                 continue
             with self.guard(one):
+                if state == b"ours" and wished == REWRITE and one.journal is not None:
+                    log.warning("replica %s: another gateway finds what is written damaged: it is written anew", one.keys.replica)
+                    one.journal.start_over()
                 if journal is not None and journal is one.journal and (int(head) < n or not there):
                     log.warning("replica %s: redis has lost what was written: it is written anew", one.keys.replica)
                     journal.start_over()
-                self._judge(one, state.decode(), int(head), before, wished, life.decode())
+                self._judge(one, state.decode(), int(head), before, wished == RESYNC, life.decode())
         return SETTLE_SECONDS if any(state == b"free" for state, *_ in states) else LOOK_SECONDS
+
+    def _asks(self, one: SharedIntake, claims: set[SharedIntake]) -> str:
+        """An incarnation that is named, is newer than the one there is, and is led by nobody for longer than a gateway needs to
+        notice a restart, is a slip, or a clock that was set back."""
+        if one.unled_at is not None and self.now() - one.unled_at > 3 * LEASE_SECONDS:
+            return "insist"
+        return "claim" if one in claims else "look"
 
     def _to_claim(self, group: list[SharedIntake]) -> set[SharedIntake]:
         """Leases to take if they are free: those we had, and some of the others."""
@@ -245,9 +266,10 @@ class SharedMap:
         some = random.sample(others, min(len(others), max(4, len(others) // 4)))
         return {one for one in group if one.journal is not None} | set(some)
 
-    def _judge(self, one: SharedIntake, state: str, head: int, before: int, wished: int, life: str) -> None:
+    def _judge(self, one: SharedIntake, state: str, head: int, before: int, wished: bool, life: str) -> None:
         """What the lease's state means for what we are. `before` we asked, so many deltas were read of it."""
         one.head = head
+        one.unled_at = (one.unled_at or self.now()) if state == "unled" else None
         if state in ("ours", "held"):
             one.led_at = self.now()
         if state == "ours" and one.journal is None and self.now() < one.claim_at:
@@ -262,7 +284,7 @@ class SharedMap:
             if wished:
                 log.info("replica %s: another gateway found the map wrong: events are read anew", one.keys.replica)
                 one.resync()
-        elif state == "newer":
+        elif state in ("newer", "unled"):
             if one.unnamed:
                 one.rename(Keys(self.deployment, one.replica, life))
                 self.look_soon()
@@ -284,7 +306,7 @@ class SharedMap:
         one.want("alone")
 
     def _mirror(self, one: SharedIntake, head: int, before: int) -> None:
-        if one.unreadable_at is not None and self.now() - one.unreadable_at < 10:
+        if self.now() < one.mirror_at:
             return
         one.behind = one.behind + 1 if one.mirroring and head > one.n == one.looked_n else 0
         one.looked_n = one.n
@@ -296,30 +318,39 @@ class SharedMap:
         else:
             one.want("mirror")
 
-    def _heard(self, group: list[SharedIntake]) -> None:
-        lane = self._lane(group[0])
-        if lane in self._away or not self._reached:
-            log.info("redis %s answers%s", self.place, f" for lane {lane}" if self.ways.many else "")
+    def _heard(self, group: list[SharedIntake], states: list[tuple]) -> None:
+        lane = self.lane(group[0])
         self._reached = True
-        self._away.discard(lane)
+        refused = next((told.decode(errors="replace") for state, *_, told in states if state == b"refused"), None)
+        if refused is not None:
+            self.in_trouble("leases", lane, f"redis takes no writes: {refused}")
+        elif any(state in (b"ours", b"held") for state, *_ in states):
+            self.works("leases", lane)
 
     def _unreachable(self, group: list[SharedIntake], error: BaseException) -> None:
-        lane = self._lane(group[0])
-        if lane not in self._away:
-            log.warning("redis %s does not answer%s, every gateway goes on with what it knows: %s",
-                        self.place, f" for lane {lane}" if self.ways.many else "", error)  # fmt: skip
-            self._away.add(lane)
+        self.in_trouble("leases", self.lane(group[0]), describe(error))
         for one in group:
+            one.wrote(None)
             waited = self.now() - one.led_at > LEASE_SECONDS
             if one.role == "joining" or (one.role == "mirror" and waited):
                 one.want("alone")
+
+    def in_trouble(self, what: str, lane: int, why: str) -> None:
+        if not self._troubles:
+            log.warning("redis %s: %s%s: every gateway goes on with what it knows: %s",
+                        self.place, what, f" of lane {lane}" if self.ways.many else "", why)  # fmt: skip
+        self._troubles[what, lane] = why
+
+    def works(self, what: str, lane: int) -> None:
+        if self._troubles.pop((what, lane), None) is not None and not self._troubles:
+            log.info("redis %s is of use again", self.place)
 
     # --- reading
 
     async def _follow(self, lane: int) -> None:
         while True:
             heed_cancellation()
-            members = [one for one in self.members if one.mirroring and self._lane(one) == lane]
+            members = [one for one in self.members if one.mirroring and self.lane(one) == lane]
             if not members:
                 await asyncio.sleep(5 * BATCH_SECONDS)
                 continue
@@ -329,13 +360,15 @@ class SharedMap:
                 found = await xread(client, {name: f"{one.n}-0" for name, one in streams.items()}, 500, POLL_MILLISECONDS)
             except FAILURES as error:
                 self.failed(error)
+                self.in_trouble("deltas cannot be read", lane, describe(error))
                 await asyncio.sleep(LOOK_SECONDS / 4)
                 continue
+            self.works("deltas cannot be read", lane)
             for name, entries in found:
                 one = streams[name.decode()]
                 if one in self.members:  # not removed since
                     with self.guard(one):
-                        one.take([(_number(id), fields[b"d"]) for id, fields in entries])
+                        one.take(starmap(decode_entry, entries))
                 await asyncio.sleep(0)
             # a read of many streams costs the server most for those without news: 0.3 us each
             await asyncio.sleep(max(BATCH_SECONDS / 4, len(streams) * STREAM_SECONDS))
@@ -348,10 +381,10 @@ class SharedMap:
             return [list(members)] if members else []
         lanes: dict[int, list[SharedIntake]] = {}
         for one in members:
-            lanes.setdefault(self._lane(one), []).append(one)
+            lanes.setdefault(self.lane(one), []).append(one)
         return list(lanes.values())
 
-    def _lane(self, member: SharedIntake) -> int:
+    def lane(self, member: SharedIntake) -> int:
         return member.keys.lane if self.ways.many else 0
 
     def _spawn(self, name: str, work: Callable[[], Coroutine], on_failure: Callable[[], None] = lambda: None) -> None:
@@ -371,7 +404,3 @@ class SharedMap:
             self.failed(error)
         except Exception as error:
             self.background.failed("shared map: messages", error)
-
-
-def _number(id: bytes) -> int:
-    return int(id.partition(b"-")[0])

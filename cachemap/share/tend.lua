@@ -1,11 +1,13 @@
 -- One look at the leases of some replicas: renew those held, claim those that are free and wanted, tell of the others.
 -- KEYS  for each replica: lease, head, wish, life, deltas, snapshot
 -- ARGV  gateway token, lease (ms), how long unused keys stay (s), then for each replica:
---       'hold' or 'claim' (take it if it is free) or 'look'; its incarnation; what its keys begin with
--- Gives the server's time, and for each replica: ours, held, free, newer (another incarnation is known) or refused
--- (the server takes no writes); the number of its last delta; 1 if what a reader begins with is there; 1 if somebody
--- wished for a resync; the newest incarnation known.
+--       'hold' or 'claim' (take it if it is free) or 'insist' (also if a newer incarnation is named, which nobody leads) or
+--       'look'; its incarnation; what its keys begin with
+-- Gives the server's time, and for each replica: ours, held, free, newer or unled (another incarnation is named, and some
+-- gateway leads it or none does) or refused (the server takes no writes); the number of its last delta; 1 if what a
+-- reader begins with is there; what was wished for, 0 if nothing; the newest incarnation named, or why it was refused.
 local token, lease, keep = ARGV[1], ARGV[2], ARGV[3]
+local DAY = 86400
 local time = redis.call('TIME')
 local out = {time[1] .. '.' .. string.format('%06d', time[2])}
 
@@ -13,9 +15,18 @@ local function newer(one, other)
   return (tonumber(one) or 0) > (tonumber(other) or 0)
 end
 
+-- The newest incarnation named: when its process began, in seconds, which is not in the future, or a name without order.
+local function incarnation_at(key)
+  local text = ask('GET', key)
+  if text and #text <= 64 and string.find(text, '^[%w.-]+$') and (tonumber(text) or 0) < time[1] + DAY then return text end
+  if text then redis.call('DEL', key) end
+  return false
+end
+
 local function claim(k, mine, base, before)
-  if redis.pcall('SET', KEYS[k], token, 'NX', 'PX', lease).err then
-    return 'refused'
+  local set = redis.pcall('SET', KEYS[k], token, 'NX', 'PX', lease)
+  if type(set) == 'table' and set.err then
+    return 'refused', set.err
   end
   if before ~= mine then
     if before then
@@ -28,14 +39,28 @@ local function claim(k, mine, base, before)
   return 'ours'
 end
 
-local function look(k, wanted, mine, base)
-  local before = redis.call('GET', KEYS[k + 3])
-  if before and before ~= mine and newer(before, mine) then
-    return 'newer'
+-- Who holds the lease. One that does not end soon is no gateway's, and would be held for ever.
+local function holder_of(key)
+  local holder = ask('GET', key)
+  if holder and holder ~= token then
+    local left = redis.call('PTTL', key)
+    if left < 0 or left > 2 * lease then
+      redis.call('DEL', key)
+      return false
+    end
   end
-  local holder = redis.call('GET', KEYS[k])
+  return holder
+end
+
+local function look(k, wanted, mine, base)
+  local before = incarnation_at(KEYS[k + 3])
+  if before and before ~= mine and newer(before, mine) and wanted ~= 'insist' then
+    return redis.call('EXISTS', base .. ':' .. before .. ':lease') == 1 and 'newer' or 'unled'
+  end
+  local holder = holder_of(KEYS[k])
   if holder == token then
     redis.call('PEXPIRE', KEYS[k], lease)
+    if before ~= mine then redis.call('SET', KEYS[k + 3], mine) end
     return 'ours'
   elseif holder then
     return 'held'
@@ -45,16 +70,27 @@ local function look(k, wanted, mine, base)
   return claim(k, mine, base, before)
 end
 
+local function is(key, kind)
+  local found = redis.call('TYPE', key).ok
+  if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
+  return found == kind
+end
+
 for i = 0, #KEYS / 6 - 1 do
   local k, a = i * 6 + 1, i * 3 + 4
-  local state, wished = look(k, ARGV[a], ARGV[a + 1], ARGV[a + 2]), 0
+  local state, why = look(k, ARGV[a], ARGV[a + 1], ARGV[a + 2])
+  local wished = 0
   if state == 'ours' then
-    wished = redis.call('DEL', KEYS[k + 2])
+    local wish = ask('GET', KEYS[k + 2])
+    if wish then
+      redis.call('DEL', KEYS[k + 2])
+      wished = wish == '2' and 2 or 1
+    end
     for j = 1, 5 do
       redis.call('EXPIRE', KEYS[k + j], keep)
     end
   end
-  local there = redis.call('EXISTS', KEYS[k + 4], KEYS[k + 5]) == 2 and 1 or 0
-  out[#out + 1] = {state, redis.call('GET', KEYS[k + 1]) or '0', there, wished, redis.call('GET', KEYS[k + 3]) or ''}
+  local deltas, snapshot = is(KEYS[k + 4], 'stream'), is(KEYS[k + 5], 'list')
+  out[#out + 1] = {state, string.format('%.0f', count_at(KEYS[k + 1])), deltas and snapshot and 1 or 0, wished, why or incarnation_at(KEYS[k + 3]) or ''}
 end
 return out

@@ -6,8 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from redis.exceptions import ResponseError
+
 from cachemap.share.codec import RELOAD, Snapshot, encode_delta, encode_snapshot
-from cachemap.share.connect import FAILURES, Script
+from cachemap.share.connect import FAILURES, Script, describe
 from cachemap.share.journal import Journal
 from cachemap.share.keys import KEEP_SECONDS
 
@@ -21,6 +23,7 @@ PUBLISH, COMMIT = Script(HERE / "publish.lua"), Script(HERE / "commit.lua")
 BATCH_SECONDS = 0.02  # changes of an engine's step or two go together
 PAUSE_SECONDS = 0.25  # after a snapshot that could not be written
 MOST_SNAPSHOTS = 4  # at once: when a Redis comes back empty, all are due
+WRITES = "deltas and snapshots cannot be written"  # a trouble
 MOST_BYTES = 1 << 18  # of deltas in one call: a server is blocked for less than a millisecond
 
 
@@ -67,10 +70,11 @@ class Writing:
         try:
             results = await PUBLISH(await self._shared.ways.to(keys[0]), keys, arguments)
         except FAILURES as error:
-            self._shared.failed(error)
+            self._failed([one for one, *_ in batch], error)
             results = [b"unknown"] * len(batch)  # written or not
         for (one, journal, delta), result in zip(batch, results, strict=True):
-            one.wrote(result == b"ok")
+            if result != b"unknown":
+                self._answered(one, result)
             if result == b"ok":
                 journal.sent(len(delta))
             else:
@@ -84,14 +88,13 @@ class Writing:
         try:
             result = await (self._write_anew(one, journal) if journal.whole else self._write_on(one, journal))
             self.written += result == b"ok"
-            one.wrote(result == b"ok")
+            self._answered(one, result)
             if result == b"lost":
                 self._shared.look_soon()
             elif result == b"behind":
                 journal.start_over()
         except FAILURES as error:
-            self._shared.failed(error)
-            one.wrote(False)
+            self._failed([one], error)
             journal.start_over()
         except Exception as error:
             self._shared.stumbled(one, error)
@@ -100,6 +103,19 @@ class Writing:
                 self._shared.look_soon()  # for the number to begin with
                 await asyncio.sleep(PAUSE_SECONDS)
             self.snapshots.discard(one)
+
+    def _answered(self, one: SharedIntake, result: bytes) -> None:
+        one.wrote(result == b"ok")
+        if result == b"ok":
+            self._shared.works(WRITES, self._shared.lane(one))
+
+    def _failed(self, group: list[SharedIntake], error: BaseException) -> None:
+        self._shared.failed(error)
+        answered = isinstance(error, ResponseError)
+        if answered:
+            self._shared.in_trouble(WRITES, self._shared.lane(group[0]), describe(error))
+        for one in group:
+            one.wrote(False if answered else None)
 
     async def _write_on(self, one: SharedIntake, journal: Journal) -> bytes:
         delta = journal.seal(one.position)

@@ -10,7 +10,7 @@
 --
 -- A gateway that stops renewing its lease is taken out of `load` by whoever comes next. Each gateway restates its part with
 -- every heartbeat, and sums are compared with their parts, so whatever is lost or damaged here is right again within
--- seconds. What is read is never trusted: a key of another type is deleted, a load that cannot be one counts as none.
+-- seconds. A load that cannot be one counts as none.
 local LOAD, ALIVE, OF, SENT = KEYS[1] .. 'load', KEYS[1] .. 'alive', KEYS[1] .. 'of:', KEYS[1] .. 'sent:'
 local PACKED = '<ddddd' -- requests, prefilling, prefill tokens, decoding, context tokens
 local SIZE = 40 -- bytes of a packed load
@@ -22,13 +22,6 @@ local SLICE = 1000 -- replicas compared at once, at most
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-
-local function ask(command, key, ...)
-  local found = redis.pcall(command, key, ...)
-  if type(found) ~= 'table' or not found.err then return found end
-  if string.find(found.err, 'WRONGTYPE', 1, true) then redis.call('DEL', key) end
-  return redis.call(command, key, ...)
-end
 
 local function numbers(packed)
   if type(packed) == 'string' and #packed == SIZE then

@@ -180,7 +180,7 @@ class View:
         told = {"ledger_joined": ledger.joined, "ledger_reason": ledger.reason}
         if shared is None:
             return {"redis": told}
-        told |= {"place": str(shared.place), "deployment": shared.deployment, "reachable": shared.reachable, "leases": shared.leases, "lag_seconds": shared.lag_seconds}
+        told |= {"place": str(shared.place), "deployment": shared.deployment, "reachable": shared.reachable, "trouble": shared.trouble, "leases": shared.leases, "lag_seconds": shared.lag_seconds}
         return {"redis": told}
 
     def _shared_reading(self) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class Settings(BaseModel):
     tokenize_once: Literal["auto", "never"] = Field("auto", description="send engines the token ids of long prompts, where they are shown to take them, or never")
     retries: int = Field(2, ge=0, le=10, description="further replicas to try before the first byte of an answer")
 
-    redis_url: RedisUrl | None = Field(None, description="Redis that several gateways share: redis://HOST:PORT, rediss://, redis+sentinel:// or redis+cluster:// (default: this gateway is alone)")
+    redis_url: RedisUrl | None = Field(None, repr=False, description="Redis that several gateways share: redis://HOST:PORT, rediss://, redis+sentinel:// or redis+cluster:// (default: this gateway is alone)")
     deployment: Name = Field("default", description="name of those that belong together, where a Redis is used by several")
     event_intake: Literal["leased", "each"] = Field("leased", description="with Redis: one gateway follows a replica's events for all, or each for itself")
 
@@ -177,16 +177,23 @@ class Config:
     sources: dict[str, str]
 
     def to_yaml(self) -> str:
-        """A file that `--config` reads back to the same settings, each line with its source."""
-        lines = [f"{name}: {_yaml_value(value)}" for name, value in self.plain().items()]
+        """A file that `--config` reads back to the same settings, each line with its source. Secrets are left out."""
+        plain = self.plain()
+        lines = [f"{name}: {_yaml_value(value)}" for name, value in plain.items()]
         width = min(max(map(len, lines)), 48)
-        return "\n".join(f"{line:<{width}}  # {self.sources[name]}" for line, name in zip(lines, self.sources, strict=True))
+        hidden = " (password hidden)" if plain["redis_url"] != self.settings.redis_url else ""
+        sources = self.sources | {"redis_url": self.sources["redis_url"] + hidden}
+        return "\n".join(f"{line:<{width}}  # {source}" for line, source in zip(lines, sources.values(), strict=True))
 
     def plain(self) -> dict[str, Any]:
         """Values as a person would write them: sizes with units, paths as text."""
         values = self.settings.model_dump(mode="json")
         if (token := values["admin_token"]) and not token.startswith("@"):
             values["admin_token"] = None  # never shown
+        if values["redis_url"]:
+            from cachemap.share import without_password
+
+            values["redis_url"] = without_password(values["redis_url"])
         for name in SIZES:
             values[name] = show_bytes(values[name])
         return values

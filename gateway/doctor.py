@@ -66,7 +66,7 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
     settings = config.settings
     yield _settings(config)
     if settings.redis_url is not None:
-        async for finding in redis_findings(settings.redis_url):
+        async for finding in redis_findings(settings.redis_url, settings.deployment):
             yield finding
     if (finding := await _traces()) is not None:
         yield finding

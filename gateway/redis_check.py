@@ -1,21 +1,34 @@
-"""What `doctor` says of the Redis that gateways share: is it there, does it keep what it is given, is it near?"""
+"""What `doctor` says of the Redis that gateways share: is it there, does it keep what it is given, is it near, and does it
+let gateways do all that they do? The last is tried: two maps and two ledgers, as of two gateways, work on it for a moment."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from gateway.trial import Finding
+
+if TYPE_CHECKING:
+    from cachemap.share import Place
 
 OLDEST = (6, 2)  # XTRIM MINID
 PINGS = 20
 NEAR_SECONDS = 0.002  # what a decision waits for Redis at most
 
 
-async def redis_findings(url: str) -> AsyncIterator[Finding]:
+TRIAL_SECONDS = 3.0  # a lease is taken and a snapshot written within a second, where Redis is well
+ADVICE = "see the ACL that docs/scaling.md lists, and that the URL leads to a primary that takes writes"
+
+
+async def redis_findings(url: str, deployment: str) -> AsyncIterator[Finding]:
     from cachemap.share.connect import FAILURES, connect, parse
 
     place = parse(url)
+    whole = True
     shards = [place] if place.kind != "cluster" else [place._replace(kind="single", hosts=[host]) for host in place.hosts]
     for shard in shards:
         client = connect(shard)
@@ -30,12 +43,117 @@ async def redis_findings(url: str) -> AsyncIterator[Finding]:
         except FAILURES as error:
             yield Finding("fail", subject, f"{shard} cannot be used: {error}",
                           "gateways go on alone until it answers; look at its address, password, TLS settings and its own log")  # fmt: skip
+            whole = False
             continue
         finally:
             await client.aclose()
         yield _version(subject, f"{shard}", told)
         yield _eviction(subject, told)
         yield _latency(subject, sorted(pings)[PINGS // 2])
+    if whole:
+        name = f"{deployment}:doctor-{secrets.token_hex(4)}"  # beside the deployment, and within an ACL that names it
+        for finding in await asyncio.gather(_try_map(place, name), _try_ledger(place, name)):
+            yield finding
+
+
+async def _try_map(place: Place, deployment: str) -> Finding:
+    """What one gateway writes of a replica another one reads; on a Cluster in every lane."""
+    from cachemap.share.keys import LANES, Keys
+
+    names: dict[int, str] = {}
+    for number in range(1000):
+        names.setdefault(Keys(deployment, f"doctor:{number}", "1").lane, f"doctor:{number}")
+    replicas = [names[lane] for lane in range(LANES)] if place.kind == "cluster" else [names[0]]
+    begun = perf_counter()
+    async with contextlib.AsyncExitStack() as stack:
+        writer = await stack.enter_async_context(_TrialMap(place, deployment, replicas))
+        if not await _soon(lambda: writer.shared.snapshots >= len(replicas)):
+            return writer.refused("a replica's part of the map cannot be written")
+        reader = await stack.enter_async_context(_TrialMap(place, deployment, replicas))
+        if not await _soon(lambda: all(one.role == "mirror" for one in reader.intakes)):
+            return reader.refused("what one gateway wrote another cannot read")
+        for slot in range(len(replicas)):
+            writer.map.store(slot, [slot + 1], [slot + 1])
+        if not await _soon(lambda: all(reader.map.held(slot) for slot in range(len(replicas)))):
+            return (reader if reader.shared.trouble else writer).refused("deltas do not arrive")
+    return Finding("ok", "redis: map", f"written as by one gateway and read as by another in {perf_counter() - begun:.1f} s")
+
+
+async def _try_ledger(place: Place, deployment: str) -> Finding:
+    """A request is placed and counted as by one gateway, and another one sees its load."""
+    from cachemap.share import Ways
+    from gateway.dispatch.shared import SharedLedger
+    from policies import Candidate, CostGroup, Demand, Ledger, make
+
+    ledgers = [Ledger(), Ledger()]
+    loads = [ledger.add("doctor:1") for ledger in ledgers]
+    shared = [SharedLedger(Ways(place), deployment, ledger, deadline=TRIAL_SECONDS) for ledger in ledgers]
+    try:
+        for one in shared:
+            one.start()
+        if not await _soon(lambda: all(one.joined for one in shared)):
+            return Finding("fail", "redis: ledger", f"load cannot be counted: {'; '.join(dict.fromkeys(one.reason for one in shared))}", ADVICE)
+        candidate, answer = Candidate("doctor:1", 0, loads[0], CostGroup().add("doctor:1")), asyncio.get_running_loop().create_future()
+
+        def count(decision):
+            if decision is not None:
+                ledgers[0].reserve("doctor:1", decision.uncached, 32, decision.counted)
+            answer.set_result(decision)
+
+        shared[0].decide(make("least_time"), Demand(32, 16), [candidate], [1, 2], count)
+        if await answer is None:
+            return Finding("fail", "redis: ledger", f"no decision is made there: {shared[0].reason}", ADVICE)
+        if not await _soon(lambda: loads[1].requests == 1):
+            return Finding("fail", "redis: ledger", f"one gateway does not see what another counts: {shared[1].reason}", ADVICE)
+        return Finding("ok", "redis: ledger", "a request was placed, counted, and seen as by another gateway")
+    finally:
+        for one in shared:
+            await one.stop()
+
+
+async def _soon(true: Callable[[], bool]) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(TRIAL_SECONDS):
+            while not true():
+                await asyncio.sleep(0.01)
+            return True
+    return False
+
+
+class _TrialMap:
+    """What a gateway has of the shared map, for replicas that are none and tell nothing. Leaves nothing in Redis."""
+
+    def __init__(self, place: Place, deployment: str, replicas: list[str]):
+        from cachemap import CacheMap
+        from cachemap.share import SharedMap
+
+        self.map = CacheMap(1 << 20)
+        self.shared = SharedMap(place, deployment, self.map)
+        self.intakes = [
+            self.shared.intake(self.map.attach(name, None, True), name, "1", endpoint="inproc://doctor", replay=None, model="doctor", block_size=16)
+            for name in replicas
+        ]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> _TrialMap:
+        self.shared.start()
+        self._tasks = [asyncio.create_task(one.run()) for one in self.intakes]
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        from cachemap.share.connect import FAILURES
+
+        with contextlib.suppress(*FAILURES):
+            for keys in (one.keys for one in self.intakes):
+                await (await self.shared.ways.to(keys.life)).delete(keys.life, keys.lease, keys.head, keys.deltas, keys.snapshot, keys.wish)
+        await self.shared.stop()
+
+    def refused(self, what: str) -> Finding:
+        why = self.shared.trouble or "; ".join(dict.fromkeys(one.role_reason for one in self.intakes))
+        return Finding("fail", "redis: map", f"{what}: {why}", ADVICE)
 
 
 def _version(subject: str, place: str, told: dict) -> Finding:

@@ -4,7 +4,8 @@
     redis+sentinel://[...]HOST:PORT,HOST:PORT/MASTER[/DB]    rediss+sentinel:// for TLS
     redis+cluster://[...]HOST:PORT,HOST:PORT                 rediss+cluster:// for TLS
 
-Query parameters are those of redis-py. Nothing here retries or waits long: who asks knows what to do without Redis.
+Query parameters are redis-py's: those that begin with ssl_, sentinel_username and sentinel_password. What decides how long a
+call may take and how replies are read (socket_timeout, protocol ...) is not for a URL to say. Nothing here retries or waits long: who asks knows what to do without Redis.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from hiredis import pack_command
 from redis.asyncio import ConnectionPool, Redis
@@ -29,6 +31,8 @@ from redis.exceptions import NoScriptError, RedisError
 ANSWER_SECONDS = 1.0  # a server that takes longer is taken for gone; a lease lasts three of these
 KINDS = {"": "single", "sentinel": "sentinel", "cluster": "cluster"}
 
+LOGINS = ("sentinel_username", "sentinel_password")
+HIDDEN = "********"
 BEGIN = Path(__file__).with_name("ask.lua").read_text()
 
 FAILURES = (RedisError, OSError, TimeoutError)  # whatever Redis or the way to it can do to a call
@@ -56,6 +60,8 @@ class Place(NamedTuple):
 def parse(url: str) -> Place:
     """Raises ValueError with what is wrong and what would be right."""
     parts = urlsplit(url)
+    if "@" in parts.path + parts.query + parts.fragment:
+        raise ValueError("/, ?, # and @ in a password must be written as %2F, %3F, %23 and %40")
     scheme, _, variant = parts.scheme.partition("+")
     if scheme not in ("redis", "rediss") or variant not in KINDS:
         raise ValueError(f"{parts.scheme}:// is not known; write redis://HOST:PORT, rediss:// for TLS, "
@@ -73,10 +79,25 @@ def parse(url: str) -> Place:
     found = [_host(one, 26379 if kind == "sentinel" else 6379) for one in hosts.split(",")]
     if kind == "single" and len(found) > 1:
         raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
+    for name in parse_qs(parts.query, keep_blank_values=True):
+        if not name.startswith("ssl_") and name not in LOGINS:
+            raise ValueError(f"{name} cannot be set in the URL; leave it out. ssl_ca_certs and the like, sentinel_username and sentinel_password can")
     query = f"?{parts.query}" if parts.query else ""
     options = parse_url(f"{scheme}://{login}@localhost/{path}{query}" if login else f"{scheme}://localhost/{path}{query}")
     options.pop("host", None)
+    if HIDDEN in (options.get("password"), options.get("sentinel_password")):
+        raise ValueError("the password is hidden here, as `hitherto config` prints it; write the real one")
     return Place(kind, found, master, dict(options))
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
+    scheme, separator, rest = url.partition("://")
+    login, at, rest = rest.rpartition("@")
+    user, colon, password = login.partition(":")
+    if password:
+        login = f"{user}:{HIDDEN}"
+    return scheme + separator + login + at + re.sub(r"(password=)[^&#]+", rf"\1{HIDDEN}", rest)
 
 
 def _host(text: str, port: int) -> tuple[str, int]:

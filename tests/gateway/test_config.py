@@ -167,6 +167,21 @@ def test_the_token_is_never_shown(tmp_path):
     assert f"'@{file}'" in wrong(file=file) or str(file) in wrong(file=file), "where the token is may be told"
 
 
+def test_the_password_in_the_redis_url_is_never_shown_and_what_is_shown_is_not_taken_for_it(tmp_path, empty_folder):
+    url = "redis://me:hunter2@h:1/2"
+    (tmp_path / "file.yaml").write_text(f"redis_url: {url}\n")
+    for config in (load({"redis_url": url}), load(environ={"HITHERTO_REDIS_URL": url}), load(file=tmp_path / "file.yaml")):
+        assert config.settings.redis_url == url
+        shown = config.to_yaml()
+        assert "hunter2" not in shown + repr(config) + json.dumps(config.plain())
+        (line,) = [line for line in shown.splitlines() if line.startswith("redis_url")]
+        assert "redis://me:********@h:1/2" in line and config.sources["redis_url"] in line and "password hidden" in line
+        (tmp_path / "shown.yaml").write_text(shown)
+        with pytest.raises(ConfigError, match="the password is hidden here"):
+            load(file=tmp_path / "shown.yaml")
+    assert "hidden" not in load({"redis_url": "redis://h"}).to_yaml()
+
+
 def test_host_names_of_the_admin_side():
     assert load({"admin_allow_host": "a,b.example c_d"}, {}).settings.admin_allow_host == ("a", "b.example", "c_d")
     for name in ("http://a", "a:8081", "a/b", "*"):

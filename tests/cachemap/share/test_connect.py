@@ -1,8 +1,10 @@
 """URLs, and what is said of wrong ones."""
 
+import socket
+
 import pytest
 
-from cachemap.share import parse
+from cachemap.share import parse, without_password
 from cachemap.share.keys import Keys, scope
 
 
@@ -27,11 +29,40 @@ def test_the_three_kinds():
         ("redis://a,b", "several hosts need"),
         ("redis://h:port", "'h:port' is not HOST:PORT"),
         ("redis://", "is not HOST:PORT"),
+        ("redis://h?protocol=3", "protocol cannot be set"),
+        ("redis://h?socket_timeout=60", "socket_timeout cannot be set"),
+        ("redis://h?decode_responses=yes", "decode_responses cannot be set"),
+        ("redis://:********@h", "the password is hidden here"),
     ],
 )
 def test_a_wrong_url_says_what_is_right(url, why):
     with pytest.raises(ValueError, match=why):
         parse(url)
+
+
+@pytest.mark.parametrize("password", ["s3c/ret", "s3c#ret", "s3c?ret", "s3c@ret", "s3c:ret"])
+def test_a_password_is_never_shown(password):
+    url = f"redis://me:{password}@h:1/2"
+    try:
+        assert password not in str(parse(url))
+    except ValueError as error:
+        assert "s3c" not in str(error) and "ret" not in str(error).replace("secret", "") and "%2F" in str(error)
+    assert without_password(url) == "redis://me:********@h:1/2"
+
+
+def test_a_url_without_its_password_says_the_rest():
+    assert without_password("redis://h:1/2") == "redis://h:1/2" and without_password("redis://me@h") == "redis://me@h"
+    assert without_password("rediss+sentinel://:x@a:1,b/main?sentinel_password=y&ssl_ca_certs=/c") == "rediss+sentinel://:********@a:1,b/main?sentinel_password=********&ssl_ca_certs=/c"
+
+
+@pytest.mark.parametrize("host", ["localhost-a", "localhost-b", "127.gpu.example", "127.example", "0.0.0.0.example", "localhost.gpu.example", "[2001:db8::1]", "10.127.0.1"])
+def test_a_host_that_merely_begins_like_a_loopback_address_keeps_its_name(host):
+    assert scope(f"{host}:8000") == f"{host}:8000"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "localhost.", "127.0.0.1", "127.1.2.3", "[::1]", "0.0.0.0", "[::]"])
+def test_a_loopback_address_is_called_by_the_hosts_name(host):
+    assert scope(f"{host}:8000-dp1") == f"{socket.gethostname()}:8000-dp1"
 
 
 def test_names_mean_the_same_on_every_host():

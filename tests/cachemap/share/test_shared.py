@@ -274,7 +274,7 @@ async def test_a_mirror_that_has_read_on_when_a_look_is_answered_stays(redis_ser
 async def test_a_mirror_that_is_always_a_little_behind_is_not_stuck(redis_server, reads_on):
     async with gateways(redis_server.url) as (one,):
         reloads = []
-        mirror = SimpleNamespace(unreadable_at=None, mirroring=True, n=5, behind=0, looked_n=-1, reload=reloads.append, want=lambda role: None)
+        mirror = SimpleNamespace(mirror_at=0.0, mirroring=True, n=5, behind=0, looked_n=-1, reload=reloads.append, want=lambda role: None)
         for _ in range(5):
             one.shared._mirror(mirror, mirror.n + 2, mirror.n)
             mirror.n += reads_on

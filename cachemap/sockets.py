@@ -24,6 +24,7 @@ class Inbox:
     def __init__(self, kind: int, endpoint: str):
         self._socket = zmq.Context.instance().socket(kind)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)  # beside IPv4: an engine may have an address of either kind
         # the default of 1,000 drops half of a replay of 10,000 batches without a word
         self._socket.setsockopt(zmq.RCVHWM, 0)
         if kind == zmq.SUB:

@@ -22,6 +22,7 @@ from cachemap.background import Background
 from policies import CostGroup, Ledger
 from replicas import Fleet, Replica, State
 from replicas import profile as profiles
+from replicas.names import bracketed
 from replicas.profile import Profile
 
 from . import __version__, datapath
@@ -57,7 +58,7 @@ class Gateway:
         self.map = self.workers.map if self.workers else CacheMap(settings.cache_budget)
         self.ledger = self.workers.ledger if self.workers else Ledger()
         self.costs = CostGroup()
-        self.fleet = Fleet(self._inflight, self._waited, drain_timeout=settings.drain_timeout_s, model=settings.served_model_name)
+        self.fleet = Fleet(self._inflight, self._waited, drain_timeout=settings.drain_timeout_s, model=settings.served_model_name, authorities=settings.replica_ca)
         self.metrics = Metrics({"replica": self.fleet.replicas, "policy": settings.shadow})
         self.fleet.on_change.append(self._replica_changed)
         self.slots: dict[str, int] = {}
@@ -114,7 +115,6 @@ class Gateway:
                 self.shared.start()
             if self.shared_ledger is not None:
                 self.shared_ledger.start()
-            await self.fleet.start()
             for url in settings.replica_url:
                 self.fleet.add(url)
             if settings.launch:
@@ -192,8 +192,7 @@ class Gateway:
             self.dispatcher.add(backend)
         else:  # another process behind the same address: its cache is empty
             self.map.clear(backend.slot)
-            backend.drift.reset()
-        backend.incarnation = replica.incarnation
+        backend.follow_incarnation()
         self._learn_from(replica)
         self._listen(backend, anew=True)
 
@@ -350,7 +349,7 @@ async def _main(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     log.info("hitherto %s serves http://%s:%d, policy %s; admin side http://%s:%d",
-             __version__, settings.host, gateway.port, settings.policy, settings.admin_host, gateway.admin_port)  # fmt: skip
+             __version__, bracketed(settings.host), gateway.port, settings.policy, bracketed(settings.admin_host), gateway.admin_port)  # fmt: skip
     if gateway.receiver is not None:
         log.info("traces go to %s", gateway.receiver)
     datapath.started()

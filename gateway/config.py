@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from replicas import profile
+from replicas import profile, tls
 from replicas.replica import parse_url
 
 from .dispatch.paths import check_allowed
@@ -140,7 +140,8 @@ class Settings(BaseModel):
     chat_template: Path | None = Field(None, description="chat template file, if the engines were started with one")
     block_size: int | None = Field(None, ge=1, le=4096, description="tokens per KV cache block (default: learned from the replicas)")
 
-    replica_url: Urls = Field((), description="engines that run already: http://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT]")
+    replica_url: Urls = Field((), description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT]")
+    replica_ca: Path | None = Field(None, description="PEM file with the authorities that certificates of https:// replicas are checked against (default: the system's)")
     launch: int = Field(0, ge=0, le=256, description="number of engines to start and look after")
     profile: str = Field("sim", description="how to start them: a profile's name or file")
 
@@ -374,6 +375,14 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
             profile.load(settings.profile)
         except ValueError as error:
             raise ConfigError(f"{sources['profile']}: profile: {error}") from None
+    if settings.replica_ca:
+        try:
+            tls.context(settings.replica_ca)
+        except OSError as error:
+            raise ConfigError(
+                f"{sources['replica_ca']}: replica_ca: {settings.replica_ca} cannot be read as certificates: {error.strerror or error}. "
+                "Name a PEM file with the certificates of the authorities that signed the replicas'"
+            ) from None
     if settings.chat_template and not settings.chat_template.is_file():
         raise ConfigError(
             f"{sources['chat_template']}: chat_template: there is no file {settings.chat_template}. "

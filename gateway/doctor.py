@@ -32,9 +32,12 @@ from gateway.prompt.report import template_report
 from gateway.redis_check import redis_findings
 from gateway.telemetry import traces
 from gateway.trial import WORDS, Finding, Trial, trials
-from replicas.adopt import Facts, Problem, described, probe, problems_of
+from replicas.access import Access
+from replicas.adopt import Facts, Problem, described, problems_of
 from replicas.replica import Address, parse_url
+from replicas.tls import context_for
 
+PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
 SKEW_SECONDS = 2.0  # Date headers have whole seconds
 
 
@@ -70,7 +73,7 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
             yield finding
     if (finding := await _traces()) is not None:
         yield finding
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession() as session, contextlib.AsyncExitStack() as stack:
         running = None
         try:
             running = await _running_gateway(settings, session)
@@ -80,11 +83,16 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
             yield Finding("fail", "gateway", f"one runs, and its admin side refuses the doctor: {refused}",
                           "run the doctor with the --admin-token that the gateway was started with")  # fmt: skip
         urls = list(settings.replica_url) or list(dict.fromkeys(one["url"] for one in (running or {}).get("replicas", [])))
-        replicas = []
+        replicas, ways = [], {}
         for address in map(parse_url, urls):
-            facts = await probe(address.url, session)
+            way = Access(address.url, address.host, context_for(address.url, settings.replica_ca), address.source)
+            stack.push_async_callback(way.close)
+            facts = await way.find(PROBE_SECONDS)
             yield _reached(address, facts)
+            if way.problem:
+                yield Finding("warn", f"name {address.id}", way.problem.what, way.problem.remedy)
             if facts.serving:
+                address, ways[address.id] = address._replace(source=way.events), way
                 replicas.append((address, facts))
                 for finding in _own_words(address, facts):
                     yield finding
@@ -102,10 +110,10 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
         if replicas:
             yield _models(replicas)
             yield _block_size(settings, replicas)
-            yield await _clock(replicas, session)
+            yield await _clock(ways)
         for address, facts in replicas:
             for replica in described(address, facts):
-                async for finding in trials(Trial(settings, session, pipeline, served, replica, _problems(address, facts))):
+                async for finding in trials(Trial(settings, ways[address.id].session, pipeline, served, replica, _problems(address, facts))):
                     yield finding
 
 
@@ -325,17 +333,17 @@ def _block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) -> Fi
     return Finding("warn", "block size", "no replica tells it, so vLLM's usual 16 is assumed", "give --block-size as the engines were started with")
 
 
-async def _clock(replicas: list[tuple[Address, Facts]], session: aiohttp.ClientSession) -> Finding:
+async def _clock(ways: dict[str, Access]) -> Finding:
     """The replicas' Date headers against this machine's clock."""
     skews: dict[str, float] = {}
-    for address, _ in replicas:
+    for id, way in ways.items():
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError):
             before = time.time()
-            async with session.get(address.url + "/health", timeout=aiohttp.ClientTimeout(5)) as response:
+            async with way.session.get(way.url + "/health", timeout=aiohttp.ClientTimeout(5)) as response:
                 then = parsedate_to_datetime(response.headers["Date"]).timestamp()
-            skews[address.id] = max(then - time.time(), before - then - 1, 0.0)  # the header is cut to whole seconds
+            skews[id] = max(then - time.time(), before - then - 1, 0.0)  # the header is cut to whole seconds
     wrong = {id: skew for id, skew in skews.items() if skew > SKEW_SECONDS}
     if wrong:
         told = ", ".join(f"{id} by {skew:.0f} s" for id, skew in wrong.items())
         return Finding("warn", "clock", f"differs from the replicas' clocks: {told}", "routing does not depend on it, but logs and metrics do: run NTP on all machines")
-    return Finding("ok", "clock", f"agrees with {len(skews)} of {len(replicas)} replicas" if skews else "no replica tells the time; nothing to compare")
+    return Finding("ok", "clock", f"agrees with {len(skews)} of {len(ways)} replicas" if skews else "no replica tells the time; nothing to compare")

@@ -25,6 +25,7 @@ from gateway.model import model_dir
 from gateway.prompt import Prompt, PromptError
 from policies import Candidate, Choice, CostGroup, Demand, Load, make
 
+PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
 REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
 
@@ -168,20 +169,22 @@ def _refusal(refused: urllib.error.HTTPError, admin: str) -> Exception:
 
 async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     """Work out the decision without a gateway. Raises ConfigError and PromptError."""
-    import aiohttp
-
     from cachemap import CacheMap
     from gateway.prompt.pipeline import Pipeline
-    from replicas.adopt import described, probe
+    from replicas.access import Access
+    from replicas.adopt import described
     from replicas.replica import parse_url
+    from replicas.tls import context_for
 
     addresses = [parse_url(url) for url in settings.replica_url]
-    async with aiohttp.ClientSession() as session:
-        facts = await asyncio.gather(*(probe(address.url, session) for address in addresses))
+    ways = [Access(one.url, one.host, context_for(one.url, settings.replica_ca), one.source) for one in addresses]
+    facts = await asyncio.gather(*(way.find(PROBE_SECONDS) for way in ways))
+    await asyncio.gather(*(way.close() for way in ways))
     for address, fact in zip(addresses, facts, strict=True):
         if not fact.serving:
             print(f"left out: {address.id}: {fact.error}", file=sys.stderr)
-    up = [one for address, fact in zip(addresses, facts, strict=True) if fact.serving for one in described(address, fact)]
+    found = zip(addresses, ways, facts, strict=True)
+    up = [one for address, way, fact in found if fact.serving for one in described(address._replace(source=way.events), fact)]
     if not up:
         raise ConfigError("no replica answers, so there is nothing to choose from. Start one, or correct --replica-url")
 

@@ -18,6 +18,7 @@ import aiohttp
 from replicas.addresses import check_endpoint
 from replicas.deadline import within
 from replicas.metrics import SERIES, Scrape, missing, parse
+from replicas.names import bracketed
 from replicas.replica import Address, EventSource, Replica
 
 
@@ -123,7 +124,14 @@ async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answ
     except TimeoutError:
         return Answer(0, fault="timeout", error=f"{where.path} did not answer within {deadline:g} s")
     except aiohttp.ClientConnectorDNSError:
-        return Answer(0, fault="connect", error=f"host name {where.hostname!r} does not resolve; check the replica's URL and DNS")
+        return Answer(0, fault="connect", error=unresolved(where.hostname or ""))
+    except aiohttp.ClientConnectorCertificateError as error:
+        what = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
+        return Answer(0, fault="connect", error=f"the certificate of {where.netloc} is not believed: {what}; "
+                      "name the file of the authority that signed it with --replica-ca, or correct the host in the URL")  # fmt: skip
+    except aiohttp.ClientSSLError as error:
+        return Answer(0, fault="connect", error=f"no TLS with {where.netloc} ({error.os_error.strerror or error.os_error}): "
+                      "if it speaks plain HTTP, write http:// in its URL")  # fmt: skip
     except aiohttp.ClientConnectorError as error:
         if error.os_error.errno in OWN_FAULTS:
             what = f"the gateway itself cannot open connections: {error.os_error.strerror}"
@@ -139,6 +147,10 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
     opened: list[bool] = []
     async with session.get(url, timeout=aiohttp.ClientTimeout(), allow_redirects=False, trace_request_ctx=opened) as response:
         return Answer(response.status, await response.read(), fresh=bool(opened))
+
+
+def unresolved(host: str) -> str:
+    return f"host name {host!r} does not resolve; check the replica's URL and DNS"
 
 
 def connections_noted() -> aiohttp.TraceConfig:
@@ -171,8 +183,9 @@ async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> A
     return answer
 
 
-async def probe(url: str, session: aiohttp.ClientSession, deadline: float = 2.0) -> Facts:
-    """Ask the engine at `url` (no trailing slash) for everything it tells. Never raises."""
+async def probe(url: str, session: aiohttp.ClientSession, deadline: float = 2.0, address: str = "") -> Facts:
+    """Ask the engine at `url` (no trailing slash) for everything it tells. Never raises. `address`: where `session`
+    reaches it, and so where its events are; by default the URL's host."""
     alive = await health(session, url, deadline)
     if alive.fault:
         return Facts(fault=alive.fault, error=alive.error)
@@ -184,7 +197,7 @@ async def probe(url: str, session: aiohttp.ClientSession, deadline: float = 2.0)
     _models(facts, models)
     _version(facts, version)
     _metrics(facts, metrics)
-    _events(facts, events, urlsplit(url).hostname or "")
+    _events(facts, events, address or urlsplit(url).hostname or "")
     return facts
 
 
@@ -372,4 +385,4 @@ def _reachable(endpoint: str, host: str) -> str:
     bound, _, port = rest.rpartition(":")
     if bound not in ("*", "0.0.0.0", "::", "[::]"):
         return endpoint
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{bracketed(host)}:{port}"

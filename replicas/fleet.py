@@ -2,7 +2,6 @@
 
     fleet = Fleet(inflight=ledger_count)
     fleet.on_change.append(lambda replica, old, new: ...)
-    await fleet.start()
     fleet.add("http://10.0.0.7:8000")
     await fleet.launch(4, "sim")
     ...
@@ -23,11 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
-import aiohttp
-
-from replicas import devices
+from replicas import devices, tls
 from replicas import profile as profiles
-from replicas.adopt import connections_noted
 from replicas.engine import Engine
 from replicas.health import Limits
 from replicas.lifecycle import Event, State
@@ -62,25 +58,18 @@ class Fleet:
         drain_timeout: float = 30.0,
         limits: Limits = Limits(),
         model: str | None = None,
+        authorities: Path | None = None,
     ):
         """`inflight(id)`: the gateway's open requests to a replica; `waited(id)`: for how long the oldest of its prompts
-        there has had no answer. `model`: the name that adopted engines have to serve. Times in seconds."""
+        there has had no answer. `model`: the name that adopted engines have to serve. `authorities`: as of `tls.context`. Times in seconds."""
         self.replicas: dict[str, Replica] = {}
         self.on_change: list[Change] = []
         self._inflight, self._waited, self._interval = inflight, waited, interval
         self._drain_timeout, self._limits, self._model = drain_timeout, limits, model
-        self._session: aiohttp.ClientSession | None = None
+        self._authorities = authorities
         self.engines: dict[str, Engine] = {}  # by "host:port"; `replicas` are theirs
         self._drains: dict[str, asyncio.Task] = {}  # of single ranks
         self._launching = asyncio.Lock()
-
-    async def start(self) -> None:
-        """Open the session that all probes share. Does not wait for any replica."""
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)  # vLLM closes after 5 s
-            self._session = aiohttp.ClientSession(
-                connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trace_configs=[connections_noted()]
-            )
 
     async def stop(self) -> None:
         """Stop every engine of our own (no drain: `drain` is for that) and all watching."""
@@ -95,9 +84,6 @@ class Fleet:
         for engine in engines:
             engine.lead.pid = None
             self._tell(engine.lead, Event.STOPPED, "the gateway stopped")
-        if self._session:
-            await self._session.close()
-            self._session = None
 
     def add(self, url: str) -> Replica:
         """Adopt an engine that may or may not run yet; see `parse_url` for what a URL may carry.
@@ -110,6 +96,7 @@ class Fleet:
                 self.resume(replica.id)
             return known.replicas[0]
         replica = Replica(address.id, address.url, address.host, address.port, since=monotonic())
+        replica.tls = tls.context_for(address.url, self._authorities)
         self._follow(replica, given=address.source, model=address.model or self._model)
         return replica
 
@@ -178,11 +165,8 @@ class Fleet:
         return engine
 
     def _follow(self, replica: Replica, **known) -> Engine:
-        if self._session is None:
-            raise RuntimeError("Fleet.start() comes before the first replica")
         watch = Watch(
             replica,
-            self._session,
             self._tell,
             lambda _: self._changed(engine),
             lambda: self._looked(engine),

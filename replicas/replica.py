@@ -1,5 +1,7 @@
 """One replica as the rest of the house sees it: where it is, what it serves, how it is."""
 
+import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -7,6 +9,7 @@ from urllib.parse import urlsplit
 from replicas.addresses import check_endpoint, check_host
 from replicas.lifecycle import Event, State, follows
 from replicas.metrics import Scrape
+from replicas.names import bracketed
 
 
 class EventSource(NamedTuple):
@@ -23,6 +26,15 @@ class EventSource(NamedTuple):
         endpoint = _port_plus(self.endpoint, rank)
         return EventSource(endpoint, self.replay and _port_plus(self.replay, rank), self.topic) if endpoint else None
 
+    @property
+    def hosts(self) -> set[str]:
+        """The hosts that its endpoints name."""
+        return {host for endpoint in (self.endpoint, self.replay) if endpoint and (host := _host(endpoint))}
+
+    def at(self, addresses: Mapping[str, str]) -> "EventSource":
+        """With each host in its endpoints replaced by its address, where that is known."""
+        return EventSource(_at(self.endpoint, addresses), self.replay and _at(self.replay, addresses), self.topic)
+
 
 class Address(NamedTuple):
     """A replica's URL taken apart; `source` and `model` come from its fragment, if any."""
@@ -35,6 +47,16 @@ class Address(NamedTuple):
     model: str | None
 
 
+def _host(endpoint: str) -> str:
+    """The host of a TCP endpoint; "" for any other."""
+    return endpoint[6:].rpartition(":")[0].strip("[]") if endpoint.startswith("tcp://") else ""
+
+
+def _at(endpoint: str, addresses: Mapping[str, str]) -> str:
+    address = addresses.get(_host(endpoint))
+    return f"tcp://{bracketed(address)}:{endpoint.rpartition(':')[2]}" if address else endpoint
+
+
 def _port_plus(endpoint: str, rank: int) -> str | None:
     """None where there is no port to add to (ipc)."""
     where, _, port = endpoint.rpartition(":")
@@ -43,8 +65,13 @@ def _port_plus(endpoint: str, rank: int) -> str | None:
 
 # Where vLLM (0.28 and 0.32) goes by X-data-parallel-rank; elsewhere an engine takes the rank it likes.
 RANK_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
+DEFAULT_PORTS = {"http": 80, "https": 443}
 # What the ranks of one engine have in common.
-SHARED = ("incarnation", "models", "root", "block_size", "num_blocks", "max_model_len", "version", "pid", "restarts", "problems")
+SHARED = ("address", "models", "root", "block_size", "num_blocks", "max_model_len", "version", "pid", "restarts", "problems")
+
+
+# After these there is no process, or another one.
+ENDINGS = (Event.GONE, Event.RESTARTED, Event.DOUBTED, Event.STOPPED, Event.LAUNCHED)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +88,9 @@ class Replica:
     state: State = State.STARTING
     reason: str = "not heard yet"
     since: float = 0.0  # when the state began
-    incarnation: str = ""  # changes when the process behind the port does
+    incarnation: str = ""  # changes when the process behind the port does, and with `address`
+    address: str = ""  # the one that `host` leads to for this incarnation: everybody connects there; "" until it is known
+    tls: ssl.SSLContext | None = None  # for connections to it, where its URL is https
     models: dict[str, str | None] = field(default_factory=dict)  # name -> base model of an adapter
     root: str | None = None  # the folder or hub name that the engine was started with, whatever it calls the model
     block_size: int | None = None
@@ -96,10 +125,23 @@ class Replica:
 
     def at_rank(self, rank: int, now: float) -> "Replica":
         """A new replica for one rank of this engine."""
-        return Replica(f"{self.id}-dp{rank}", self.url, self.host, self.port, self.managed, rank, since=now)
+        return Replica(f"{self.id}-dp{rank}", self.url, self.host, self.port, self.managed, rank, since=now, address=self.address, tls=self.tls)
+
+    def become(self, incarnation: str) -> None:
+        """Be this incarnation from now on; of another one, what traffic showed of the last does not count."""
+        if self.incarnation and incarnation != self.incarnation:
+            self.cached_tokens, self.takes_ids = None, "not tried yet"
+        self.incarnation = incarnation
+
+    def forget(self) -> None:
+        """What the engine's process told of itself is of the past."""
+        self.models, self.root, self.version, self.max_model_len = {}, None, None, None
+        self.block_size = self.num_blocks = self.scrape = None
+        self.problems = ()
 
     def follow(self, engine: "Replica", events: EventSource | None) -> None:
         """Take over what is the whole engine's, and this rank's part of what is not."""
+        self.become(engine.incarnation)
         for name in SHARED:
             setattr(self, name, getattr(engine, name))
         if self.state is engine.state:
@@ -117,6 +159,8 @@ class Replica:
         if after is None:
             return None
         before, self.reason = self.state, reason
+        if event in ENDINGS:
+            self.forget()
         if after is before:
             return None
         self.state, self.since = after, now
@@ -127,7 +171,7 @@ MAX_URL = 2048
 
 
 def parse_url(text: str) -> Address:
-    """`http://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m]`, also without the
+    """`http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m]`, also without the
     scheme and with the `/v1` of an OpenAI base URL. Raises ValueError, saying what to write."""
     text = text.strip()
     hint = f"replica URL {text[:200]!r}: "
@@ -137,22 +181,22 @@ def parse_url(text: str) -> Address:
         raise ValueError(hint + "there is a space or a control character in it, write http://HOST:PORT")
     bare, _, fragment = text.partition("#")
     try:
-        (host, port), (source, model) = _place(bare), _fragment(fragment)
+        (scheme, host, port), (source, model) = _place(bare), _fragment(fragment)
     except ValueError as error:
         raise ValueError(hint + str(error)) from None
-    name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return Address(name, f"http://{name}", host, port, source, model)
+    name = f"{bracketed(host)}:{port}"
+    return Address(name, f"{scheme}://{name}", host, port, source, model)
 
 
-def _place(url: str) -> tuple[str, int]:
-    """Host and port of a URL without its fragment. Raises ValueError."""
+def _place(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port of a URL without its fragment. Raises ValueError."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        host, port = parts.hostname, 80 if parts.port is None else parts.port
+        host, port = parts.hostname, DEFAULT_PORTS.get(parts.scheme) if parts.port is None else parts.port
     except ValueError as error:
         raise ValueError(f"{error}; write http://HOST:PORT") from None
-    if parts.scheme != "http":
-        raise ValueError(f"scheme {parts.scheme!r} is not supported, write http://HOST:PORT")
+    if parts.scheme not in DEFAULT_PORTS:
+        raise ValueError(f"scheme {parts.scheme!r} is not supported, write http://HOST:PORT or https://HOST:PORT")
     if not host:
         raise ValueError("no host in it, write http://HOST:PORT")
     if "@" in parts.netloc:
@@ -162,7 +206,7 @@ def _place(url: str) -> tuple[str, int]:
     if port == 0:
         raise ValueError("nothing listens on port 0, write http://HOST:PORT")
     check_host(host)
-    return host, port
+    return parts.scheme, host, port
 
 
 def _fragment(text: str) -> tuple[EventSource | None, str | None]:

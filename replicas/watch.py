@@ -10,10 +10,10 @@ import logging
 import random
 from collections.abc import Callable
 from time import monotonic
+from typing import NamedTuple
 
-import aiohttp
-
-from replicas.adopt import Facts, get, health, probe, problems_of, served_models
+from replicas.access import Access
+from replicas.adopt import Facts, get, health, problems_of, served_models
 from replicas.exits import said
 from replicas.health import Health, Limits, Verdict
 from replicas.lifecycle import Event, State
@@ -32,11 +32,18 @@ DEADLINE, SHORT_DEADLINE = 2.0, 1.0
 WARMING_DEADLINE = 30.0  # for the first tokens; whoever takes longer gets traffic anyway
 
 
+class Known(NamedTuple):
+    """What the engine last told that tells it from others, also once it is gone."""
+
+    models: dict[str, str | None]
+    root: str | None
+    version: str | None
+
+
 class Watch:
     def __init__(
         self,
         replica: Replica,
-        session: aiohttp.ClientSession,
         tell: Callable[[Replica, Event, str], None],
         changed: Callable[[Replica], None],
         looked: Callable[[], None] = lambda: None,
@@ -54,7 +61,8 @@ class Watch:
         may be known of it, before any `tell`. `waited`: seconds since the oldest unanswered prompt was sent.
         `given`: the event source as the operator or the profile knows it, instead of asking.
         `model`: the served name that must be listed. The last two for replicas of our own."""
-        self.replica, self.session, self.tell, self.changed, self.looked = replica, session, tell, changed, looked
+        self.replica, self.tell, self.changed, self.looked = replica, tell, changed, looked
+        self.access = Access(replica.url, replica.host, replica.tls, given)
         self.busy, self.waited, self.interval, self.limits = busy, waited, interval, limits
         self.given, self.model = given, model
         self.supervisor, self.start_timeout = supervisor, start_timeout
@@ -63,20 +71,25 @@ class Watch:
         self._nudged = asyncio.Event()
         self._lives = 0  # how often it came back, for engines that do not tell when they began
         self._was_refused = self._tells_start = False
+        self._known = Known({}, None, None)
         self._must_prove = False  # something there answered as no engine does
         self._has_figures = False  # /metrics told how many requests it runs
         self._named_pid: int | None = None
+        self._mark = ""  # what tells this incarnation from one at another address that began at the same time
         self._warmed_pid: int | None = None
         self._facts_at = self._scraped_at = float("-inf")
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        while True:
-            try:
-                await self.tick()
-            except Exception:  # a replica nobody watches would stay as it is for ever
-                log.exception("watching replica %s failed, trying again", self.replica.id)
-            await self._pause()
+        try:
+            while True:
+                try:
+                    await self.tick()
+                except Exception:  # a replica nobody watches would stay as it is for ever
+                    log.exception("watching replica %s failed, trying again", self.replica.id)
+                await self._pause()
+        finally:
+            await self.access.close()
 
     async def _pause(self) -> None:
         if not self._nudged.is_set():
@@ -142,7 +155,7 @@ class Watch:
         full = replica.state is not State.READY or now - self._facts_at >= FACTS
         facts = None if full else await self._brief(now)
         if facts is None:
-            full, facts = True, await probe(replica.url, self.session, DEADLINE)
+            full, facts = True, await self.access.find(DEADLINE, in_use=replica.state in (State.READY, State.DEGRADED))
         if replica.pid != pid:
             return  # the process ended while we asked: the answer is about the past
         now = monotonic()
@@ -152,14 +165,14 @@ class Watch:
             replica.reason = facts.error
         elif facts.fault:
             self._missed(now, facts)
-        elif not await self._stalls(now, facts) and await self._warm(facts):
+        elif (self._moved or not await self._stalls(now, facts)) and await self._warm(facts):
             self._answered(monotonic(), facts, full)
         self.looked()
 
     async def ask_models(self) -> None:
         """What does it serve now? Somebody wants a model that it was not known to serve."""
         replica, pid = self.replica, self.replica.pid
-        found = await served_models(self.session, replica.url, SHORT_DEADLINE)
+        found = await served_models(self.access.session, replica.url, SHORT_DEADLINE)
         if found and found != replica.models and replica.pid == pid and replica.state is State.READY:
             replica.models = found
             self.changed(replica)
@@ -170,20 +183,20 @@ class Watch:
         replica, pid = self.replica, self.replica.pid
         if replica.managed and facts.serving and self._warmed_pid != pid:
             self._warmed_pid, replica.reason = pid, "answers, and computes its first tokens"
-            await computes(self.session, replica.url, next(iter(facts.models), ""), WARMING_DEADLINE)
+            await computes(self.access.session, replica.url, next(iter(facts.models), ""), WARMING_DEADLINE)
         return replica.pid == pid and replica.state not in (State.DRAINING, State.STOPPED)
 
     async def _brief(self, now: float) -> Facts | None:
         """Whether it lives, and how busy it is; None if something shows that it may be another process or no engine at all,
         so that all has to be asked: it answers over a new connection though the last one was to be kept, or has no figures
         where it had."""
-        answer = await health(self.session, self.replica.url, SHORT_DEADLINE)
+        answer = await health(self.access.session, self.replica.url, SHORT_DEADLINE)
         facts = Facts(alive=not answer.fault, fault=answer.fault, error=answer.error, serving=True)
         if facts.alive and answer.fresh:
             return None
         due = 0.0 if self.busy() else IDLE_SCRAPE
         if facts.alive and now - self._scraped_at >= due:
-            page = await get(self.session, f"{self.replica.url}/metrics", DEADLINE)
+            page = await get(self.access.session, f"{self.replica.url}/metrics", DEADLINE)
             if page.status == 200:
                 facts.scrape = parse(page.body, monotonic())
             if page.status and page.status < 500 and self._has_figures and (facts.scrape is None or facts.scrape.running is None):
@@ -200,7 +213,7 @@ class Watch:
         if not progress.stalled(now):
             return False
         name = next(iter(replica.models), "")
-        if await computes(self.session, replica.url, name, DEADLINE):  # nobody else asks it, so nothing else would show
+        if await computes(self.access.session, replica.url, name, DEADLINE):  # nobody else asks it, so nothing else would show
             progress.answered()
             return False
         reason = f"answers /health, but has computed nothing for {progress.still(now):.0f} s with requests waiting"
@@ -239,13 +252,13 @@ class Watch:
         replica = self.replica
         unproven = self._unproven(facts) if full else ""
         another = full and not unproven and self._is_another(facts)
+        if not unproven and self._follow_incarnation(facts.scrape, another) and not full:
+            return self.nudge()  # what the old process served says nothing about this one
         if full and not unproven:
             self._learn(facts)
         if facts.scrape and not unproven:
             replica.scrape = facts.scrape
         self.looked()
-        if not unproven and self._follow_incarnation(facts.scrape, another) and not full:
-            return self.nudge()  # what the old process served says nothing about this one
         wrong = unproven or (facts.error if not facts.serving else self._wrong_model())
         if wrong and replica.state in (State.READY, State.DEGRADED):
             self._doubt(wrong)
@@ -267,18 +280,18 @@ class Watch:
     def _unproven(self, facts: Facts) -> str:
         """Why this cannot be the engine that was here, nor another one: it names no models where one did, or where what
         answered requests was none."""
-        if facts.models or facts.locked or not (self.replica.models or self._must_prove):
+        if facts.models or facts.locked or not (self._known.models or self._must_prove):
             return ""
         what = facts.error or "/v1/models lists no models"
         return f"something else than the engine answers there: {what}"
 
     def _is_another(self, facts: Facts) -> bool:
         """By what tells processes apart where they do not tell when they began: version and models."""
-        replica = self.replica
-        known = {name for name, parent in replica.models.items() if parent is None}
+        before = self._known
+        known = {name for name, parent in before.models.items() if parent is None}
         now = {name for name, parent in facts.models.items() if parent is None}
-        versions = (replica.version, facts.version) if "version" not in facts.silent else (None, None)
-        roots = replica.root, facts.root
+        versions = (before.version, facts.version) if "version" not in facts.silent else (None, None)
+        roots = before.root, facts.root
         return bool(known and now and not known & now) or any(None not in pair and pair[0] != pair[1] for pair in (versions, roots))
 
     def _wrong_model(self) -> str:
@@ -298,15 +311,17 @@ class Watch:
         replica.max_model_len = facts.max_model_len
         if "version" not in facts.silent:
             replica.version = facts.version
+        self._known = Known(replica.models, replica.root, replica.version or self._known.version)
         self._has_figures = facts.scrape is not None and facts.scrape.running is not None
         if facts.scrape:
             self._scraped_at = monotonic()
             replica.block_size = facts.block_size or replica.block_size
             replica.num_blocks = facts.num_blocks or replica.num_blocks
         if self.given or facts.sources is not None:  # a late answer is no news about where events are
-            self.sources = facts.events(self.given, len(self.sources))
+            self.sources = facts.events(self.access.events, len(self.sources))
         replica.events = self.sources[0]
-        replica.problems = tuple(map(str, problems_of(facts, self.given, self.sources).values()))
+        problems = [*problems_of(facts, self.given, self.sources).values(), self.access.problem]
+        replica.problems = tuple(str(one) for one in problems if one)
         if replica.state is State.READY and before != self._told():
             self.changed(replica)
 
@@ -314,31 +329,43 @@ class Watch:
         replica = self.replica
         return replica.models, self.sources, replica.max_model_len, replica.block_size
 
+    @property
+    def _moved(self) -> bool:
+        """Whether the engine answers at another address than its replica is known at."""
+        return bool(self.replica.address) and self.replica.address != self.access.address
+
     def _follow_incarnation(self, scrape: Scrape | None, another: bool) -> bool:
         """Another process behind the port means another, empty cache; whether it is one. `another`: by what it serves."""
         replica = self.replica
-        before, replica.incarnation = replica.incarnation, self._name(scrape.started if scrape else None, another)
+        before, left, moved = replica.incarnation, replica.address, self._moved
+        replica.address = self.access.address
+        replica.become(self._name(scrape.started if scrape else None, another, moved))
         self._was_refused = False
         if not before or before == replica.incarnation:
             return False
         self.health, self.progress, self._must_prove = Health(self.limits), Progress(), False
-        self.tell(replica, Event.RESTARTED, "another process answers: it was restarted, its cache is empty")
+        why = "another process answers: it was restarted, its cache is empty"
+        if moved:
+            why = f"{replica.host} leads to {replica.address} now, no longer to {left}: another engine, whose cache is not known"
+        self.tell(replica, Event.RESTARTED, why)
         return True
 
-    def _name(self, started: float | None, another: bool) -> str:
+    def _name(self, started: float | None, another: bool, moved: bool) -> str:
         """The incarnation's name: when the process began, which every gateway reads alike; else its pid,
         if it is ours; else a count of the times it came back after nobody had listened. One incarnation
-        keeps its name, also when a later scrape tells more or less."""
+        keeps its name, also when a later scrape tells more or less. At another address is another one, whatever it tells."""
         replica, known = self.replica, self.replica.incarnation
         if replica.managed:
             if replica.pid == self._named_pid:
                 return known
             self._named_pid = replica.pid
             return f"{started:.2f}" if started else f"pid-{replica.pid}"
-        if started and (self._tells_start or self._was_refused or not known):
+        if started and (self._tells_start or self._was_refused or moved or not known):
             self._tells_start = True
-            return f"{started:.2f}"
-        if known and (self._tells_start or not (self._was_refused or another)):
+            if moved:
+                self._mark = f"@{replica.address}" if known == f"{started:.2f}" else ""
+            return f"{started:.2f}{self._mark}"
+        if known and not moved and (self._tells_start or not (self._was_refused or another)):
             return known
         self._lives += 1
         return f"seen-{self._lives}"

@@ -38,18 +38,30 @@ class Backend:
         self.costs = costs
         # One Candidate for all requests: choosing is synchronous, so only its overlap changes from one to the next.
         self.candidate = Candidate(replica=replica.id, overlap=0, load=load, costs=costs)
-        self.pool = Pool(replica.host, replica.port)
+        self.pool = self._new_pool()
         self.drift = Drift()
         self.forwarding = Forwarding()
         self.learn_at = 0.0  # until when what was learned so far is enough
         self.source: EventSource | None = None  # what `intake` listens to
         self.intake: EventIntake | None = None
         self.listening: asyncio.Task[None] | None = None  # runs `intake`, or one before it that has not ended yet
-        self.host_line = b"host: %b:%d\r\n" % (replica.host.encode(), replica.port)
+        self.host_line = b"host: %b\r\n" % replica.url.partition("://")[2].encode()
         if replica.rank is not None:
             self.host_line += b"x-data-parallel-rank: %d\r\n" % replica.rank
         self.incarnation: str | None = None
         self.gone = False  # removed; what still runs on it settles without a trace
+
+    def _new_pool(self) -> Pool:
+        replica = self.replica
+        return Pool(replica.address or replica.host, replica.port, replica.tls, replica.host)
+
+    def follow_incarnation(self) -> None:
+        """The replica is another process than before, maybe at another address: what was learned of the last one is void."""
+        self.incarnation = self.replica.incarnation
+        self.drift.reset()
+        if self.pool.host != self.replica.address:
+            self.pool.retire()
+            self.pool = self._new_pool()
 
     def serves(self, model: str | None) -> bool:
         return self.replica.serves(model)

@@ -16,6 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from policies import make
+from replicas.names import bracketed
 
 from .answers import error_status
 from .life import Failure
@@ -111,6 +112,7 @@ class Decisions:
             "id": decided.id,
             "replica": backend.id,
             "url": backend.replica.url,
+            "address": f"{bracketed(backend.pool.host)}:{backend.pool.port}",
             "headers": backend.replica.headers,
             "reason": f"{self._dispatcher.policy.name}: {held}, {decided.reservation.before.requests} requests there, first token in {1e3 * seconds:.1f} ms as predicted",
             "tokens": prompt.tokens,

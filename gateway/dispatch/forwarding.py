@@ -27,6 +27,8 @@ import msgspec
 import orjson
 from xxhash import xxh3_64_intdigest
 
+from replicas.access import connector
+
 from ..prompt.forward import with_ids, written
 
 if TYPE_CHECKING:
@@ -233,7 +235,9 @@ class TokenIdForwarding:
     async def _check(self, backend: Backend, prompt: Prompt, body: bytes, headers: dict[str, str]) -> None:
         known, path, ids = _forwarding(backend), prompt.path, prompt.token_ids
         try:
-            async with aiohttp.ClientSession(backend.replica.url, headers=headers, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as session:
+            replica, timeout = backend.replica, aiohttp.ClientTimeout(ANSWER_SECONDS)
+            way = connector(replica.address, replica.tls)
+            async with aiohttp.ClientSession(replica.url, headers=headers, timeout=timeout, connector=way) as session:
                 why = await check_ids(poster(session), path, body, ids)
                 if not why and path not in known.accepts:
                     why = await takes_ids(poster(session), path, prompt.model, ids[:4])

@@ -110,6 +110,7 @@ class View:
             "id": replica.id,
             "rank": replica.rank,
             "url": replica.url,
+            "address": replica.address or None,
             "state": str(replica.state),
             "reason": replica.reason,
             "since_seconds": round(time.monotonic() - replica.since, 3),

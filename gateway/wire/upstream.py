@@ -284,12 +284,14 @@ class Upstream(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to one replica. Last used, first taken: the rest grow idle and are closed."""
+    """Connections to one address of one replica. Last used, first taken: the rest grow idle and are closed."""
 
-    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None):
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None, certified: str | None = None):
+        """`host`: the address to connect to. `certified`: with `tls`, the host that its certificate has to name."""
         self.host = host
         self.port = port
         self.tls = tls
+        self.certified = certified if tls else None
         self.idle: list[Upstream] = []
         self.closed = False
         self._connecting: set[asyncio.Task[None]] = set()
@@ -314,7 +316,7 @@ class Pool:
     async def _connect(self, sink: Sink) -> None:
         loop = asyncio.get_running_loop()
         try:
-            _, upstream = await within(CONNECT_SECONDS, loop.create_connection(lambda: Upstream(self), self.host, self.port, ssl=self.tls))
+            _, upstream = await within(CONNECT_SECONDS, loop.create_connection(lambda: Upstream(self), self.host, self.port, ssl=self.tls, server_hostname=self.certified))
         except TimeoutError:
             sink.lost(UpstreamError("connect", f"no connection to {self.host}:{self.port} within {CONNECT_SECONDS:g} s"))
         except OSError as error:
@@ -346,9 +348,14 @@ class Pool:
             upstream.transport.close()
 
     def close(self) -> None:
-        self.closed = True
+        """The replica is removed: nobody gets a connection any more."""
+        self.retire()
         for task in self._connecting:
             task.cancel()
+
+    def retire(self) -> None:
+        """The replica is elsewhere now: what is in use or being opened is used once, and nothing is kept."""
+        self.closed = True
         while self.idle:
             upstream = self.idle.pop()
             upstream.closed = True

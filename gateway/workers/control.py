@@ -355,4 +355,4 @@ class Workers:
 
 
 # Of a replica, what workers are told as it stands.
-FACTS = ("id", "url", "host", "port", "managed", "rank", "state", "reason", "incarnation", "models", "block_size", "num_blocks", "max_model_len", "version")
+FACTS = ("id", "url", "host", "port", "managed", "rank", "state", "reason", "incarnation", "address", "models", "block_size", "num_blocks", "max_model_len", "version")

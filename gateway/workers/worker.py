@@ -28,7 +28,7 @@ from cachemap.processes import FollowingMap
 from cachemap.ring import BYTES as RING_BYTES
 from cachemap.ring import Reader, Ring
 from policies import CostGroup
-from replicas import Replica, State
+from replicas import Replica, State, tls
 
 from .. import datapath
 from ..config import ConfigError, Settings
@@ -151,6 +151,7 @@ class Worker:
         replica = self.replicas.get(facts["id"])
         if replica is None:
             replica = self.replicas[facts["id"]] = Replica(facts["id"], facts["url"], facts["host"], facts["port"])
+            replica.tls = tls.context_for(replica.url, self.settings.replica_ca)
         changed = [name for name, value in facts.items() if getattr(replica, name) != value]
         for name in changed:
             setattr(replica, name, facts[name])
@@ -163,11 +164,10 @@ class Worker:
         self.map.place(slot, replica.id, replica.num_blocks, observed)
         if backend is None:
             backend = Backend(replica, slot, self.ledger.place(replica.id, slot), self.costs.add(replica.id))
-            backend.incarnation = replica.incarnation
+            backend.follow_incarnation()
             self.dispatcher.add(backend)
         elif backend.incarnation != replica.incarnation:
-            backend.drift.reset()
-            backend.incarnation = replica.incarnation
+            backend.follow_incarnation()
         if not followed:
             backend.intake = None
         elif backend.intake is None:

@@ -224,7 +224,7 @@ def test_urls_in_one_string():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("url", ["https://a:1", "http://a:port", "http://", "http://a:1/v1/chat/completions", "http://a:1#event=tcp://b:2"])
+@pytest.mark.parametrize("url", ["ftp://a:1", "http://a:port", "http://", "http://a:1/v1/chat/completions", "http://a:1#event=tcp://b:2"])
 def test_bad_replica_urls_are_told_with_their_place(url):
     text = wrong(flags={"replica_url": [url]})
     assert text.startswith("flag --replica-url: replica_url: ") and url.partition("#")[2].partition(",")[0] in text and "\n" not in text

@@ -69,7 +69,6 @@ async def fleet():
     fleet = Fleet(interval=0.1, drain_timeout=1.0, limits=Limits(fall=2, lost_after=1.0))
     fleet.seen = []  # every change: (id, old, new)
     fleet.on_change.append(lambda replica, old, new: fleet.seen.append((replica.id, old, new)))
-    await fleet.start()
     yield fleet
     pids = [replica.pid for replica in fleet.replicas.values() if replica.pid]
     for pid in pids:

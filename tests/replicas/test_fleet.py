@@ -354,7 +354,6 @@ async def test_the_url_may_name_events_and_model(fleet, engine, comes):
 
 async def test_adopted_engines_have_to_serve_the_name_that_was_given(engine, comes, until):
     fleet = Fleet(interval=0.1, model="mine")
-    await fleet.start()
     try:
         replica = await comes(fleet.add(await engine(models=("other", "more"))), State.WARMING)
         await until(lambda: "serves other, more, not 'mine'" in replica.reason, lambda: replica.reason)
@@ -421,7 +420,6 @@ async def test_one_refused_request_makes_the_fleet_look_at_once(until, serve, en
     from replicas import Fleet
 
     fleet = Fleet(interval=60.0)
-    await fleet.start()
     try:
         replica = await comes(fleet.add(await engine()), READY)
         await engine.stop()
@@ -440,13 +438,6 @@ async def test_a_broken_listener_does_not_stop_the_fleet(fleet, engine, comes, c
 async def test_traffic_of_an_unknown_replica_is_nobodys(fleet):
     fleet.succeeded("gone:1")
     fleet.failed("gone:1", "5xx")
-
-
-async def test_it_must_be_started_first():
-    from replicas import Fleet
-
-    with pytest.raises(RuntimeError, match="start"):
-        Fleet().add("http://h:1")
 
 
 async def test_a_watcher_survives_its_own_bugs(fleet, engine, comes, monkeypatch, caplog):

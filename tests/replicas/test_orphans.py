@@ -25,7 +25,6 @@ supervisor.ORPHAN_GRACE = 0.5
 
 async def main():
     fleet = Fleet(interval=0.1)
-    await fleet.start()
     replicas = await fleet.launch(2, Fake(engine="sim"))
     told = False
     while True:

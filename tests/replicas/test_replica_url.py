@@ -15,6 +15,7 @@ from replicas.replica import EventSource, parse_url
         ("  http://GPU-3.cluster.local:8000\n", "gpu-3.cluster.local:8000", "http://gpu-3.cluster.local:8000"),
         ("http://my_service:8000", "my_service:8000", "http://my_service:8000"),
         ("http://a." + "b" * 63 + ".c:1", "a." + "b" * 63 + ".c:1", "http://a." + "b" * 63 + ".c:1"),
+        ("https://gpu-3/v1", "gpu-3:443", "https://gpu-3:443"),
         ("http://3com.example:8000", "3com.example:8000", "http://3com.example:8000"),
     ],
 )
@@ -34,7 +35,7 @@ def test_the_fragment_carries_what_the_engine_cannot_tell():
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("https://h:1", "'https' is not supported"),
+        ("ftp://h:1", "'ftp' is not supported"),
         ("http://h:1/api", "expected at the root"),
         ("http://h:1?x=1", "expected at the root"),
         ("http://a b:1", "a space or a control character"),

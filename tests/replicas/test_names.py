@@ -1,0 +1,203 @@
+"""Host names that move, have several addresses or none, followed by a real fleet over real sockets on 127.0.0.x."""
+
+import socket
+import threading
+
+import pytest
+from aiohttp import web
+
+from replicas import State, watch
+from replicas.names import HostName
+
+READY, FAILED = State.READY, State.FAILED
+A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(watch, "FACTS", 0.2)
+    monkeypatch.setattr(watch, "SHORT_DEADLINE", 0.3)
+    monkeypatch.setattr(watch, "DEADLINE", 0.5)
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """host name -> its addresses; everybody in this process resolves by it."""
+    table, real = {}, socket.getaddrinfo
+
+    def getaddrinfo(host, port, *args, **more):
+        if host not in table:
+            return real(host, port, *args, **more)
+        if callable(table[host]):
+            return table[host]()
+        if not table[host]:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [entry for one in table[host] for entry in real(one, port, *args, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return table
+
+
+@pytest.fixture
+async def engines():
+    """`engines(address)` starts an engine that publishes on tcp://*; all on one port, as behind one name."""
+    runners, port = {}, None
+
+    async def start(address, started=1.0):
+        nonlocal port
+        asked = []
+
+        async def answer(request):
+            asked.append(request.headers["Host"])
+            pages = {
+                "/health": "",
+                "/v1/models": '{"data": [{"id": "m", "max_model_len": 4096}]}',
+                "/version": '{"version": "0.32.0"}',
+                "/metrics": f'process_start_time_seconds {started}\nvllm:cache_config_info{{block_size="16",num_gpu_blocks="64"}} 1.0\n',
+                "/kv_event_sources": '{"0": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}}',
+            }
+            return web.Response(text=pages[request.path])
+
+        app = web.Application()
+        app.router.add_get("/{path:.*}", answer)
+        runner = runners[address] = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, address, port or 0).start()
+        start.port = port = runner.addresses[0][1]
+        start.stop = lambda address: runners[address].cleanup()
+        return asked
+
+    yield start
+    for runner in runners.values():
+        await runner.cleanup()
+
+
+@pytest.fixture
+def comes(until):
+    async def comes(replica, condition):
+        return await until(lambda: condition(replica), lambda: f"{replica.state}, {replica.address}: {replica.reason}; {replica.problems}")
+
+    return comes
+
+
+async def test_a_name_that_moves_is_another_incarnation_for_probes_and_events_alike(fleet, hosts, engines, comes):
+    await engines(A)
+    asked = await engines(B)
+    hosts["gpu.test"] = [A]
+    replica = fleet.add(f"http://gpu.test:{engines.port}")
+    await comes(replica, lambda one: one.state is READY)
+    assert (replica.address, replica.events.endpoint, replica.events.replay) == (A, f"tcp://{A}:5557", f"tcp://{A}:5558")
+    before = replica.incarnation
+    hosts["gpu.test"] = [B]  # the engine at A still answers
+    await comes(replica, lambda one: one.state is READY and one.address == B)
+    assert (replica.events.endpoint, replica.events.replay) == (f"tcp://{B}:5557", f"tcp://{B}:5558")
+    assert replica.incarnation != before, "both began at the same time, and are two engines all the same"
+    assert [new for _, _, new in fleet.seen][-2:] == [State.WARMING, READY]
+    assert set(asked) == {f"gpu.test:{engines.port}"}, "the engine is asked under its name"
+
+
+async def test_a_name_with_two_addresses_is_one_engine_and_the_operator_is_told(fleet, hosts, engines, comes):
+    await engines(A)
+    asked = await engines(B, started=2.0)
+    hosts["gpu.test"] = [B, A]  # in whatever order the name server likes
+    replica = fleet.add(f"http://gpu.test:{engines.port}")
+    await comes(replica, lambda one: one.state is READY)
+    assert replica.address == A and asked == [], "each gateway chooses the same one"
+    assert any("leads to other addresses as well (127.0.0.3)" in one and "its own address" in one for one in replica.problems)
+    before = replica.incarnation
+    await engines.stop(A)
+    await comes(replica, lambda one: one.state is READY and one.address == B)
+    assert replica.incarnation != before
+
+
+async def test_a_name_whose_answers_alternate_moves_once_and_no_more(fleet, hosts, engines, comes, until):
+    for number, address in enumerate((A, B)):
+        await engines(address, started=float(number + 1))
+    asked, turn = [], iter([A] + [B, A] * 1000)
+    real = socket.getaddrinfo
+
+    def answer():
+        asked.append(next(turn))
+        return real(asked[-1], 0, type=socket.SOCK_STREAM)
+
+    hosts["gpu.test"] = answer
+    replica = fleet.add(f"http://gpu.test:{engines.port}")
+    await until(lambda: len(asked) > 8)
+    assert replica.address == B and replica.state is READY
+    assert len([new for _, old, new in fleet.seen if old is READY and new is State.WARMING]) == 1
+    await comes(replica, lambda one: any("leads to other addresses as well (127.0.0.2)" in problem for problem in one.problems))
+
+
+async def test_a_name_that_moves_to_where_nobody_is_keeps_the_engine_that_answers(fleet, hosts, engines, comes, until):
+    await engines(A)
+    asked = []
+    hosts["gpu.test"] = [A]
+    replica = fleet.add(f"http://gpu.test:{engines.port}")
+    await comes(replica, lambda one: one.state is READY)
+    before = replica.incarnation
+
+    def answer():
+        asked.append(C)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (C, 0))]
+
+    hosts["gpu.test"] = answer
+    await until(lambda: len(asked) > 3)
+    assert (replica.state, replica.address, replica.incarnation) == (READY, A, before)
+
+
+async def test_a_name_server_that_fails_or_hangs_is_no_news(fleet, hosts, engines, comes, until):
+    probed = await engines(A)
+    hosts["gpu.test"] = [A]
+    replica = fleet.add(f"http://gpu.test:{engines.port}")
+    await comes(replica, lambda one: one.state is READY)
+    asked, released = [], threading.Event()
+
+    def hang():
+        asked.append(1)
+        released.wait(20)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    hosts["gpu.test"] = hang
+    await until(lambda: asked)
+    seen = len(probed)
+    await until(lambda: len(probed) > seen + 12)  # several looks, each of which waited for the name in vain
+    assert asked == [1], "one question at a time"
+    released.set()
+    await until(lambda: len(asked) > 2)
+    assert (replica.state, replica.address) == (READY, A)
+    assert not [new for _, old, new in fleet.seen if old is READY]
+
+
+async def test_a_name_that_is_unknown_says_so_and_is_tried_again(fleet, hosts, engines, comes):
+    await engines(A)
+    hosts["gpu.test"] = []
+    replica = fleet.add(f"http://gpu.test:{engines.port}")
+    await comes(replica, lambda one: one.state is FAILED)
+    assert "host name 'gpu.test' does not resolve" in replica.reason
+    hosts["gpu.test"] = [A]
+    await comes(replica, lambda one: one.state is READY and one.address == A)
+
+
+async def test_the_address_family_that_answers_is_taken(fleet, hosts, engines, comes):
+    """localhost is both; an engine listens on one of them. Two families are most often one machine: no warning."""
+    await engines("::1")
+    hosts["both.test"] = ["::1", "127.0.0.1"]
+    replica = fleet.add(f"http://both.test:{engines.port}")
+    await comes(replica, lambda one: one.state is READY)
+    assert replica.address == "::1" and replica.events.endpoint == "tcp://[::1]:5557"
+    assert not any("leads to other addresses" in one for one in replica.problems)
+
+
+async def test_event_endpoints_that_an_operator_names_lead_where_the_engine_is(fleet, hosts, engines, comes):
+    await engines(A)
+    hosts |= {"gpu.test": [A], "events.test": [C]}
+    url = f"http://gpu.test:{engines.port}#events=tcp://gpu.test:7001,replay=tcp://events.test:7002"
+    replica = fleet.add(url)
+    await comes(replica, lambda one: one.state is READY)
+    assert (replica.events.endpoint, replica.events.replay) == (f"tcp://{A}:7001", f"tcp://{C}:7002")
+
+
+@pytest.mark.parametrize("host", ["a" * 64 + ".test", "a..b", "\udcff"])
+async def test_a_host_nobody_can_ask_for_is_an_error_and_no_more(host):
+    with pytest.raises(OSError):
+        await HostName(host).look_up(5)

@@ -33,6 +33,14 @@ class Dialect:
         self.include_usage = bool(options.get("include_usage")) if isinstance(options, dict) else False
         self.token_ids = bool(body.get("return_token_ids"))
 
+    def announce(self) -> bytes:
+        """What a stream begins with before anything is computed."""
+        return b""
+
+    def error(self, body: dict) -> bytes:
+        """The event in which a stream ends that failed; `body`: the error as it would be in an answer of its own."""
+        return event(body)
+
     def usage(self, generations: list[Generation]) -> dict:
         """vLLM's usage object; a prompt that was asked for n times counts once."""
         sent = sum(generation.sent for generation in generations)
@@ -78,6 +86,9 @@ class _OpenAI(Dialect):
                   "finish_reason": generation.reason, "stop_reason": generation.stop,
                   "token_ids": generation.ids[start:] if self.token_ids else None}
         return event(self._frame([choice]))
+
+    def error(self, body: dict) -> bytes:
+        return event(body) + DONE  # as vLLM
 
     def close(self, generations: list[Generation]) -> bytes:
         if self.include_usage:
@@ -185,11 +196,18 @@ class Responses(Dialect):
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         return response
 
-    def begin(self, generation: Generation, index: int) -> bytes:
+    def announce(self) -> bytes:
         started = self._response("in_progress", [], None)
+        return self._event("response.created", response=started) + self._event("response.in_progress", response=started)
+
+    def error(self, body: dict) -> bytes:
+        """OpenAI's. vLLM 0.32 breaks the stream instead, as its own error does not fit its type of an event."""
+        error = body["error"]
+        return self._event("error", code=str(error["code"]), message=error["message"], param=error["param"])
+
+    def begin(self, generation: Generation, index: int) -> bytes:
         where = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        return (self._event("response.created", response=started) + self._event("response.in_progress", response=started)
-                + self._event("response.output_item.added", output_index=0, item=self._message("in_progress", None))
+        return (self._event("response.output_item.added", output_index=0, item=self._message("in_progress", None))
                 + self._event("response.content_part.added", **where,
                               part={"type": "output_text", "text": "", "annotations": []}))
 
@@ -224,6 +242,10 @@ class Messages(Dialect):
         if generation.stop is not None:
             return "stop_sequence"
         return "end_turn" if generation.reason == "stop" else "max_tokens"
+
+    def error(self, body: dict) -> bytes:
+        """vLLM 0.32 calls each of them internal."""
+        return event({"type": "error", "error": {"type": "internal_error", "message": body["error"]["message"]}}, "error")
 
     def begin(self, generation: Generation, index: int) -> bytes:
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": [],

@@ -1,6 +1,7 @@
 """Faults on order: POST /faults makes the engine fail in the ways real ones do, for tests of what stands before it."""
 import asyncio
 import os
+import random
 import time
 
 from .publisher import Publisher
@@ -13,6 +14,9 @@ KINDS = {
     "slow": "every step takes so many times as long, until set back to 1",
     "error_503": "the next n requests are answered 503, as by an engine whose queue is full",
     "error_500": "the next n requests are answered 500",
+    "error_stream": "the next n streams are answered 200 with an error event and no token",
+    "error_mid_stream": "the next n streams have an error event after their second token",
+    "error_share": "this share of requests (0 to 1) fails at once: streams as with error_stream, others with 500",
     "refuse": "the next n requests are cut off without an answer",
     "die_mid_stream": "the next n streams are cut off after their second token",
     "drop_events": "the next n event batches are not sent; they can be replayed",
@@ -26,7 +30,9 @@ class Faults:
 
     def __init__(self, runner: Runner, publisher: Publisher | None):
         self._runner, self._publisher = runner, publisher
-        self.counts = dict.fromkeys(("error_503", "error_500", "refuse", "die_mid_stream"), 0)
+        self.counts = dict.fromkeys(("error_503", "error_500", "error_stream", "error_mid_stream", "refuse", "die_mid_stream"), 0)
+        self.error_share = 0.0
+        self._dice = random.Random(0)
 
     def order(self, body: dict) -> dict:
         """Set the faults named in `body`, the others stay. RequestError, and nothing set, if one is not understood."""
@@ -45,8 +51,10 @@ class Faults:
     def _fits(name: str, value) -> bool:
         if name in ("die", "mute_events"):
             return isinstance(value, bool)
-        if isinstance(value, bool) or not isinstance(value, int | float if name in ("hang", "slow") else int):
+        if isinstance(value, bool) or not isinstance(value, int | float if name in ("hang", "slow", "error_share") else int):
             return False
+        if name == "error_share":
+            return 0 <= value <= 1
         return value > 0 if name == "slow" else value >= 0
 
     def _set(self, name: str, value) -> None:
@@ -56,6 +64,8 @@ class Faults:
             self._runner.hang_until = time.monotonic() + value
         elif name == "slow":
             self._runner.slow = float(value)
+        elif name == "error_share":
+            self.error_share = float(value)
         elif name == "drop_events":
             self._publisher.drop = value
         elif name == "reorder_events":
@@ -67,7 +77,7 @@ class Faults:
 
     def state(self) -> dict:
         publisher = self._publisher
-        return {"hang": max(0.0, self._runner.hang_until - time.monotonic()), "slow": self._runner.slow, **self.counts,
+        return {"hang": max(0.0, self._runner.hang_until - time.monotonic()), "slow": self._runner.slow, "error_share": self.error_share, **self.counts,
                 "drop_events": publisher.drop if publisher else 0, "reorder_events": publisher.swap if publisher else 0,
                 "mute_events": publisher.mute if publisher else False}
 
@@ -76,6 +86,10 @@ class Faults:
         due = self.counts[name] > 0
         self.counts[name] -= due
         return due
+
+    def strikes(self) -> bool:
+        """Whether this request is of the share that fails."""
+        return self.error_share > 0 and self._dice.random() < self.error_share
 
     async def hang(self) -> None:
         while (left := self._runner.hang_until - time.monotonic()) > 0:

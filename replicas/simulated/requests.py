@@ -8,6 +8,10 @@ from . import translate
 from .tokens import RequestError, Tokens
 
 
+# vLLM's VLLM_MAX_N_SEQUENCES and VLLM_MAX_COMPLETION_PROMPTS, and its words when they are passed (0.32 asked). It ignores `best_of`.
+MOST_SEQUENCES, MOST_PROMPTS = 16_384, 1024
+
+
 @dataclass(slots=True)
 class Asked:
     """What the engine is asked for: each prompt `n` times, at most `max_tokens` (None: as many as fit) each."""
@@ -21,6 +25,7 @@ class Asked:
     salt: str | None = None
     clip: bool = False  # a max_tokens beyond the context is cut, not refused
     text: bool = True   # the prompts came as text, not as token ids
+    limit: str = "max_tokens"  # what `max_tokens` was called
 
 
 def parse(raw: bytes) -> dict:
@@ -52,7 +57,11 @@ def _common(body: dict, prompts: list[list[int]], max_tokens: int | None, stop: 
     salt = body.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise RequestError("Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt")
-    return Asked(prompts, max_tokens, _whole_number(body, "n", 1) or 1, bool(body.get("stream")),
+    count = _whole_number(body, "n", 1) or 1
+    if count > MOST_SEQUENCES:
+        raise RequestError(f"n must be at most {MOST_SEQUENCES}, got {count}. To increase this limit, set the "
+                           "VLLM_MAX_N_SEQUENCES environment variable.")
+    return Asked(prompts, max_tokens, count, bool(body.get("stream")),
                  [word for word in stop or () if word], bool(body.get("ignore_eos")),
                  _whole_number(body, "min_tokens", 0) or 0, salt)
 
@@ -65,11 +74,16 @@ def chat(body: dict, tokens: Tokens) -> Asked:
     asked = _common(body, [prompt], most if most is not None else _whole_number(body, "max_tokens", 1),
                     body.get("stop"))
     asked.text = ids is None
+    if most is not None:
+        asked.limit = "max_completion_tokens"
     return asked
 
 
 def completion(body: dict, tokens: Tokens) -> Asked:
-    most = _whole_number(body, "max_tokens", 1)
+    most, given = _whole_number(body, "max_tokens", 1), body.get("prompt")
+    if isinstance(given, list) and len(given) > MOST_PROMPTS and not isinstance(given[0], int):
+        raise RequestError(f"prompt list length {len(given)} exceeds the maximum allowed count of {MOST_PROMPTS}. To increase "
+                           "this limit, set the VLLM_MAX_COMPLETION_PROMPTS environment variable.", param="prompt")
     special = body.get("add_special_tokens")
     prompts = texts(body.get("prompt"), tokens, True if special is None else bool(special))
     asked = _common(body, prompts, 16 if most is None else most, body.get("stop"))
@@ -106,7 +120,7 @@ def embeddings(body: dict, tokens: Tokens) -> Asked:
 
 def responses(body: dict, tokens: Tokens) -> Asked:
     asked = _common(body, [tokens.chat(translate.responses(body))], _whole_number(body, "max_output_tokens", 1), None)
-    asked.clip = True
+    asked.clip, asked.limit = True, "max_output_tokens"
     return asked
 
 
@@ -114,4 +128,7 @@ def anthropic(body: dict, tokens: Tokens) -> Asked:
     most = _whole_number(body, "max_tokens", 1)
     if most is None:
         raise RequestError("`max_tokens` is required", param="max_tokens")
-    return _common(body, [tokens.chat(translate.anthropic(body))], most, body.get("stop_sequences"))
+    body = {name: value for name, value in body.items() if name != "n"}  # not of this API: vLLM ignores it
+    asked = _common(body, [tokens.chat(translate.anthropic(body))], most, body.get("stop_sequences"))
+    asked.limit = "max_completion_tokens"  # it becomes a chat
+    return asked

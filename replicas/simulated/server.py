@@ -101,13 +101,16 @@ class Server:
         body = requests.parse(raw)
         adapter = self._adapter(body.get("model"))
         asked = await self._asked(ask, body, len(raw))
+        failure = self._failure(asked)
+        if failure is not None and not asked.stream:
+            raise failure
         id = prefix + (request.headers.get("x-request-id") or uuid.uuid4().hex)
-        generations = self._generations(id, asked, adapter, arrived)
+        generations = self._generations(id, asked, adapter, arrived) if failure is None else []
         answer = dialect(id, adapter or self.model, body, self.show_cached, asked.n)
         self._load += 1
         try:
             if asked.stream:
-                return await self._stream(request, answer, generations)
+                return await self._stream(request, answer, generations, failure)
             await self._finish(generations)
             return reply_json(answer.whole(generations))
         finally:
@@ -126,6 +129,16 @@ class Server:
         if self.faults.happens("error_500"):
             raise RequestError("Internal server error", 500, "InternalServerError")
 
+    def _failure(self, asked: Asked) -> RequestError | None:
+        """What goes wrong once a stream has its 200: vLLM looks at a prompt's ids no sooner."""
+        if asked.stream and self.faults.happens("error_stream") or self.faults.strikes():
+            return RequestError("Internal server error", 500, "InternalServerError")
+        if not asked.text:
+            worst = max(map(max, asked.prompts))
+            if worst >= self.tokens.vocab_size:
+                return RequestError(f"Token id {worst} is out of vocabulary")
+        return None
+
     def _adapter(self, model) -> str | None:
         """None for the base model, an adapter's name for an adapter."""
         if model is None or model == self.model:
@@ -140,7 +153,10 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(None, ask, body, self.tokens)
 
     def _generations(self, id: str, asked: Asked, adapter: str | None, arrived: float) -> list[Generation]:
-        made = []
+        made, most = [], asked.max_tokens
+        if most is not None and most > self.context_length:
+            raise RequestError(f"{asked.limit}={most} cannot be greater than max_model_len={self.context_length}. Please request "
+                               "fewer output tokens.", param=asked.limit)
         for prompt in asked.prompts:
             room = self.context_length - len(prompt)
             if room < 1 or not asked.clip and asked.max_tokens is not None and asked.max_tokens > room:
@@ -173,7 +189,8 @@ class Server:
             self.runner.submit(generation)
         await done
 
-    async def _stream(self, request: web.Request, answer, generations: list[Generation]) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, answer, generations: list[Generation],
+                      failure: RequestError | None) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         chunked = request.version >= HttpVersion11
         if chunked:
@@ -182,17 +199,30 @@ class Server:
         transport, breaks = request.transport, self.faults.happens("die_mid_stream")
         if transport is None:  # the client left while the head was sent
             return response
+        if failure is not None:
+            await response.write(answer.announce() + answer.error(error_body(str(failure), failure.type, failure.status)))
+            await response.write_eof()
+            return response
+        fails = self.faults.happens("error_mid_stream")
+        if announced := answer.announce():
+            await response.write(announced)
         done, left = asyncio.get_running_loop().create_future(), len(generations)
         index_of = {id(generation): index for index, generation in enumerate(generations)}
 
         def tell(generation: Generation, output: Output) -> None:
             nonlocal left
+            if done.done():  # it failed, and what is left is not aborted yet
+                return
             start, index = generation.sent, index_of[id(generation)]
             generation.sent = end = start + output.tokens
             told = [answer.begin(generation, index)] if start == 0 else []
             told.append(answer.tokens(generation, index, start, end))
             left -= output.finished is not None
-            if not left:
+            if fails and end > 1 and not done.done():
+                left = 0
+                told.append(answer.error(error_body("Internal server error", "InternalServerError", 500)))
+                done.set_result(None)
+            elif not left:
                 told.append(answer.close(generations))
                 if not done.done():
                     done.set_result(None)

@@ -96,9 +96,11 @@ class Tokens:
         try:
             import fastokens
             self._tokenizer = fastokens.Tokenizer.from_file(str(path))
+            self.vocab_size = self._tokenizer.vocab_size
         except Exception:  # it does not do every kind of tokenizer.json: the reference does
             import tokenizers
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self.vocab_size = self._tokenizer.get_vocab_size()
 
     @staticmethod
     def _sources(model_dir: Path, config: dict) -> dict[str, str]:

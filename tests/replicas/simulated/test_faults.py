@@ -44,6 +44,38 @@ async def test_a_stream_that_breaks_off_has_no_end(stack):
     assert (await stack.stream("/v1/chat/completions", **CHAT))[-1] == (None, "[DONE]")
 
 
+STREAMS = [("/v1/chat/completions", CHAT, None), ("/v1/completions", {"prompt": "What came in today?"}, None),
+           ("/v1/responses", {"input": "What came in today?"}, "error"), ("/v1/messages", CHAT, "error")]
+
+
+@pytest.mark.parametrize("path, body, name", STREAMS)
+@pytest.mark.parametrize("fault", ["error_stream", "error_mid_stream"])
+async def test_a_stream_that_fails_says_so_behind_a_200(stack, path, body, name, fault):
+    await stack.post("/faults", **{fault: 1})
+    events = await stack.stream(path, **body)
+    said = [(kind, data) for kind, data in events if data != "[DONE]" and (kind == "error" if name else "error" in data)]
+    assert len(said) == 1 and said[0][0] == name and "Internal server error" in str(said[0][1])
+    tokens = [data for kind, data in events if kind in (None, "content_block_delta", "response.output_text.delta") and data != "[DONE]"]
+    assert (len(tokens) > 1) == (fault == "error_mid_stream")
+    await stack.idle()
+    assert "Internal server error" not in str(await stack.stream(path, **body))
+
+
+async def test_a_share_of_all_requests_fails(stack):
+    await stack.post("/faults", error_share=1.0)
+    assert (await stack.refused("/v1/chat/completions", CHAT))[0] == 500
+    assert "error" in (await stack.stream("/v1/chat/completions", **CHAT))[0][1]
+    await stack.post("/faults", error_share=0)
+    await chat(stack)
+
+
+async def test_an_id_outside_the_vocabulary_is_refused_as_vllm_does(stack):
+    """0.32: a stream has its 200 by then."""
+    events = await stack.stream("/v1/completions", prompt=[1, 99_999_999])
+    error = {"message": "Token id 99999999 is out of vocabulary", "type": "BadRequestError", "param": None, "code": 400}
+    assert events == [(None, {"error": error}), (None, "[DONE]")]
+
+
 async def test_a_hanging_engine_answers_nothing_and_then_goes_on(stack):
     loop = asyncio.get_running_loop()
     await stack.post("/faults", hang=0.4)

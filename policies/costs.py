@@ -25,10 +25,11 @@ covariance has a large part common to all coefficients: first the speed is found
 A replica's speed is an exponential average whose gain is the tracking signal of Trigg and Leach
 ("Exponential smoothing with an adaptive response rate", Operational Research Quarterly 18(1), 1967): small
 under noise, large once errors keep their sign. The speed of a replica that gets no requests goes back
-to the group's, so that one found slow is tried again.
+to the group's, and that of one which others are chosen over to theirs, within seconds, so that one found slow is tried again.
 """
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import exp, log
 
 from .changes import Changes
@@ -44,6 +45,7 @@ _WALK = 1e-3               # share of the way back to the prior's covariance, pe
 _NOISE = 0.05              # variance of log(observed / predicted) that is not the model's fault
 _BOUND = 100.0              # a coefficient stays within a hundredfold of its prior
 _SMOOTH = 0.1              # of the running error sizes
+_REST_HALF = 3.0           # seconds in which a replica that is passed over comes half as near to the others' log speed
 _FORGET = 0.99             # of the log speed stays, each turn without a request
 
 
@@ -135,6 +137,14 @@ class Speed:
         self.value *= exp(trust * min(0.5, 0.5 * signal * signal) * gap)
         self.value = min(max(self.value, 1 / _BOUND), _BOUND)
         self._heard = True
+
+    def rest(self, target: float, kept: float) -> bool:
+        """Keep so much of the distance to a lower `target`, of the logarithms; whether there was any."""
+        if self.value <= 1.01 * target:
+            return False
+        self.value = target * (self.value / target) ** kept
+        self._bias *= kept
+        return True
 
     def forget(self) -> None:
         """Called now and then: a replica not heard of since the last call goes back to its group's speed."""
@@ -264,6 +274,16 @@ class CostGroup:
 
     def remove(self, replica: str) -> None:
         self._members.pop(replica, None)
+
+    def rest(self, idle: Collection[Costs], used: Collection[Costs], seconds: float) -> None:
+        """Replicas that others were chosen over for `seconds` more: those thought slower go towards the speed of the others,
+        so that they are tried again, however few requests there are to go by."""
+        kept = 0.5 ** (seconds / _REST_HALF)
+        ttft = exp(sum(log(one.ttft.value) for one in used) / len(used))
+        step = exp(sum(log(one.step.value) for one in used) / len(used))
+        for one in idle:
+            if one.ttft.rest(ttft, kept) | one.step.rest(step, kept):
+                self.changes.tell(one)
 
     def learn(self, which: str, features: tuple[float, ...], seconds: float) -> None:
         """One observation, as the group's model should have predicted it."""

@@ -28,7 +28,7 @@ LEARN_SECONDS, LEARN_AT_ONCE = 0.01, 100
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "forwarding", "learn_at", "source", "intake", "listening", "host_line", "incarnation", "gone")
+    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "forwarding", "learn_at", "source", "intake", "listening", "host_line", "incarnation", "gone", "chosen", "chosen_at")
 
     def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
         self.replica = replica
@@ -49,6 +49,7 @@ class Backend:
         if replica.rank is not None:
             self.host_line += b"x-data-parallel-rank: %d\r\n" % replica.rank
         self.incarnation: str | None = None
+        self.chosen, self.chosen_at = load.recent, 0.0  # the last count of choices that was looked at, and when it changed
         self.gone = False  # removed; what still runs on it settles without a trace
 
     def _new_pool(self) -> Pool:

@@ -53,6 +53,7 @@ TAKE_TRAFFIC = (ReplicaState.READY, ReplicaState.DEGRADED)  # the second only fo
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
 MANY = 16  # replicas from which they are weighed as arrays: below, one after the other is quicker
+PASSED_OVER_SECONDS = 2.0  # without a request, while others have some
 LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
 
 
@@ -104,6 +105,7 @@ class Dispatcher:
         self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends)
         self.lives: set[Life] = set()
         self.draining = False
+        self._rested_at = 0.0  # see `_rest`
         self.held_up_at = 0.0  # the last time at which the event loop went on after it had been held up
         self.preparation = Preparation(self)
         self._chosen: list[Life | Decided] | None = None  # while they are held back
@@ -120,6 +122,7 @@ class Dispatcher:
 
     def add(self, backend: Backend) -> None:
         self.backends[backend.id] = backend
+        backend.pool.on_broken = lambda: self.on_traffic(backend.id, "reconnect")
         self.changed()
 
     def remove(self, replica: str) -> Backend | None:
@@ -208,6 +211,17 @@ class Dispatcher:
                 log.exception("the sweep failed on a request")
         for backend in self.backends.values():
             backend.pool.sweep(now)
+        self._rest(now)
+
+    def _rest(self, now: float) -> None:
+        """Replicas that nobody was sent to while others were used are on their way back to being tried."""
+        elapsed, self._rested_at = max(0.0, min(now - self._rested_at, 1.0)), now
+        for backend in self.backends.values():
+            if backend.chosen != backend.load.recent or backend.load.requests:
+                backend.chosen, backend.chosen_at = backend.load.recent, now
+        idle = [b.costs for b in self.backends.values() if now - b.chosen_at >= PASSED_OVER_SECONDS]
+        if 0 < len(idle) < len(self.backends):
+            self.costs.rest(idle, [b.costs for b in self.backends.values() if now - b.chosen_at < PASSED_OVER_SECONDS], elapsed)
 
     # --- a prompt gets a replica
 

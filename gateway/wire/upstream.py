@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
@@ -294,6 +295,7 @@ class Pool:
         self.certified = certified if tls else None
         self.idle: list[Upstream] = []
         self.closed = False
+        self.on_broken: Callable[[], None] = lambda: None  # the replica closed a connection that was kept
         self._connecting: set[asyncio.Task[None]] = set()
 
     def acquire(self) -> Upstream | None:
@@ -339,6 +341,7 @@ class Pool:
     def forget(self, upstream: Upstream) -> None:
         if upstream in self.idle:
             self.idle.remove(upstream)
+            self.on_broken()
 
     def sweep(self, now: float) -> None:
         """Close what has been idle for too long; the oldest lie first."""

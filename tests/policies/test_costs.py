@@ -174,3 +174,17 @@ def test_another_group_goes_on_from_what_one_learned():
         group.add("a").observe_ttft(0.4, 3000, 0, Load())
     assert other.add("a").ttft_seconds(load, 700, 100) == one.add("a").ttft_seconds(load, 700, 100)
     assert other.add("a").error == one.add("a").error and other.add("a").error < CostGroup().add("a").ttft_seconds(load, 700, 100)
+
+
+def test_a_slow_replica_that_others_are_chosen_over_is_at_their_speed_again_within_seconds():
+    group = CostGroup()
+    slow, quick, other = group.add("slow"), group.add("quick"), group.add("other")
+    slow.ttft.value, quick.ttft.value, other.ttft.value = 4.0, 0.25, 0.25    # the group's own scale is arbitrary
+    group.rest([slow], [quick, other], 3.0)
+    assert slow.ttft.value == pytest.approx(1.0)
+    for _ in range(60):
+        group.rest([slow], [quick, other], 0.25)
+    assert slow.ttft.value < 0.3 and quick.ttft.value == 0.25
+    slow.ttft.value = 0.1
+    group.rest([slow], [quick, other], 3.0)
+    assert slow.ttft.value == 0.1, "quicker ones are chosen anyway"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from time import monotonic
 
 import pytest
 
@@ -288,3 +289,19 @@ async def test_an_error_event_for_ids_of_ours_is_no_word_to_the_client():
         assert len(sent) == 2 and s.metrics.retries.values == {("ids",): 1}
 
 
+
+
+async def test_a_replica_found_slow_is_tried_again_within_seconds_while_others_are_used():
+    async with stack(streams(chunk(TOKEN)), streams(chunk(TOKEN)), policy="least_time") as s:
+        slow, quick = s.dispatcher.backends.values()
+        slow.costs.ttft.value, now = 5.0, monotonic() + 1000
+        talk, chosen = await s.talk(), []
+        for number in range(100):  # four a second, that share nothing
+            await talk.say(post(json.dumps({"model": "m", "prompt": f"{number} " * 20, "stream": True}).encode(), b"/v1/completions"))
+            chosen.append((await talk.response())[1]["x-hitherto-replica"])
+            await eventually(s.idle)
+            now += 0.25
+            s.dispatcher.sweep(now)
+            if chosen[-1] == slow.id:
+                break
+        assert chosen[0] == quick.id and chosen[-1] == slow.id and len(chosen) > 8

@@ -282,7 +282,7 @@ async def test_an_error_event_for_ids_of_ours_is_no_word_to_the_client():
             life.sent_ids = len(sent) == 1
             return life.request.body
 
-        s.dispatcher.once.body = body
+        s.dispatcher.forwarding.body = body
         talk = await s.talk()
         await talk.say(post(LONG))
         await talk.response()

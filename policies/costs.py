@@ -45,7 +45,9 @@ _WALK = 1e-3               # share of the way back to the prior's covariance, pe
 _NOISE = 0.05              # variance of log(observed / predicted) that is not the model's fault
 _BOUND = 100.0              # a coefficient stays within a hundredfold of its prior
 _SMOOTH = 0.1              # of the running error sizes
-_REST_HALF = 3.0           # seconds in which a replica that is passed over comes half as near to the others' log speed
+# A replica that is passed over comes half as near to this share of the others' speed in so many seconds: once it is thought
+# a little quicker than they are it is tried, and known again. One thought twice as slow as they is after 6 s.
+_REST_HALF, _REST_SHARE = 2.0, 0.9
 _FORGET = 0.99             # of the log speed stays, each turn without a request
 
 
@@ -140,8 +142,9 @@ class Speed:
 
     def rest(self, target: float, kept: float) -> bool:
         """Keep so much of the distance to a lower `target`, of the logarithms; whether there was any."""
-        if self.value <= 1.01 * target:
+        if self.value <= target:
             return False
+        target *= _REST_SHARE
         self.value = target * (self.value / target) ** kept
         self._bias *= kept
         return True

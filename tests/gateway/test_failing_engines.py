@@ -1,0 +1,124 @@
+"""A real gateway before engines that fail while they answer, and before what is no engine any more."""
+
+import asyncio
+import itertools
+import re
+from contextlib import asynccontextmanager
+
+import pytest
+
+from .running import running
+
+BODY = {"model": "sim", "max_tokens": 4, "stream": True}
+
+
+async def ask(gateway, number: int, path: str = "/v1/completions") -> tuple[int, str, str]:
+    given = {"prompt": f"{number} says what nobody else does. " * 8}
+    if path.endswith("messages"):
+        given = {"messages": [{"role": "user", "content": given["prompt"]}]}
+    elif path.endswith("responses"):
+        given = {"input": given["prompt"]}
+    answer = await gateway.client.post(path, json={**BODY, **given})
+    return answer.status_code, answer.headers.get("x-hitherto-replica", ""), answer.text
+
+
+async def faults(gateway, engine, **what) -> None:
+    (await gateway.client.post(f"{engine.url}/faults", json=what)).raise_for_status()
+
+
+def replica(status: dict, engine) -> dict:
+    return next(one for one in status["replicas"] if one["url"] == engine.url)
+
+
+@pytest.fixture(scope="module")
+def engines(start_engine):
+    started = [start_engine(), start_engine()]
+    return [engine.wait() for engine in started]
+
+
+@asynccontextmanager
+async def before(engines):
+    async with running("--replica-url", *(engine.url for engine in engines), "--model", "sim", "--allow-path", "/faults") as gateway:
+        await gateway.ready(2)
+        yield gateway
+
+
+async def until_all_are_asked(gateway, engines, first: int) -> None:
+    """By requests that share nothing with any other."""
+    seen: set[str] = set()
+    async with asyncio.timeout(40):
+        for number in itertools.count(first):
+            seen.add((await ask(gateway, number))[1])
+            if len(seen) == len(engines):
+                return
+
+
+async def test_an_engine_that_fails_every_stream_is_left_alone_and_tried_again_when_it_works(engines):
+    bad, good = engines
+    async with before(engines) as gateway:
+        await faults(gateway, bad, error_stream=10**9)
+        for number in range(40):
+            path = ("/v1/completions", "/v1/messages", "/v1/responses")[number % 3]
+            status, where, text = await ask(gateway, number, path)
+            assert status == 200 and where == good.url.removeprefix("http://") and "Internal server error" not in text
+        status = await gateway.status()
+        assert replica(status, bad)["errors"] < 15, "it was asked a few times, and then left alone"
+        assert any(b"ready -> degraded" in line and b"5xx" in line for line in gateway.log)
+        assert status["totals"]["errors"] == 0 and replica(status, bad)["events"] != "unobserved"
+        await faults(gateway, bad, error_stream=0)
+        await gateway.until(lambda status: replica(status, bad)["state"] == "ready", 40)
+        await until_all_are_asked(gateway, engines, 1000)
+
+
+async def test_the_clients_own_faults_move_no_traffic_and_are_no_successes(engines):
+    """Found with vLLM 0.32: after 40 of these one of two equal engines got all requests, and the other none for 440."""
+    async with before(engines) as gateway:
+        for number in range(30):
+            answer = await gateway.client.post("/v1/completions", json={**BODY, "prompt": [99_999_999 + number] * 40})
+            assert answer.status_code == 200 and "out of vocabulary" in answer.text
+        status = await gateway.status()
+        assert {one["state"] for one in status["replicas"]} == {"ready"} and {one["errors"] for one in status["replicas"]} == {0}
+        page = (await gateway.admin.get("/metrics")).text
+        assert 'hitherto_requests_total{path="completions",status="4xx"} 30.0' in page
+        assert 'hitherto_requests_total{path="completions",status="2xx"} 0.0' in page
+        assert "hitherto_ttft_seconds_count{" not in page or set(re.findall(r"hitherto_ttft_seconds_count{.*} (.*)", page)) == {"0.0"}
+        await until_all_are_asked(gateway, engines, 2000)
+        status = await gateway.status()
+        assert {one["events"] for one in status["replicas"]} <= {"live", "connecting", "off"}
+
+
+HTML = b"<html>It works!</html>"
+
+
+async def other_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Says 200 to everything."""
+    try:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            low = head.lower()
+            at = low.find(b"content-length:")
+            await reader.readexactly(int(low[at + 15 : low.index(b"\r\n", at)]) if at >= 0 else 0)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: %d\r\n\r\n%b" % (len(HTML), HTML))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        writer.close()
+
+
+async def test_what_takes_the_place_of_an_engine_answers_no_client(engines):
+    gone, stays = engines
+    async with before(engines) as gateway:
+        for number in range(10):
+            assert (await ask(gateway, number))[0] == 200
+        gone.process.kill()
+        gone.process.wait()
+        server = await asyncio.start_server(other_server, "127.0.0.1", gone.port)
+        async with server:
+            for number in range(60):
+                status, where, text = await ask(gateway, number)
+                assert status == 200 and "<html>" not in text and where == stays.url.removeprefix("http://")
+            status = await gateway.until(lambda status: replica(status, gone)["state"] == "warming", 10)
+            assert "something else than the engine answers there" in replica(status, gone)["reason"]
+            asked = replica(status, gone)["errors"]
+            for number in range(20):
+                await ask(gateway, number)
+            assert replica(await gateway.status(), gone)["errors"] == asked, "nothing is sent there any more"

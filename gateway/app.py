@@ -333,7 +333,7 @@ def _shared_map(settings: Settings, cachemap: CacheMap, background: Background) 
 
 
 def _model(settings: Settings, profile: Profile | None) -> tuple[Path | None, str]:
-    """The model directory (None: to be learned from the replicas) and the name the block hashes are seeded with."""
+    """The model directory (None: to be learned from the replicas) and the name that launched engines serve it by."""
     name = settings.model
     if name is None and profile is not None and profile.engine == "sim":
         name = SIM

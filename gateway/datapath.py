@@ -34,14 +34,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto")
 
+# What block hashes are seeded with, and so a part of what gateways that share a map must have in common. Not the name of a folder or
+# of a setting, which may differ between gateways before the same engines: one replica serves one base model, and the map has
+# a part for each replica.
+HASHED_AS = "model"
 DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
 
 
 def pipeline(settings: Settings, directory: Path | None, name: str) -> Pipeline:
-    """Raises ConfigError for a model that cannot be used."""
+    """Raises ConfigError for a model that cannot be used, by the name that the operator knows it by."""
     size = settings.block_size or DEFAULT_BLOCK_SIZE
     try:
-        made = Pipeline(directory, name, size, chat_template=settings.chat_template)
+        made = Pipeline(directory, HASHED_AS, size, chat_template=settings.chat_template)
     except ModelError as error:
         raise ConfigError(f"model {name}: {error}") from None
     if directory is not None and made.tokenizer is None:

@@ -4,6 +4,7 @@ another gateway is a client's."""
 import asyncio
 import json
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from msgspec import msgpack
 
+from replicas.simulated.model import sim_model_dir
 from tests.redis_server import Proxy, Sentinels, binaries, running as redis_running
 
 from .running import running
@@ -210,6 +212,20 @@ async def test_a_gateway_started_later_is_as_warm_as_its_siblings(redis_server, 
             assert answer.headers["x-hitherto-replica"] == home
             cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert int(answer.headers["x-hitherto-cached-tokens"]) == cached > 500
+
+
+async def test_gateways_that_have_the_model_in_folders_of_different_names_share_one_map(redis_server, engines, tmp_path):
+    async with AsyncExitStack() as stack:
+        fleet = []
+        for name in ("here", "elsewhere"):
+            folder = shutil.copytree(sim_model_dir(), tmp_path / name)
+            one = await stack.enter_async_context(running("--redis-url", redis_server.url, "--replica-url", *engines, "--model", str(folder)))
+            fleet.append(one)
+            await one.ready(len(engines))
+        messages = [{"role": "user", "content": "Asked at one of them. " + TEXT}]
+        await fleet[1].until(lambda status: roles(status) <= {"writer", "mirror"} and "mirror" in roles(status))
+        assert (await fleet[0].chat(messages)).status_code == 200
+        await known(fleet[1], messages)
 
 
 async def test_another_takes_over_from_a_writer_that_is_frozen_and_it_writes_no_more_when_it_wakes(redis_server, engines):

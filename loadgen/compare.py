@@ -68,7 +68,7 @@ async def compare_verb(args: argparse.Namespace, console: Console) -> int:
     say_ratios(console, reports)
     say_troubles(console, reports)
     console.print("\n[dim]Single runs differ by some percent; --seed N gives other conversations, --json FILE all figures.[/]")
-    about = {"workload": datasets.describe(args, work), "setting": setting(["loadgen", *sys.argv[1:]], args.seed)}
+    about = {"void": void_because(reports), "workload": datasets.describe(args, work), "setting": setting(["loadgen", *sys.argv[1:]], args.seed)}
     options.write_json(args.json, {"targets": reports, **about}, console)
     options.write_reports(args, reports, records, console, about)
     return 0 if all(report["completed"] for report in reports.values()) else 1
@@ -95,8 +95,25 @@ def say_troubles(console: Console, reports: Mapping[str, Report]) -> None:
             console.print(trouble)
 
 
+def void_because(reports: Mapping[str, Report]) -> str | None:
+    """Return why the targets' figures cannot be compared, or None: their figures are of the requests that each answered.
+
+    A difference of at most 1 % of the requests moves no figure that a single run can tell, and the errors are in the report. An
+    interrupted run is cut where the user cut it, and says so itself.
+    """
+    if any(report["interrupted"] for report in reports.values()):
+        return None
+    answered = {name: report["completed"] for name, report in reports.items()}
+    if max(answered.values()) - min(answered.values()) <= 0.01 * max(report["requests"] for report in reports.values()):
+        return None
+    return "the targets did not answer the same requests: " + ", ".join(
+        f"{name} {count:,} of {reports[name]['requests'] + reports[name]['not_sent']:,}" for name, count in answered.items())
+
+
 def say_ratios(console: Console, reports: Mapping[str, Report]) -> None:
-    """Every later target in words against the first."""
+    """Every later target in words against the first, and loudly if they did not do the same work."""
+    if void := void_because(reports):
+        console.print(f"\n[bold red]This comparison is void:[/] {void}. The figures of each are of what it answered.")
     (base_name, base), *others = reports.items()
     for name, report in others:
         console.print()

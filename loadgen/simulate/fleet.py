@@ -136,7 +136,7 @@ class Fleet:
             live = self._live[index].pop(asked.id)
             live.gateway.release(live.sent)
             self.at(self.now, self._ended, live, "http_400", str(error))
-            return
+            begins = False      # the others there are woken at the end of the step under way, as after any arrival
         if begins:
             self._go_on(index, replica)
         elif replica.turn != planned:

@@ -105,7 +105,8 @@ async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
                       f"{perf_counter() - began:,.1f} s after the start[/]")
     console.print(show.comparison_table(reports))
     compare.say_ratios(console, reports)
-    about = {"workload": datasets.describe(args, work), "fleet": described(args, next(iter(fleets.values()))),
+    compare.say_troubles(console, reports)
+    about = {"void": compare.void_because(reports), "workload": datasets.describe(args, work), "fleet": described(args, next(iter(fleets.values()))),
              "setting": setting(["loadgen", *asked(sys.argv[1:])], args.seed)}
     options.write_json(args.json, {"targets": reports, **about}, console)
     options.write_reports(args, reports, records, console, about)

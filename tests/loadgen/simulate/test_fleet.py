@@ -58,6 +58,18 @@ def test_every_request_ends_and_the_ledger_reads_zero(policy):
     assert (total.requests, total.prefill_tokens, total.context_tokens) == (0, 0, 0)
 
 
+def test_a_prompt_that_an_engine_refuses_while_it_computes_holds_up_nobody_else():
+    small = replace(PROFILE, max_model_len=3072)
+    long = turn([10_000 + i for i in range(200)])
+    work = conversations(40, turns=2, shared=4)
+    fleet = run("round_robin", [part for pair in zip(work, [[long]] * len(work)) for part in pair], profiles=[small] * 2)
+    refused = [r for r in fleet.result.records if r.turn is long]
+    answered = [r for r in fleet.result.records if r.turn is not long]
+    assert [r.error for r in refused] == ["http_400"] * 40
+    assert len(answered) == 80 and all(r.error is None and r.first < r.end for r in answered)
+    assert fleet.ledger.total().requests == 0
+
+
 def test_the_same_seed_gives_the_same_run_and_another_does_not():
     work = conversations(30)
     runs = [[(r.replica, r.sent, r.first, r.end, r.cached) for r in run("least_time", work, seed=s).result.records]

@@ -90,3 +90,19 @@ def test_what_is_wrong_is_said_in_one_line(args, complaint, capsys):
 
 def test_where_results_are_written_is_no_part_of_the_command():
     assert asked(["simulate", "--json", "a", "--seed", "1", "--html=b", "--csv", "c", "--png", "d"]) == ["simulate", "--seed", "1"]
+
+
+def test_policies_that_answered_different_requests_are_not_compared_in_silence(tmp_path, capsys):
+    """A replica that is lost cuts the streams it has begun: which those are, and how many, depends on the policy."""
+    out = tmp_path / "out.json"
+    assert main([*SMALL, "--requests", "60", "--outage", "0:0.5", "--json", str(out)]) == 0
+    report = json.loads(out.read_bytes())
+    completed = {name: one["completed"] for name, one in report["targets"].items()}
+    printed = " ".join(capsys.readouterr().out.split())
+    assert len(set(completed.values())) == 2
+    assert "This comparison is void: the targets did not answer the same requests" in printed
+    assert all(f"{name} {count}" in report["void"] for name, count in completed.items())
+
+
+def test_the_same_work_is_compared_without_a_word(figures, capsys):
+    assert json.loads(figures(*SMALL))["void"] is None and "void" not in capsys.readouterr().out

@@ -93,7 +93,7 @@ def replay() -> None:
     module.monotonic = module.perf_counter = itertools.repeat(1000.0).__next__
     cachemap, ledger, costs = CacheMap(1 << 26), Ledger(), CostGroup()
     dispatcher = module.Dispatcher(
-        pipeline=Pipeline(sim_model_dir(), "m", 16), cachemap=cachemap, policy=make("least_time", 1), metrics=Metrics(), ledger=ledger, costs=costs,
+        pipeline=Pipeline(sim_model_dir(), "m", 16), cachemap=cachemap, policy=make("least_time"), metrics=Metrics(), ledger=ledger, costs=costs,
         retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
     )  # fmt: skip
     for port in range(9001, 9001 + REPLICAS):

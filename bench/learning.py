@@ -156,7 +156,7 @@ def shadow(requests: int, seed: int, names: Sequence[str] = ("round_robin", "lea
         metrics, others = Metrics(), [one for one in names if one != name]
         fleet = Fleet([profile] * REPLICAS, name, seed)
         gateway = fleet.gateways[0]
-        gateway.policy = Watched(gateway.policy, Shadows(others, metrics, seed))
+        gateway.policy = Watched(gateway.policy, Shadows(others, metrics))
         records = pace(fleet, work, rate, OPEN, seed).records
         acted[name] = {"uncached": float(np.mean([one.tokens - one.cached for one in records])), "ms": ttft(records)["mean_ms"]}
         said[name] = told(metrics, others)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +58,7 @@ def dispatcher(settings: Settings, spans: Spans | None, kind: type[Dispatcher] =
 
         rooms["life"] = functools.partial(TracedLife, spans)
     return kind(
-        policy=make(settings.policy, int.from_bytes(os.urandom(4))),
+        policy=make(settings.policy),
         retries=settings.retries,
         request_timeout=settings.request_timeout_s,
         idle_timeout=settings.idle_timeout_s,
@@ -98,7 +96,7 @@ def shared_ledger(settings: Settings, metrics: Metrics, ledger: Ledger, backgrou
         if outcome == "shared":
             metrics.shared_decision_seconds.observe(outcome, seconds)
 
-    return SharedLedger(Ways(parse(settings.redis_url)), settings.deployment, ledger, observe=observe, background=background)
+    return SharedLedger(Ways(parse(settings.redis_url)), settings.deployment, ledger, getattr(make(settings.policy), "cost", None), observe=observe, background=background)
 
 
 def started() -> None:
@@ -111,12 +109,12 @@ def started() -> None:
 
 
 async def explain(settings: Settings, dispatcher: Dispatcher, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-    """What would happen to this request now. Changes nothing: the policy asked is a copy."""
+    """What would happen to this request now. Changes nothing."""
     from .explain import describe
 
     prompt = await dispatcher.preparation.prompt(path, body, headers)
     demand, backends, candidates = dispatcher.weigh(prompt)
-    choice = copy.deepcopy(dispatcher.policy).choose(demand, candidates, explain=True)
+    choice = dispatcher.policy.choose(demand, candidates, explain=True)
     return describe(settings.policy, prompt, demand, candidates, choice)
 
 

@@ -8,13 +8,15 @@ from .costs import CostGroup, Costs
 from .least_load import LeastLoad
 from .least_time import LeastTime
 from .ledger import Ledger, Reservation
+from .least_cost import Cost
 from .overlap_cost import OverlapCost
 from .power_of_two import PowerOfTwo
 from .prefix_affinity import PrefixAffinity
 from .random import Random
 from .roster import Roster
 from .round_robin import RoundRobin
-from .vocabulary import Bid, Bidder, Candidate, Choice, Demand, Load, Policy
+from .load import UNTIMED, Load
+from .vocabulary import Candidate, Choice, Demand, Policy
 
 _POLICIES = {p.name: p for p in (RoundRobin, Random, LeastLoad, PowerOfTwo, ConsistentHash,
                                  PrefixAffinity, OverlapCost, LeastTime)}
@@ -22,13 +24,13 @@ NAMES = tuple(_POLICIES)
 DEFAULT = LeastTime.name
 
 
-def make(name: str, seed: int = 0) -> Policy:
-    """The policy called `name`; `seed` fixes its random tie-breaks. ValueError for an unknown name."""
+def make(name: str) -> Policy:
+    """The policy called `name`. ValueError for an unknown name."""
     try:
-        return _POLICIES[name](seed)
+        return _POLICIES[name]()
     except KeyError:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(NAMES)}") from None
 
 
-__all__ = ["Bid", "Bidder", "Candidate", "Choice", "CostGroup", "Costs", "DEFAULT", "Demand", "Ledger", "Load",
-           "NAMES", "Policy", "Reservation", "Roster", "make"]
+__all__ = ["Candidate", "Choice", "Cost", "CostGroup", "Costs", "DEFAULT", "Demand", "Ledger", "Load",
+           "NAMES", "Policy", "Reservation", "Roster", "UNTIMED", "make"]

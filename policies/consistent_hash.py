@@ -13,7 +13,7 @@ from typing import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from .least_load import LeastLoad, busy
+from .least_load import busy, fewest_requests
 from .vocabulary import Candidate, Choice, Demand
 
 # A session's home may hold a quarter more than its share; lower evens out load and moves more
@@ -24,16 +24,13 @@ _BOUND = 1.25
 class ConsistentHash:
     name = "consistent_hash"
 
-    def __init__(self, seed: int = 0) -> None:
-        self._fallback = LeastLoad(seed)
-
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         if demand.session is not None:
             key = xxh3_64_intdigest(demand.session.encode())
         elif demand.root:
             key = demand.root
         else:
-            return self._fallback.choose(demand, candidates)
+            return Choice(fewest_requests(demand, candidates), "no session and no full block: the fewest requests")
         loads = [busy(candidate.load) for candidate in candidates]
         bound = ceil(_BOUND * (sum(loads) + 1) / len(loads))
         weights = [xxh3_64_intdigest(candidate.replica.encode(), seed=key) for candidate in candidates]

@@ -31,8 +31,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from math import exp, log
+from operator import mul
 
 from .changes import Changes
+from .load import UNTIMED, Load
 
 # An 8B model on one data-centre GPU (Dynamo 1.6.1's mocker defaults: 15 us a token, 4.2e-10 s a
 # token squared, 16 ms a prefill step, 6 ms a decode step). Tenfold wrong for others; a dozen requests
@@ -51,9 +53,28 @@ _REST_HALF, _REST_SHARE = 2.0, 0.9
 _FORGET = 0.99             # of the log speed stays, each turn without a request
 
 
-def steps(uncached: int) -> float:
-    """That so many tokens take to be computed."""
-    return uncached / STEP_TOKENS if uncached > STEP_TOKENS else 1.0
+# --- the two models as statements (see `statement`): the only place where they are written down
+
+
+def step_seconds(load, pace, coefficients):
+    """One decode step of a replica's streams; 0 if there are none."""
+    base, per_stream, per_token = coefficients
+    return pace * (base * min(1, load.decoding) + per_stream * load.decoding + per_token * load.context_tokens)
+
+
+def ttft_features(uncached, cached, now, step, load, speed, coefficients):
+    """What the TTFT of a request of `uncached` tokens after `cached` ones is linear in, if it meets `load` at `now`.
+
+    `step`: seconds of a decode step there. `left` is the share of the step under way that is still to come: 1 if it is not
+    known since when it runs. One that is overdue may take as much longer as it is late: a replica that hangs looks fully busy
+    again, not done. Its attention is that of prompts of one length, computed whole.
+    """
+    base, token, pair, _, _, crowd = coefficients
+    begun = load.begun_tokens
+    lasts = speed * (base + token * begun + pair * (0.5 * begun * begun / max(1, load.begun))) + crowd * step
+    left = min(1, load.prefilling) * min(1, abs(1 - (now - load.since) / lasts))
+    ahead = load.prefill_tokens - begun + left * begun
+    return 1, uncached, uncached * (cached + 0.5 * uncached), ahead, left, step * max(1, uncached / STEP_TOKENS)
 
 
 class Fit:
@@ -160,8 +181,7 @@ class Speed:
 class Costs:
     """One replica: its group's model and its own speeds.
 
-    `load` is anything with the fields of `Load`; tokens are counts, results seconds. `error` is the
-    running |predicted - observed| TTFT.
+    Tokens are counts, results seconds. `error` is the running |predicted - observed| TTFT.
     """
     __slots__ = ("group", "ttft", "step", "error", "count")
 
@@ -175,64 +195,39 @@ class Costs:
         _, token, pair, _, _, _ = self.group.ttft.coefficients
         return self.ttft.value * uncached * (token + pair * (context + 0.5 * uncached))
 
-    def queue_seconds(self, load, now: float | None = None, step: float | None = None) -> float:
-        """Draining the prefills ahead: their uncached tokens and the rest of the step under way. `step`: see `left`."""
-        if not load.prefilling:
-            return 0.0
-        _, _, _, queued, busy, _ = self.group.ttft.coefficients
-        left = self.left(load, now, step)
-        return self.ttft.value * (queued * (load.prefill_tokens - (1.0 - left) * load.begun_tokens) + busy * left)
-
-    def left(self, load, now: float | None, step: float | None = None) -> float:
-        """Share of the step that computes prompts there which is still to come; 1 if it is not known since when.
-
-        One that is overdue may take as much longer as it is late: a replica that hangs looks fully busy again, not done.
-        `step` is `step_seconds(load)`, where one has it.
-        """
-        if now is None or load.since is None:
-            return 1.0
-        base, token, pair, _, _, crowd = self.group.ttft.coefficients
-        tokens = load.begun_tokens
-        attention = 0.5 * pair * tokens / (load.begun or 1)    # as of prompts of one length, computed whole
-        crowded = crowd * (self.step_seconds(load) if step is None else step)
-        lasts = self.ttft.value * (base + tokens * (token + attention)) + crowded
-        return min(1.0, abs(1.0 - (now - load.since) / lasts))
-
-    def step_seconds(self, load) -> float:
+    def step_seconds(self, load: Load) -> float:
         """One decode step of the streams there now; 0 if there are none."""
-        if not load.decoding:
-            return 0.0
-        base, per_stream, per_token = self.group.step.coefficients
-        return self.step.value * (base + per_stream * load.decoding + per_token * load.context_tokens)
+        return step_seconds(load, self.step.value, self.group.step.coefficients)
 
-    def ttft_seconds(self, load, uncached: int, context: int, now: float | None = None) -> float:
+    def queue_seconds(self, load: Load, now: float = UNTIMED) -> float:
+        """Draining the prefills ahead: their uncached tokens and the rest of the step under way."""
+        _, _, _, ahead, left, _ = self._features(load, 0, 0, now)
+        _, _, _, queued, busy, _ = self.group.ttft.coefficients
+        return self.ttft.value * (queued * ahead + busy * left)
+
+    def ttft_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
         """Time to the first token for a request that meets `load`, at `now`."""
-        base, _, _, _, _, crowd = self.group.ttft.coefficients
-        step = self.step_seconds(load)
-        return (self.ttft.value * base + self.prefill_seconds(uncached, context) + self.queue_seconds(load, now, step)
-                + crowd * step * steps(uncached))
+        return self._predict(self._features(load, uncached, context, now))
 
-    def decode_interference(self, load, uncached: int, context: int) -> float:
+    def decode_interference(self, load: Load, uncached: int, context: int) -> float:
         """Seconds by which this prefill holds up the streams decoding there, summed over them."""
         return load.decoding * self.prefill_seconds(uncached, context)
 
-    def observe_ttft(self, seconds: float, uncached: int, cached: int, before, at: float | None = None) -> None:
+    def observe_ttft(self, seconds: float, uncached: int, cached: int, before: Load, at: float = UNTIMED) -> None:
         """A first token came after `seconds`; `before` is the load it met, `at` when (both a Reservation's)."""
         if seconds <= 0:
             return
-        predicted = self.ttft_seconds(before, uncached, cached, at)
+        features = self._features(before, uncached, cached, at)
+        predicted = self._predict(features)
         self.count += 1
         self.error += max(0.05, 1 / self.count) * (abs(predicted - seconds) - self.error)
         speed = self.ttft.value
         # A queue's length in seconds is the engine's luck with batches more than its speed.
-        crowded = self.step_seconds(before) * steps(uncached)
-        own = predicted - self.queue_seconds(before, at) - self.group.ttft.coefficients[5] * crowded
+        base, token, pair, _, _, _ = self.group.ttft.coefficients
+        own = speed * (base + token * features[1] + pair * features[2])
         self.ttft.observe(predicted, seconds, own / predicted)
         self.group.changes.tell(self)
-        left = self.left(before, at) if before.prefilling else 0.0
-        ahead = before.prefill_tokens - (1.0 - left) * before.begun_tokens if before.prefilling else 0.0
-        self.group.learn("ttft", (1.0, uncached, uncached * (cached + 0.5 * uncached), ahead, left,
-                                  crowded / speed), seconds / speed)
+        self.group.learn("ttft", (*features[:5], features[5] / speed), seconds / speed)
 
     def observe_itl(self, seconds_per_token: float, decoding: int, context_tokens: int) -> None:
         """A stream's mean time a token, among so many streams (itself included) with so much context."""
@@ -243,6 +238,16 @@ class Costs:
         self.step.observe(speed * (base + per_stream * decoding + per_token * context_tokens), seconds_per_token)
         self.group.changes.tell(self)
         self.group.learn("step", (1.0, decoding, context_tokens), seconds_per_token / speed)
+
+    def _features(self, load: Load, uncached: int, cached: int, now: float) -> tuple[float, ...]:
+        speed = self.ttft.value
+        return ttft_features(uncached, cached, now, self.step_seconds(load), load, speed, self.group.ttft.coefficients)
+
+    def _predict(self, features: tuple[float, ...]) -> float:
+        """The sum over features of coefficient x feature; all but decode steps, which have a pace of their own, at this replica's speed."""
+        *coefficients, crowd = self.group.ttft.coefficients
+        *first, crowded = features
+        return self.ttft.value * sum(map(mul, coefficients, first)) + crowd * crowded
 
 
 class CostGroup:

@@ -6,37 +6,33 @@ be missing and then counts as zero. Blind to prefixes and to how long a prompt i
 """
 from __future__ import annotations
 
-import random
 from typing import Sequence
 
-from .vocabulary import Bid, Candidate, Choice, Demand, Load
+from .least_cost import Cost, least
+from .vocabulary import Candidate, Choice, Demand
 
 
-def busy(load: Load) -> int:
+def busy(load):
     """Requests known to be on a replica."""
-    return max(load.requests, load.waiting or 0)
+    return max(load.requests, load.waiting)
 
 
-def busy_bid(load: Load) -> Bid:
-    """`busy` as a bid."""
-    return Bid(0.0, 0.0, least=load.waiting or 0, per_request=1.0)
+def terms(tokens, now, future, ttft, step, overlap, lower, fetched, load, speed, pace):
+    return (busy(load),)
+
+
+COST = Cost(("requests",), terms)
+
+
+def fewest_requests(demand: Demand, candidates: Sequence[Candidate]) -> int:
+    """The index of the least loaded candidate; of equal ones, the one drawn."""
+    return least([busy(candidate.load) for candidate in candidates], COST.slack, demand.draw)
 
 
 class LeastLoad:
     name = "least_load"
-    slack = (1.0, 0.0)
-
-    def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed).random
+    cost = COST
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
-        loads = [busy(candidate.load) for candidate in candidates]
-        least = min(loads)
-        ties = [index for index, load in enumerate(loads) if load == least]
-        return Choice(ties[int(self._random() * len(ties))], f"{least} requests there")
-
-    def bids(self, demand: Demand, candidates: Sequence[Candidate]) -> list[Bid | None]:
-        return [busy_bid(candidate.load) for candidate in candidates]
-
-    def own_after(self, demand: Demand, overlap: int, candidates: Sequence[Candidate]) -> float:
-        return 0.0
+        index = fewest_requests(demand, candidates)
+        return Choice(index, f"{busy(candidates[index].load)} requests there", among=range(len(candidates)))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from .changes import Changes
-from .vocabulary import Load
+from .load import FAR, UNTIMED, Load
 
 _COUNTS = tuple(f.name for f in fields(Load))[:5]
 NOTHING = (0,) * len(_COUNTS)
@@ -29,7 +29,7 @@ class Reservation:
     before: Load
     uncached: int
     tokens: int
-    at: float | None = None
+    at: float = UNTIMED
     stage: str = "prefill"    # then "decode", then "done"
 
 
@@ -81,8 +81,8 @@ class Ledger:
         load.prefill_tokens += counts[2] - before[2]
         load.decoding += counts[3] - before[3]
         load.context_tokens += counts[4] - before[4]
-        if stepped:
-            load.since, load.begun, load.begun_tokens = now, load.prefilling, load.prefill_tokens
+        if stepped or load.since == FAR:
+            load.timed(now if stepped else None)
         self._others[replica] = counts
         self.changes.tell(replica)
 
@@ -95,13 +95,14 @@ class Ledger:
         """Count a request of `tokens` prompt tokens, `uncached` of which must be computed. `counted`: where
         `moved` would tell of it, it is known already."""
         load = self._loads[replica]
-        reservation = Reservation(replica, load, load.copy(), uncached, tokens, now)
-        if not load.prefilling:
-            load.since, load.begun, load.begun_tokens = now, 1, uncached
+        reservation = Reservation(replica, load, load.copy(), uncached, tokens, UNTIMED if now is None else now)
+        alone = not load.prefilling
         self._chosen(load)
         load.requests += 1
         load.prefilling += 1
         load.prefill_tokens += uncached
+        if alone or load.since == FAR:
+            load.timed(now if alone else None)
         self.changes.tell(replica)
         if self.moved is not None and not counted:
             self.moved(replica, (1, 1, uncached, 0, 0))
@@ -128,7 +129,7 @@ class Ledger:
         load.prefill_tokens -= uncached
         load.decoding += 1
         load.context_tokens += tokens
-        load.since, load.begun, load.begun_tokens = now, load.prefilling, load.prefill_tokens
+        load.timed(now)
         self.changes.tell(reservation.replica)
         if self.moved is not None:
             self.moved(reservation.replica, (0, -1, -uncached, 1, tokens))

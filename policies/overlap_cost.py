@@ -8,42 +8,24 @@ cost of NVIDIA Dynamo's KV router (1.6), which vllm-router's `kv_aware` resemble
 """
 from __future__ import annotations
 
-import random
 from typing import Sequence
 
-from .vocabulary import Bid, Candidate, Choice, Demand
+from .least_cost import Cost, least
+from .vocabulary import Candidate, Choice, Demand
 
-_TIERS = {"cpu": 0.75, "disk": 0.25, "remote": 0.25}
+
+def terms(tokens, now, future, ttft, step, overlap, lower, fetched, load, speed, pace):
+    return max(0, load.prefill_tokens + tokens - overlap - fetched), load.context_tokens
 
 
-def _credit(candidate: Candidate) -> float:
-    """Tokens it need not compute."""
-    credit = candidate.overlap
-    for tier, tokens in candidate.lower:
-        credit += _TIERS.get(tier, 0.0) * tokens
-    return credit
+COST = Cost(("prefill", "decode"), terms, shares={"cpu": 0.75, "disk": 0.25, "remote": 0.25})
 
 
 class OverlapCost:
     name = "overlap_cost"
-    slack = (1.0, 0.0)
-
-    def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed).random
+    cost = COST
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
-        costs = []
-        for candidate in candidates:
-            load = candidate.load
-            costs.append(max(0, load.prefill_tokens + demand.tokens - _credit(candidate)) + load.context_tokens)
-        least = min(costs)
-        ties = [index for index, cost in enumerate(costs) if cost == least]
-        index = ties[int(self._random() * len(ties))]
-        return Choice(index, f"cost {least / demand.block_size:.0f} blocks, {candidates[index].overlap} tokens held")
-
-    def bids(self, demand: Demand, candidates: Sequence[Candidate]) -> list[Bid | None]:
-        return [Bid(max(0.0, demand.tokens - _credit(candidate)), 1.0, per_prefill_token=1.0, per_context_token=1.0)
-                for candidate in candidates]
-
-    def own_after(self, demand: Demand, overlap: int, candidates: Sequence[Candidate]) -> float:
-        return float(demand.tokens - overlap)
+        costs = [sum(terms) for terms in COST.of_all(demand, candidates)]
+        index = least(costs, COST.slack, demand.draw)
+        return Choice(index, f"cost {costs[index] / demand.block_size:.0f} blocks, {candidates[index].overlap} tokens held", among=range(len(costs)))

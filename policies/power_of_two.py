@@ -7,36 +7,24 @@ with stale views do not all pick the same replica.
 """
 from __future__ import annotations
 
-import random
 from typing import Sequence
 
-from .least_load import busy, busy_bid
-from .vocabulary import Bid, Candidate, Choice, Demand
+from .least_load import COST, busy
+from .vocabulary import Candidate, Choice, Demand
 
 
 class PowerOfTwo:
     name = "power_of_two"
-    slack = (1.0, 0.0)
-
-    def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed).random
+    cost = COST
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
-        first, second = self._draw(len(candidates))
-        if first == second:
+        drawn = _draw(demand.draw, len(candidates))
+        if len(drawn) == 1:
             return Choice(0, "the only one")
-        if busy(candidates[second].load) < busy(candidates[first].load):
-            first = second
-        return Choice(first, "less loaded of two")
+        return Choice(min(drawn, key=lambda index: busy(candidates[index].load)), "less loaded of two", among=drawn)
 
-    def _draw(self, count: int) -> tuple[int, int]:
-        """Two different ones, if there are two."""
-        first = int(self._random() * count)
-        return first, (first + 1 + int(self._random() * (count - 1))) % count if count > 1 else first
 
-    def bids(self, demand: Demand, candidates: Sequence[Candidate]) -> list[Bid | None]:
-        drawn = self._draw(len(candidates))
-        return [busy_bid(candidate.load) if index in drawn else None for index, candidate in enumerate(candidates)]
-
-    def own_after(self, demand: Demand, overlap: int, candidates: Sequence[Candidate]) -> float:
-        return 0.0
+def _draw(draw: float, count: int) -> tuple[int, ...]:
+    """Two different indices below `count`, or the only one. What the first leaves of the draw decides the second."""
+    first = int(draw * count)
+    return (first, (first + 1 + int((draw * count - first) * (count - 1))) % count) if count > 1 else (first,)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from .least_load import LeastLoad, busy
+from .least_load import busy, fewest_requests
 from .vocabulary import Candidate, Choice, Demand
 
 _MATCH, _APART, _TIMES = 0.3, 64, 1.5
@@ -20,18 +20,15 @@ _MATCH, _APART, _TIMES = 0.3, 64, 1.5
 class PrefixAffinity:
     name = "prefix_affinity"
 
-    def __init__(self, seed: int = 0) -> None:
-        self._least_load = LeastLoad(seed)
-
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         loads = [busy(candidate.load) for candidate in candidates]
         low, high = min(loads), max(loads)
         if high - low > _APART and high > _TIMES * low:
-            index = self._least_load.choose(demand, candidates).index
+            index = fewest_requests(demand, candidates)
             return Choice(index, f"out of balance, {low} to {high} requests")
         index = max(range(len(candidates)), key=lambda i: (candidates[i].overlap, -loads[i]))
         overlap = candidates[index].overlap
         if overlap > _MATCH * demand.tokens:
             return Choice(index, f"holds {overlap} of {demand.tokens} tokens")
-        index = self._least_load.choose(demand, candidates).index
+        index = fewest_requests(demand, candidates)
         return Choice(index, f"nobody holds more than {_MATCH:.0%}")

@@ -7,15 +7,12 @@ three changed meanwhile, and only theirs are computed anew: reading the loads al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .costs import CostGroup
+from .ledger import Ledger
 from .vocabulary import Candidate
-
-if TYPE_CHECKING:
-    from .costs import CostGroup
-    from .ledger import Ledger
 
 
 class Roster(Sequence[Candidate]):
@@ -29,6 +26,7 @@ class Roster(Sequence[Candidate]):
         self._columns = np.empty((0, 0))
         self.group = group
         self._overlaps = np.zeros(len(candidates))
+        self.ones = np.ones(len(candidates))
         self._given = True    # whether the candidates have their overlaps
         self.tiered = False   # whether some have blocks in lower tiers
 
@@ -60,10 +58,12 @@ class Roster(Sequence[Candidate]):
         """A row for each figure that `of` gives of a candidate, which must depend on its load and costs alone. Always the
         same function."""
         loads, costs = self._changes
+        if self._heard == (loads.count, costs.count):
+            return self._columns
         news = loads.since(self._heard[0]), costs.since(self._heard[1])
         self._heard = loads.count, costs.count
         if None in news:
-            self._columns = np.array([of(one) for one in self._candidates]).T.copy()
+            self._columns = np.array([of(one) for one in self._candidates], dtype=float).T.copy()
         else:
             row_of = self._rows.get
             stale = {*map(row_of, news[0]), *map(row_of, news[1])}

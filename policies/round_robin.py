@@ -14,10 +14,11 @@ from .vocabulary import Candidate, Choice, Demand
 class RoundRobin:
     name = "round_robin"
 
-    def __init__(self, seed: int = 0) -> None:
-        self._turn = seed
+    def __init__(self) -> None:
+        self._turn = 0
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
-        index = self._turn % len(candidates)
+        return Choice(self._turn % len(candidates), "its turn")
+
+    def placed(self, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
         self._turn += 1
-        return Choice(index, "its turn")

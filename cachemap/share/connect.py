@@ -234,11 +234,11 @@ def heed_cancellation() -> None:
 
 
 class Script:
-    """A Lua file beside its caller, behind what all scripts begin with (`ask.lua`). It is called by its SHA-1, so the server runs this very text or nothing; where the
-    server does not know it, the text is sent."""
+    """A program in Lua, behind what all scripts begin with (`ask.lua`). It is called by its SHA-1, so the server runs this very
+    text or nothing; where the server does not know it, the text is sent."""
 
-    def __init__(self, path: Path):
-        self.text = BEGIN + path.read_text()
+    def __init__(self, text: str):
+        self.text = BEGIN + text
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, client: Redis, keys: list[str], arguments: list):

@@ -29,7 +29,7 @@ from cachemap.share.writing import BATCH_SECONDS, Writing
 log = logging.getLogger("hitherto.share")
 
 HERE = Path(__file__).parent
-TEND, LEAVE = Script(HERE / "tend.lua"), Script(HERE / "leave.lua")
+TEND, LEAVE = Script((HERE / "tend.lua").read_text()), Script((HERE / "leave.lua").read_text())
 
 LEASE_SECONDS = 3.0
 LOOK_SECONDS = 1.0

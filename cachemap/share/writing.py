@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cachemap.share.shared import SharedMap
 
 HERE = Path(__file__).parent
-PUBLISH, COMMIT = Script(HERE / "publish.lua"), Script(HERE / "commit.lua")
+PUBLISH, COMMIT = Script((HERE / "publish.lua").read_text()), Script((HERE / "commit.lua").read_text())
 
 BATCH_SECONDS = 0.02  # changes of an engine's step or two go together
 PAUSE_SECONDS = 0.25  # after a snapshot that could not be written

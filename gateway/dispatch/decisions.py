@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from policies import make
 from replicas.names import bracketed
 
 from .answers import error_status
@@ -71,7 +70,6 @@ class Decisions:
         self._ids = map(f"{name}{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._open: dict[str, Decided] = {}
         self._bytes = 0  # of what is under way
-        self._others = make(dispatcher.policy.name)  # puts in order what was not chosen, with turns and dice of its own
 
     async def decide(self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str] = (), lease: float = LEASE) -> dict[str, Any]:
         """Choose and reserve. Raises PromptError for the client's faults, Failure where nobody can take the request."""
@@ -130,7 +128,7 @@ class Decisions:
         except Failure:
             return order
         while left and len(order) < MOST_CANDIDATES:
-            order.append(left.pop(self._others.choose(demand, left).index).replica)
+            order.append(left.pop(self._dispatcher.policy.choose(demand, left).index).replica)
         return order
 
     async def first_byte(self, id: str) -> dict[str, Any]:

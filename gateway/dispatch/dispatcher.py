@@ -11,14 +11,15 @@ import logging
 import os
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from random import random
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import orjson
 
 from cachemap import CacheMap
-from policies import Candidate, CostGroup, Demand, Ledger, Policy
+from policies import UNTIMED, Candidate, Choice, CostGroup, Demand, Ledger, Policy
 from replicas import State as ReplicaState
 
 from ..prompt import Prompt
@@ -57,6 +58,17 @@ PASSED_OVER_SECONDS = 2.0  # without a request, while others have some
 LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
 
 
+class _Asked(NamedTuple):
+    """What a placement was asked of, and what the policy answered. `overlap`: of the candidate it chose, in tokens."""
+
+    demand: Demand
+    backends: list[Backend]
+    candidates: Sequence[Candidate]
+    choice: Choice
+    overlap: int
+    seen: Seen | None
+
+
 class Dispatcher:
     def __init__(
         self,
@@ -84,6 +96,7 @@ class Dispatcher:
         self.pipeline = pipeline
         self.map = cachemap
         self.policy = policy
+        self._tell_placed = getattr(policy, "placed", None)
         self.metrics = metrics
         self.ledger = ledger
         self.costs = costs
@@ -237,7 +250,7 @@ class Dispatcher:
                 raise Failure(503, "no replica is left to try")
         roster = self._roster(model, backends) if len(backends) >= MANY and not tried else None
         if prompt is None:
-            demand = Demand(tokens=0)
+            demand = Demand(tokens=0, draw=random())
             for backend in backends:
                 backend.candidate.overlap = 0
                 backend.candidate.lower = ()
@@ -248,7 +261,7 @@ class Dispatcher:
             hashes = prompt.hashes
             now = monotonic()
             alone = self.shared is None or not self.shared.joined  # else others change the load, and nobody tells when
-            demand = Demand(prompt.tokens, size, hashes[0] if hashes else 0, prompt.session, prompt.max_tokens, now if alone else None, hashes)
+            demand = Demand(prompt.tokens, size, hashes[0] if hashes else 0, prompt.session, prompt.max_tokens, now if alone else UNTIMED, hashes, random())
             match = self.map.match(hashes, now) if hashes and prompt.reads_cache else None
             most = (prompt.tokens - 1) // size  # the last prompt token is always computed
             if roster is not None:
@@ -298,49 +311,54 @@ class Dispatcher:
         except Failure as failure:
             life.unchosen(failure)
             return
+        asked = self.ask(demand, backends, candidates)
         if self.shared is not None:
             if self.shared.joined:
                 prompt = life.prompt
                 hashes = prompt.hashes if prompt is not None and prompt.reads_cache else ()
-                seen = self.shadows.see(demand, candidates) if self.shadows is not None else None
-                self.shared.decide(self.policy, demand, candidates, hashes, lambda decision: self._decided(life, backends, begun, seen, decision))
+                self.shared.decide(asked.choice, demand, candidates, hashes, lambda decision: self._decided(life, asked, begun, decision))
                 return
             self.metrics.shared_decisions.inc("away")
-        self._choose_here(life, demand, backends, candidates)
+        self._place(life, asked)
         self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
         if self._chosen is None:
             life.chosen()
         else:
             self._chosen.append(life)
 
-    def _choose_here(self, life: Life | Decided, demand: Demand, backends: list[Backend], candidates: Sequence[Candidate]) -> None:
-        index = self.policy.choose(demand, candidates).index
-        if self.shadows is not None:
-            self.shadows.acted(self.shadows.see(demand, candidates), index)
-        backend = backends[index]
-        self._reserve(life, backend, candidates[index].overlap, demand.tokens, now=demand.now)
+    def ask(self, demand: Demand, backends: list[Backend], candidates: Sequence[Candidate]) -> _Asked:
+        """What the policy would do by the loads known here. Nothing is done yet."""
+        choice = self.policy.choose(demand, candidates)
+        seen = self.shadows.see(demand, candidates) if self.shadows is not None else None
+        return _Asked(demand, backends, candidates, choice, candidates[choice.index].overlap, seen)
 
-    def _decided(self, life: Life | Decided, backends: list[Backend], begun: float, seen: Seen | None, decision: Decision | None) -> None:
-        """What the shared ledger answers; None: too late, or not at all."""
+    def _place(self, life: Life | Decided, asked: _Asked, decision: Decision | None = None) -> None:
+        """Reserve what was chosen, here or by the shared ledger, and tell the policy: once per placement."""
+        demand, choice = asked.demand, asked.choice
+        if decision is None:
+            self._reserve(life, asked.backends[choice.index], asked.overlap, demand.tokens, now=demand.now if demand.now != UNTIMED else None)
+        else:
+            choice = choice._replace(index=decision.index)
+            self.ledger.others(decision.replica, decision.others)
+            self._reserve(life, asked.backends[choice.index], decision.overlap, decision.overlap + decision.uncached, decision.counted)
+        if self._tell_placed is not None:
+            self._tell_placed(demand, asked.candidates, choice)
+        if asked.seen is not None:
+            self.shadows.acted(asked.seen, choice.index)
+
+    def _decided(self, life: Life | Decided, asked: _Asked, begun: float, decision: Decision | None) -> None:
+        """What the shared ledger answers; None: too late, or not at all, and the choice made here stands."""
         self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
         waiting = life.state is State.CHOOSING  # else the client left meanwhile
-        if decision is not None:
-            backend = backends[decision.index]
-            if waiting and backend.replica.state in TAKE_TRAFFIC and not backend.gone:
-                self.ledger.others(backend.id, decision.others)
-                self._reserve(life, backend, decision.overlap, decision.overlap + decision.uncached, decision.counted)
-                if seen is not None:
-                    self.shadows.acted(seen, decision.index)
-                life.chosen()
-                return
+        backend = asked.backends[decision.index if decision is not None else asked.choice.index]
+        there = waiting and backend.replica.state in TAKE_TRAFFIC and not backend.gone
+        if decision is not None and not there:
             self.shared.undo(decision)
-        if waiting:
-            try:
-                self._choose_here(life, *self._weigh(life))
-            except Failure as failure:
-                life.unchosen(failure)
-            else:
-                life.chosen()
+        if there:
+            self._place(life, asked, decision)
+            life.chosen()
+        elif waiting:
+            self.choose(life)  # the replica left while Redis was asked
 
     def _reserve(self, life: Life | Decided, backend: Backend, overlap: int, tokens: int, counted: bool = False, now: float | None = None) -> None:
         prompt = life.prompt

@@ -2,7 +2,7 @@
 
 After each choice the shadows are asked about the same candidates, and what the request would have met where they say
 is compared with what it meets where it went: prompt tokens to compute, and seconds to its first token as `least_time`
-predicts them (its terms `prefill` to `room`, with the learned costs). A shadow has its own turns and dice, but the caches
+predicts them (its terms `prefill` to `room`, with the learned costs). A shadow has its own turns and memory, but the caches
 and the load are those that the acting policy made. So each figure is about one request that goes another way while
 all others stay, which is not what the fleet would come to if they all did: a policy that would pile requests up never
 meets its own pile.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from policies import Candidate, Demand, make
-from policies.least_time import WAITS, lost_seconds
+from policies.least_time import COST, WAITS
 
 if TYPE_CHECKING:
     from ..telemetry.metrics import Metrics
@@ -32,8 +32,8 @@ class Seen(NamedTuple):
 
 
 class Shadows:
-    def __init__(self, names: Sequence[str], metrics: Metrics, seed: int = 0):
-        self._policies = {name: make(name, seed) for name in names}
+    def __init__(self, names: Sequence[str], metrics: Metrics):
+        self._policies = {name: make(name) for name in names}
         self._metrics = metrics
 
     def see(self, demand: Demand, candidates: Sequence[Candidate]) -> Seen:
@@ -47,7 +47,10 @@ class Shadows:
         demand, candidates = seen
         tokens, seconds = _price(demand, candidates[index])
         for name, policy in self._policies.items():
-            other = policy.choose(demand, candidates).index
+            choice = policy.choose(demand, candidates)
+            if hasattr(policy, "placed"):
+                policy.placed(demand, candidates, choice)  # as if it had acted: it has a memory of its own
+            other = choice.index
             self._metrics.shadow_decisions.inc(name, "same" if other == index else "other")
             if other != index:
                 its_tokens, its_seconds = _price(demand, candidates[other])
@@ -57,7 +60,7 @@ class Shadows:
 
 def _price(demand: Demand, candidate: Candidate) -> tuple[int, float]:
     """Prompt tokens it would compute, and predicted seconds to the first token."""
-    return demand.tokens - candidate.overlap, sum(lost_seconds(demand.tokens, candidate, demand.now)[:WAITS])
+    return demand.tokens - candidate.overlap, sum(COST.of_all(demand, (candidate,))[0][:WAITS])
 
 
 def _add(counter: Any, name: str, less: float) -> None:

@@ -8,6 +8,7 @@
 -- ARGV  an operation, the gateway's token, and what the operation needs. Lists are packed into one argument each:
 --       packing 46 of them took the client 300 us, 7 take 50. Names are joined by line ends.
 --
+-- Before this text stands `cost`, what the gateways' policy weighs replicas by, in Lua, and FAR, a time that is not known.
 -- A gateway that stops renewing its lease is taken out of `load` by whoever comes next. Each gateway restates its part with
 -- every heartbeat, and sums are compared with their parts, so whatever is lost or damaged here is right again within
 -- seconds. A load that cannot be one counts as none.
@@ -218,48 +219,55 @@ local function record_sent(fields, current, replica)
   end
 end
 
--- token, four numbers (random 0..1, ratio, slack, tokens), bids, depths, hashes at these depths, replicas. A bid is
--- 13 numbers, see `cost`; a depth two: tokens, and the own prefill of a replica of pace 1 that holds so many.
--- Gives: index from 0, tokens held (-1: as the bidder thought), load met of all and of this gateway.
+-- What the replica is known to do: the sums here, and what its engine and the asking gateway say. It is not known
+-- since when it computes its prompts.
+local function load_of(packed, waiting, kv_usage, capacity_tokens, recent)
+  local load = {waiting = waiting, kv_usage = kv_usage, capacity_tokens = capacity_tokens, recent = recent, since = FAR}
+  load.requests, load.prefilling, load.prefill_tokens, load.decoding, load.context_tokens = numbers(packed)
+  load.begun, load.begun_tokens = load.prefilling, load.prefill_tokens
+  return load
+end
+
+-- token, three numbers (draw, ratio, slack) and what `cost` takes of the request, candidates, depths, hashes at these
+-- depths, replicas. A candidate is 9 numbers: what it holds (3), its speeds (2), and what the gateway knows of its load (4);
+-- a depth is the tokens of a prefix.
+-- Gives: index from 0, tokens held (-1: as the gateway thought), load met of all and of this gateway.
 function operations.decide(token)
   if not alive(token) then return 0 end
-  local random, ratio, slack, tokens = struct.unpack('<dddd', ARGV[3])
-  local bids, depths, hashes, replicas = ARGV[4], ARGV[5], ARGV[6], names(ARGV[7])
-  local fields = {}
+  local header, candidates, depths, hashes, replicas = ARGV[3], ARGV[4], ARGV[5], ARGV[6], names(ARGV[7])
+  local draw, ratio, slack, at = struct.unpack('<ddd', header)
+  local request, fields = {}, {}
+  for i = 1, (#header - 24) / 8 do request[i], at = struct.unpack('<d', header, at) end
   for i = 1, #hashes / 8 do fields[i] = string.sub(hashes, 8 * i - 7, 8 * i) end
   local loads = ask('HMGET', LOAD, unpack(replicas))
   local deepest, current = sent_to(fields)
 
-  local costs, held, uncached_of, least = {}, {}, {}, math.huge
+  local costs, held, overlaps, least = {}, {}, {}, math.huge
   for i, replica in ipairs(replicas) do
-    local own, pace, fixed, floor, per_request, if_prefilling, per_prefill_token, if_decoding, per_stream,
-      per_context_token, own_per_stream, own_per_waiting, uncached = struct.unpack('<ddddddddddddd', bids, 104 * (i - 1) + 1)
+    local overlap, lower, fetched, speed, pace, waiting, usage, capacity, recent = struct.unpack('<ddddddddd', candidates, 72 * (i - 1) + 1)
     held[i] = -1
     local depth = deepest[replica]
     if depth then
-      local at, own_there = struct.unpack('<dd', depths, 16 * (depth - 1) + 1)
-      if tokens - at < uncached then own, uncached, held[i] = pace * own_there, tokens - at, at end
+      local sent = struct.unpack('<d', depths, 8 * (depth - 1) + 1)
+      if sent > overlap then
+        local left = math.max(0, overlap + lower - sent) -- in slower tiers, behind what was sent there
+        fetched = lower > 0 and fetched * left / lower or 0
+        overlap, lower, held[i] = sent, left, sent
+      end
     end
-    local cost = own + fixed
-    if loads[i] then
-      local requests, prefilling, prefill, decoding, context = numbers(loads[i])
-      cost = cost + own * (own_per_stream * decoding + own_per_waiting * prefilling) + per_request * requests
-        + per_prefill_token * prefill + per_stream * decoding + per_context_token * context
-      if prefilling > 0 then cost = cost + if_prefilling end
-      if decoding > 0 then cost = cost + if_decoding end
-    end
-    costs[i], uncached_of[i] = cost == cost and math.max(floor, cost) or math.huge, uncached
+    local sum = cost(request, overlap, lower, fetched, load_of(loads[i], waiting, usage, capacity, recent), speed, pace)
+    costs[i], overlaps[i] = sum == sum and sum or math.huge, overlap
     least = math.min(least, costs[i])
   end
 
   local ties = {}
-  for i, cost in ipairs(costs) do
-    if cost <= least * ratio + slack then ties[#ties + 1] = i end
+  for i, sum in ipairs(costs) do
+    if sum <= least * ratio + slack then ties[#ties + 1] = i end
   end
-  local chosen = ties[math.floor(random * #ties) + 1]
+  local chosen = ties[math.floor(draw * #ties) + 1]
   local replica = replicas[chosen]
   local load, mine = struct.pack(PACKED, numbers(loads[chosen])), struct.pack(PACKED, numbers(ask('HGET', OF .. token, replica)))
-  count(token, replica, struct.pack(PACKED, 1, 1, uncached_of[chosen], 0, 0))
+  count(token, replica, struct.pack(PACKED, 1, 1, request[1] - overlaps[chosen], 0, 0))
   record_sent(fields, current, replica)
   return {chosen - 1, held[chosen], load, mine}
 end

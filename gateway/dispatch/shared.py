@@ -1,8 +1,8 @@
 """One ledger for all gateways of a deployment, in Redis: choose and reserve in one step there.
 
-    shared = SharedLedger(Ways(parse(url)), "default", ledger)
+    shared = SharedLedger(Ways(parse(url)), "default", ledger, policy.cost)
     shared.start()
-    shared.decide(policy, demand, candidates, hashes, answer)     # answer(Decision) or answer(None)
+    shared.decide(choice, demand, candidates, hashes, answer)     # answer(Decision) or answer(None)
 
 What a gateway counts (`Ledger.moved`) goes there in batches; what others have comes back with decisions and
 heartbeats and is added to the loads that policies see. All changes are sums under the gateway's token. Whenever
@@ -13,6 +13,8 @@ their parts.
 
 Nothing waits for Redis: a decision that takes longer than its deadline is made by the local view and what Redis
 reserved for it is taken back; while Redis is away all decisions are local at once.
+
+The rule there is the rule here: the script computes the policy's own statement of its cost, from the load of all gateways.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -33,26 +34,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cachemap.background import Background, Failures
 from cachemap.share.connect import FAILURES, Line, Script
 from cachemap.share.keys import SCHEMA, scope
-from policies import Bid, Candidate, Demand, Ledger, Policy
+from policies import Candidate, Choice, Cost, Demand, Ledger
 from policies.ledger import NOTHING
+from policies.load import FAR
 
 if TYPE_CHECKING:
     from cachemap.share.connect import Ways
 
 log = logging.getLogger("hitherto.dispatch")
 
-SCRIPT = Script(Path(__file__).with_name("shared.lua"))
+_SCRIPT = Path(__file__).with_name("shared.lua").read_text()
 DEADLINE = 0.002  # seconds a request may wait for the shared decision; it takes 0.3 ms on one machine
 TURNS = 3  # of this process's event loop, after that: it may have been busy with something else while the reply came
 LEASE = 3.0  # seconds after which a gateway that is silent is taken out of the sums
 GATHER = 0.005  # seconds that changes wait for a decision to go along with; a message of their own costs as much as one
 BEAT = 0.25  # seconds between heartbeats: how old the view of other gateways' load may be
 PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
-MOST_BIDS = 64  # candidates that are handed over: those cheapest by the local view; the script takes 1 us each
-_HEADER = struct.Struct("<4d")
+MOST = 64  # candidates that are handed over: those cheapest by the local view
+_HEADER = struct.Struct("<15d")
 _LOAD = struct.Struct("<5d")
-_BID = struct.Struct("<13d")
-_DEPTH = struct.Struct("<2d")
+_CANDIDATE = struct.Struct("<9d")
+_NO_COST = "local function cost() return 0 end"
 # Numbers of blocks at which a prompt's prefix is made known to other gateways: all up to 8, then four an octave.
 _COUNTS = (1, 2, 3, *(part << octave for octave in range(20) for part in (4, 5, 6, 7)))
 
@@ -105,12 +107,14 @@ class SharedLedger:
         ways: Ways,
         deployment: str,
         ledger: Ledger,
+        cost: Cost | None = None,
         *,
         observe: Callable[[str, float], None] = lambda outcome, seconds: None,
         deadline: float = DEADLINE,
         background: Background | None = None,
     ):
-        self._deadline = deadline
+        self._deadline, self._cost = deadline, cost
+        self.script = Script(f"local FAR = {FAR}\n{cost.lua() if cost is not None else _NO_COST}\n{_SCRIPT}")
         self._background = background or Background()
         self._background.failures.setdefault(DECISIONS, Failures())
         self._ways, self._ledger, self._observe = ways, ledger, observe
@@ -133,41 +137,46 @@ class SharedLedger:
 
     # --- decisions
 
-    def decide(self, policy: Policy, demand: Demand, candidates: Sequence[Candidate], hashes: Sequence[int], answer: Answer) -> None:
-        """Choose one of the candidates and count the request there. `hashes` are those of the prompt's blocks,
-        none if it does not read the cache. `answer` is called once: with None, the caller chooses by itself."""
+    def decide(self, choice: Choice, demand: Demand, candidates: Sequence[Candidate], hashes: Sequence[int], answer: Answer) -> None:
+        """Choose one of the candidates and count the request there; `choice` is what the policy would do by the loads known here.
+        `hashes` are those of the prompt's blocks, none if it does not read the cache. `answer` is called once: with None, the
+        caller's own choice stands."""
         if not self.joined:
             self._observe("away", 0.0)
             answer(None)
             return
-        chosen, bids, slack = self._bids(policy, demand, candidates)
-        tokens = demand.tokens
-        packed = b"".join([_BID.pack(*bid, tokens - candidates[i].overlap) for i, bid in zip(chosen, bids)])
-        replicas = [candidates[i].replica for i in chosen]
+        chosen = self._among(choice, demand, candidates)
+        cost, tokens, replicas = self._cost, demand.tokens, [candidates[i].replica for i in chosen]
+        slack = cost.slack if cost is not None else (1.0, 0.0)
         arguments = [
-            _HEADER.pack(random.random(), *slack, tokens), packed,
-            *self._depths(policy, demand, candidates, hashes, bool(bids[0].pace)), self._names(replicas),
-        ]  # fmt: skip
+            _HEADER.pack(demand.draw, *slack, *Cost.request(demand, candidates[0].costs.group, choice.future)),
+            b"".join([self._packed_candidate(candidates[i]) for i in chosen]),
+            *self._depths(demand, candidates, hashes),
+            self._names(replicas),
+        ]
         overlaps = [candidates[i].overlap for i in chosen]
         pending = _Pending(answer, tokens, chosen, replicas, overlaps, arguments)
         asyncio.get_running_loop().call_later(self._deadline, self._too_late, pending)
         self._queue.append(pending)
         self._start_pump()
 
-    def _bids(self, policy: Policy, demand: Demand, candidates: Sequence[Candidate]) -> tuple[list[int], list[Bid], tuple[float, float]]:
-        """Who is to be decided among, as indices, their bids, and which costs count as equal."""
-        if not hasattr(policy, "bids"):  # not a least cost: chosen here, by loads a heartbeat old, and counted there
-            return [policy.choose(demand, candidates).index], [Bid(0.0, 0.0)], (1.0, 0.0)
-        bids = policy.bids(demand, candidates)
-        chosen = [index for index, bid in enumerate(bids) if bid is not None]
-        if len(chosen) > MOST_BIDS:
-            chosen.sort(key=lambda index: bids[index].cost(candidates[index].load, bids[index].own))
-            del chosen[MOST_BIDS:]
-        return chosen, [bids[index] for index in chosen], policy.slack
+    def _among(self, choice: Choice, demand: Demand, candidates: Sequence[Candidate]) -> Sequence[int]:
+        """Who is to be decided among, as indices. A choice that is not the least of a cost is made here, and counted there."""
+        if self._cost is None or choice.among is None:
+            return [choice.index]
+        if len(choice.among) <= MOST:
+            return choice.among
+        totals = [sum(terms) for terms in self._cost.of_all(demand, candidates, choice.future)]
+        return sorted(choice.among, key=totals.__getitem__)[:MOST]
 
-    def _depths(self, policy, demand: Demand, candidates: Sequence[Candidate], hashes: Sequence[int], paces: bool) -> tuple[bytes, bytes]:
-        """Prefixes of the prompt by which gateways tell each other where it went: tokens and own prefill behind
-        each, packed, and their hashes. What every candidate holds anyway is left out."""
+    def _packed_candidate(self, candidate: Candidate) -> bytes:
+        load, costs = candidate.load, candidate.costs
+        held = self._cost.held(candidate) if self._cost is not None else (candidate.overlap, 0, 0.0)
+        return _CANDIDATE.pack(*held, costs.ttft.value, costs.step.value, load.waiting, load.kv_usage, load.capacity_tokens, load.recent)
+
+    def _depths(self, demand: Demand, candidates: Sequence[Candidate], hashes: Sequence[int]) -> tuple[bytes, bytes]:
+        """Prefixes of the prompt by which gateways tell each other where it went: their tokens and hashes, packed. What every
+        candidate holds anyway is left out."""
         blocks = len(hashes)
         if not blocks:
             return b"", b""
@@ -178,8 +187,7 @@ class SharedLedger:
             counts.append(blocks)
         most = (demand.tokens - 1) // size  # the last prompt token is always computed
         held = [min(count, most) * size for count in counts]
-        own = [policy.own_after(demand, tokens, candidates) for tokens in held] if paces else [0.0] * len(held)
-        return b"".join(map(_DEPTH.pack, held, own)), struct.pack(f"<{len(counts)}Q", *[hashes[count - 1] for count in counts])
+        return struct.pack(f"<{len(held)}d", *held), struct.pack(f"<{len(counts)}Q", *[hashes[count - 1] for count in counts])
 
     def _name(self, replica: str) -> str:
         """As all gateways call it."""
@@ -272,7 +280,7 @@ class SharedLedger:
         """Replies to the changes, to the heartbeat (None without one), and to each decision; raises what the script or the
         connection raised. Nothing else is under way under this token, so what is outstanding now is what Redis must
         have once the changes are counted."""
-        begin = ("EVALSHA", SCRIPT.sha, 1, self._key)
+        begin = ("EVALSHA", self.script.sha, 1, self._key)
         changes, self._changes = self._changes, {}
         commands: list[tuple] = [(*begin, "move", token, *self._packed(changes))]
         if heartbeat is not None:
@@ -357,7 +365,7 @@ class SharedLedger:
         await heartbeat.done.wait()
 
     async def _run(self, *arguments: Any) -> Any:
-        return await SCRIPT(await self._ways.to(self._key), [self._key], list(arguments))
+        return await self.script(await self._ways.to(self._key), [self._key], list(arguments))
 
     def _lost(self, why: str) -> None:
         """Nothing is known of what others have; decisions are local until a new token is joined."""

@@ -34,7 +34,7 @@ def make(name: str, seed: int = 0, truth: Truth | None = None) -> policies.Polic
     if name in _RULES:
         return _RULES[name](seed)
     if name in policies.NAMES:
-        return policies.make(name, seed)
+        return policies.make(name)
     if name != Oracle.name:
         raise ValueError(f"unknown policy {name!r}; ours are {', '.join(policies.NAMES)}; "
                          f"the field's {', '.join(NAMES)}")

@@ -47,8 +47,8 @@ class Aibrix:
         best = [index for index in fit if percents[index] == most]
         return Choice(best[self._least([loads[index] for index in best])], f"{most} % matched")
 
-    def sent(self, asked: Asked, candidates: Sequence[Candidate], index: int) -> None:
-        self._table.add(candidates[index].replica, asked.hashes)
+    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+        self._table.add(candidates[choice.index].replica, asked.hashes)
 
     def gone(self, replica: str) -> None:
         self._table.forget(replica)

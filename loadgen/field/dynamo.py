@@ -49,8 +49,8 @@ class Dynamo:
         shared = bisect_left(hashes, True, key=lambda block: block not in active) if active else 0
         return len(active) + self._partial.get(replica, 0) + len(hashes) - shared + bool(asked.tokens % asked.block_size)
 
-    def sent(self, asked: Asked, candidates: Sequence[Candidate], index: int) -> None:
-        replica = candidates[index].replica
+    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+        replica = candidates[choice.index].replica
         active = self._active.setdefault(replica, {})
         for block in asked.hashes:
             active[block] = active.get(block, 0) + 1

@@ -84,8 +84,8 @@ class PrebleE2:
                  for spent, candidate in zip(work, candidates)]
         return Choice(self._least(costs), f"explores, {why}")
 
-    def sent(self, asked: Asked, candidates: Sequence[Candidate], index: int) -> None:
-        candidate = candidates[index]
+    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+        candidate = candidates[choice.index]
         costs, output = candidate.costs, asked.max_tokens or _OUTPUT
         _, per_stream, per_token = costs.group.step.coefficients
         seconds = costs.prefill_seconds(asked.tokens - candidate.overlap, candidate.overlap)

@@ -40,8 +40,8 @@ class RayPrefix:
             among, why = [i for i, size in enumerate(sizes) if size == smallest], f"smallest tree, {smallest} blocks"
         return Choice(among[self._least([candidates[index].load.requests for index in among])], why)
 
-    def sent(self, asked: Asked, candidates: Sequence[Candidate], index: int) -> None:
-        self._tree.add(candidates[index].replica, asked.hashes)
+    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+        self._tree.add(candidates[choice.index].replica, asked.hashes)
 
     def gone(self, replica: str) -> None:
         self._tree.forget(replica)

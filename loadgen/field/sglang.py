@@ -42,8 +42,8 @@ class SglangChars:
             return Choice(matches.index(longest), f"was sent {longest} of its blocks")
         return Choice(loads.index(low), f"no match above {_MATCH:.0%}, {low} requests there")
 
-    def sent(self, asked: Asked, candidates: Sequence[Candidate], index: int) -> None:
-        self._tree.add(candidates[index].replica, asked.hashes)
+    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+        self._tree.add(candidates[choice.index].replica, asked.hashes)
 
     def gone(self, replica: str) -> None:
         self._tree.forget(replica)

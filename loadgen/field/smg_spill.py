@@ -47,9 +47,9 @@ class SmgSpill:
             return Choice(fewest, f"spilled, its holder has {loads[home]} requests, the mean is {mean:.1f}")
         return Choice(home, f"was sent {longest} of its blocks")
 
-    def sent(self, asked: Asked, candidates: Sequence[Candidate], index: int) -> None:
-        self._ever[candidates[index].replica] += 1
-        self._tree.add(candidates[index].replica, asked.hashes)
+    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+        self._ever[candidates[choice.index].replica] += 1
+        self._tree.add(candidates[choice.index].replica, asked.hashes)
 
     def gone(self, replica: str) -> None:
         self._tree.forget(replica)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, Sequence
 
-from policies import Candidate, Demand, Policy
+from policies import Candidate, Choice, Demand, Policy
 
 
 @dataclass(slots=True)
@@ -21,8 +21,8 @@ class Rule(Policy, Protocol):
     """A policy that may hear what became of its choices. A caller looks each hook up once, by getattr: a
     rule has only those it needs."""
 
-    def sent(self, asked: Asked, candidates: Sequence[Candidate], index: int) -> None:
-        """The request went to the candidate at `index`, which is the rule's own choice unless it was retried."""
+    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+        """The request went to the candidate at `choice.index`."""
         ...
 
     def first(self, replica: str, asked: Asked) -> None:

@@ -55,8 +55,9 @@ class Gateway:
         self.candidates = [Candidate(name, 0, ledger.add(name), self.group.add(name)) for name in names]
         self.up = list(range(len(names)))
         self._size = profiles[0].block_size
-        self._hooks = {name: getattr(policy, name, None) for name in ("sent", "first", "ended", "gone")}
+        self._hooks = {name: getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")}
         self._wire, self._random, self._order = wire, random.Random(seed).random, count()
+        self._draw = random.Random(seed).random
         self._coming: list[tuple[float, int, int, Events]] = []
         self._lost: dict[int, Events] = {}
         self._last = [0.0] * len(names)      # when the latest batch of each arrives: they keep their order
@@ -73,12 +74,12 @@ class Gateway:
         for candidate, index in zip(candidates, up):
             blocks = held[index]
             candidate.overlap = (blocks if blocks < most else most) * size      # `min` would be most of what this costs
-        asked = Asked(turn.tokens, size, turn.hashes[0] if turn.hashes else 0, session, turn.output, now, turn.hashes)
+        asked = Asked(turn.tokens, size, turn.hashes[0] if turn.hashes else 0, session, turn.output, now, turn.hashes, self._draw())
         self.truth.among = up
-        choice = self.policy.choose(asked, candidates).index
-        if hear := self._hooks["sent"]:
+        choice = self.policy.choose(asked, candidates)
+        if hear := self._hooks["placed"]:
             hear(asked, candidates, choice)
-        chosen, index = candidates[choice], up[choice]
+        chosen, index = candidates[choice.index], up[choice.index]
         uncached = turn.tokens - chosen.overlap
         expected = chosen.costs.ttft_seconds(chosen.load, uncached, chosen.overlap, now)
         reservation = self.ledger.reserve(chosen.replica, uncached, turn.tokens, now=now)

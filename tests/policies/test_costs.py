@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from policies import CostGroup, Load
+from policies.load import FAR
 from policies.costs import TTFT_PRIOR, Fit
 
 ENGINE = (0.004, 60e-6, 9e-9, 45e-6, 0.003, 1.3)     # unlike the prior in every coefficient
@@ -153,7 +154,7 @@ def test_a_step_under_way_counts_as_far_as_it_is_left():
     assert costs.queue_seconds(load, 10.0 + lasts / 2) == pytest.approx((whole + waiting) / 2)
     assert costs.queue_seconds(load, 10.0 + lasts) == pytest.approx(waiting)
     assert costs.queue_seconds(load, 10.0 + 9 * lasts) == whole, "a replica that hangs is not taken for one that is done"
-    load.since = None
+    load.since = FAR
     assert costs.queue_seconds(load, 99.0) == whole
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from policies import Ledger, Load
+from policies.load import FAR
 
 ACTIONS = st.lists(st.tuples(st.sampled_from(["reserve", "first_byte", "release", "remove", "add"]),
                              st.integers(0, 30), st.integers(0, 2), st.integers(0, 5000)), max_size=80)
@@ -119,7 +120,7 @@ def test_a_first_token_tells_when_the_prompts_that_waited_began():
     ledger.release(second)      # its client left
     assert load.begun == 1 and load.begun_tokens <= load.prefill_tokens == 3
     ledger.first_byte(third)
-    assert load.since is None, "nobody told the time"
+    assert load.since == FAR, "nobody told the time"
 
 
 def test_a_step_of_other_gateways_prompts_ended_when_they_tell_of_fewer():
@@ -132,7 +133,7 @@ def test_a_step_of_other_gateways_prompts_ended_when_they_tell_of_fewer():
     ledger.others("a", (3, 1, 20, 2, 70), 1.4)
     assert under_way(load) == (1.4, 2, 25)
     ledger.others("a", (3, 0, 0, 3, 90))
-    assert load.since is None
+    assert load.since == FAR
 
 
 @given(ACTIONS)

@@ -1,6 +1,9 @@
 """Each policy's own rule, and what every sensible one must hold."""
+import copy
 import random
 from collections import Counter
+from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -16,25 +19,47 @@ def fleet(count, **loads):
             for i in range(count)]
 
 
-def spread(policy, candidates, demands):
-    return Counter(policy.choose(demand, candidates).index for demand in demands)
+def place(policy, demand, candidates, explain=False):
+    """Choose, and tell the policy that its choice was made."""
+    choice = policy.choose(demand, candidates, explain)
+    if hasattr(policy, "placed"):
+        policy.placed(demand, candidates, choice)
+    return choice
+
+
+def spread(policy, candidates, demands, seed=1):
+    rng = random.Random(seed)
+    return Counter(place(policy, replace(demand, draw=rng.random()), candidates).index for demand in demands)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 900),
-                          st.none() | st.floats(0, 1)), min_size=1, max_size=70), st.booleans(), st.integers(0, 9))
+                          st.floats(0, 1)), min_size=1, max_size=70), st.booleans(), st.integers(0, 9))
 def test_any_fleet_gets_one_of_its_candidates_and_the_same_one_again(name, replicas, explain, seed):
+    """Choosing is pure: asked again, explained or not, in shadow or for a retry, a policy says the same and has learned nothing."""
     group = CostGroup()
     candidates = []
     for i, (prefilling, decoding, tokens, overlap, usage) in enumerate(replicas):
         load = Load(prefilling + decoding, prefilling, tokens * bool(prefilling), decoding, tokens * bool(decoding),
-                    None, usage)
+                    0, usage)
         candidates.append(Candidate(f"r{i}", overlap, load, group.add(f"r{i}"), (("cpu", 16),) if i % 3 else ()))
-    demand = Demand(1000, 16, root=7, session=None if seed % 2 else "s")
-    choice = make(name, seed).choose(demand, candidates, explain)
+    demand = Demand(1000, 16, root=7, session=None if seed % 2 else "s", hashes=range(7, 69), draw=seed / 10)
+    policy, before = make(name), copy.deepcopy(candidates)
+    for _ in range(seed):
+        place(policy, demand, candidates)
+    known = copy.deepcopy(vars(policy))
+    choice = policy.choose(demand, candidates, explain)
     assert 0 <= choice.index < len(candidates) and (choice.reason or not explain)
-    assert choice == make(name, seed).choose(demand, candidates, explain)
+    assert choice == policy.choose(demand, candidates, explain)
+    assert choice.index == policy.choose(demand, candidates, not explain).index
+    assert vars(policy) == known and [one.load for one in candidates] == [one.load for one in before]
+
+
+def test_equal_candidates_are_told_apart_by_the_draw_alone():
+    candidates = fleet(4)
+    for name in ("least_time", "least_load", "overlap_cost", "random"):
+        assert [make(name).choose(Demand(10, draw=draw), candidates).index for draw in (0.0, 0.26, 0.5, 0.99)] == [0, 1, 2, 3]
 
 
 def test_unknown_name_says_what_there_is():
@@ -44,11 +69,11 @@ def test_unknown_name_says_what_there_is():
 
 def test_round_robin_takes_turns():
     policy = make("round_robin")
-    assert [policy.choose(Demand(10), fleet(3)).index for _ in range(5)] == [0, 1, 2, 0, 1]
+    assert [place(policy, Demand(10), fleet(3)).index for _ in range(5)] == [0, 1, 2, 0, 1]
 
 
 def test_random_spreads_evenly():
-    counts = spread(make("random", 1), fleet(4), [Demand(10)] * 4000)
+    counts = spread(make("random"), fleet(4), [Demand(10)] * 4000)
     assert all(850 < counts[i] < 1150 for i in range(4))
 
 
@@ -60,7 +85,7 @@ def test_least_load_takes_the_fewest_and_counts_strangers():
 
 
 def test_power_of_two_never_takes_the_busiest_and_needs_no_third():
-    counts = spread(make("power_of_two", 2), fleet(3, requests=[0, 1, 9]), [Demand(10)] * 900)
+    counts = spread(make("power_of_two"), fleet(3, requests=[0, 1, 9]), [Demand(10)] * 900)
     assert counts[2] == 0 and counts[0] > counts[1] > 200
     assert make("power_of_two").choose(Demand(10), fleet(1)).index == 0
 
@@ -159,8 +184,8 @@ def test_least_time_goes_where_fewer_prompts_would_wait_for_its_batch():
 
 def test_least_time_goes_where_the_prompt_under_way_is_nearly_done():
     candidates = fleet(2, requests=[1, 1], prefilling=[1, 1], prefill_tokens=[2000, 2000], begun=[1, 1], begun_tokens=[2000, 2000], since=[5.0, 5.03])
-    assert spread(make("least_time", 1), candidates, [Demand(500, now=5.04)] * 20) == {0: 20}
-    assert set(spread(make("least_time", 1), candidates, [Demand(500)] * 40)) == {0, 1}, "no time told: both are as they were when they began"
+    assert spread(make("least_time"), candidates, [Demand(500, now=5.04)] * 20) == {0: 20}
+    assert set(spread(make("least_time"), candidates, [Demand(500)] * 40)) == {0, 1}, "no time told: both are as they were when they began"
 
 
 def test_least_time_begins_conversations_where_fewer_went_lately_and_leaves_others_where_they_are():
@@ -179,7 +204,7 @@ def test_least_time_tells_a_conversation_that_begins_from_one_that_goes_on_where
     def crowding(overlap, tokens):
         candidates = fleet(2, requests=[9, 9], decoding=[9, 9], context_tokens=[4000] * 2, recent=[4.0, 1.0])
         candidates[0].overlap = overlap
-        holder, other = policy.choose(Demand(tokens, root=7), candidates, explain=True).terms
+        holder, other = place(policy, Demand(tokens, root=7), candidates, explain=True).terms
         return holder["crowding"] / other["crowding"]
 
     policy = make("least_time")
@@ -201,7 +226,7 @@ def test_least_time_copies_a_prefix_once_its_not_being_elsewhere_has_cost_what_c
     """Where it is held, streams make each first token come 12 ms later than it would elsewhere; 4,000 tokens take 67 ms. So the
     seventh that waits for it goes elsewhere, and what follows has a choice."""
     policy, hashes, candidates = make("least_time"), range(1, 251), busy_holder()
-    chosen = [policy.choose(Demand(4100, hashes=hashes), candidates, explain=True) for _ in range(30)]
+    chosen = [place(policy, Demand(4100, hashes=hashes), candidates, explain=True) for _ in range(30)]
     elsewhere = [number for number, choice in enumerate(chosen) if choice.index == 1]
     assert elsewhere[0] == 7, "the first is nobody's follower yet"
     assert "a copy for those that follow, of what r0 holds" in chosen[7].reason and "copy" not in chosen[6].reason
@@ -223,22 +248,28 @@ def test_least_time_copies_nobody_s_history():
     policy, candidates = make("least_time"), busy_holder()
     for turn in range(30):
         candidates[0].overlap = 4000 + 16 * turn
-        assert policy.choose(Demand(4100 + 16 * turn, hashes=range(1, 257 + turn)), candidates).index == 0
+        assert place(policy, Demand(4100 + 16 * turn, hashes=range(1, 257 + turn)), candidates).index == 0
 
 
-def test_least_time_bids_for_a_copy_only_where_it_is_due():
-    policy, candidates = make("least_time"), busy_holder()
-    bids = [policy.bids(Demand(4100, hashes=range(1, 251)), candidates) for _ in range(12)]
-    assert all(all(one) for one in bids[:2])
-    due = next(one for one in bids if not all(one))
-    assert due[0] is None and sum(bid is not None for bid in due) == 1
+def test_a_copy_stays_due_until_it_is_made():
+    """Whoever knows a later load may choose among all but where a copy is due: that is decided. Asked without being placed, or
+    placed elsewhere, it stays due."""
+    policy, candidates, demand = make("least_time"), busy_holder(), Demand(4100, hashes=range(1, 251))
+    while (choice := policy.choose(demand, candidates)).among is not None:
+        assert list(choice.among) == [0, 1]
+        policy.placed(demand, candidates, choice)
+    assert choice.index == 1 and policy.choose(demand, candidates) == choice
+    policy.placed(demand, candidates, choice._replace(index=0))
+    assert policy.choose(demand, candidates).index == 1, "it was not made"
+    policy.placed(demand, candidates, policy.choose(demand, candidates))
+    assert policy.choose(demand, candidates).index == 0, "it was made"
 
 
 def test_least_time_forgets_first_blocks_when_there_are_too_many(monkeypatch):
     monkeypatch.setattr(least_time, "_ROOTS", 10)
     policy, candidates = make("least_time"), fleet(2)
     for root in range(100):
-        policy.choose(Demand(1000, root=root), candidates)
+        place(policy, Demand(1000, root=root), candidates)
     assert len(policy._shortest) == 10
 
 
@@ -247,9 +278,9 @@ def test_a_scrape_tells_capacity_only_where_it_may_be_short():
     load.scraped(3, 0.9)
     assert load.waiting == 3 and load.capacity_tokens == pytest.approx(10_000)
     load.scraped(0, 0.2)
-    assert load.capacity_tokens is None and load.kv_usage == 0.2
+    assert load.capacity_tokens == inf and load.kv_usage == 0.2
     load.scraped(None, None)
-    assert load.capacity_tokens is load.kv_usage is load.waiting is None
+    assert (load.capacity_tokens, load.kv_usage, load.waiting) == (inf, 0.0, 0)
 
 
 def test_least_time_fetches_from_a_slower_tier_rather_than_computing():
@@ -269,13 +300,13 @@ def test_an_idle_replica_is_never_starved_while_others_queue(count, idle, tokens
 
 def play(name, count, demands):
     """Reserve each choice without ever finishing: how a burst is placed."""
-    ledger, group, policy = Ledger(), CostGroup(), make(name, 1)
+    ledger, group, policy, rng = Ledger(), CostGroup(), make(name), random.Random(1)
     candidates = [Candidate(f"r{i}", 0, ledger.add(f"r{i}"), group.add(f"r{i}")) for i in range(count)]
     held, counts = [set() for _ in candidates], Counter()
     for demand in demands:
         for candidate, roots in zip(candidates, held):
             candidate.overlap = demand.tokens - 200 if demand.root in roots else 0
-        index = policy.choose(demand, candidates).index
+        index = place(policy, replace(demand, draw=rng.random()), candidates).index
         held[index].add(demand.root)
         ledger.reserve(candidates[index].replica, demand.tokens - candidates[index].overlap, demand.tokens)
         counts[index] += 1
@@ -294,7 +325,7 @@ def test_a_burst_of_equal_prompts_is_placed_as_evenly_as_least_load():
 
 
 def test_a_new_replica_gets_traffic():
-    rng, ledger, group, policy = random.Random(1), Ledger(), CostGroup(), make("least_time", 1)
+    rng, ledger, group, policy = random.Random(1), Ledger(), CostGroup(), make("least_time")
     candidates = [Candidate(f"r{i}", 2000, ledger.add(f"r{i}"), group.add(f"r{i}")) for i in range(3)]
     for candidate in candidates:        # known, warm, and with a little to do
         for _ in range(60):
@@ -305,7 +336,7 @@ def test_a_new_replica_gets_traffic():
     new = Candidate("new", 0, ledger.add("new"), group.add("new"))
     counts = Counter()
     for _ in range(12):
-        choice = policy.choose(Demand(2200), [*candidates, new])
+        choice = place(policy, Demand(2200, draw=rng.random()), [*candidates, new])
         chosen = [*candidates, new][choice.index]
         ledger.reserve(chosen.replica, 2200 - chosen.overlap, 2200)
         counts[chosen.replica] += 1

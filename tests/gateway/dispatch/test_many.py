@@ -45,8 +45,8 @@ def lived(policy="least_time"):
         one = life(rng, chains, dispatcher)
         demand, backends, candidates = dispatcher.weigh(one.prompt, one.tried)
         rosters += isinstance(candidates, Roster)
-        demand.now = None if policy != "least_time" else number * 0.01
-        dispatcher._choose_here(one, demand, backends, candidates)
+        demand.now, demand.draw = number * 0.01, rng.random()
+        dispatcher._place(one, dispatcher.ask(demand, backends, candidates))
         told.append((one.backend.id, one.overlap, one.reservation.uncached))
         tier = "cpu" if number in range(100, 110) else "gpu"
         dispatcher.map.store(one.backend.slot, one.prompt.hashes, [h + one.backend.slot for h in one.prompt.hashes], tier)

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from cachemap.share.connect import Ways, parse
-from gateway.dispatch.shared import LEASE, SCRIPT, SharedLedger
+from gateway.dispatch.shared import LEASE, SharedLedger
 from policies import Candidate, CostGroup, Demand, Ledger, make
 from policies.ledger import NOTHING
 from tests.poison import poisons
@@ -30,7 +30,7 @@ class Gateway:
         self.candidates = [Candidate(f"10.0.0.{i}:80", 0, self.ledger.add(f"10.0.0.{i}:80"), group.add(f"10.0.0.{i}:80")) for i in range(replicas)]
         self.outcomes: Counter = Counter()
         self.policy = make(policy)
-        self.shared = SharedLedger(Ways(parse(url)), deployment, self.ledger, observe=lambda outcome, _: self.outcomes.update([outcome]), deadline=deadline)
+        self.shared = SharedLedger(Ways(parse(url)), deployment, self.ledger, getattr(self.policy, "cost", None), observe=lambda outcome, _: self.outcomes.update([outcome]), deadline=deadline)
         self.open = []
 
     def start(self):
@@ -50,7 +50,10 @@ class Gateway:
 
         def answer(decision):
             """As a dispatcher: reserved at once."""
-            index = self.policy.choose(demand, self.candidates).index if decision is None else decision.index
+            made = choice if decision is None else choice._replace(index=decision.index)
+            if hasattr(self.policy, "placed"):
+                self.policy.placed(demand, self.candidates, made)
+            index = made.index
             replica = self.candidates[index].replica
             if decision is None:
                 self.open.append(self.ledger.reserve(replica, tokens, tokens))
@@ -59,8 +62,9 @@ class Gateway:
                 self.open.append(self.ledger.reserve(replica, decision.uncached, tokens, decision.counted))
             routed.set_result((index, decision.overlap if decision is not None else 0))
 
-        demand = Demand(tokens, SIZE, hashes[0] if hashes else 0)
-        self.shared.decide(self.policy, demand, self.candidates, hashes, answer)
+        demand = Demand(tokens, SIZE, hashes[0] if hashes else 0, draw=random.random())
+        choice = self.policy.choose(demand, self.candidates)
+        self.shared.decide(choice, demand, self.candidates, hashes, answer)
         return await routed
 
     def end_all(self):
@@ -138,10 +142,10 @@ def computed_if_decided_then_counted(gateways, requests):
     """How many of the same burst compute the prompt if gateways tell each other afterwards: each knows its own load and prefixes."""
     computed = 0
     for number in range(gateways):
-        ledger, group, policy = Ledger(), CostGroup(), make("least_time", number)
+        ledger, group, policy = Ledger(), CostGroup(), make("least_time")
         candidates = [Candidate(f"r{i}", 0, ledger.add(f"r{i}"), group.add(f"r{i}")) for i in range(8)]
         for _ in range(requests // gateways):
-            chosen = candidates[policy.choose(Demand(TOKENS, SIZE, 1), candidates).index]
+            chosen = candidates[policy.choose(Demand(TOKENS, SIZE, 1, draw=random.random()), candidates).index]
             ledger.reserve(chosen.replica, TOKENS - chosen.overlap, TOKENS)
             computed += chosen.overlap == 0
             chosen.overlap = TOKENS // SIZE * SIZE
@@ -268,10 +272,10 @@ async def test_deployments_know_nothing_of_each_other(redis_server):
 async def test_a_redis_that_forgot_the_script_is_given_it_again(redis_server):
     async with gateways(redis_server, 1) as (one,):
         with redis_server.client() as client:
-            assert client.script_exists(SCRIPT.sha) == [True]  # under the hash that this gateway has worked out
+            assert client.script_exists(one.shared.script.sha) == [True]  # under the hash that this gateway has worked out
             client.script_flush()
             await one.route(prompt(1))
-            await until(lambda: client.script_exists(SCRIPT.sha) == [True] and one.shared.joined)
+            await until(lambda: client.script_exists(one.shared.script.sha) == [True] and one.shared.joined)
         await until(lambda: [counts[0] for counts in together(redis_server).values()] == [1])
 
 

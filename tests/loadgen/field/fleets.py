@@ -3,7 +3,7 @@
 from itertools import count
 
 from loadgen.field import Asked, make
-from policies import Candidate, CostGroup, Load
+from policies import Candidate, Choice, CostGroup, Load
 from xxhash import xxh3_64_intdigest
 
 _fresh = count(1)
@@ -28,8 +28,8 @@ def asked(hashes=(), tokens=None, **rest):
 
 def send(policy, request, candidates, index):
     """The request went there, and the load is counted as a ledger does."""
-    if hasattr(policy, "sent"):
-        policy.sent(request, candidates, index)
+    if hasattr(policy, "placed"):
+        policy.placed(request, candidates, Choice(index))
     load = candidates[index].load
     load.requests += 1
     load.prefilling += 1

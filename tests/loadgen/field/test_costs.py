@@ -2,6 +2,8 @@
 
 import pytest
 
+from policies import Choice
+
 from loadgen.field import make
 
 from .fleets import asked, chain, fleet, picks, send
@@ -28,7 +30,7 @@ def test_slower_tiers_count_less(name, tier, credit):
 def test_dynamo_weighs_blocks_to_compute_and_active_blocks_alike():
     """20 blocks active on the holder of 19 of 40: 21 + 20 + 40 against 40 + 40; of 21, 19 + 20 + 40."""
     policy, active = make("dynamo"), chain(20)
-    policy.sent(asked(active), fleet(2), 0)
+    policy.placed(asked(active), fleet(2), Choice(0))
     request = asked(chain(40))
     assert policy.choose(request, fleet(2, overlap=[19 * 16, 0])).index == 1
     assert policy.choose(request, fleet(2, overlap=[21 * 16, 0])).index == 0
@@ -38,8 +40,8 @@ def test_dynamo_weighs_blocks_to_compute_and_active_blocks_alike():
 def test_dynamo_counts_a_shared_active_block_once():
     policy, prompt = make("dynamo"), chain(40)
     for index in (0, 0, 1):
-        policy.sent(asked(prompt), fleet(2), index)
-    policy.sent(asked(chain(3)), fleet(2), 1)
+        policy.placed(asked(prompt), fleet(2), Choice(index))
+    policy.placed(asked(chain(3)), fleet(2), Choice(1))
     assert policy.choose(asked(chain(9)), fleet(2)).index == 0, "40 blocks active against 43"
     assert policy.choose(asked(chain(9, after=prompt[:9])), fleet(2)).index == 0
     policy.ended("r1", asked(prompt))
@@ -52,8 +54,8 @@ def test_dynamo_counts_a_shared_active_block_once():
 def test_dynamo_counts_a_block_that_is_not_full():
     policy = make("dynamo")
     long, short = asked(chain(2), 33), asked(chain(2), 32)
-    policy.sent(long, fleet(2), 0)
-    policy.sent(short, fleet(2), 1)
+    policy.placed(long, fleet(2), Choice(0))
+    policy.placed(short, fleet(2), Choice(1))
     assert {policy.choose(asked(chain(9)), fleet(2)).index for _ in range(20)} == {1}
     policy.ended("r0", long)
     policy.ended("r1", short)
@@ -63,7 +65,7 @@ def test_dynamo_counts_a_block_that_is_not_full():
 def test_dynamos_prefill_cost_is_never_below_nothing():
     """Credit for tiers may be more than what there is to compute; it must not buy active blocks."""
     policy = make("dynamo")
-    policy.sent(asked(chain(2)), fleet(2), 0)
+    policy.placed(asked(chain(2)), fleet(2), Choice(0))
     candidates = fleet(2, overlap=[144, 144])
     candidates[0].lower = (("cpu", 1600),)
     candidates[1].lower = (("cpu", 16),)
@@ -125,7 +127,7 @@ def preble(cached, work=()):
     policy, candidates = make("preble_e2"), fleet(len(cached))
     for index, number in enumerate(work):
         for _ in range(number):
-            policy.sent(asked(chain(50), now=0.0), candidates, index)
+            policy.placed(asked(chain(50), now=0.0), candidates, Choice(index))
     return policy, fleet(len(cached), overlap=cached)
 
 
@@ -140,7 +142,7 @@ def test_preble_exploits_more_than_half_and_explores_below():
 def test_preble_takes_the_holder_with_the_least_work_of_three_minutes():
     policy, candidates = preble([800, 800, 0], work=(2, 1, 0))
     assert policy.choose(asked(tokens=1000, now=180.0), candidates).index == 1
-    policy.sent(asked(tokens=1000, now=181.0), candidates, 1)
+    policy.placed(asked(tokens=1000, now=181.0), candidates, Choice(1))
     assert policy.choose(asked(tokens=1000, now=182.0), candidates).index == 0, "what is older than the window is gone"
 
 
@@ -157,7 +159,7 @@ def test_preble_gives_a_prefix_a_second_holder_when_it_becomes_twice_as_slow():
         for start, ttft in ((20.0, 1.0), (100.0, later)):
             early = asked(prompt, now=start)
             policy.choose(early, fleet(2))
-            policy.sent(early, fleet(2), 0)
+            policy.placed(early, fleet(2), Choice(0))
             policy.choose(asked(chain(3), now=start + ttft), fleet(2))
             policy.first("r0", early)
         return policy, asked(prompt, now=170.0)

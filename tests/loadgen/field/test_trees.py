@@ -2,6 +2,8 @@
 
 import pytest
 
+from policies import Choice
+
 from loadgen.field import make
 
 from .fleets import asked, chain, fleet, send
@@ -13,7 +15,7 @@ def taught(name, *homes, blocks=100):
     """A rule that sent the same prompt to each of `homes`, and the prompt."""
     policy, prompt = make(name), chain(blocks)
     for home in homes:
-        policy.sent(asked(prompt), fleet(max(homes) + 1), home)
+        policy.placed(asked(prompt), fleet(max(homes) + 1), Choice(home))
     return policy, prompt
 
 
@@ -77,7 +79,7 @@ def test_smg_gives_idle_replicas_turns():
     for _ in range(6):
         candidates, request = fleet(3), asked(chain(5))
         order.append(policy.choose(request, candidates).index)
-        policy.sent(request, candidates, order[-1])
+        policy.placed(request, candidates, Choice(order[-1]))
     assert order == [0, 1, 2, 0, 1, 2]
 
 
@@ -97,7 +99,7 @@ def test_aibrixs_gate_leaves_only_the_least_busy(requests, gated):
 
 def test_aibrix_passes_over_a_holder_more_than_a_deviation_above_the_mean():
     policy, prompt = taught("aibrix", 0)
-    policy.sent(asked(prompt[:20]), fleet(3), 1)
+    policy.placed(asked(prompt[:20]), fleet(3), Choice(1))
     assert policy.choose(asked(prompt), fleet(3, requests=[5, 5, 5])).index == 0
     assert policy.choose(asked(prompt), fleet(3, requests=[7, 4, 4])).index == 1, "7 > 5 + 1.41: the next best match"
     assert policy.choose(asked(chain(8)), fleet(3, requests=[7, 4, 3])).index == 2, "no match at all: the fewest requests"
@@ -106,7 +108,7 @@ def test_aibrix_passes_over_a_holder_more_than_a_deviation_above_the_mean():
 def test_aibrix_counts_whole_per_cents():
     """Equal per cents are equal matches, and then fewer requests decide; even one that rounds to none is a match."""
     policy, prompt = taught("aibrix", 0, blocks=1000)
-    policy.sent(asked(prompt[:801]), fleet(3), 1)
+    policy.placed(asked(prompt[:801]), fleet(3), Choice(1))
     request = asked(chain(1000, after=prompt[:805]))
     assert policy.choose(request, fleet(3, requests=[1, 0, 1])).index == 1, "80.5 and 80.1"
     assert policy.choose(asked(prompt), fleet(3, requests=[1, 0, 1])).index == 0, "100 and 80.1"
@@ -119,7 +121,7 @@ def test_ray_takes_the_shortest_queue_of_those_with_the_longest_match():
     assert policy.choose(asked(chain(200, after=prompt)), fleet(3, requests=[500, 0, 499])).index == 2, "however long it is"
     barely, short = chain(200, after=prompt[:20]), chain(200, after=prompt[:19])
     assert policy.choose(asked(barely), fleet(3, requests=[1, 0, 2])).index == 0, "0.1 is enough"
-    policy.sent(asked(chain(300)), fleet(3), 1)
+    policy.placed(asked(chain(300)), fleet(3), Choice(1))
     assert policy.choose(asked(short), fleet(3, requests=[2, 0, 1])).index == 2, "less: the smallest trees, not the fewest requests"
 
 

@@ -16,7 +16,7 @@ from loadgen.report import summarise
 from loadgen.simulate import Setting, simulate
 from loadgen.stack import Stack
 from loadgen.workloads import Workload
-from policies.least_time import LeastTime
+from policies import least_time
 from replicas.simulated.profile import load_profile
 
 ENGINES, BLOCKS, SLOW, SALT = 2, 4000, 0.15, 7
@@ -43,16 +43,16 @@ async def on_the_wall(policy: str, profile) -> Run:
 
 def narrowest(setting: Setting) -> float:
     """Seconds by which the better engine was ahead where it was least so, equal ones left out."""
-    ahead, least = [], LeastTime._least
+    ahead, least = [], least_time.least
 
-    def noted(policy: LeastTime, totals: list[float]) -> int:
+    def noted(totals: list[float], slack: tuple[float, float], draw: float) -> int:
         better, other = sorted(totals)
-        if other > better * policy.slack[0] + policy.slack[1]:
+        if other > better * slack[0] + slack[1]:
             ahead.append(other - better)
-        return least(policy, totals)
+        return least(totals, slack, draw)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LeastTime, "_least", noted)
+        patch.setattr(least_time, "least", noted)
         simulate(load(), setting)
     return min(ahead)
 

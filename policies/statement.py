@@ -1,0 +1,349 @@
+"""A cost is stated once, as plain Python arithmetic, and compiled for the three places where it is evaluated.
+
+A statement is a function of numbers, with `+ - * /`, `min`, `max` and `abs` as its only operations and no branches. It is
+called once, with symbols in place of the numbers, which gives its expressions; equal parts become one part. From these come
+
+- `python`: a Python function for one replica, every call of another statement inlined;
+- `Arrays`: the sum of the results for many replicas at once, as one matrix product and some operations on arrays;
+- `lua`: the text of a Lua function, for the Redis script that decides for several gateways at once.
+
+A test holds the three to the statement itself.
+
+A symbol has a kind: what is the same for all candidates (REQUEST), what follows from a replica's load and speeds alone
+(STANDING), and what differs by replica and request (OVERLAP). Parts of one kind are computed when that kind changes, no
+oftener: the standing of 1,024 replicas is kept, and two or three change between two decisions.
+"""
+from __future__ import annotations
+
+import linecache
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+REQUEST, STANDING, OVERLAP = 1, 2, 4    # kinds; an expression has those of all its symbols
+_CALLS = ("min", "max", "abs")
+
+
+class Expression:
+    """A number that is not known yet. Equal expressions are one object."""
+    __slots__ = ("op", "parts", "kind")
+    _all: dict[tuple, Expression] = {}
+
+    op: str                 # "symbol", "number", an operator, or one of _CALLS
+    parts: tuple[Any, ...]  # the symbol's name, the number, or expressions
+    kind: int
+
+    @classmethod
+    def of(cls, op: str, *parts: Any, kind: int = 0) -> Expression:
+        key = (op, *map(id, parts)) if op not in ("symbol", "number") else (op, *parts, kind)
+        found = cls._all.get(key)
+        if found is None:
+            found = cls._all[key] = object.__new__(cls)
+            found.op, found.parts = op, parts
+            for part in parts:
+                kind |= part.kind if isinstance(part, Expression) else 0
+            found.kind = kind
+        return found
+
+    def __add__(self, other: Any) -> Expression:
+        return _operate("+", self, other)
+
+    def __radd__(self, other: Any) -> Expression:
+        return _operate("+", other, self)
+
+    def __sub__(self, other: Any) -> Expression:
+        return _operate("-", self, other)
+
+    def __rsub__(self, other: Any) -> Expression:
+        return _operate("-", other, self)
+
+    def __mul__(self, other: Any) -> Expression:
+        return _operate("*", self, other)
+
+    def __rmul__(self, other: Any) -> Expression:
+        return _operate("*", other, self)
+
+    def __truediv__(self, other: Any) -> Expression:
+        return _operate("/", self, other)
+
+    def __rtruediv__(self, other: Any) -> Expression:
+        return _operate("/", other, self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a statement has no branches")
+
+
+def symbol(name: str, kind: int) -> Expression:
+    return Expression.of("symbol", name, kind=kind)
+
+
+def _number(value: Any) -> Expression:
+    return value if isinstance(value, Expression) else Expression.of("number", float(value))
+
+
+def _operate(op: str, left: Any, right: Any) -> Expression:
+    left, right = _number(left), _number(right)
+    a, b = (one.parts[0] if one.op == "number" else None for one in (left, right))
+    if op == "*" and (a == 0 or b == 0):
+        return _number(0.0)
+    if (op == "*" and a == 1) or (op == "+" and a == 0):
+        return right
+    if (op in "*/" and b == 1) or (op in "+-" and b == 0):
+        return left
+    if a is not None and b is not None:
+        return _number({"+": a + b, "-": a - b, "*": a * b}[op] if op != "/" else a / b)
+    return Expression.of(op, left, right)
+
+
+def _call(op: str) -> Callable[..., Expression]:
+    return lambda *parts: Expression.of(op, *map(_number, parts))
+
+
+def expressions(statement: Callable[..., Any], *arguments: Any) -> Any:
+    """What a statement returns for symbols."""
+    return _symbolic(statement)(*arguments)
+
+
+def _symbolic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, and those it calls, with `min`, `max` and `abs` for expressions."""
+    names = dict(function.__globals__) | {op: _call(op) for op in _CALLS}
+    called = [one for name in function.__code__.co_names if isinstance(one := names.get(name), FunctionType) and name not in _CALLS]
+    names |= {one.__name__: _symbolic(one) for one in called}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+
+
+# --- as text: Python and Lua
+
+
+class Text:
+    """Expressions in some language. What is used more than once is assigned to a local variable first, in `lines`; what needs
+    nothing but REQUEST symbols, in `request_lines`, for whoever evaluates the rest for many replicas."""
+
+    def __init__(self, roots: Sequence[Expression], assign: str = "{} = {}", calls: Mapping[str, str] | None = None) -> None:
+        self._assign, self._calls, self._names = assign, calls, {}
+        self.request_lines: list[str] = []
+        self.lines: list[str] = []
+        used: Counter[Expression] = Counter()
+        for root in roots:
+            self._count(root, used)
+        for node in used:    # parts come before what they are part of
+            if used[node] > 1 if node.op == "symbol" else node.op != "number" and (used[node] > 1 or node.kind == REQUEST):
+                self._name(node)
+
+    def _count(self, node: Expression, used: Counter[Expression]) -> None:
+        if node not in used and node.op not in ("symbol", "number"):
+            for part in node.parts:
+                self._count(part, used)
+        used[node] += 1
+
+    def _name(self, node: Expression) -> str:
+        if node not in self._names and node.op != "number" and not (node.op == "symbol" and "." not in node.parts[0]):
+            text, name = self.of(node), f"v{len(self._names)}"
+            (self.request_lines if node.kind == REQUEST else self.lines).append(self._assign.format(name, text))
+            self._names[node] = name
+        return self.of(node)
+
+    def of(self, node: Expression) -> str:
+        if node in self._names:
+            return self._names[node]
+        if node.op in ("symbol", "number"):
+            return str(node.parts[0])
+        if node.op not in _CALLS:
+            return f"({f' {node.op} '.join(map(self.of, node.parts))})"
+        if self._calls is not None:
+            return f"{self._calls[node.op]}({', '.join(map(self.of, node.parts))})"
+        first, *second = map(self._name, node.parts)    # three times as fast as a call
+        if node.op == "abs":
+            return f"({first} if {first} >= 0.0 else -{first})"
+        return f"({first} if {first} {'<' if node.op == 'min' else '>'} {second[0]} else {second[0]})"
+
+
+def python(name: str, parameters: Sequence[str], roots: Sequence[Expression]) -> Callable[..., tuple[float, ...]]:
+    """Return a Python function of these parameters that gives the values of the expressions."""
+    text = Text(roots)
+    results = ", ".join(map(text.of, roots))
+    body = [*text.request_lines, *text.lines, f"return {results},"]
+    return compiled(name, [f"def {name}({', '.join(parameters)}):", *[f"    {line}" for line in body]])
+
+
+def lua(name: str, parameters: Sequence[str], roots: Sequence[Expression]) -> str:
+    """Return a local function in Lua that gives the values of the expressions."""
+    text = Text(roots, "local {} = {}", {"min": "math.min", "max": "math.max", "abs": "math.abs"})
+    results = ", ".join(map(text.of, roots))
+    body = [*text.request_lines, *text.lines, f"return {results}"]
+    return "\n".join([f"local function {name}({', '.join(parameters)})", *[f"  {line}" for line in body], "end"])
+
+
+def compiled(name: str, lines: Sequence[str], **names: Any) -> Callable[..., Any]:
+    """Return the function that these lines of Python define; `names` are what it may use."""
+    source, file = "\n".join(lines) + "\n", f"<statement {name} {next(_numbers)}>"
+    linecache.cache[file] = len(source), None, source.splitlines(True), file    # so that a traceback shows the line
+    exec(compile(source, file, "exec"), names)
+    return names[name]
+
+
+_numbers = count(1)
+
+
+# --- as arrays
+
+Monomial = tuple[Expression, ...]    # of parts that differ by replica, in the order of their ids; empty: none
+Polynomial = dict[Monomial, Expression]    # -> its factor, of REQUEST alone
+
+
+def _polynomial(node: Expression) -> Polynomial:
+    """Write an expression as a sum of products of a REQUEST part and parts that differ by replica.
+
+    These are STANDING expressions, OVERLAP symbols, and what cannot be expanded: `min`, `max`, `abs` and quotients.
+    """
+    if not node.kind & ~REQUEST:
+        return {(): node}
+    if node.kind == STANDING or node.op == "symbol" or node.op in _CALLS:
+        return {(node,): _number(1)}
+    left, right = node.parts
+    if node.op == "/" and not right.kind & ~REQUEST:
+        return {parts: factor / right for parts, factor in _polynomial(left).items()}
+    if node.op == "/":
+        return _product(_polynomial(left), {(1 / right,): _number(1)}) if right.kind == STANDING else {(node,): _number(1)}
+    one, other = _polynomial(left), _polynomial(right)
+    if node.op == "*":
+        return _product(one, other)
+    found = dict(one)
+    for parts, factor in other.items():
+        before = found.get(parts, _number(0))
+        found[parts] = before + factor if node.op == "+" else before - factor
+    return found
+
+
+def _product(one: Polynomial, other: Polynomial) -> Polynomial:
+    found: Polynomial = {}
+    for parts, factor in one.items():
+        for more, by in other.items():
+            both = tuple(sorted((*parts, *more), key=id))
+            found[both] = found.get(both, _number(0)) + factor * by
+    return found
+
+
+class Arrays:
+    """The value of one expression for many replicas.
+
+    `standing` gives a replica's column: products of its STANDING parts, and those to `keep` for others to use. A decision
+    computes `weights` (of REQUEST parts, a row for each factor that is linear in the columns), multiplies them with all
+    columns, and does the rest by element, in the rows of that product.
+    """
+
+    def __init__(self, root: Expression, standing: Sequence[str], request: Sequence[str], overlap: Sequence[str],
+                 keep: Sequence[Expression] = ()) -> None:
+        self._columns: dict[Expression, int] = {_number(1): 0}
+        self._rows: list[dict[int, Expression]] = []
+        self._scalars: list[Expression] = []
+        self._lines: list[str] = []
+        self._names: dict[Expression, str] = {}
+        self._numbers: dict[str, np.ndarray] = {}
+        result = self._sum(_polynomial(root))
+        rows, columns = len(self._rows), len(self._columns)
+        places = [(row * columns + column, factor) for row, line in enumerate(self._rows) for column, factor in line.items()]
+        self._places = np.array([place for place, _ in places])
+        self._flat = np.zeros(rows * columns)    # the places of the weights differ by statement, not by decision
+        self._matrix = self._flat.reshape(rows, columns)
+        self._weights = python("weights", request, [*self._scalars, *[factor for _, factor in places]])
+        self.standing = python("standing", standing, [*self._columns, *keep])
+        scalars = [f"q{index}" for index in range(len(self._scalars))]
+        lines = [f"def elementwise({', '.join(['product', *scalars, *overlap])}):", *self._lines, f"return {result}"]
+        self._elementwise = compiled("elementwise", "\n    ".join(lines).split("\n"), minimum=np.minimum, maximum=np.maximum, absolute=np.absolute,
+                                     **self._numbers)
+
+    def __call__(self, columns: np.ndarray, request: Sequence[float], overlap: Sequence[Any]) -> np.ndarray:
+        weights, scalars = self._weights(*request), len(self._scalars)
+        self._flat[self._places] = weights[scalars:]
+        return self._elementwise(self._matrix.dot(columns[: self._matrix.shape[1]]), *weights[:scalars], *overlap)
+
+    def _sum(self, polynomial: Polynomial) -> str:
+        """Write the lines that add it up, and return the name of an array of its own."""
+        for held in dict.fromkeys(part for parts in polynomial for part in parts if part.op == "symbol" and part.kind == OVERLAP):
+            outer = {parts: factor for parts, factor in polynomial.items() if held not in parts}
+            inner = {_without(parts, held): factor for parts, factor in polynomial.items() if held in parts}
+            return self._with_overlap(held.parts[0], inner, outer)
+        return self._without_overlap(polynomial)
+
+    def _with_overlap(self, held: str, inner: Polynomial, outer: Polynomial) -> str:
+        """held x inner + outer: what has a common OVERLAP symbol is added up first."""
+        if list(inner) == [()] and not inner[()].kind & ~REQUEST:
+            name = self._fresh(f"{held} * {self._scalar(inner[()])}")
+        else:
+            name = self._sum(inner)
+            self._lines.append(f"{name} *= {held}")
+        if list(outer) == [()] and not outer[()].kind & ~REQUEST:
+            self._lines.append(f"{name} += {self._scalar(outer[()])}")
+        elif outer:
+            self._lines.append(f"{name} += {self._sum(outer)}")
+        return name
+
+    def _without_overlap(self, polynomial: Polynomial) -> str:
+        by_opaque: dict[Monomial, dict[Expression, Expression]] = {}
+        for parts, factor in polynomial.items():
+            column, opaque = _number(1), []
+            for part in parts:
+                if part.kind == STANDING:
+                    column = column * part
+                else:
+                    opaque.append(part)
+            by_opaque.setdefault(tuple(opaque), {})[column] = factor
+        names = []
+        for opaque, line in by_opaque.items():
+            values = [self._value(part) for part in opaque]
+            if values and list(line) == [_number(1)]:
+                names.append(self._fresh(f"{values.pop()} * {self._scalar(line[_number(1)])}"))
+            else:
+                names.append(self._row(line))
+            self._lines += [f"{names[-1]} *= {value}" for value in values]
+        total, *others = names
+        self._lines += [f"{total} += {other}" for other in others]
+        return total
+
+    def _row(self, line: dict[Expression, Expression]) -> str:
+        """A further row of the product, whose array is free to be written into."""
+        self._rows.append({self._columns.setdefault(column, len(self._columns)): factor for column, factor in line.items()})
+        name = f"r{len(self._rows)}"
+        self._lines.append(f"{name} = product[{len(self._rows) - 1}]")
+        return name
+
+    def _fresh(self, text: str) -> str:
+        name = f"s{len(self._lines)}"
+        self._lines.append(f"{name} = {text}")
+        return name
+
+    def _scalar(self, factor: Expression) -> str:
+        """What is the same for all replicas: a number, or one that each decision computes."""
+        if factor.op == "number":
+            return self._constant(factor.parts[0])
+        self._scalars.append(factor)
+        return f"q{len(self._scalars) - 1}"
+
+    def _constant(self, value: float) -> str:
+        """An array of one number: an operation with it takes 0.5 us, with a float 0.8."""
+        name = f"c{str(value).replace('.', '_').replace('-', 'm').replace('+', '')}"
+        self._numbers[name] = np.array(value)
+        return name
+
+    def _value(self, node: Expression) -> str:
+        """Write the lines that compute what cannot be expanded, once, and return its name: others read it, too."""
+        if node not in self._names:
+            parts = [self._part(part) for part in node.parts]
+            call = {"min": "minimum({}, {})", "max": "maximum({}, {})", "abs": "absolute({})", "/": "{} / {}"}[node.op]
+            self._names[node] = self._fresh(call.format(*parts))
+        return self._names[node]
+
+    def _part(self, part: Expression) -> str:
+        if not part.kind & ~REQUEST:
+            return self._scalar(part)
+        return self._value(part) if _polynomial(part) == {(part,): _number(1)} and part.kind != STANDING else self._sum(_polynomial(part))
+
+
+def _without(parts: Monomial, one: Expression) -> Monomial:
+    at = parts.index(one)
+    return parts[:at] + parts[at + 1:]

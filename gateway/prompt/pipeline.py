@@ -33,7 +33,7 @@ from .prompt import Prompt, PromptError
 from .reading import Reading, Readings
 from .renderer import Renderer
 from .template import ChatTemplate, TemplateError
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, TooLong
 from .versions import NEWEST, ways
 
 # A body larger than this should be prepared off the event loop. Text never seen before costs about
@@ -100,9 +100,9 @@ class Pipeline:
         """
         self.served_name = served_name
         self._block_size = block_size
-        self.max_model_len = max_model_len
         self.offload_bytes = OFFLOAD_BYTES
         self.tokenizer: Tokenizer | None = None
+        self.max_model_len = max_model_len
         self.prefixes: Prefixes | None = None
         self.renderers: dict[str, Renderer] = {}
         self.template_error = ""               # why there is no chat template that can be rendered
@@ -140,6 +140,7 @@ class Pipeline:
 
     def _enter(self, loaded: _Loaded) -> None:
         self.reading, self.tokenizer, self._cuts, self._lead, self.prefixes = loaded
+        self.tokenizer.bound(self.max_model_len)
         self.prefixes.resize(self.block_size)
         self._make_renderers()
 
@@ -197,6 +198,17 @@ class Pipeline:
         self.renderers = renderers
 
     @property
+    def max_model_len(self) -> int | None:
+        """The engine's context in tokens, None where it is not known. May be set when the engine tells."""
+        return self._max_model_len
+
+    @max_model_len.setter
+    def max_model_len(self, tokens: int | None) -> None:
+        self._max_model_len = tokens
+        if self.tokenizer is not None:
+            self.tokenizer.bound(tokens)
+
+    @property
     def block_size(self) -> int:
         """Tokens per block. May be set when the engine tells another; what is known of prefixes is dropped then."""
         return self._block_size
@@ -248,19 +260,24 @@ class Pipeline:
                 self._fill(prompt, request)
         except PromptError:
             raise
+        except TooLong as error:
+            if "truncate_prompt_tokens" in request or "truncation" in request:
+                return _by_load(prompt, body, error)
+            raise self._too_long(path, f"at least {error.tokens}") from None
         except _Inexact as why:
             return self._as_text(prompt, request, str(why))
         except Exception as error:        # templates are foreign programs: any failure is theirs
             return _by_load(prompt, body, error)
         limit = self.max_model_len
         if limit is not None and len(prompt.token_ids) > 4 * limit:
-            raise PromptError(400, f"this model's maximum context length is {limit} tokens, but the prompt has "
-                                   f"{len(prompt.token_ids) // 4}: shorten it",
-                              param="messages" if path in _CONVERSATIONS else "prompt",
-                              code="context_length_exceeded")
+            raise self._too_long(path, str(len(prompt.token_ids) // 4))
         if prompt.tokens >= LEAST_TOKENS and prompt.mode == "exact":
             prompt.kind = kind_of(path, request, "tool_use" if request.get("tools") and "tool_use" in self.renderers else "default")
         return prompt
+
+    def _too_long(self, path: str, tokens: str) -> PromptError:
+        return PromptError(400, f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has {tokens}: shorten it",
+                           param="messages" if path in _CONVERSATIONS else "prompt", code="context_length_exceeded")
 
     def _fill(self, prompt: Prompt, request: dict[str, Any]) -> None:
         salt = request.get("cache_salt")
@@ -318,6 +335,10 @@ class Pipeline:
             raise Unroutable("a prompt that the engine completes itself")
         given = request.get(key)
         special = boolean(request.get("add_special_tokens", True), "add_special_tokens")
+        if self.max_model_len is not None and "truncate_prompt_tokens" not in request:
+            longest = _most_ids(given)
+            if longest > self.max_model_len:
+                raise self._too_long(prompt.path, str(longest))
         prompts = prompts_of(given, key)
         if self._files.no_tokenizer and isinstance(prompts[0], str):
             raise Unroutable(self._files.no_tokenizer)
@@ -384,6 +405,13 @@ class Pipeline:
         prompt.tokens = len(text) // 4
         prompt.hashes = self._hashed(text, seed)
         return prompt
+
+
+def _most_ids(given: Any) -> int:
+    """The length of the longest prompt that came as ids."""
+    if type(given) is not list or not given or type(given[0]) is str:
+        return 0
+    return len(given) if type(given[0]) is not list else max(len(one) for one in given if type(one) is list)
 
 
 def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str] | None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from array import array
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ _WARM_UP = "Hello, world! 12345 \n\n\tdef f(x): return x  # na\u00efve \u4f60\u5
 
 class TokenizerError(ModelError):
     """The tokenizer can't be loaded; the message says what is missing and what to do."""
+
+
+class TooLong(Exception):
+    """A text that makes more tokens than a context has, however it is tokenized."""
+
+    def __init__(self, chars: int, tokens: int) -> None:
+        super().__init__(f"{chars} characters, at least {tokens} tokens")
+        self.tokens = tokens
 
 
 class Tokenizer:
@@ -65,19 +74,32 @@ class Tokenizer:
         self.added_tokens: list[dict[str, Any]] = settings.get("added_tokens") or []
         self._normalizes = not _changes_nothing(settings.get("normalizer"))
         self._splits_special_tokens = splits
+        self._longest = _longest_token(settings)
+        self._most_chars = sys.maxsize
+
+    def bound(self, tokens: int | None) -> None:
+        """Refuse texts that are certain to be longer than so many tokens, before any work on them (None: refuse none)."""
+        self._most_chars = tokens * self._longest if tokens and self._longest else sys.maxsize
+
+    def _check(self, chars: int) -> None:
+        if chars > self._most_chars:
+            raise TooLong(chars, -(-chars // self._longest))
 
     def encode(self, text: str, special: bool = False) -> bytes:
-        """Ids of `text` as uint32 LE bytes; `special` adds what the post-processor adds (BOS, EOS)."""
+        """Ids of `text` as uint32 LE bytes; `special` adds what the post-processor adds (BOS, EOS). Raises TooLong."""
+        self._check(len(text))
         if self._fast is not None:
             return self._fast.encode_batch_flat([text], add_special_tokens=special)[0]
         return _pack(self._slow.encode(text, add_special_tokens=special).ids)
 
     def encode_many(self, texts: list[str]) -> list[bytes]:
-        """Ids of each text, without special tokens.
+        """Ids of each text, without special tokens. Raises TooLong.
 
         One by one: the batch call of either backend wakes a thread pool, which costs more than the
         texts of a turn (three of 340 characters: 30 us of CPU against 8).
         """
+        if len(texts) > 1:
+            self._check(sum(map(len, texts)))
         return [self.encode(text) for text in texts]
 
     def added_around(self) -> tuple[int, int]:
@@ -120,6 +142,24 @@ class Tokenizer:
 
 def _changes_nothing(normalizer: dict[str, Any] | None) -> bool:
     return normalizer is None or (normalizer["type"] == "Sequence" and not normalizer["normalizers"])
+
+
+def _longest_token(settings: dict[str, Any]) -> int | None:
+    """Characters that one token can stand for; None where there is no knowing.
+
+    Byte-level BPE writes each byte as a character, so an entry of its vocabulary is at least as long as the text that it
+    stands for. That is no bound where a normalizer shortens the text, an unknown word is one token whatever its length, or
+    an added token takes all blanks beside it.
+    """
+    model, added = settings["model"], settings.get("added_tokens") or []
+    parts = [part for name in ("normalizer", "pre_tokenizer") if (part := settings.get(name)) is not None]
+    parts += [inner for part in parts for inner in part.get("normalizers", ()) or part.get("pretokenizers", ())]
+    kinds = {part["type"] for part in parts}
+    if model.get("type") != "BPE" or "ByteLevel" not in kinds or not kinds <= {"Sequence", "NFC", "Split", "Digits", "ByteLevel"}:
+        return None
+    if any(part.get("behavior") == "Removed" for part in parts) or any(token["lstrip"] or token["rstrip"] for token in added):
+        return None
+    return max(map(len, [*model["vocab"], *(token["content"] for token in added)]))
 
 
 def _stands_alone(token: dict[str, Any], added: Neighbours) -> bool:

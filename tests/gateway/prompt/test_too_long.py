@@ -1,0 +1,124 @@
+"""Prompts that are refused for their length are refused before anybody has worked on their tokens."""
+
+import orjson
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gateway.prompt import PromptError
+from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.tokenizer import Tokenizer, TooLong, _longest_token
+from replicas.simulated.model import sim_model_dir
+
+CONTEXT = 100
+TEXT = "all the world's a stage " * 2000
+
+
+class Untouched:
+    """In place of what tokenizes."""
+
+    def encode_batch_flat(self, *_, **__):
+        raise AssertionError("it was tokenized")
+
+
+@pytest.fixture
+def pipeline(monkeypatch):
+    made = Pipeline(sim_model_dir(), "m", 16, max_model_len=CONTEXT)
+    monkeypatch.setattr(made.tokenizer, "_fast", Untouched())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": TEXT}),
+        ("/v1/completions", {"prompt": ["short", TEXT]}),
+        ("/v1/completions", {"prompt": [1] * 101}),
+        ("/v1/completions", {"prompt": [[1], [1] * 101]}),
+        ("/v1/embeddings", {"input": TEXT}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT[:400]}] * 100}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1}),
+        ("/v1/responses", {"input": TEXT}),
+    ],
+)
+def test_what_is_too_long_however_it_is_tokenized_is_not_tokenized(pipeline, path, body):
+    if body.get("prompt") == ["short", TEXT]:
+        body["prompt"].reverse()
+    with pytest.raises(PromptError, match=f"maximum context length is {CONTEXT} tokens") as refused:
+        pipeline.prepare(path, orjson.dumps({"model": "m", **body}))
+    assert refused.value.status == 400 and refused.value.code == "context_length_exceeded"
+
+
+def test_a_prompt_that_is_to_be_truncated_may_be_too_long(pipeline):
+    prompt = pipeline.prepare("/v1/completions", orjson.dumps({"model": "m", "prompt": TEXT, "truncate_prompt_tokens": 10}))
+    assert prompt.mode == "load"
+
+
+def test_the_context_may_become_known_later():
+    pipeline = Pipeline(sim_model_dir(), "m", 16)
+    body = orjson.dumps({"model": "m", "prompt": TEXT})
+    assert pipeline.prepare("/v1/completions", body).tokens > CONTEXT
+    pipeline.max_model_len = CONTEXT
+    with pytest.raises(PromptError, match="at least"):
+        pipeline.prepare("/v1/completions", body)
+    pipeline.max_model_len = None
+    assert pipeline.prepare("/v1/completions", body).mode == "exact"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(sim_model_dir())
+
+
+BLANKS = " " * 128
+
+
+@given(text=st.text(max_size=300) | st.text(" \n-=*#", max_size=2000) | st.sampled_from([BLANKS * 40, "=" * 2000, "\u1100\u1161\u11a8" * 99]))
+@example(text=BLANKS)
+@example(text="\u03b1\u0313\u0300\u0345" * 50)
+def test_no_text_that_fits_is_refused(text, tokenizer):
+    tokens = len(tokenizer.encode(text)) // 4
+    tokenizer.bound(max(tokens, 1))
+    try:
+        tokenizer.encode(text)
+        tokenizer.encode_many([text[:9], text[9:]])
+    finally:
+        tokenizer.bound(None)
+
+
+def test_a_text_is_refused_when_no_token_is_long_enough(tokenizer):
+    tokenizer.bound(2)
+    try:
+        with pytest.raises(TooLong):
+            tokenizer.encode("x" * (2 * tokenizer._longest + 1))
+        with pytest.raises(TooLong):
+            tokenizer.encode_many(["x" * tokenizer._longest] * 2 + ["x"])
+    finally:
+        tokenizer.bound(None)
+
+
+def added(**fields):
+    return {"content": "<|end|>", "lstrip": False, "rstrip": False, **fields}
+
+
+BYTES = {"model": {"type": "BPE", "vocab": {"a": 0, "abc": 1}}, "pre_tokenizer": {"type": "ByteLevel"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [
+        (BYTES, 3),
+        ({**BYTES, "added_tokens": [added()]}, 7),
+        ({**BYTES, "added_tokens": [added(rstrip=True)]}, None),  # takes any number of blanks
+        ({**BYTES, "normalizer": {"type": "NFC"}}, 3),
+        ({**BYTES, "normalizer": {"type": "Strip"}}, None),
+        ({**BYTES, "normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, {"type": "Strip"}]}}, None),
+        ({**BYTES, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split", "behavior": "Isolated"}, {"type": "ByteLevel"}]}}, 3),
+        ({**BYTES, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split", "behavior": "Removed"}, {"type": "ByteLevel"}]}}, None),
+        ({**BYTES, "pre_tokenizer": {"type": "Metaspace"}}, None),
+        ({"model": {"type": "WordPiece", "vocab": {"a": 0}}, "pre_tokenizer": {"type": "BertPreTokenizer"}}, None),  # a word of any length is one [UNK]
+    ],
+)
+def test_where_a_token_may_stand_for_any_number_of_characters_there_is_no_bound(settings, longest):
+    assert _longest_token(settings) == longest

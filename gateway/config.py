@@ -300,7 +300,7 @@ def suggest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def read_token(settings: Settings) -> str | None:
-    """The token that the admin side asks for; None if it asks for none. Raises ConfigError for a file that does not hold one."""
+    """The token that the admin side asks for; None if it asks for none. Raises ConfigError for a file without one."""
     given = settings.admin_token
     if given is None or not given.startswith("@"):
         return given
@@ -310,7 +310,8 @@ def read_token(settings: Settings) -> str | None:
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise ConfigError(f"admin_token: cannot read the token from {given[1:]}: {reason}. {MAKE_TOKEN}") from None
     if not TOKEN.fullmatch(token):
-        raise ConfigError(f"admin_token: {given[1:]} holds no token: that is 16 characters or more in one line, without spaces. {MAKE_TOKEN}")
+        what = "holds no token: that is 16 characters or more in one line, without spaces"
+        raise ConfigError(f"admin_token: {given[1:]} {what}. {MAKE_TOKEN}")
     return token
 
 
@@ -359,12 +360,16 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
             f"Give --admin-port another one, like {settings.port + 1}"
         )
     if sources["admin_token"].startswith("flag ") and not settings.admin_token.startswith("@"):
-        raise ConfigError("flag --admin-token: admin_token: everybody on this machine can read a command line. "
-                          "Write the token to a file and give --admin-token @FILE, or set HITHERTO_ADMIN_TOKEN")  # fmt: skip
+        raise ConfigError(
+            "flag --admin-token: admin_token: everybody on this machine can read a command line. "
+            "Write the token to a file and give --admin-token @FILE, or set HITHERTO_ADMIN_TOKEN"
+        )
     if read_token(settings) is None and not _is_loopback(settings.admin_host):
-        raise ConfigError(f"{sources['admin_host']}: admin_host: {settings.admin_host or 'every address'} can be reached from other machines, and whoever reaches "
-                          "the admin side can add a replica and so receive prompts. Give --admin-token @FILE or HITHERTO_ADMIN_TOKEN, or leave "
-                          f"--admin-host at 127.0.0.1. {MAKE_TOKEN}")  # fmt: skip
+        raise ConfigError(
+            f"{sources['admin_host']}: admin_host: {settings.admin_host or 'every address'} can be reached from other "
+            "machines, and whoever reaches the admin side can add a replica and so receive prompts. Give --admin-token "
+            f"@FILE or HITHERTO_ADMIN_TOKEN, or leave --admin-host at 127.0.0.1. {MAKE_TOKEN}"
+        )
     if settings.workers > 1 and not hasattr(os, "memfd_create"):
         raise ConfigError(f"{sources['workers']}: workers: several need memory that only Linux has (memfd). Leave it at 1")
     if settings.policy in settings.shadow:

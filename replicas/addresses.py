@@ -1,7 +1,7 @@
 """What a host name and a ZMQ endpoint may look like, wherever an operator or an engine names one.
 
-Names go into request heads, metric labels, logs and keys of a shared Redis, so what is no name is refused where it comes
-in, and not where it first does harm.
+Names go into request heads, metric labels, logs and keys of a shared Redis, so what is no name is refused where it
+comes in, and not where it first does harm.
 """
 
 import ipaddress
@@ -16,17 +16,19 @@ TCP = re.compile(r"tcp://(\[[^\[\]]*\]|[^\[\]:/]*):(\d{1,5})")
 
 
 def check_host(host: str) -> None:
-    """Raise ValueError, with the reason, for what is neither a host name nor an address. IPv6 comes without brackets."""
+    """Raise ValueError, with the reason, for what is neither a host name nor an address; IPv6 without brackets."""
     if ":" in host:
         ipaddress.IPv6Address(host)
         if "%" in host:
-            raise ValueError(f"the zone in {host[:100]!r} means something on this machine alone; give a global or unique local address")
+            raise ValueError(f"the zone in {host[:100]!r} means something on this machine alone; give a global address")
         return
     if not host.isascii():
         raise ValueError(f"the host {host[:100]!r} is not ASCII; write it in its xn-- form")
     if len(host) > MAX_HOST or not NAME.fullmatch(host):
         raise ValueError(f"{host[:100]!r} is not a host name")
-    if re.fullmatch(r"\d+|0[xX][0-9a-fA-F]*", host.rstrip(".").rpartition(".")[2]):  # inet_aton reads 1.2, too, as an address
+    if re.fullmatch(
+        r"\d+|0[xX][0-9a-fA-F]*", host.rstrip(".").rpartition(".")[2]
+    ):  # inet_aton reads 1.2, too, as an address
         ipaddress.IPv4Address(host)
 
 

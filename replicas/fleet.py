@@ -219,13 +219,15 @@ class Fleet:
         """Ask every ready engine what it serves, now; what changed is told of before this returns."""
         await asyncio.gather(*(one.watch.ask_models() for one in self.engines.values() if one.lead.state is State.READY))
 
-    async def ask_engine(self, id: str, method: str, target: str, body: bytes, content_type: str) -> tuple[int, str, bytes]:
+    async def ask_engine(
+        self, id: str, method: str, target: str, body: bytes, content_type: str
+    ) -> tuple[int, str, bytes]:
         """Pass an operator's request on to the engine of a replica: the answer's status, Content-Type and body. Raises
         KeyError for an unknown id, OSError or aiohttp.ClientError when the engine does not answer."""
         url = self._engine(id).lead.url + target
-        headers = {"Content-Type": content_type} if body else {}
+        options = {"data": body, "headers": {"Content-Type": content_type}} if body else {}
         timeout = aiohttp.ClientTimeout(ENGINE_SECONDS)
-        async with self._session.request(method, url, data=body or None, headers=headers, allow_redirects=False, timeout=timeout) as answer:
+        async with self._session.request(method, url, allow_redirects=False, timeout=timeout, **options) as answer:
             return answer.status, answer.headers.get("Content-Type", "application/octet-stream"), await answer.read()
 
     def logs(self, id: str) -> list[str]:

@@ -176,8 +176,8 @@ def parse_url(text: str) -> Address:
     text = text.strip()
     hint = f"replica URL {text[:200]!r}: "
     if len(text) > MAX_URL:
-        raise ValueError(hint + f"it has {len(text)} characters, and {MAX_URL} are enough for any; write http://HOST:PORT")
-    if not text.isprintable() or " " in text:  # urlsplit leaves some of them out, and reads another URL than was written
+        raise ValueError(hint + f"it has {len(text)} characters of {MAX_URL} at most; write http://HOST:PORT")
+    if not text.isprintable() or " " in text:  # of which urlsplit leaves some out, and reads another URL
         raise ValueError(hint + "there is a space or a control character in it, write http://HOST:PORT")
     bare, _, fragment = text.partition("#")
     try:
@@ -200,7 +200,7 @@ def _place(url: str) -> tuple[str, str, int]:
     if not host:
         raise ValueError("no host in it, write http://HOST:PORT")
     if "@" in parts.netloc:
-        raise ValueError("a user or password in it is sent to nobody; engines get the keys that clients send. Write http://HOST:PORT")
+        raise ValueError("a user or password in it is sent to nobody, write http://HOST:PORT")
     if parts.path.rstrip("/") not in ("", "/v1") or parts.query:
         raise ValueError("engines are expected at the root, write http://HOST:PORT alone")
     if port == 0:

@@ -2,16 +2,16 @@
 
 Adding a replica means receiving prompts and API keys, so three kinds of strangers are kept out, each by its own rule:
 
-* Web pages in an operator's browser. A page of any site may post a form to `http://gateway:8081/replicas`. Browsers say
-  whose page it was: `Origin` must be this very host, and `Sec-Fetch-Site` must not contradict it. Browsers send the second
-  only to localhost and over https, so it alone protects nobody. What writes must also be `application/json`, which a
-  form cannot be.
-* Pages whose host name was rebound to this machine's address after they were loaded. They share our origin, but not our
-  name: the `Host` header must name this machine, or a name given with `--admin-allow-host`. An address needs no
+* Web pages in an operator's browser. A page of any site may post a form to `http://gateway:8081/replicas`. Browsers
+  say whose page it was: `Origin` must be this very host, and `Sec-Fetch-Site` must not contradict it. Browsers send
+  the second only to localhost and over https, so it alone protects nobody. What writes must also be
+  `application/json`, which a form cannot be.
+* Pages whose host name was rebound to this machine's address after they were loaded. They share our origin, but not
+  our name: the `Host` header must name this machine, or a name given with `--admin-allow-host`. An address needs no
   permission, since nobody can rebind one.
-* Everybody else on the network. Without a token the admin side is bound to a loopback address (`config` sees to that); with
-  one, each request must carry it, as `Authorization: Bearer TOKEN` or as the password of HTTP Basic, for which a browser
-  asks. Only the two probes are answered without it.
+* Everybody else on the network. Without a token the admin side is bound to a loopback address (`config` sees to
+  that); with one, each request must carry it, as `Authorization: Bearer TOKEN` or as the password of HTTP Basic, for
+  which a browser asks. Only the two probes are answered without it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Refusal(Exception):
 
 
 class Guard:
-    """Refuses strangers. `names`: host names that the admin side answers to, besides its own; `token`: None if none is asked for."""
+    """Refuses strangers. `names`: host names that the admin side answers to, besides its own; `token`: None if it
+    asks for none."""
 
     def __init__(self, names: Collection[str] = (), token: str | None = None) -> None:
         self._names = {"localhost", socket.gethostname().lower(), *(name.lower().rstrip(".") for name in names)}
@@ -57,12 +58,12 @@ class Guard:
         self._check_host(request)
         self._check_page(request)
         if request.path not in PROBES and not self.knows_token(request):
-            given = "Authorization" in request.headers
-            raise Refusal(401, f"{'this is not the admin token' if given else 'the admin side asks for its token'}: send `Authorization: Bearer TOKEN` "
-                               "with the token that the gateway was started with (--admin-token, HITHERTO_ADMIN_TOKEN)", "admin_token")  # fmt: skip
-        if request.method not in READS and (request.content_type not in BODIES if request.body_exists else request.content_type in FORMS):
-            raise Refusal(415, f"the body's Content-Type is {request.headers.get(hdrs.CONTENT_TYPE) or 'not given'}; "
-                               "send it as application/json (curl: -H 'content-type: application/json')", "unsupported_media_type")  # fmt: skip
+            given = hdrs.AUTHORIZATION in request.headers
+            what = "this is not the admin token" if given else "the admin side asks for its token"
+            how = "send `Authorization: Bearer TOKEN` with the token that the gateway was started with"
+            raise Refusal(401, f"{what}: {how} (--admin-token, HITHERTO_ADMIN_TOKEN)", "admin_token")
+        if request.method not in READS:
+            self._check_body(request)
 
     def _check_host(self, request: web.Request) -> None:
         given = request.headers.getall(hdrs.HOST, [])
@@ -73,14 +74,28 @@ class Guard:
             raise Refusal(400, "the request has no valid Host header", "invalid_host")
         name = host[1].lower().rstrip(".")
         if name not in self._names and not is_address(name.strip("[]")):
-            raise Refusal(403, f"the admin side does not answer to the host name {name[:253]!r}. Use its address, "
-                               f"or start the gateway with --admin-allow-host {name[:253]}", "host_not_allowed")  # fmt: skip
+            shown = name[:253]
+            raise Refusal(
+                403,
+                f"the admin side does not answer to the host name {shown!r}. Use its address, "
+                f"or start the gateway with --admin-allow-host {shown}",
+                "host_not_allowed",
+            )
 
     def _check_page(self, request: web.Request) -> None:
         host = request.headers.get(hdrs.HOST, "").lower()
-        of_another = any(origin.lower().partition("://")[2] != host for origin in request.headers.getall(hdrs.ORIGIN, []))
-        if of_another or (request.method not in READS and request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")):
-            raise Refusal(403, "requests from other sites' pages are refused; use curl or this server's own page", "cross_site")
+        origins = [origin.lower().partition("://")[2] for origin in request.headers.getall(hdrs.ORIGIN, [])]
+        cross_site = request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
+        if any(origin != host for origin in origins) or (cross_site and request.method not in READS):
+            message = "requests from other sites' pages are refused; use curl or this server's own page"
+            raise Refusal(403, message, "cross_site")
+
+    def _check_body(self, request: web.Request) -> None:
+        kind = request.content_type
+        if kind not in BODIES if request.body_exists else kind in FORMS:
+            given = request.headers.get(hdrs.CONTENT_TYPE) or "not given"
+            how = "send it as application/json (curl: -H 'content-type: application/json')"
+            raise Refusal(415, f"the body's Content-Type is {given}; {how}", "unsupported_media_type")
 
     def knows_token(self, request: web.Request) -> bool:
         if self._token is None:

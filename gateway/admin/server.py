@@ -57,7 +57,9 @@ class Fleet(Protocol):
     def add(self, url: str) -> Any: ...
     def drain(self, id: str) -> asyncio.Task[None]: ...
     def remove(self, id: str) -> asyncio.Task[None]: ...
-    async def ask_engine(self, id: str, method: str, target: str, body: bytes, content_type: str) -> tuple[int, str, bytes]: ...
+    async def ask_engine(
+        self, id: str, method: str, target: str, body: bytes, content_type: str
+    ) -> tuple[int, str, bytes]: ...
 
 
 class Decisions(Protocol):
@@ -221,9 +223,11 @@ class Admin:
         target = "/" + url.raw_path.split("/", 4)[4] + (f"?{url.raw_query_string}" if url.raw_query_string else "")
         log.info("an operator asks the engine of %s: %s %s", id, request.method, url.raw_path)
         try:
-            status, kind, body = await self.gateway.fleet.ask_engine(id, request.method, target, await request.read(), request.content_type)
+            body = await request.read()
+            status, kind, body = await self.gateway.fleet.ask_engine(id, request.method, target, body, request.content_type)
         except (ClientError, OSError) as wrong:
-            raise Refusal(502, f"the engine of {id} did not answer: {wrong or type(wrong).__name__}", "engine_unreachable") from None
+            message = f"the engine of {id} did not answer: {str(wrong) or type(wrong).__name__}"
+            raise Refusal(502, message, "engine_unreachable") from None
         return web.Response(body=body, status=status, headers={"Content-Type": kind})
 
     async def explain(self, request: web.Request) -> web.Response:

@@ -1,9 +1,10 @@
 """Which paths of an engine clients may reach.
 
-Engines serve more on their one port than inference: vLLM has `/pause`, `/scale_elastic_ep` and `/load_lora_adapter` there,
-in development mode also `/sleep`, `/collective_rpc` and `/reset_prefix_cache`, and most of them ask for no key. A client
-of the gateway gets what vLLM's documentation ("Online Serving") offers to clients, and what the operator adds with
-`--allow-path`. Everything else is the operator's, who reaches it at `/replicas/ID/engine/PATH` of the admin side.
+Engines serve more on their one port than inference: vLLM has `/pause`, `/scale_elastic_ep` and `/load_lora_adapter`
+there, in development mode also `/sleep`, `/collective_rpc` and `/reset_prefix_cache`, and most of them ask for no
+key. A client of the gateway gets what vLLM's documentation ("Online Serving") offers to clients, and what the operator
+adds with `--allow-path`. Everything else is the operator's, who reaches it at `/replicas/ID/engine/PATH` of the admin
+side.
 
 Paths are compared as the client wrote them, before any decoding. An engine decodes `%73leep` and may resolve `..`, so
 where a path is allowed by its beginning, its rest must be free of both.
@@ -65,5 +66,6 @@ def refusal(path: str) -> str:
     shown = path[:200]
     return (
         f"{shown} is not part of the inference API, so this gateway does not send it to an engine. "
-        f"Operators reach it at /replicas/ID/engine{shown} of the admin side, or open it to clients with --allow-path {shown}"
+        f"Operators reach it at /replicas/ID/engine{shown} of the admin side, "
+        f"or open it to clients with --allow-path {shown}"
     )

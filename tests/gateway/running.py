@@ -10,8 +10,17 @@ import sys
 from contextlib import asynccontextmanager
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 SERVES = re.compile(rb"serves http://[^:]+:(\d+), .* admin side http://[^:]+:(\d+)")
+
+
+def counted(page: str, name: str, **labels: str) -> float:
+    """The sum of the series of that name with these labels on a page of metrics, where there must be one."""
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    found = [one.value for one in samples if one.name == name and labels.items() <= one.labels.items()]
+    assert found, f"there is no {name} with {labels}"
+    return sum(found)
 
 
 class Running:
@@ -26,6 +35,10 @@ class Running:
 
     async def status(self) -> dict:
         return (await self.admin.get("/status")).json()
+
+    async def counted(self, name: str, **labels: str) -> float:
+        """The sum of a metric's series with these labels; all of them are on the page from the start."""
+        return counted((await self.admin.get("/metrics")).text, name, **labels)
 
     async def until(self, true, seconds: float = 60) -> dict:
         """Wait until `true(status)`; returns that status."""

@@ -1,4 +1,4 @@
-"""The admin side of a real gateway that other machines can reach, and the clients it has: commands, scrapes, operators."""
+"""The admin side of a real gateway that other machines can reach, and its clients: commands, scrapes, operators."""
 
 import asyncio
 import re
@@ -33,7 +33,20 @@ async def gateway(start_engine, tmp_path_factory):
 
 def command(gateway, *words: str):
     """A command on the gateway's machine, with the gateway's settings."""
-    return asyncio.to_thread(cli.main, [*words, "--admin-host", "0.0.0.0", "--admin-port", str(gateway.admin.base_url.port), "--port", str(gateway.client.base_url.port), "--model", "sim"])
+    return asyncio.to_thread(
+        cli.main,
+        [
+            *words,
+            "--admin-host",
+            "0.0.0.0",
+            "--admin-port",
+            str(gateway.admin.base_url.port),
+            "--port",
+            str(gateway.client.base_url.port),
+            "--model",
+            "sim",
+        ],
+    )
 
 
 async def test_prometheus_gets_the_metrics_by_its_credentials_file_and_the_service_name(gateway):
@@ -65,7 +78,12 @@ async def test_without_the_token_doctor_and_explain_say_what_is_missing(gateway,
     told = capsys.readouterr()
     assert "refuses: this is not the admin token" in told.err and "no gateway" not in told.err
     assert await command(gateway, "doctor") == 1
-    assert re.search(r"^fail +gateway +one runs, and its admin side refuses the doctor: this is not the admin token.*\n +-> run the doctor with the --admin-token", capsys.readouterr().out, re.M)
+    assert re.search(
+        r"^fail +gateway +one runs, and its admin side refuses the doctor: this is not the admin token.*\n"
+        r" +-> run the doctor with the --admin-token",
+        capsys.readouterr().out,
+        re.M,
+    )
 
 
 async def test_an_operators_verbs_reach_one_engine_and_only_from_here(gateway):
@@ -86,7 +104,9 @@ async def test_an_operators_verbs_reach_one_engine_and_only_from_here(gateway):
     assert (await gateway.admin.get(engine + "/metrics")).text.startswith("# HELP")
     assert (await gateway.admin.get(engine + "/nothing?a=%20b")).status_code == 404
     assert (await gateway.admin.post("/replicas/nobody:1/engine/sleep")).json()["error"]["code"] == "unknown_replica"
-    assert (await gateway.admin.post(engine + "/reset_prefix_cache", headers={"Authorization": "none"})).status_code == 401
+    assert (
+        await gateway.admin.post(engine + "/reset_prefix_cache", headers={"Authorization": "none"})
+    ).status_code == 401
 
 
 async def test_an_engine_that_does_not_answer_is_said(gateway, unused_tcp_port):

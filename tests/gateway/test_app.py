@@ -8,7 +8,7 @@ import signal
 import httpx
 import pytest
 
-from .running import alive, running
+from .running import alive, counted, running
 from .wire.talk import Talker
 
 SYSTEM = {"role": "system", "content": "You answer questions about the standard library. " * 40}
@@ -48,8 +48,8 @@ async def test_a_request_reaches_the_replica_that_holds_its_prefix_and_the_engin
         assert {one["events"] for one in status["replicas"]} == {"live"}
         metrics = (await gateway.admin.get("/metrics")).text
         assert "hitherto_reservations 0.0" in metrics
-        assert 'hitherto_predictions_total{outcome="over"' not in metrics
-        assert 'hitherto_predictions_total{outcome="under"' not in metrics
+        assert counted(metrics, "hitherto_predictions_total", outcome="over") == 0
+        assert counted(metrics, "hitherto_predictions_total", outcome="under") == 0
 
 
 async def test_every_endpoint_goes_through_with_exact_tokens():
@@ -72,7 +72,8 @@ async def test_every_endpoint_goes_through_with_exact_tokens():
         again = (await gateway.client.post("/v1/messages", json={"model": "sim", **bodies["/v1/messages"]})).json()["usage"]
         assert again["cache_read_input_tokens"] > 300 > again["input_tokens"]
         metrics = (await gateway.admin.get("/metrics")).text
-        assert 'outcome="over"' not in metrics and 'outcome="under"' not in metrics
+        for wrong in ("over", "under"):
+            assert counted(metrics, "hitherto_predictions_total", outcome=wrong) == 0
         assert (await gateway.client.get("/version")).status_code == 200
         assert [one["id"] for one in (await gateway.client.get("/v1/models")).json()["data"]] == ["sim"]
 

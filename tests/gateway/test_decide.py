@@ -86,8 +86,10 @@ async def test_conversations_go_where_their_prefix_is_and_the_engine_agrees(gate
                 assert decided["replica"] == homes[name] and cached > 100
             homes[name] = decided["replica"]
     await gateway.until(lambda status: set(counted(status).values()) == {IDLE})
-    shown = await page(gateway, 'hitherto_decisions_total{outcome="done"} 12.0')
-    assert 'outcome="expired"' not in shown and 'outcome="over"' not in shown and 'outcome="under"' not in shown
+    await page(gateway, 'hitherto_decisions_total{outcome="done"} 12.0')
+    assert await gateway.counted("hitherto_decisions_total", outcome="expired") == 0
+    for wrong in ("over", "under"):
+        assert await gateway.counted("hitherto_predictions_total", outcome=wrong) == 0
 
 
 async def test_load_is_counted_from_the_choice_to_the_end_that_is_told(gateway):
@@ -194,7 +196,9 @@ async def test_with_redis_a_decision_counts_in_the_ledger_of_all_gateways(engine
         assert await tell(gateway, made, "done") == 200
         await until(1)
         await until(0)
-        await page(gateway, 'hitherto_shared_decisions_total{outcome="shared"}')
+        async with asyncio.timeout(60):
+            while not await gateway.counted("hitherto_shared_decisions_total", outcome="shared"):
+                await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("gateway", ["two workers"], indirect=True)

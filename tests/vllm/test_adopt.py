@@ -17,6 +17,7 @@ from replicas import ports
 from replicas.adopt import described, probe
 from replicas.replica import parse_url
 
+from ..gateway.running import counted
 from ..gateway.running import running as gateway_process
 from .conftest import ADAPTERS, SHARED_TOKENS
 from .engines import Engine, block_size, gateway, lora, version
@@ -155,7 +156,7 @@ async def test_predictions_equal_what_each_rank_reports(ranks):
             found = [cached(await direct.post("/v1/completions", json=body, headers={"X-data-parallel-rank": str(rank)})) for rank in (home, 1 - home)]
         assert found[0] > 0 == found[1]
         figures = (await running.admin.get("/metrics")).text
-        assert 'outcome="over"' not in figures and 'outcome="under"' not in figures
+        assert [counted(figures, "hitherto_predictions_total", outcome=wrong) for wrong in ("over", "under")] == [0, 0]
 
 
 async def test_a_drained_rank_gets_nothing_and_the_other_goes_on(ranks):

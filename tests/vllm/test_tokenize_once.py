@@ -152,8 +152,7 @@ def merge(into: dict, more: dict) -> None:
 
 async def sent(process) -> dict[str, int]:
     """Long prompts so far by what was sent."""
-    page = (await process.admin.get("/metrics")).text
-    return {how: int(float(number)) for how, number in re.findall(r'hitherto_long_prompts_total\{.*sent="(\w+)"\} (\S+)', page)}
+    return {how: int(await process.counted("hitherto_long_prompts_total", sent=how)) for how in ("ids", "text")}
 
 
 async def until_ids(process, path: str, body: dict) -> str:

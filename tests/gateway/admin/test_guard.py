@@ -25,7 +25,7 @@ PLANT = b"POST /replicas HTTP/1.1\r\n"
 
 @asynccontextmanager
 async def admin_side(*names: str, token: str | None = None):
-    """An admin side with a replica a:1; yields what may be asked of it: `say(line, *headers, body=)` -> status, headers, body."""
+    """An admin side with a replica a:1; yields `say(line, *headers, body=)`, which gives status, headers and body."""
     gateway = Gateway()
     gateway.fleet.add("http://a:1")
     admin = Admin(gateway, Guard(names, token))
@@ -55,12 +55,29 @@ HOST = "Host: gpu-gateway:8081"
 JSON = "Content-Type: application/json"
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "https://gpu-gateway", "http://gpu-gateway:9999", "null", "http://gpu-gateway:8081.evil.example", ""])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.example",
+        "https://gpu-gateway",
+        "http://gpu-gateway:9999",
+        "null",
+        "http://gpu-gateway:8081.evil.example",
+        "",
+    ],
+)
 async def test_a_page_of_another_origin_writes_and_reads_nothing(origin):
     """What browsers send from such a page to a host that is not localhost: no Sec-Fetch-Site."""
     async with admin_side("gpu-gateway") as say:
-        for kind in ("text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/json"):
-            assert code(await say("POST /replicas HTTP/1.1", HOST, f"Origin: {origin}", f"Content-Type: {kind}", body=ADD)) == (403, "cross_site")
+        for kind in (
+            "text/plain;charset=UTF-8",
+            "application/x-www-form-urlencoded",
+            "multipart/form-data; boundary=x",
+            "application/json",
+        ):
+            assert code(
+                await say("POST /replicas HTTP/1.1", HOST, f"Origin: {origin}", f"Content-Type: {kind}", body=ADD)
+            ) == (403, "cross_site")
         for line in ("POST /replicas/a:1/drain HTTP/1.1", "DELETE /replicas/a:1 HTTP/1.1", "GET /status HTTP/1.1"):
             assert code(await say(line, HOST, f"Origin: {origin}")) == (403, "cross_site")
         assert set(say.fleet.replicas) == {"a:1"}
@@ -77,27 +94,61 @@ async def test_its_own_page_and_tools_may():
         assert (await say("GET / HTTP/1.1", HOST, "Sec-Fetch-Site: cross-site"))[0] == 200, "a link from another page"
 
 
-@pytest.mark.parametrize("kind", ["", "Content-Type:", "Content-Type: text/plain", "Content-Type: application/x-www-form-urlencoded", "Content-Type: multipart/form-data; boundary=b"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "",
+        "Content-Type:",
+        "Content-Type: text/plain",
+        "Content-Type: application/x-www-form-urlencoded",
+        "Content-Type: multipart/form-data; boundary=b",
+    ],
+)
 async def test_what_a_form_can_send_is_no_write(kind):
     """A page can leave the Content-Type out, with a Blob of no type."""
     async with admin_side("gpu-gateway") as say:
-        assert code(await say("POST /replicas HTTP/1.1", HOST, *filter(None, [kind]), body=ADD)) == (415, "unsupported_media_type")
+        assert code(await say("POST /replicas HTTP/1.1", HOST, *filter(None, [kind]), body=ADD)) == (
+            415,
+            "unsupported_media_type",
+        )
         if kind.endswith(("plain", "urlencoded", "=b")):
             assert (await say("POST /replicas/a:1/drain HTTP/1.1", HOST, kind))[0] == 415
         assert "attacker.example:1" not in say.fleet.replicas
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8081", "localhost.evil.example", "127.0.0.1.evil.example", "gpu-gateway.evil.example", "1.2.3.4.5"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8081",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "gpu-gateway.evil.example",
+        "1.2.3.4.5",
+    ],
+)
 async def test_a_name_bound_to_our_address_by_somebody_else_reads_and_writes_nothing(host):
     async with admin_side("gpu-gateway") as say:
         for line in ("GET /replicas HTTP/1.1", "GET /metrics HTTP/1.1", "POST /replicas HTTP/1.1"):
-            answer = await say(line, f"Host: {host}", f"Origin: http://{host}", JSON, body=ADD if "POST" in line else b"")
+            answer = await say(
+                line, f"Host: {host}", f"Origin: http://{host}", JSON, body=ADD if "POST" in line else b""
+            )
             assert code(answer) == (403, "host_not_allowed") and b"--admin-allow-host" in answer[2]
 
 
 async def test_addresses_and_this_machines_names_need_no_permission():
     async with admin_side("gpu-gateway", "Admin.Example.") as say:
-        for host in ("127.0.0.1:8081", "10.1.2.3", "[::1]:8081", "[fd00::7]", "localhost:8081", "LOCALHOST", "gpu-gateway", "GPU-gateway.:8081", "admin.example:443"):
+        for host in (
+            "127.0.0.1:8081",
+            "10.1.2.3",
+            "[::1]:8081",
+            "[fd00::7]",
+            "localhost:8081",
+            "LOCALHOST",
+            "gpu-gateway",
+            "GPU-gateway.:8081",
+            "admin.example:443",
+        ):
             assert (await say("GET /replicas HTTP/1.1", f"Host: {host}"))[0] == 200, host
         assert (await say("GET /livez HTTP/1.0"))[0] == 200, "HAProxy's check names no host"
         for host in ("a b", "x@localhost", "localhost:8081/", "[::1", ""):
@@ -108,14 +159,34 @@ async def test_addresses_and_this_machines_names_need_no_permission():
 async def test_with_a_token_nobody_gets_further_without():
     async with admin_side(token=TOKEN) as say:
         basic = base64.b64encode(f"me:{TOKEN}".encode()).decode()
-        for line in ("GET / HTTP/1.1", "GET /status HTTP/1.1", "GET /metrics HTTP/1.1", "POST /replicas HTTP/1.1", "GET /nothing HTTP/1.1", "POST /livez HTTP/1.1", "GET /livez/ HTTP/1.1"):
-            for wrong in ([], ["Authorization: Bearer nonsense"], [f"Authorization: Bearer {TOKEN}x"], [f"Authorization: {TOKEN}"], ["Authorization: Basic !!"],
-                          [f"Authorization: Digest {TOKEN}"], ["Authorization: Bearer"], ["Authorization: Bearer \xff"]):  # fmt: skip
+        for line in (
+            "GET / HTTP/1.1",
+            "GET /status HTTP/1.1",
+            "GET /metrics HTTP/1.1",
+            "POST /replicas HTTP/1.1",
+            "GET /nothing HTTP/1.1",
+            "POST /livez HTTP/1.1",
+            "GET /livez/ HTTP/1.1",
+        ):
+            for wrong in (
+                [],
+                ["Authorization: Bearer nonsense"],
+                [f"Authorization: Bearer {TOKEN}x"],
+                [f"Authorization: {TOKEN}"],
+                ["Authorization: Basic !!"],
+                [f"Authorization: Digest {TOKEN}"],
+                ["Authorization: Bearer"],
+                ["Authorization: Bearer \xff"],
+            ):
                 answer = await say(line, "Host: localhost", *wrong)
                 if "POST /livez" not in line:
                     assert code(answer) == (401, "admin_token"), (line, wrong)
                     assert answer[1]["www-authenticate"].startswith("Basic ")
-        for good in (f"Authorization: Bearer {TOKEN}", f"authorization: bearer {TOKEN}", f"Authorization: Basic {basic}"):
+        for good in (
+            f"Authorization: Bearer {TOKEN}",
+            f"authorization: bearer {TOKEN}",
+            f"Authorization: Basic {basic}",
+        ):
             assert (await say("GET /status HTTP/1.1", "Host: localhost", good))[0] == 200
         status, _, body = await say("GET /readyz HTTP/1.1", "Host: localhost")
         assert status == 503 and b"a:1" not in body, "probes carry no token, and are told no more than they need"
@@ -180,10 +251,19 @@ async def test_a_page_in_a_real_browser_changes_nothing_and_reads_nothing():
     async with admin_side("gpu-gateway") as say, page_of("gpu-gateway", say.port) as (port, told):
         with tempfile.TemporaryDirectory(prefix="chromium-") as profile:
             browser = await asyncio.create_subprocess_exec(
-                BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}",
-                f"--host-resolver-rules={NAMES}", "--remote-debugging-port=0", f"http://evil.example:{port}/",
-                stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                BROWSER,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--no-first-run",
+                f"--user-data-dir={profile}",
+                f"--host-resolver-rules={NAMES}",
+                "--remote-debugging-port=0",
+                f"http://evil.example:{port}/",
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
             try:
                 seen = await asyncio.wait_for(told, 60)
             finally:

@@ -9,28 +9,97 @@ from gateway.config import ConfigError, load
 from .replies import BODY, answers, post
 from .stack import stack
 
-# The operator's verbs of vLLM 0.32 (in development mode, too), of the simulated engine, and ways to write them differently.
+# The operator's verbs of vLLM 0.32 (in development mode, too) and of the simulated engine, and other spellings of them.
 OPERATORS = (
-    "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/abort_requests",
-    "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/collective_rpc", "/server_info", "/metrics", "/load",
-    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/start_profile", "/stop_profile", "/scale_elastic_ep",
-    "/is_scaling_elastic_ep", "/update_weights", "/init_weight_transfer_engine", "/kv_event_sources", "/openapi.json", "/docs",
-    "/faults", "/",
-    "//sleep", "/sleep/", "/%73leep", "/v1/../sleep", "/v1/chat/completions/../../../sleep", "/v1/chat/completions/",
-    "/v1/responses/..", "/v1/responses/../cancel", "/v1/responses/../../sleep", "/v1/responses/%2e%2e/sleep", "/v1/responses/x%2f..%2f..%2fsleep",
-    "/v1/responses/resp_1/cancel/x", "/v1/models/../../sleep", "/;/sleep", "/v1/chat/completions;/../sleep", "/SLEEP",
-    "http://engine/sleep", "http://engine:8000//sleep", "/sleep?/v1/chat/completions", "/sleep#/v1/models",
-)  # fmt: skip
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/abort_requests",
+    "/inference/v1/abort_requests",
+    "/reset_prefix_cache",
+    "/reset_mm_cache",
+    "/reset_encoder_cache",
+    "/collective_rpc",
+    "/server_info",
+    "/metrics",
+    "/load",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/start_profile",
+    "/stop_profile",
+    "/scale_elastic_ep",
+    "/is_scaling_elastic_ep",
+    "/update_weights",
+    "/init_weight_transfer_engine",
+    "/kv_event_sources",
+    "/openapi.json",
+    "/docs",
+    "/faults",
+    "/",
+    "//sleep",
+    "/sleep/",
+    "/%73leep",
+    "/v1/../sleep",
+    "/v1/chat/completions/../../../sleep",
+    "/v1/chat/completions/",
+    "/v1/responses/..",
+    "/v1/responses/../cancel",
+    "/v1/responses/../../sleep",
+    "/v1/responses/%2e%2e/sleep",
+    "/v1/responses/x%2f..%2f..%2fsleep",
+    "/v1/responses/resp_1/cancel/x",
+    "/v1/models/../../sleep",
+    "/;/sleep",
+    "/v1/chat/completions;/../sleep",
+    "/SLEEP",
+    "http://engine/sleep",
+    "http://engine:8000//sleep",
+    "/sleep?/v1/chat/completions",
+    "/sleep#/v1/models",
+)
 # What vLLM documents for clients.
 CLIENTS = (
-    "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/completions/render",
-    "/v1/completions/derender", "/v1/messages/count_tokens", "/v1/messages/render", "/v1/responses/render",
-    "/v1/responses/resp_0a-b", "/v1/responses/resp_0a-b/cancel", "/v1/audio/transcriptions", "/v1/audio/translations",
-    "/version", "/tokenizer_info", "/v2/embed", "/cohere/v2/chat", "/pooling", "/classify", "/score", "/v1/score", "/rerank",
-    "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone", "/inference/v1/generate", "/ping", "/invocations",
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize", "/detokenize",
-    "/version?x=/sleep", "http://gateway:8080/v1/rerank",
-)  # fmt: skip
+    "/v1/chat/completions/batch",
+    "/v1/chat/completions/render",
+    "/v1/chat/completions/derender",
+    "/v1/completions/render",
+    "/v1/completions/derender",
+    "/v1/messages/count_tokens",
+    "/v1/messages/render",
+    "/v1/responses/render",
+    "/v1/responses/resp_0a-b",
+    "/v1/responses/resp_0a-b/cancel",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/version",
+    "/tokenizer_info",
+    "/v2/embed",
+    "/cohere/v2/chat",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/generative_scoring",
+    "/v1/systemone",
+    "/inference/v1/generate",
+    "/ping",
+    "/invocations",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
+    "/version?x=/sleep",
+    "http://gateway:8080/v1/rerank",
+)
 
 
 async def test_an_operators_verb_reaches_no_engine_and_the_refusal_says_where_it_goes():
@@ -43,9 +112,15 @@ async def test_an_operators_verb_reaches_no_engine_and_the_refusal_says_where_it
                 status, _, body = await talk.response()
                 assert status == 404, path
                 told = json.loads(body)["error"]
-                assert told["code"] == "path_not_allowed" and "--allow-path" in told["message"] and "/replicas/ID/engine" in told["message"]
+                assert (
+                    told["code"] == "path_not_allowed"
+                    and "--allow-path" in told["message"]
+                    and "/replicas/ID/engine" in told["message"]
+                )
         await talk.say(post(b"{}", path=b"/v1/messages/batches"))
-        assert json.loads((await talk.response())[2])["error"]["type"] == "not_found_error", "Anthropic's format below /v1/messages"
+        assert json.loads((await talk.response())[2])["error"]["type"] == "not_found_error", (
+            "Anthropic's format below /v1/messages"
+        )
         assert seen == [] and s.idle()
         assert s.metrics.requests.total(status="4xx") == 3 * len(OPERATORS) + 1
 
@@ -65,10 +140,21 @@ async def test_further_paths_are_the_operators_to_allow():
     async with stack(answers(seen=seen), allow_paths=("/v1/images/*", "/generate", "/load")) as s:
         talk = await s.talk()
         for path, expected in (
-            ("/v1/images/generations", 200), ("/v1/images/a/b.png", 200), ("/v1/images/", 200), ("/generate", 200), ("/load", 200),
-            ("/v1/images", 404), ("/v1/images/../sleep", 404), ("/v1/images/a/../../sleep", 404), ("/v1/images/%2e%2e/sleep", 404),
-            ("/v1/images//sleep", 404), ("/v1/images/a\\..\\sleep", 404), ("/v1/images/./sleep", 404), ("/generate/x", 404), ("/sleep", 404),
-        ):  # fmt: skip
+            ("/v1/images/generations", 200),
+            ("/v1/images/a/b.png", 200),
+            ("/v1/images/", 200),
+            ("/generate", 200),
+            ("/load", 200),
+            ("/v1/images", 404),
+            ("/v1/images/../sleep", 404),
+            ("/v1/images/a/../../sleep", 404),
+            ("/v1/images/%2e%2e/sleep", 404),
+            ("/v1/images//sleep", 404),
+            ("/v1/images/a\\..\\sleep", 404),
+            ("/v1/images/./sleep", 404),
+            ("/generate/x", 404),
+            ("/sleep", 404),
+        ):
             await talk.say(post(BODY, path=path.encode()))
             assert (await talk.response())[0] == expected, path
     assert len(seen) == 5

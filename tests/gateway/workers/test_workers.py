@@ -206,12 +206,10 @@ async def test_with_redis_each_worker_counts_in_the_ledger_of_all_gateways(engin
         await gateway.ready(2)
         await joined(gateway)
         some = await clients(stack, gateway, 4)
-        page = ""
         async with asyncio.timeout(20):  # on a busy machine a whole burst may be late for Redis; never all of them
-            while 'hitherto_shared_decisions_total{outcome="shared"}' not in page:
+            while not await gateway.counted("hitherto_shared_decisions_total", outcome="shared"):
                 before = sum(one.answers for one in some)
                 await asyncio.gather(*(one.ask(f"{before + number} {TEXT * 20}") for number, one in enumerate(some * 5)))
-                page = (await gateway.admin.get("/metrics")).text
         asked = sum(one.answers for one in some)
         status = await gateway.until(lambda status: idle(status) and status["totals"]["requests"] == asked)
         assert status["shadow"][0]["decisions"] == asked

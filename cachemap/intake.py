@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 import zmq
 
 from cachemap.apply import EventApplier
-from cachemap.events import Batch, EventError, Stored, decode
+from cachemap.events import Batch, Cleared, EventError, Removed, Stored, decode
 from cachemap.map import CacheMap
 from cachemap.sequence import Order, classify
 from cachemap.sockets import WAKE_SECONDS, Inbox, connected, replay
@@ -69,6 +69,7 @@ class EventIntake:
         self._silent_requests = 0
         self._silent_since = 0.0
         self._foreign_topic: bytes | None = None
+        self._void: dict[str, int] = {}  # by adapter: the last batch in which its name stood for another one
 
         self.state = "connecting"
         self.reason = "nothing heard yet"
@@ -157,6 +158,19 @@ class EventIntake:
         self._forget()
         self._want_replay()
 
+    def forget_adapter(self, name: str) -> None:
+        """The name stands for another adapter from now on: what was stored under it before is never found again.
+
+        Events do not say which of the two they mean, so those up to the last one are passed over when they are replayed.
+        """
+        self.void_adapter(name, self.last_seq)
+        self.resync()
+
+    def void_adapter(self, name: str, sequence: int | None) -> None:
+        """As `forget_adapter`, where what is in the map is another gateway's to forget."""
+        if sequence is not None:
+            self._void[name] = sequence
+
     def request_finished(self, prompt_blocks: int) -> None:
         """The replica finished a request of which `prompt_blocks` full blocks were new to it,
         so that it must have reported blocks by now or soon."""
@@ -220,6 +234,7 @@ class EventIntake:
             self._want_replay()
         elif order is Order.RESTART:
             await self._unask()  # it may be its predecessor that answers
+            self._void.clear()
             self._forget()
             self._change("gap", "the engine restarted: cleared", tell=True)
             self._want_replay()
@@ -328,7 +343,10 @@ class EventIntake:
         if not run:
             return
         stored = self._events.stored
-        self._events.apply([event for _, batch in run for event in batch.events])
+        if self._void:
+            self._events.apply([event for number, batch in run for event in batch.events if not self._is_void(number, event)])
+        else:
+            self._events.apply([event for _, batch in run for event in batch.events])
         self._events.flush()
         self.batches += len(run)
         for _, batch in run:
@@ -347,6 +365,9 @@ class EventIntake:
             if why not in self.complaints and len(self.complaints) < COMPLAINTS:
                 self.complaints.append(why)
                 self._on_change(self.state, f"events that cannot be read are passed over: {why}")
+
+    def _is_void(self, number: int, event: Stored | Removed | Cleared) -> bool:
+        return isinstance(event, Stored) and number <= self._void.get(event.adapter, -1)
 
     def _forget(self) -> None:
         self._events.forget()

@@ -181,6 +181,7 @@ class Gateway:
             backend = None
         if backend is not None and backend.incarnation == replica.incarnation:
             self._learn_from(replica)
+            self._follow_adapters(backend)
             if backend.source != replica.events:
                 self._listen(backend)
             return
@@ -195,6 +196,16 @@ class Gateway:
         backend.follow_incarnation()
         self._learn_from(replica)
         self._listen(backend, anew=True)
+
+    def _follow_adapters(self, backend: Backend) -> None:
+        """What an engine cached for an adapter it finds again only while the name stands for the same folder. Events tell the name alone."""
+        for name in backend.adapters_moved():
+            log.warning("replica %s: adapter %r was loaded from %s: what was cached under that name is forgotten",
+                        backend.id, name, backend.adapter_roots[name])  # fmt: skip
+            if backend.intake is not None:
+                backend.intake.forget_adapter(name)
+            else:
+                self.map.clear(backend.slot)
 
     def _learn_from(self, replica: Replica) -> None:
         """What the gateway needs of the model is told by the engines that serve it."""

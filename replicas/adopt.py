@@ -61,6 +61,7 @@ class Facts:
     fault: str = ""
     error: str = ""
     models: dict[str, str | None] = field(default_factory=dict)
+    adapter_roots: dict[str, str] = field(default_factory=dict)  # name of an adapter -> the folder that it was loaded from
     root: str | None = None  # where the engine has its model from: a folder, or a name on the hub
     max_model_len: int | None = None
     version: str | None = None
@@ -201,11 +202,11 @@ async def probe(url: str, session: aiohttp.ClientSession, deadline: float = 2.0,
     return facts
 
 
-async def served_models(session: aiohttp.ClientSession, url: str, deadline: float) -> dict[str, str | None]:
-    """Each served name with the base model of an adapter; {} where it does not tell."""
+async def served_models(session: aiohttp.ClientSession, url: str, deadline: float) -> Facts:
+    """What the engine tells of models and adapters, and nothing else."""
     facts = Facts()
     _models(facts, await get(session, f"{url}/v1/models", deadline))
-    return facts.models
+    return facts
 
 
 def _models(facts: Facts, answer: Answer) -> None:
@@ -218,6 +219,8 @@ def _models(facts: Facts, answer: Answer) -> None:
                 root = entry.get("root")
                 if parent is None and facts.root is None and isinstance(root, str):
                     facts.root = root or None
+                elif isinstance(parent, str) and isinstance(root, str):
+                    facts.adapter_roots[entry["id"]] = root
                 length = entry.get("max_model_len")
                 if isinstance(length, int) and facts.max_model_len is None:
                     facts.max_model_len = length

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
+import aiohttp
+
 from replicas import devices, tls
 from replicas import profile as profiles
 from replicas.engine import Engine
@@ -224,11 +226,15 @@ class Fleet:
     ) -> tuple[int, str, bytes]:
         """Pass an operator's request on to the engine of a replica: the answer's status, Content-Type and body. Raises
         KeyError for an unknown id, OSError or aiohttp.ClientError when the engine does not answer."""
-        url = self._engine(id).lead.url + target
+        engine = self._engine(id)
+        url, session = engine.lead.url + target, engine.watch.access.session
         options = {"data": body, "headers": {"Content-Type": content_type}} if body else {}
         timeout = aiohttp.ClientTimeout(ENGINE_SECONDS)
-        async with self._session.request(method, url, allow_redirects=False, timeout=timeout, **options) as answer:
-            return answer.status, answer.headers.get("Content-Type", "application/octet-stream"), await answer.read()
+        async with session.request(method, url, allow_redirects=False, timeout=timeout, **options) as answer:
+            told = answer.status, answer.headers.get("Content-Type", "application/octet-stream"), await answer.read()
+        if method != "GET":
+            engine.watch.nudge()  # it may serve other models and adapters now
+        return told
 
     def logs(self, id: str) -> list[str]:
         """The last lines an engine of our own wrote; [] for adopted ones."""

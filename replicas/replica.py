@@ -67,7 +67,7 @@ def _port_plus(endpoint: str, rank: int) -> str | None:
 RANK_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
 DEFAULT_PORTS = {"http": 80, "https": 443}
 # What the ranks of one engine have in common.
-SHARED = ("address", "models", "root", "block_size", "num_blocks", "max_model_len", "version", "pid", "restarts", "problems")
+SHARED = ("address", "models", "adapter_roots", "root", "block_size", "num_blocks", "max_model_len", "version", "pid", "restarts", "problems")
 
 
 # After these there is no process, or another one.
@@ -92,6 +92,7 @@ class Replica:
     address: str = ""  # the one that `host` leads to for this incarnation: everybody connects there; "" until it is known
     tls: ssl.SSLContext | None = None  # for connections to it, where its URL is https
     models: dict[str, str | None] = field(default_factory=dict)  # name -> base model of an adapter
+    adapter_roots: dict[str, str] = field(default_factory=dict)  # name of an adapter -> the folder that it was loaded from
     root: str | None = None  # the folder or hub name that the engine was started with, whatever it calls the model
     block_size: int | None = None
     num_blocks: int | None = None

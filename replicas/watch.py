@@ -173,9 +173,11 @@ class Watch:
         """What does it serve now? Somebody wants a model that it was not known to serve."""
         replica, pid = self.replica, self.replica.pid
         found = await served_models(self.access.session, replica.url, SHORT_DEADLINE)
-        if found and found != replica.models and replica.pid == pid and replica.state is State.READY:
-            replica.models = found
-            self.changed(replica)
+        before = self._told()
+        if found.models and replica.pid == pid and replica.state is State.READY:
+            replica.models, replica.adapter_roots = found.models, found.adapter_roots
+            if self._told() != before:
+                self.changed(replica)
 
     async def _warm(self, facts: Facts) -> bool:
         """One of our own computes its first tokens before a client waits for them: 2 s with vLLM on a CPU, and a replica that
@@ -306,7 +308,7 @@ class Watch:
     def _learn(self, facts: Facts) -> None:
         replica = self.replica
         before = self._told()
-        replica.models = facts.models
+        replica.models, replica.adapter_roots = facts.models, facts.adapter_roots
         replica.root = facts.root
         replica.max_model_len = facts.max_model_len
         if "version" not in facts.silent:
@@ -327,7 +329,7 @@ class Watch:
 
     def _told(self) -> tuple:
         replica = self.replica
-        return replica.models, self.sources, replica.max_model_len, replica.block_size
+        return replica.models, replica.adapter_roots, self.sources, replica.max_model_len, replica.block_size
 
     @property
     def _moved(self) -> bool:

@@ -120,6 +120,12 @@ class SharedIntake:
         else:
             self._shared.wish(self, RESYNC)
 
+    def forget_adapter(self, name: str) -> None:
+        """As of EventIntake. Who only mirrors the replica gets what its leader forgets, and remembers it for when it leads."""
+        self.engine.void_adapter(name, self.position.sequence)
+        if self._following:
+            self.engine.resync()
+
     def request_finished(self, prompt_blocks: int) -> None:
         if self._following:
             self.engine.request_finished(prompt_blocks)

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 # An observation costs 15 to 20 us, and at a hundred a second a coefficient follows any change. What comes at once is all taken:
 # the first of a batch alone, or those alone that end when nothing begins, tell of an emptier replica than there is.
 LEARN_SECONDS, LEARN_AT_ONCE = 0.01, 100
+MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that it serves and those it did
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "forwarding", "learn_at", "source", "intake", "listening", "host_line", "incarnation", "gone", "chosen", "chosen_at")
+    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "incarnation", "gone", "chosen", "chosen_at")
 
     def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
         self.replica = replica
@@ -45,6 +46,7 @@ class Backend:
         self.source: EventSource | None = None  # what `intake` listens to
         self.intake: EventIntake | None = None
         self.listening: asyncio.Task[None] | None = None  # runs `intake`, or one before it that has not ended yet
+        self.adapter_roots: dict[str, str] = {}  # where each adapter was loaded from, as last told
         self.host_line = b"host: %b\r\n" % replica.url.partition("://")[2].encode()
         if replica.rank is not None:
             self.host_line += b"x-data-parallel-rank: %d\r\n" % replica.rank
@@ -59,10 +61,20 @@ class Backend:
     def follow_incarnation(self) -> None:
         """The replica is another process than before, maybe at another address: what was learned of the last one is void."""
         self.incarnation = self.replica.incarnation
+        self.adapter_roots = dict(self.replica.adapter_roots)
         self.drift.reset()
         if self.pool.host != self.replica.address:
             self.pool.retire()
             self.pool = self._new_pool()
+
+    def adapters_moved(self) -> list[str]:
+        """Adapters whose names stand for another folder than when this was last asked, also if they were away meanwhile."""
+        told = self.replica.adapter_roots
+        moved = [name for name, root in told.items() if self.adapter_roots.get(name, root) != root]
+        self.adapter_roots |= told
+        while len(self.adapter_roots) > MOST_ADAPTERS:
+            del self.adapter_roots[next(iter(self.adapter_roots))]
+        return moved
 
     def serves(self, model: str | None) -> bool:
         return self.replica.serves(model)

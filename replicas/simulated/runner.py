@@ -21,13 +21,14 @@ log = logging.getLogger(__name__)
 
 class Generation:
     """One sequence: what it was asked and everything it will say. `tell(generation, output)` is called with tokens."""
-    __slots__ = ("id", "prompt", "adapter", "salt", "ids", "pieces", "reason", "stop", "sent", "cached", "tell",
+    __slots__ = ("id", "prompt", "adapter", "weights", "salt", "ids", "pieces", "reason", "stop", "sent", "cached", "tell",
                  "arrived", "text", "begun", "last", "request", "_all")
 
     def __init__(self, id: str, prompt: list[int], adapter: str | None = None, salt: str | None = None,
                  arrived: float | None = None, text: bool = False):
         self.id, self.prompt = id, array("I", prompt)
         self.adapter, self.salt = adapter, salt
+        self.weights = adapter  # what its blocks are keyed with: vLLM's keys cover the adapter's path beside its name
         self.ids: list[int] = []
         self.pieces: list[str] = []
         self.reason: str | None = None
@@ -98,12 +99,12 @@ class Runner:
         """Send it on its way to the scheduler. What this server itself took since it arrived is part of the way, if the
         profile knows how long that is."""
         size = self.engine.profile.block_size
-        blocks = keys.chain(generation.prompt, size, self._root, generation.adapter, generation.salt)
+        blocks = keys.chain(generation.prompt, size, self._root, generation.weights, generation.salt)
 
         def output_key(index: int) -> int:
             block = generation.all_ids()[index * size:(index + 1) * size]
             parent = known[index - 1] if index else self._root
-            known.append(keys.chain(block, size, parent, generation.adapter,
+            known.append(keys.chain(block, size, parent, generation.weights,
                                     generation.salt if not index else None)[0])
             return known[index]
 

@@ -45,7 +45,7 @@ class Server:
     def __init__(self, runner: Runner, tokens: Tokens, replies: Replies, metrics: Metrics, publisher: Publisher | None,
                  model: str, root: str, adapters: list[str] = (), show_cached: bool = True):
         self.runner, self.tokens, self.replies, self.metrics = runner, tokens, replies, metrics
-        self.publisher, self.model, self.root, self.adapters = publisher, model, root, list(adapters)
+        self.publisher, self.model, self.root, self.adapters = publisher, model, root, {name: name for name in adapters}  # -> path
         self.show_cached = show_cached
         self.faults = Faults(runner, publisher)
         self.context_length = runner.engine.profile.context_length
@@ -168,6 +168,8 @@ class Server:
             for _ in range(asked.n):
                 generation = Generation(f"{id}-{len(made)}-{uuid.uuid4().hex[:8]}", prompt, adapter, asked.salt,
                                         arrived, asked.text)
+                if adapter and self.adapters.get(adapter, adapter) != adapter:
+                    generation.weights = f"{adapter}\0{self.adapters[adapter]}"
                 generation.plan(self.replies, self.tokens.eos_id, asked.max_tokens or room, room, asked.ignore_eos,
                                 asked.min_tokens, asked.stop)
                 made.append(generation)
@@ -290,22 +292,23 @@ class Server:
             return {"id": name, "object": "model", "created": self.runner.started, "owned_by": "hitherto", "root": root,
                     "parent": parent, "max_model_len": self.context_length if parent is None else None,
                     "permission": []}
-        cards = [card(self.model, self.root, None), *(card(name, name, self.model) for name in self.adapters)]
+        cards = [card(self.model, self.root, None), *(card(name, path, self.model) for name, path in self.adapters.items())]
         return reply_json({"object": "list", "data": cards})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
-        """As vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING; here any name will do, and no path is looked at."""
-        name = self._adapter_named(await request.read())
-        if name == self.model or name in self.adapters:
+        """As vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING; here any name and path will do."""
+        body = await request.read()
+        name, given = self._adapter_named(body), requests.parse(body)
+        if name == self.model or (name in self.adapters and not given.get("load_inplace")):
             raise RequestError(f"The lora adapter {name!r} has already been loaded.", 400, "InvalidUserInput")
-        self.adapters.append(name)
+        self.adapters[name] = given.get("lora_path") or name
         return web.Response(text=f"Success: LoRA adapter {name!r} added successfully.")
 
     async def _unload_adapter(self, request: web.Request) -> web.Response:
         name = self._adapter_named(await request.read())
         if name not in self.adapters:
             raise RequestError(f"The lora adapter {name!r} cannot be found.", 404, "NotFoundError")
-        self.adapters.remove(name)
+        del self.adapters[name]
         return web.Response(text=f"Success: LoRA adapter {name!r} removed successfully.")
 
     def _adapter_named(self, body: bytes) -> str:

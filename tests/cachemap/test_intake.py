@@ -172,6 +172,35 @@ async def test_resync_forgets_and_asks_for_everything():
         assert publisher.asked == [0, 0]
 
 
+RED = hash_blocks(array("I", TOKENS).tobytes(), BLOCK, chain_seed("m", BLOCK, "red"))
+
+
+def red(start, stop, first_key):
+    """BlockStored for blocks start .. stop under the adapter "red"; keys are first_key + index."""
+    event = blocks(start, stop) | {"lora_name": "red", "lora_id": 1, "extra_keys": [["red"]] * (stop - start)}
+    return event | {"block_hashes": [first_key + i for i in range(start, stop)], "parent_block_hash": first_key + start - 1 if start else None}
+
+
+async def test_an_adapters_name_that_stands_for_another_folder_voids_what_was_stored_under_it():
+    """Also where the engine replays it; what else the replica holds comes back, and what is stored from now on counts."""
+    async with publishing() as publisher, following(publisher) as (table, intake, _):
+        def seen():
+            return held(table), table.match(RED, 0.0).confirmed[0]
+
+        await publisher.publish(blocks(0, 4))
+        await publisher.publish(red(0, 3, 1000))
+        await until(lambda: seen() == (4, 3))
+        intake.forget_adapter("red")
+        assert seen() == (0, 0)
+        await until(lambda: seen() == (4, 0))
+        await publisher.publish(red(0, 1, 2000))
+        await until(lambda: seen() == (4, 1))
+        await publisher.publish(removed(1000, 1001, 1002), red(1, 2, 2000))
+        await until(lambda: seen() == (4, 2))
+        intake.resync()
+        await until(lambda: seen() == (4, 2))
+
+
 async def test_a_replay_socket_that_does_not_answer_is_asked_again(monkeypatch):
     monkeypatch.setattr(cachemap.sockets, "REPLAY_SECONDS", 0.05)
     monkeypatch.setattr(cachemap.intake, "RETRY_SECONDS", (0.05, 0.1))

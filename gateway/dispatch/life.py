@@ -146,7 +146,9 @@ class Life:
     def prepared(self, prompt: Prompt | None) -> None:
         if self.state is State.PREPARING:
             self.prompt = prompt
-            self.streams = prompt is not None and prompt.stream
+            if prompt is not None:
+                self.streams = prompt.stream
+                self.response = prompt.previous_response
             self.advance(Event.PREPARED)
 
     def refused(self, failure: Failure) -> None:

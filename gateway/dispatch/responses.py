@@ -19,15 +19,12 @@ MOST = 10_000  # 5 MB
 LONGEST_ID = 200
 # The first id in an answer, whole or streamed, is the response's; those of its items begin with other letters.
 _MADE = re.compile(rb'"id": ?"(resp_[^"\\]{1,195})"')
-# In JSON neither quote of a key can stand within a string, where it would be \".
-_PREVIOUS = re.compile(rb'"previous_response_id"\s*:\s*"([^"\\]{1,200})"')
 
 
 def referred_to(request: Request) -> str | None:
-    """The stored response that a request is about."""
+    """The stored response that a request's path names. Which one its body goes on from its prompt tells."""
     if request.path == PATH:
-        found = _PREVIOUS.search(request.body)
-        return found[1].decode("latin-1") if found else None
+        return None
     id = request.path.removeprefix(PATH + "/").split("/")[0]
     return id if 0 < len(id) <= LONGEST_ID else None
 

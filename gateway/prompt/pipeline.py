@@ -51,6 +51,7 @@ _MOST_SEQUENCES = 16_384
 _PREFIX_BYTES = 256 * 1024 * 1024
 # Characters of what a client wrote that outlive the body: of a longer session the SHA-256 stands for it.
 _LONG_SESSION = 256
+_LONGEST_ID = 200  # of a stored response
 _LONGEST_NOTE = 500
 
 # How a path names its output limit, and where its faults are reported.
@@ -436,6 +437,8 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
         prompt.include_usage = boolean(options.get("include_usage") or False, "stream_options.include_usage")
     if path == _RESPONSES or path == _MESSAGES:
         prompt.include_usage = True                # their streams always end with it
+        previous = get("previous_response_id")
+        prompt.previous_response = previous if type(previous) is str and 0 < len(previous) <= _LONGEST_ID else None
     limit = get("max_completion_tokens")
     if limit is None:
         limit = get("max_output_tokens" if path == _RESPONSES else "max_tokens")

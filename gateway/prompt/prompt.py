@@ -58,4 +58,5 @@ class Prompt:
     mode: Mode = "exact"
     rendered_chars: int = 0               # length of the rendered text, 0 where ids came in
     include_usage: bool = False
+    previous_response: str | None = None  # the stored response that it goes on from
     note: str = ""

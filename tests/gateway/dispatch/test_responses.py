@@ -6,6 +6,7 @@ import pytest
 
 from gateway.dispatch import responses
 from gateway.dispatch.responses import referred_to
+from gateway.prompt.pipeline import Pipeline
 from gateway.wire.http import Request
 
 from ..wire.talk import eventually, read_request
@@ -121,9 +122,14 @@ async def test_only_so_many_are_noted(monkeypatch):
         (b"/v1/responses/", b"", None),
         (b"/v1/responses", b'{"previous_response_id" : "resp_9"}', "resp_9"),
         (b"/v1/responses", b'{"previous_response_id": null}', None),
+        (b"/v1/responses", b'{"previous_response_id": 9}', None),
+        (b"/v1/responses", json.dumps({"input": "x", "previous_response_id": "resp_9"}).encode(), "resp_9"),
         (b"/v1/responses", json.dumps({"input": '"previous_response_id": "resp_9"'}).encode(), None),
+        (b"/v1/responses", json.dumps({"input": "x", "metadata": {"previous_response_id": "resp_9"}}).encode(), None),
         (b"/v1/responses_of_mine", b"", None),
     ],
 )
 def test_which_response_a_request_is_about(target, body, expected):
-    assert referred_to(Request("POST", target, [], body, False, True, 0.0)) == expected
+    request = Request("POST", target, [], body, False, True, 0.0)
+    prompt = Pipeline(None, "m", 16).prepare(request.path, body or b"{}")
+    assert (referred_to(request) or prompt.previous_response) == expected

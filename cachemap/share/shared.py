@@ -33,6 +33,7 @@ TEND, LEAVE = Script((HERE / "tend.lua").read_text()), Script((HERE / "leave.lua
 
 LEASE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
+UNLED_SECONDS = 9.0  # for which nobody leads an incarnation that is named, until it is taken for a slip; a restart is noticed in one or two
 SETTLE_SECONDS = 0.05  # between claims, while leases are free: gateways that start together share them
 POLL_MILLISECONDS = 250  # a read waits that long for news; who joins is heard after it
 STREAM_SECONDS = 5e-5  # between two reads, for each stream read
@@ -254,9 +255,8 @@ class SharedMap:
         return SETTLE_SECONDS if any(state == b"free" for state, *_ in states) else LOOK_SECONDS
 
     def _asks(self, one: SharedIntake, claims: set[SharedIntake]) -> str:
-        """An incarnation that is named, is newer than the one there is, and is led by nobody for longer than a gateway needs to
-        notice a restart, is a slip, or a clock that was set back."""
-        if one.unled_at is not None and self.now() - one.unled_at > 3 * LEASE_SECONDS:
+        """A newer incarnation that nobody leads is a slip, or the engine's clock was set back when it was restarted."""
+        if one.unled_at is not None and self.now() - one.unled_at > UNLED_SECONDS:
             return "insist"
         return "claim" if one in claims else "look"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,22 @@ async def test_redis_frozen(start_redis, seconds):
         await healed(one, other)
         await publisher.publish(event(9, 0, 6))
         await all_hold(prompt(9, 6)[1], one, other)
+
+
+async def test_after_redis_was_stopped_for_longer_than_a_lease_the_writer_writes_again_at_once(redis_server):
+    """What could not be written while nobody answered is no sign that Redis takes no more."""
+    async with publishing() as publisher, gateways(redis_server.url) as (one,):
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        redis_server.freeze()
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: one.intakes["r"].journal is None or one.intakes["r"].journal.whole)
+        await asyncio.sleep(3.5)
+        redis_server.thaw()
+        await until(lambda: one.role("r") == "writer" and one.shared.reachable and one.intakes["r"].journal and not one.intakes["r"].journal.whole, 4)
+        for _ in range(30):  # and goes on
+            await asyncio.sleep(0.05)
+            assert one.role("r") == "writer"
 
 
 async def test_redis_slow(redis_server):
@@ -188,6 +205,21 @@ async def test_a_fault_of_a_gateways_own_in_one_replica_is_seen_and_costs_the_ot
         await another.publish(event(2, 0, 6))
         await all_hold(prompt(2, 6)[1], one, other, name="s")
         assert (one.role("s"), other.role("s")) == ("writer", "mirror")
+
+
+async def test_a_newer_incarnation_that_nobody_has_is_given_up(redis_server, monkeypatch):
+    """Somebody wrote it, or the host's clock was set back before the engine was restarted: the one there is is shared again."""
+    monkeypatch.setattr("cachemap.share.shared.UNLED_SECONDS", 1.0)
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        await one_and_a_mirror(redis_server.url, publisher, one, other)
+        with redis_server.client() as client:
+            client.set(one.intakes["r"].keys.life, f"{time.time():.2f}")
+        await until(lambda: one.role("r") == other.role("r") == "alone")
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        await healed(one, other)
+        await publisher.publish(event(2, 0, 6))
+        await all_hold(prompt(2, 6)[1], one, other)
 
 
 async def test_sentinel_fails_over(tmp_path):

@@ -476,7 +476,9 @@ def _wants_prompt_logprobs(request: dict[str, Any]) -> bool:
     """What a cache holds has no logprobs, so for these vLLM computes the whole prompt (and stores it)."""
     if request.get("prompt_logprobs") is not None:
         return True
-    return bool(request.get("echo")) and request.get("top_logprobs" if "messages" in request else "logprobs") is not None
+    # With `echo` the prompt gets as many as each token of the answer: none by default in completions, but 0 in chat, and 0
+    # is a number of them. A null is read as 0 by 0.32, and by 0.28 as none at all.
+    return bool(request.get("echo")) and ("messages" in request or request.get("logprobs") is not None)
 
 
 def _forwarded_ids(request: dict[str, Any], past_media: bool) -> bytes | None:

@@ -43,7 +43,9 @@ def test_output_limits(sim, path, limits, expected):
 
 @pytest.mark.parametrize("path, body, reads", [
     (CHAT, {}, True), (CHAT, {"logprobs": True, "top_logprobs": 2}, True), (CHAT, {"prompt_logprobs": 0}, False),
-    (CHAT, {"echo": True, "top_logprobs": 1}, False), (COMPLETIONS, {"prompt": "x", "echo": True}, True),
+    (CHAT, {"echo": True, "top_logprobs": 1}, False), (CHAT, {"echo": True}, False), (CHAT, {"echo": True, "logprobs": True}, False),
+    (CHAT, {"echo": True, "top_logprobs": None}, False), (CHAT, {"echo": False}, True),
+    (COMPLETIONS, {"prompt": "x", "echo": True}, True),
     (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, False), (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1}, False)])
 def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole(sim, path, body, reads):
     assert ask(sim[0], path, **body).reads_cache is reads

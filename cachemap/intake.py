@@ -19,6 +19,9 @@ from cachemap.sequence import Order, classify
 from cachemap.sockets import WAKE_SECONDS, Inbox, connected, replay
 
 RETRY_SECONDS = (1.0, 30.0)  # between attempts to have all replayed, doubling
+# Until an endpoint that neither answers nor refuses is called unreachable; and one that has answered, until what was heard of it
+# is void: an engine that died is noticed by then, and a broken connection is made again within a fraction of a second.
+LINK_SECONDS, LINK_LOST_SECONDS = 1.0, 5.0
 SILENT_REQUESTS = 4  # requests with new blocks that finish without a BlockStored ...
 SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 0.1 s
 
@@ -66,6 +69,8 @@ class EventIntake:
         self._look_again = False
         self._replay_at = 0.0
         self._replay_pause = RETRY_SECONDS[0]
+        self._linked = False  # the engine's publisher is connected, so the map may believe what it tells
+        self._unlinked_at = 0.0
         self._silent_requests = 0
         self._silent_since = 0.0
         self._foreign_topic: bytes | None = None
@@ -136,12 +141,17 @@ class EventIntake:
     async def run(self) -> None:
         """Read events until cancelled."""
         with connected(zmq.SUB, self._endpoint) as inbox:
-            self._inbox = inbox
+            self._inbox, self._unlinked_at = inbox, _now()
+            if self.last_seq is None and self.state == "connecting":
+                self._map.observed(self._slot, False)
+            else:
+                self._linked = True  # what is known came from there, by another gateway
             try:
                 while True:
+                    self._follow_link(inbox)
                     if self._asked is not None:
                         await self._answered()
-                    elif self._replay_wanted and _now() >= self._replay_at:
+                    elif self._replay_wanted and self._linked and _now() >= self._replay_at:
                         if self._resuming:
                             await self._catch_up()
                         else:
@@ -152,6 +162,34 @@ class EventIntake:
                     await inbox.changed(WAKE_SECONDS)
             finally:
                 await self._unask()
+
+    def _follow_link(self, inbox: Inbox) -> None:
+        """While the publisher cannot be reached the replica's cache is modelled: a map that is told of no eviction would
+        promise what is long gone."""
+        inbox.look()
+        if inbox.linked:
+            self._unlinked_at = _now()
+            if not self._linked:
+                self._link()
+            return
+        away = _now() - self._unlinked_at
+        if self._linked and away > LINK_LOST_SECONDS:
+            self._linked = False
+            self._unobserve(f"the connection to {self._endpoint} was lost and cannot be made again")
+        elif not self._linked and self.state == "connecting" and (inbox.refused or away > LINK_SECONDS):
+            why = "nothing listens there" if inbox.refused else f"no ZMQ publisher answered within {LINK_SECONDS:g} s"
+            self._unobserve(
+                f"{self._endpoint} cannot be reached: {why}; let the gateway reach the engine's event port, "
+                "or give the address as URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT"
+            )
+
+    def _link(self) -> None:
+        """The publisher is there, for the first time or again: believe it from here on."""
+        self._linked = True
+        self._map.observed(self._slot, True)
+        if self.state == "unobserved":
+            self._want_replay()
+            self._change("connecting", f"{self._endpoint} can be reached")
 
     def resync(self) -> None:
         """Forget what the replica holds and ask for everything again."""
@@ -185,6 +223,8 @@ class EventIntake:
 
     async def _take(self, messages: list[list[bytes]]) -> None:
         """Apply live messages; where they do not follow on, first what is missing."""
+        if not self._linked:
+            self._link()  # where a message comes from, somebody is
         batches = self._ours(messages)
         if self.state == "unobserved" and not self._events.fault and any(map(_stores, batches)):
             self._observe()

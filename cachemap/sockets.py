@@ -9,7 +9,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+# What a socket tells of its connection: it stands once both sides have shaken hands.
+_LINK_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 REPLAY_SECONDS = 2.0  # without a word from the replay socket: nobody is there
 WAKE_SECONDS = 1.0  # a wake-up that got lost costs at most this
 # a turn's worth; then others get the loop. A block is 50 to 90 bytes and 1.5 us of work,
@@ -19,9 +22,11 @@ END = b"\xff" * 8  # the sequence number that ends a replay
 
 
 class Inbox:
-    """A connected socket and the event that says it may have messages."""
+    """A connected socket and the event that says it may have messages. `linked`: somebody at its other end speaks ZMQ; `refused`:
+    since then or ever an attempt to connect has failed."""
 
     def __init__(self, kind: int, endpoint: str):
+        self.linked = self.refused = False
         self._socket = zmq.Context.instance().socket(kind)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)  # beside IPv4: an engine may have an address of either kind
@@ -29,13 +34,25 @@ class Inbox:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         if kind == zmq.SUB:
             self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._monitor = self._socket.get_monitor_socket(_LINK_EVENTS)
         self._socket.connect(endpoint)
         self._changed = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._socket.FD, self._changed.set)
+        for socket in (self._socket, self._monitor):
+            asyncio.get_running_loop().add_reader(socket.FD, self._changed.set)
 
     def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._socket.FD)
+        for socket in (self._socket, self._monitor):
+            asyncio.get_running_loop().remove_reader(socket.FD)
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
+
+    def look(self) -> None:
+        """Bring `linked` and `refused` up to date."""
+        while self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            self.linked = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.refused = event == zmq.EVENT_CONNECT_RETRIED or (self.refused and not self.linked)
 
     def send(self, frames: list[bytes]) -> None:
         self._socket.send_multipart(frames, zmq.NOBLOCK)

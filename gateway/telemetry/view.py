@@ -20,6 +20,7 @@ from replicas.lifecycle import State
 from replicas.replica import Replica
 
 TAKES_TRAFFIC = (State.READY, State.DEGRADED)
+HAS_EVENTS = (State.WARMING, State.READY, State.DEGRADED, State.DRAINING)
 _EVENT_COUNTS = {
     "event_batches": "batches",
     "event_blocks_stored": "blocks_stored",
@@ -104,7 +105,7 @@ class View:
         }
 
     def _replica(self, replica: Replica, blocks: Mapping[int, int]) -> dict[str, Any]:
-        metrics, load, intake = self.metrics, self._load(replica.id), self.intakes.get(replica.id)
+        metrics, load, intake = self.metrics, self._load(replica.id), self._intake(replica)
         scrape = replica.scrape
         return {
             "id": replica.id,
@@ -146,6 +147,10 @@ class View:
             "ttft_p99_seconds": metrics.ttft.quantile(0.99, replica.id),
         }
 
+    def _intake(self, replica: Replica) -> Any:
+        """None where what was heard is of an engine that is gone."""
+        return self.intakes.get(replica.id) if replica.state in HAS_EVENTS else None
+
     def reading(self) -> Reading:
         """For `Metrics.read_from`."""
         ids, stats = list(self.replicas), self.cachemap.stats()
@@ -162,7 +167,7 @@ class View:
             "map_budget_bytes": self.settings.cache_budget,
             "map_evicted_blocks": stats["evicted"],
             "map_replica_blocks": {id: self._blocks(id, stats["slots"]) for id in ids},
-            "events_state": {(id, intake.state): 1.0 for id, intake in self.intakes.items()},
+            "events_state": {(id, intake.state): 1.0 for id in ids if (intake := self._intake(self.replicas[id]))},
             "uptime_seconds": time.monotonic() - self.started,
             "build_info": {(__version__, self.settings.policy): 1},
             "background_failures": {kind: one.count for kind, one in self.background.failures.items()} if self.background else {},
@@ -218,6 +223,8 @@ class View:
 def _seen(replica: Replica, intake: Any) -> list[str]:
     """What traffic and events showed to be amiss, beside what the engine tells of itself."""
     found = list(intake.problems) if intake else []
+    if intake and intake.state == "unobserved":
+        found.append(f"KV events are not followed, the cache is guessed from traffic: {intake.reason}")
     if replica.cached_tokens is False:
         found.append(str(NO_CACHED_TOKENS))
     if ": no, " in replica.takes_ids:

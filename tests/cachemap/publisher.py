@@ -30,9 +30,9 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 class Publisher:
     """One engine's sockets. `kept` bounds how many batches it can replay; `room`: of an answer with more, all beyond are dropped
-    but the last, as by a socket at its high-water mark, or but none (`drops_end`)."""
+    but the last, as by a socket at its high-water mark, or but none (`drops_end`). `port`: where to publish, any by default."""
 
-    def __init__(self, topic=b"kv", kept=10_000, topic_in_replay=True, room=None, drops_end=False):
+    def __init__(self, topic=b"kv", kept=10_000, topic_in_replay=True, room=None, drops_end=False, port=None):
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.XPUB)
         self._router = self._context.socket(zmq.ROUTER)
@@ -40,7 +40,11 @@ class Publisher:
         for socket in (self._pub, self._router):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)
-        self.endpoint = f"tcp://127.0.0.1:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
+        if port is not None:
+            self._pub.bind(f"tcp://127.0.0.1:{port}")
+        else:
+            port = self._pub.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{port}"
         self.replay = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
         self._topic, self._kept, self._topic_in_replay = topic, kept, topic_in_replay
         self._room, self._drops_end = room, drops_end

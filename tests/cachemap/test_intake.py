@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from array import array
 from types import SimpleNamespace
 
@@ -135,8 +136,7 @@ async def test_a_restarted_engine_voids_what_its_predecessor_held():
         publisher.restart()
         await publisher.publish(blocks(0, 2), lose=True)  # before the subscriber is back
         await publisher.publish(blocks(2, 3))
-        await until(lambda: intake.last_seq == 1)
-        assert held(table) == 3
+        await until(lambda: intake.last_seq == 1 and held(table) == 3)  # the rest comes with the replay
         assert ("gap", "the engine restarted: cleared") in changes
 
 
@@ -379,3 +379,57 @@ def test_the_payload_of_the_tests_is_that_of_the_engine():
     recorded = bytes.fromhex("93cb41dac001dbe80e6e918ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391cf")
     ours = msgspec.msgpack.encode([1795164015.6258807, [stored([1 << 63], [0] * BLOCK)], 0])
     assert ours[:1] + ours[9:44] == recorded[:1] + recorded[9:44]
+
+
+@contextlib.asynccontextmanager
+async def hearing(endpoint, replay=None, capacity=8):
+    """An intake of an endpoint that may not be there; gives its map and itself."""
+    table = CacheMap(1 << 20)
+    intake = EventIntake(table, table.attach("r", capacity, True), endpoint=endpoint, replay=replay, model="m", block_size=BLOCK)
+    task = asyncio.ensure_future(intake.run())
+    try:
+        yield table, intake
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_endpoint_where_nobody_listens_is_told_at_once_and_the_cache_is_modelled_until_somebody_does(unused_tcp_port):
+    async with hearing(f"tcp://127.0.0.1:{unused_tcp_port}") as (table, intake):
+        await until(lambda: intake.state == "unobserved", 0.9)
+        table.expect(0, HASHES, 0.0)
+        assert table.match(HASHES, 0.0).held[0] <= 8, "all that the engine's cache has room for"
+        assert f"tcp://127.0.0.1:{unused_tcp_port} cannot be reached: nothing listens there" in intake.reason
+        async with publishing(port=unused_tcp_port) as publisher:
+            await publisher.subscribed()
+            await until(lambda: intake.state == "connecting")
+            await publisher.publish(blocks(0, 4))
+            await until(lambda: held(table) == 4 and intake.state == "live")
+
+
+async def test_an_endpoint_that_takes_connections_and_says_nothing_is_unreachable(monkeypatch):
+    monkeypatch.setattr(cachemap.intake, "LINK_SECONDS", 0.2)
+    monkeypatch.setattr(cachemap.intake, "WAKE_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        async with hearing(f"tcp://127.0.0.1:{server.getsockname()[1]}") as (_, intake):
+            await until(lambda: intake.state == "unobserved")
+            assert "no ZMQ publisher answered" in intake.reason
+
+
+async def test_a_connection_that_is_lost_for_long_voids_what_was_heard_and_is_followed_again(monkeypatch):
+    monkeypatch.setattr(cachemap.intake, "LINK_LOST_SECONDS", 0.3)
+    monkeypatch.setattr(cachemap.intake, "WAKE_SECONDS", 0.1)
+    publisher = Publisher()
+    publisher.serve_replay()
+    async with hearing(publisher.endpoint, publisher.replay) as (table, intake):
+        await publisher.subscribed()
+        await publisher.publish(blocks(0, 4))
+        await until(lambda: held(table) == 4)
+        port = int(publisher.endpoint.rpartition(":")[2])
+        await publisher.close()
+        await until(lambda: intake.state == "unobserved" and held(table) == 0)
+        assert "was lost and cannot be made again" in intake.reason
+        async with publishing(port=port) as back:
+            await back.subscribed()
+            await back.publish(blocks(0, 2))
+            await until(lambda: held(table) == 2)

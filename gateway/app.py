@@ -154,9 +154,9 @@ class Gateway:
     def _waited(self, replica: str) -> float:
         return self.workers.waited(replica) if self.workers else self.dispatcher.waited(replica, monotonic())
 
-    def traffic(self, replica: str, fault: str | None) -> None:
+    def traffic(self, replica: str, fault: str | None, count: int = 1) -> None:
         if fault is None:
-            self.fleet.succeeded(replica)
+            self.fleet.succeeded(replica, count)
         elif fault == "reconnect":
             self.fleet.look(replica)
         elif fault != "status 503":  # "full, try another": load, not illness

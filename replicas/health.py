@@ -60,10 +60,11 @@ class Recent:
         self._failed = [0, 0 if gone else self._failed[0]]
         self._until = now + WINDOW
 
-    def count(self, now: float, failed: bool) -> None:
+    def count(self, now: float, answered: int, failed: int) -> None:
         if now >= self._until:
             self._turn(now)
-        (self._failed if failed else self._answered)[0] += 1
+        self._answered[0] += answered
+        self._failed[0] += failed
 
     def totals(self, now: float) -> tuple[int, int]:
         """Requests answered, and failed."""
@@ -89,9 +90,9 @@ class Health:
         self.recent = Recent()
         self._out_for, self._out_until, self._out_reason = 0.0, float("-inf"), ""  # by rule 5
 
-    def succeeded(self, now: float) -> None:
-        """A request was answered: first byte seen, whatever the status below 500."""
-        self.recent.count(now, False)
+    def succeeded(self, now: float, count: int = 1) -> None:
+        """So many requests were answered: first byte seen, whatever the status below 500."""
+        self.recent.count(now, count, 0)
         self._refusals = self._traffic_failures = self._probe_failures = 0
         self._hold, self._held_until, self._silent_since = 0.0, None, None
         self._trouble = False
@@ -100,7 +101,7 @@ class Health:
         """A request failed by the engine's fault; kind is one of FAULTS. Raises ValueError else."""
         if kind not in FAULTS:
             raise ValueError(f"{kind!r} is not a fault of the engine; one of {', '.join(FAULTS)}")
-        self.recent.count(now, True)
+        self.recent.count(now, 0, 1)
         self._traffic_failures += 1
         self._refusals = self._refusals + 1 if kind == "connect" else 0
         self._last_error = f"requests fail ({kind})"

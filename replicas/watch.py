@@ -112,8 +112,8 @@ class Watch:
 
     # What traffic shows
 
-    def succeeded(self, now: float) -> None:
-        self.health.succeeded(now)
+    def succeeded(self, now: float, count: int) -> None:
+        self.health.succeeded(now, count)
         if self.replica.state is State.DEGRADED and not self.progress.stalled(now) and self.health.opinion(now).verdict is Verdict.GOOD:
             self.tell(self.replica, Event.SERVES, "answers requests again")
 

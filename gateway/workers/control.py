@@ -258,9 +258,9 @@ class Workers:
         member.model_dir = model_dir
         self._loaded.set()
 
-    def _heard_traffic(self, member: Member, news: list[tuple[str, str | None]]) -> None:
-        for replica, fault in news:
-            self._gateway.traffic(replica, fault)
+    def _heard_traffic(self, member: Member, news: list[tuple[str, str | None, int]]) -> None:
+        for replica, fault, count in news:
+            self._gateway.traffic(replica, fault, count)
 
     def _heard_beat(self, member: Member, grown: dict[str, list], replicas: dict[str, dict[str, Any]], **rest: Any) -> None:
         """A few times a second: what it counted, and what it saw of replicas where that changed."""

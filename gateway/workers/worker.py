@@ -17,6 +17,7 @@ import mmap
 import signal
 import socket
 import sys
+from collections import Counter
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -87,8 +88,7 @@ class Worker:
         self.shared_ledger = self.dispatcher.shared = datapath.shared_ledger(settings, self.metrics, self.ledger)
         self.ended = asyncio.Event()
         self.channel = Channel(end, self._heard, self.ended.set, self._adopt)
-        self._news: list[tuple[str, str | None]] = []
-        self._well: set[str] = set()  # replicas of which the last news is good
+        self._answered: Counter[str] = Counter()  # requests that replicas have answered, and nobody was told of
         self._scraped: dict[str, list] = {}  # the last scrape of each replica
         self._said: dict[str, dict[str, Any]] = {}  # what the control process was told of it last
         self._tasks: set[asyncio.Task[None]] = set()
@@ -257,18 +257,16 @@ class Worker:
     def _traffic(self, replica: str, fault: str | None) -> None:
         """Bad news at once, good news once a beat."""
         if fault is None:
-            if replica not in self._well:
-                self._well.add(replica)
-                self._news.append((replica, None))
-            return
-        self._well.discard(replica)
-        self._news.append((replica, fault))
-        self._tell_news()
+            self._answered[replica] += 1
+        else:
+            self._tell_news((replica, fault, 1))
 
-    def _tell_news(self) -> None:
-        if self._news:
-            news, self._news = self._news, []
-            self.channel.send({"do": "traffic", "news": news})
+    def _tell_news(self, *bad: tuple[str, str, int]) -> None:
+        """What was good before it goes with what is bad: a share of requests is told by both."""
+        good = [(replica, None, count) for replica, count in self._answered.items()]
+        self._answered.clear()
+        if good or bad:
+            self.channel.send({"do": "traffic", "news": [*good, *bad]})
 
     async def _ask_models(self) -> None:
         """What engines serve now is heard before the answer to this."""
@@ -288,7 +286,6 @@ class Worker:
         while True:
             self.map.catch_up()
             self.ledger.tell()
-            self._well.clear()
             self._tell_news()
             shared = self.shared_ledger
             self.channel.send({

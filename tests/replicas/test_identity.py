@@ -48,7 +48,6 @@ async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(engi
     fleet = Fleet(interval=0.5)
     seen = []
     fleet.on_change.append(lambda replica, old, new: seen.append(new))
-    await fleet.start()
     try:
         url = await engine()
         replica = await comes(fleet.add(url), READY)
@@ -173,6 +172,18 @@ def test_who_goes_on_failing_is_out_longer_each_time_and_who_does_not_starts_ane
         assert not health.compare(now, 100, 0), "few failures are no rate"
     fails(health, now)
     assert health.compare(now, 100, 0)
+
+
+def test_answers_that_are_told_of_together_count_each():
+    """With --workers: failures come one by one, what was answered a few times a second."""
+    health = Health()
+    health.succeeded(0.0, 100)
+    for _ in range(15):
+        health.failed(0.0, "5xx")
+    assert not health.compare(0.0, 100, 0)
+    for _ in range(15):
+        health.failed(0.0, "5xx")
+    assert health.compare(0.0, 100, 0)
 
 
 def test_a_rate_needs_to_be_high_and_of_late_and_far_from_the_siblings():

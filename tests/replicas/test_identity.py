@@ -59,7 +59,7 @@ async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(engi
         await engine(port)
         engine.html()
         await comes(replica, WARMING)
-        assert "something else than the engine answers there" in replica.reason and replica.models == {"m": None}
+        assert "something else than the engine answers there" in replica.reason
         assert State.FAILED not in seen
         await engine.stop()
         await engine(port, started="2.0")

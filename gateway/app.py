@@ -80,7 +80,7 @@ class Gateway:
             on_traffic=self.traffic,
             ask_models=self.fleet.ask_models,
         )
-        self.server = self.workers or Server(self.dispatcher, datapath.limits(settings))
+        self.server = self.workers or Server(self.dispatcher, datapath.limits(settings, self.dispatcher.pipeline))
         self.decisions = self.workers.questions if self.workers else Decisions(self.dispatcher)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
         self.view.shared = self.shared
@@ -221,10 +221,15 @@ class Gateway:
                           replica.id, size, pipeline.block_size)  # fmt: skip
             else:
                 pipeline.block_size = size
+        self._bound_bodies()
         if self.model_dir is None and replica.models and self._learning is None:
             name = next(name for name, parent in replica.models.items() if parent is None)
             self.view.waiting_for = f"the tokenizer of {name}, which is being loaded"
             self._learning = asyncio.create_task(self._learn_model(name, replica.root))
+
+    def _bound_bodies(self) -> None:
+        if not self.workers:  # each bounds its own
+            self.server.limits = datapath.limits(self.settings, self.dispatcher.pipeline)
 
     async def _learn_model(self, name: str, root: str | None) -> None:
         """No --model was given: try what a replica was started with, which is not here if its folders are its own, and
@@ -236,6 +241,7 @@ class Gateway:
             pipeline.block_size, pipeline.max_model_len = old.block_size, old.max_model_len
             pipeline.follow(next((b.replica.version for b in self.dispatcher.backends.values() if b.replica.version), None))
             self.model_dir, self.dispatcher.pipeline = directory, pipeline
+            self._bound_bodies()
             log.info("tokenizer and chat template of %s from %s", name, directory)
             if self.workers:
                 await self.workers.have_model()

@@ -155,7 +155,7 @@ class Settings(BaseModel):
     deployment: Name = Field("default", description="name of those that belong together, where a Redis is used by several")
     event_intake: Literal["leased", "each"] = Field("leased", description="with Redis: one gateway follows a replica's events for all, or each for itself")
 
-    max_body_bytes: Bytes = Field(64 * 2**20, description="largest request body, like 64MiB; larger ones get 413")
+    max_body_bytes: Bytes | None = Field(None, description="largest request body, like 64MiB; larger ones get 413 (default: as the longest context of the replicas needs)")
     request_budget: Bytes = Field(512 * 2**20, description="memory for requests that are received, prepared or have no answer yet, like 512MiB; beyond it clients get 503")
     upload_timeout_s: Seconds = Field(300.0, description="time a client has to send its request's body")
     header_timeout_s: Seconds = Field(10.0, description="time a client has to send its request's head")
@@ -196,7 +196,7 @@ class Config:
 
             values["redis_url"] = without_password(values["redis_url"])
         for name in SIZES:
-            values[name] = show_bytes(values[name])
+            values[name] = None if values[name] is None else show_bytes(values[name])
         return values
 
 

@@ -37,6 +37,9 @@ log = logging.getLogger("hitherto")
 # a part for each replica.
 HASHED_AS = "model"
 DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
+# The largest body of a model that takes text alone, where the operator says nothing. Text has 4 to 5 bytes a token, with every
+# character escaped 12. The least is for lists of prompts, whose sum no context bounds; images and sound have any size.
+BYTES_PER_TOKEN, LEAST_BODY, MOST_BODY = 32, 16 * 2**20, 64 * 2**20
 
 
 def pipeline(settings: Settings, directory: Path | None, name: str) -> Pipeline:
@@ -72,11 +75,22 @@ def dispatcher(settings: Settings, spans: Spans | None, kind: type[Dispatcher] =
     )
 
 
-def limits(settings: Settings) -> Limits:
+def largest_body(settings: Settings, pipeline: Pipeline) -> int:
+    """Bytes of the largest body that is taken: as --max-body-bytes says, else as prompts of this model need."""
+    if settings.max_body_bytes is not None:
+        return settings.max_body_bytes
+    if pipeline.takes_media or pipeline.max_model_len is None:
+        return MOST_BODY
+    return min(MOST_BODY, max(LEAST_BODY, BYTES_PER_TOKEN * pipeline.max_model_len))
+
+
+def limits(settings: Settings, pipeline: Pipeline) -> Limits:
+    """What clients may send. Made again when `pipeline` has learned more of its model."""
+    largest = largest_body(settings, pipeline)
     return Limits(
-        body_bytes=settings.max_body_bytes,
+        body_bytes=largest,
         # Each worker has its part. Whatever it is, one request of the largest size must fit.
-        requests_bytes=max(settings.request_budget // settings.workers, 2 * settings.max_body_bytes + 2**20),
+        requests_bytes=max(settings.request_budget // settings.workers, 2 * largest + 2**20),
         head_seconds=settings.header_timeout_s,
         body_seconds=settings.upload_timeout_s,
         keep_alive_seconds=settings.idle_timeout_s,

@@ -1,6 +1,7 @@
 """Find a model's tokenizer files and read what the prompt pipeline needs of them."""
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -58,6 +59,13 @@ class ModelFiles:
     settings: dict[str, Any]              # config.json
     no_template: str = ""                 # why there is no template to use, though the folder may have one
     no_tokenizer: str = ""                # why tokenizer.json is not used, or is not there
+
+    @functools.cached_property
+    def takes_media(self) -> bool:
+        """Whether the model takes images, sound or video as well."""
+        processors = ("processor", "preprocessor", "video_preprocessor")
+        return any((self.directory / f"{name}_config.json").is_file() for name in processors) \
+            or any(name in self.settings for name in ("vision_config", "audio_config", "encoder_config"))
 
     @property
     def max_model_len(self) -> int | None:

@@ -210,6 +210,11 @@ class Pipeline:
             self.tokenizer.bound(tokens)
 
     @property
+    def takes_media(self) -> bool:
+        """Whether prompts may hold more than text, as far as is known."""
+        return self._files is None or self._files.takes_media
+
+    @property
     def block_size(self) -> int:
         """Tokens per block. May be set when the engine tells another; what is known of prefixes is dropped then."""
         return self._block_size

@@ -84,7 +84,7 @@ class Worker:
             ask_models=self._ask_models,
         )
         self.decisions = Decisions(self.dispatcher, mark(index))
-        self.server = Server(self.dispatcher, datapath.limits(settings))
+        self.server = Server(self.dispatcher, datapath.limits(settings, self.dispatcher.pipeline))
         self.shared_ledger = self.dispatcher.shared = datapath.shared_ledger(settings, self.metrics, self.ledger)
         self.ended = asyncio.Event()
         self.channel = Channel(end, self._heard, self.ended.set, self._adopt)
@@ -201,6 +201,7 @@ class Worker:
             pipeline = self.dispatcher.pipeline
             pipeline.block_size, pipeline.max_model_len = block_size, max_model_len
             pipeline.follow(version)
+            self.server.limits = datapath.limits(self.settings, pipeline)
 
         follow()
         if model_dir != self.model_dir:

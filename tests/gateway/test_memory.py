@@ -49,6 +49,15 @@ def fills() -> Iterator[tuple[str, str, list[bytes]]]:
     yield "stored responses", "/v1/responses", [json.dumps({"model": "sim", "input": "hello", "previous_response_id": one}).encode() for one in big]
 
 
+async def first_line(gateway: Running, head: bytes) -> int:
+    """The status of the answer to this."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    writer.write(head)
+    status = int((await reader.readline()).split()[1])
+    writer.close()
+    return status
+
+
 async def idle(gateway: Running, head: bytes, count: int) -> float:
     """Bytes that so many connections take which have had an answer to this and wait."""
     port, writers, before = int(gateway.url.rpartition(":")[2]), [], 0
@@ -68,6 +77,7 @@ async def idle(gateway: Running, head: bytes, count: int) -> float:
 async def test_what_requests_leave_behind_is_bounded():
     async with running("--launch", "1") as gateway:
         await gateway.ready(1)
+        assert await first_line(gateway, b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), 17 * 2**20)) == 413
         # Of a shape of conversation, seen once or compiled, a digest of the tools and template variables is kept and nothing else.
         shapes = [body(chat_template_kwargs={"unused": "x" * 2 * MB + str(i)}) for i in range(50)]
         assert await grown(gateway, CHAT, shapes) < 40 * MB

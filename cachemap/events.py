@@ -110,11 +110,17 @@ def _stored(fields: dict[str, Any]) -> Stored:
         array("I", tokens).tobytes(),
         size,
         _tier(fields),
-        fields.get("lora_name"),
+        _adapter(fields),
         extra,
         fields.get("group_idx") or 0,
         fields.get("kv_cache_spec_kind") or "full_attention",
     )
+
+
+def _adapter(fields: dict[str, Any]) -> str | None:
+    """The adapter's name. Engines too old to tell it tell a number, and what they store is at least not the base model's."""
+    number = fields.get("lora_id")
+    return fields.get("lora_name") or (f"adapter {number}" if number else None)
 
 
 def _keys(fields: dict[str, Any]) -> list:

@@ -102,6 +102,14 @@ def test_salt_and_adapter_name_another_chain(setting):
     assert held(setting, hashes(adapter="ad", cache_salt="t1")) == 2
 
 
+def test_blocks_of_an_adapter_without_a_name_are_not_the_base_models(setting):
+    """The first array form of vLLM's events had the adapter's number only."""
+    apply(setting, ["BlockStored", [1, 2], None, TOKENS[:8], BLOCK, 1, "GPU"])
+    assert held(setting, hashes()) == 0 and setting[1].stored == 2
+    apply(setting, ["BlockStored", [3], None, TOKENS[:4], BLOCK, None, "GPU"])
+    assert held(setting, hashes()) == 1
+
+
 def test_a_salt_spelled_like_the_adapter_is_a_salt(setting):
     """As vLLM 0.32 publishes it for model "ad" with cache_salt "ad": the name on every block, then the salt on the first."""
     apply(setting, stored([1, 2], TOKENS[:8], lora_id=1, lora_name="ad", extra_keys=[["ad", "ad"], ["ad"]]))

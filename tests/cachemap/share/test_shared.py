@@ -1,11 +1,13 @@
 """One writes, the others mirror: what is the same in all maps, and when."""
 
 import asyncio
+from array import array
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
 
+from cachemap import chain_seed, hash_blocks
 from cachemap.share import shared
 
 from ..publisher import BLOCK, CLEARED, publishing, removed, stored
@@ -229,6 +231,22 @@ async def test_a_mirror_that_finds_its_map_wrong_has_the_events_read_anew(redis_
         other.intakes["r"].resync()
         await until(lambda: one.held("r", PROMPT) == other.held("r", PROMPT) == 6)
         await same(one, other)
+
+
+async def test_what_an_adapters_name_stood_for_before_is_forgotten_by_all_and_by_the_next_writer(redis_server):
+    red = hash_blocks(array("I", prompt(2, 3)[0]).tobytes(), BLOCK, chain_seed("m", BLOCK, "red"))
+    async with shared_by(redis_server.url, 2) as (publisher, one, other):
+        await publisher.publish(event(2, 0, 3) | {"lora_name": "red", "lora_id": 1})
+        await until(lambda: one.held("r", red) == other.held("r", red) == 3)
+        for gateway in (other, one):  # each sees it by itself
+            gateway.intakes["r"].forget_adapter("red")
+        await until(lambda: [each.held("r", PROMPT) + each.held("r", red) for each in (one, other)] == [6, 6])
+        await same(one, other)
+        await one.stop()
+        await led(other)
+        other.intakes["r"].resync()
+        await until(lambda: len(publisher.asked) > 2 and other.held("r", PROMPT) == 6)
+        assert other.held("r", red) == 0
 
 
 async def test_a_reader_that_was_too_slow_for_the_tail_loads_the_snapshot(redis_server):

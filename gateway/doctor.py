@@ -172,6 +172,10 @@ def _gateway(settings: Settings, running: dict[str, Any] | None) -> Iterator[Fin
         yield Finding("ok", "gateway", f"runs, ready, policy {running['policy']}")
     else:
         yield Finding("fail", "gateway", f"runs but is not ready: {running['why_not']}", "see the replicas below")
+    redis = running.get("map", {}).get("redis", {})
+    for what, why in (("map", redis.get("trouble")), ("ledger", not redis.get("ledger_joined", True) and redis["ledger_reason"])):
+        if why:
+            yield Finding("fail", f"redis: {what}", f"the gateway that runs is without the {what} that gateways share: {why}", "see what is said of redis above, and the gateway's log")
     for work, failures in running.get("background_failures", {}).items():
         yield Finding("fail", "background work", f"{work} failed {failures['failures']} times, {failures['seconds_ago']:.0f} s ago with {failures['last']}",
                       "the gateway started it again; its log has the traceback, which is worth a report")  # fmt: skip

@@ -304,6 +304,16 @@ def test_what_a_running_gateway_says_of_itself():
     assert [(f.level, f.subject) for f in unobserved] == [("ok", "gateway"), ("fail", "events a:1")]
 
 
+def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
+    redis = {"ledger_joined": True, "ledger_reason": "joined", "trouble": ""}
+    assert [finding.level for finding in told(status(map={"redis": redis}, background_failures={}))] == ["ok"]
+    _, map_, ledger = told(status(map={"redis": redis | {"ledger_joined": False, "ledger_reason": "READONLY", "trouble": "leases: NOPERM"}}))
+    assert (map_.level, map_.subject) == ("fail", "redis: map") and "NOPERM" in map_.text
+    assert (ledger.level, ledger.subject) == ("fail", "redis: ledger") and "READONLY" in ledger.text
+    _, failed = told(status(background_failures={"shared map: publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}}))
+    assert failed.level == "fail" and "shared map: publish failed 3 times" in failed.text and "KeyError: 7" in failed.text
+
+
 async def test_clocks_that_differ(monkeypatch):
     import aiohttp
 

@@ -85,9 +85,9 @@ async def _try_ledger(place: Place, deployment: str) -> Finding:
     from gateway.dispatch.shared import SharedLedger
     from policies import Candidate, CostGroup, Demand, Ledger, make
 
-    ledgers = [Ledger(), Ledger()]
+    policy, ledgers = make("least_time"), [Ledger(), Ledger()]
     loads = [ledger.add("doctor:1") for ledger in ledgers]
-    shared = [SharedLedger(Ways(place), deployment, ledger, deadline=TRIAL_SECONDS) for ledger in ledgers]
+    shared = [SharedLedger(Ways(place), deployment, ledger, policy.cost, deadline=TRIAL_SECONDS) for ledger in ledgers]
     try:
         for one in shared:
             one.start()
@@ -100,7 +100,8 @@ async def _try_ledger(place: Place, deployment: str) -> Finding:
                 ledgers[0].reserve("doctor:1", decision.uncached, 32, decision.counted)
             answer.set_result(decision)
 
-        shared[0].decide(make("least_time"), Demand(32, 16), [candidate], [1, 2], count)
+        demand = Demand(32, 16)
+        shared[0].decide(policy.choose(demand, [candidate]), demand, [candidate], [1, 2], count)
         if await answer is None:
             return Finding("fail", "redis: ledger", f"no decision is made there: {shared[0].reason}", ADVICE)
         if not await _soon(lambda: loads[1].requests == 1):

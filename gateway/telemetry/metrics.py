@@ -60,7 +60,7 @@ READ = {
     "map_evicted_blocks": ("counter", "Blocks dropped from the map to stay within its budget", ()),
     "map_replica_blocks": ("gauge", "Blocks the map says a replica holds", ("replica",)),
     "map_role": ("gauge", "1 for how the replica's part of the shared map is kept: joining, mirror, writer, alone", ("replica", "role")),
-    "map_redis_up": ("gauge", "1 while the Redis of the shared map answers for all replicas", ()),
+    "map_redis_up": ("gauge", "1 while the Redis of the shared map answers for all replicas and takes all that this gateway does there", ()),
     "map_leases": ("gauge", "Replicas whose events this gateway follows for all gateways", ()),
     "map_mirror_lag_seconds": ("gauge", "From a change's arrival in Redis to its being known here, the worst of the last 5 to 10 s", ()),
     "map_reloads": ("counter", "Parts of the shared map that had to be loaded anew", ()),

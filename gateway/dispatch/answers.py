@@ -40,6 +40,10 @@ def foreign_head(status: int, content_type: bytes) -> bool:
 
 def foreign_body(data: bytes, content_type: bytes) -> bool:
     """Whether a body that begins like this (b"": the whole body is empty) is no engine's answer to a prompt."""
+    at = data.find(b"\n", 0, 12) + 1
+    first = data[at : at + 1]  # behind the size of a chunk, if there is one
+    if first == b"{" or first == b"d" or first == b"e":  # nearly all there are
+        return False
     if not data:
         return True
     at = _BEGINS.match(data).end()
@@ -61,9 +65,8 @@ def error_status(data: bytes, streams: bool) -> int:
     """The HTTP status that an error in a 200 amounts to, 0 if there is none. `data`: the first or last bytes of a stream's
     body, or the first ones of another answer's."""
     if not streams:
-        found = _ERROR_BODY.match(data)
-        return _status(data) if found else 0
-    if b"error" not in data and b"response.failed" not in data:
+        return _status(data) if b'rror"' in data[:48] and _ERROR_BODY.match(data) else 0
+    if b"error" not in data:  # a response that failed has an error, too
         return 0
     data = b"\n" + data
     found = _ERROR_EVENT.search(data)

@@ -23,6 +23,12 @@ def resident(gateway: Running) -> int:
     return int(Path(f"/proc/{gateway.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def most_resident(gateway: Running) -> int:
+    """The most that it has had since it started."""
+    status = Path(f"/proc/{gateway.process.pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
 async def grown(gateway: Running, path: str, bodies: Sequence[bytes]) -> float:
     """Bytes by which the process is larger after these requests than after the first of them a few times."""
 
@@ -38,8 +44,8 @@ async def grown(gateway: Running, path: str, bodies: Sequence[bytes]) -> float:
 
 
 def fills() -> Iterator[tuple[str, str, list[bytes]]]:
-    """What else of a request might stay: 30 MB of each."""
-    big = ["x" * MB + str(i) for i in range(30)]
+    """What else of a request might stay: 20 MB of each."""
+    big = ["x" * MB + str(i) for i in range(20)]
     yield "salts", CHAT, [body(cache_salt=one) for one in big]
     yield "sessions", CHAT, [body(user=one) for one in big]
     yield "models", CHAT, [body(model=one) for one in big]
@@ -79,9 +85,14 @@ async def test_what_requests_leave_behind_is_bounded():
         await gateway.ready(1)
         assert await first_line(gateway, b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), 17 * 2**20)) == 413
         # Of a shape of conversation, seen once or compiled, a digest of the tools and template variables is kept and nothing else.
-        shapes = [body(chat_template_kwargs={"unused": "x" * 2 * MB + str(i)}) for i in range(50)]
-        assert await grown(gateway, CHAT, shapes) < 40 * MB
+        shapes = [body(chat_template_kwargs={"unused": "x" * 2 * MB + str(i)}) for i in range(30)]
+        assert await grown(gateway, CHAT, shapes) < 30 * MB
         for what, path, bodies in fills():
-            assert await grown(gateway, path, bodies) < 15 * MB, what
+            assert await grown(gateway, path, bodies) < 12 * MB, what
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Long: %b\r\nContent-Length: 2\r\n\r\n{}" % (b"x" * 60_000)
         assert await idle(gateway, head, 200) < 200 * 30_000
+        before = most_resident(gateway)
+        for bomb in (b"[" + b"[]," * 5 * MB + b"1]", b"[" + b'{"a":1},' * (15 * MB // 8) + b"1]"):
+            reply = await gateway.client.post(CHAT, content=b'{"model": "sim", "messages": %b}' % bomb)
+            assert reply.status_code == 400 and "objects, lists and members" in reply.json()["error"]["message"]
+        assert most_resident(gateway) - before < 100 * MB

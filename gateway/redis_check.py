@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import zmq
+
 from gateway.trial import Finding
 
 if TYPE_CHECKING:
@@ -66,12 +68,15 @@ async def _try_map(place: Place, deployment: str) -> Finding:
     replicas = [names[lane] for lane in range(LANES)] if place.kind == "cluster" else [names[0]]
     begun = perf_counter()
     async with contextlib.AsyncExitStack() as stack:
-        writer = await stack.enter_async_context(_TrialMap(place, deployment, replicas))
+        events = stack.enter_context(zmq.Context.instance().socket(zmq.PUB))  # stands for the replicas' events, of which there are none
+        endpoint = f"tcp://127.0.0.1:{events.bind_to_random_port('tcp://127.0.0.1')}"
+        writer = await stack.enter_async_context(_TrialMap(place, deployment, replicas, endpoint))
         if not await _soon(lambda: writer.shared.snapshots >= len(replicas)):
             return writer.refused("a replica's part of the map cannot be written")
-        reader = await stack.enter_async_context(_TrialMap(place, deployment, replicas))
+        reader = await stack.enter_async_context(_TrialMap(place, deployment, replicas, endpoint))
         if not await _soon(lambda: all(one.role == "mirror" for one in reader.intakes)):
             return reader.refused("what one gateway wrote another cannot read")
+        await _soon(lambda: all(writer.map.contents(slot).observed for slot in range(len(replicas))))
         for slot in range(len(replicas)):
             writer.map.store(slot, [slot + 1], [slot + 1])
         if not await _soon(lambda: all(reader.map.held(slot) for slot in range(len(replicas)))):
@@ -124,14 +129,14 @@ async def _soon(true: Callable[[], bool]) -> bool:
 class _TrialMap:
     """What a gateway has of the shared map, for replicas that are none and tell nothing. Leaves nothing in Redis."""
 
-    def __init__(self, place: Place, deployment: str, replicas: list[str]):
+    def __init__(self, place: Place, deployment: str, replicas: list[str], endpoint: str):
         from cachemap import CacheMap
         from cachemap.share import SharedMap
 
         self.map = CacheMap(1 << 20)
         self.shared = SharedMap(place, deployment, self.map)
         self.intakes = [
-            self.shared.intake(self.map.attach(name, None, True), name, "1", endpoint="inproc://doctor", replay=None, model="doctor", block_size=16)
+            self.shared.intake(self.map.attach(name, None, True), name, "1", endpoint=endpoint, replay=None, model="doctor", block_size=16)
             for name in replicas
         ]
         self._tasks: list[asyncio.Task[None]] = []

@@ -76,7 +76,7 @@ class Upstream(asyncio.Protocol):
         "pool", "transport", "parser", "closed", "idle_since", "used", "paused",
         # the response being read
         "sink", "head_only", "status", "headers", "buffer", "head_done", "forwarding", "complete", "keep", "surplus", "clean", "framed",
-        "length", "passed", "search_at",
+        "length", "unseen", "granted",
     )  # fmt: skip
 
     def __init__(self, pool: Pool):
@@ -103,8 +103,8 @@ class Upstream(asyncio.Protocol):
         self.clean = True
         self.framed = False  # the head says where the body ends
         self.length: int | None = None  # bytes of the body, where the head says so
-        self.passed = 0  # bytes that came behind the head
-        self.search_at = SEARCH_BYTES  # how many of them are let pass without a look
+        # Of the body, how many bytes more are let pass without a look, and how many were, these included.
+        self.unseen = self.granted = SEARCH_BYTES
 
     def send(self, sink: Sink, head: bytes, body: bytes, head_only: bool) -> None:
         """Send a request; its response comes to `sink`. `head_only`: the response to HEAD has no body."""
@@ -164,10 +164,12 @@ class Upstream(asyncio.Protocol):
                 return self._broken("switches protocols (101), which nobody asked for" if self.status == 101 else f"not valid HTTP: {error}")
             self.surplus = True
         if self.forwarding:
-            self.passed += len(data)
-            if self.passed > self.search_at and not self._has_lines(data):
+            self.unseen = unseen = self.unseen - len(data)
+            if unseen < 0 and not self._has_lines(data):
                 return self._broken(f"{LINE_BYTES} bytes of a chunked response without the end of a line")
-            if self.complete and (data := self._to_the_end(data)) is None:
+            if not self.complete:
+                return sink.data(data)
+            if (data := self._to_the_end(data)) is None:
                 return self._broken("bytes after the end of the response")
             sink.data(data)
         else:
@@ -190,7 +192,7 @@ class Upstream(asyncio.Protocol):
             return self._broken("it does not answer in HTTP/1.1")
         self.forwarding = True
         body = buffer[end:]
-        self.passed = len(body)
+        self.unseen -= len(body)
         if self.complete and (body := self._to_the_end(body)) is None:
             return self._broken("bytes after the end of the response")
         sink.head(self.status, Head(buffer[:end], self.headers, self._until_close(), self.clean), body)
@@ -202,11 +204,12 @@ class Upstream(asyncio.Protocol):
         return self.head_only or self.status in (204, 304)
 
     def _has_lines(self, data: bytes) -> bool:
-        """Called when `data` is the last of `search_at` bytes and more."""
+        """Whether lines still end. Called when more came than was to pass unseen; `data` is the last of it."""
         if self.length is not None or not self.framed or b"\n" in data:
-            self.search_at = self.passed + SEARCH_BYTES
+            self.granted += SEARCH_BYTES - self.unseen
+            self.unseen = SEARCH_BYTES
             return True
-        return self.passed - self.search_at < LINE_BYTES - SEARCH_BYTES
+        return -self.unseen < LINE_BYTES - SEARCH_BYTES
 
     def _to_the_end(self, data: bytes) -> bytes | None:
         """As much of the last piece as belongs to the response; None when that can't be told. What an engine says
@@ -220,7 +223,7 @@ class Upstream(asyncio.Protocol):
             if self.surplus:
                 return None
         else:
-            surplus = self.passed - length
+            surplus = self.granted - self.unseen - length
         if surplus:
             self.keep = False
             return data[:-surplus]

@@ -6,7 +6,7 @@ BIN := .venv/bin
 # newer one with 32. One alone: make test-vllm VLLM=0.32.0
 VLLM ?= 0.28.0 0.32.0
 
-.PHONY: setup demo demo-vllm test test-vllm clean
+.PHONY: setup demo demo-vllm test guard test-vllm clean
 
 setup: .venv/ready
 
@@ -36,10 +36,13 @@ demo-vllm: setup
 	  test $$code != 3 || echo "No vLLM here, for the reason above. \`make demo\` shows the same with simulated engines."; exit $$code; }; \
 	$(BIN)/loadgen demo --vllm $$folder $(ARGS)
 
-test: setup valgrind
-	@$(BIN)/python -m pytest --ignore tests/vllm --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+test: setup
+	@$(BIN)/python -m pytest --ignore tests/vllm --ignore tests/test_instructions.py --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
-# Counts instructions for one of the tests, which is skipped and says so where it cannot be had.
+# The decision path's cost in instructions, which no load on the machine changes. Needs valgrind; skipped where it cannot be had.
+guard: setup valgrind
+	@$(BIN)/python -m pytest tests/test_instructions.py $(ARGS)
+
 .PHONY: valgrind
 valgrind:
 	@command -v valgrind >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 || exit 0; \

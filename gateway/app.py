@@ -22,13 +22,14 @@ from cachemap.background import Background
 from policies import CostGroup, Ledger
 from replicas import Fleet, Replica, State
 from replicas import profile as profiles
+from replicas.kept import KeptReplicas
 from replicas.names import bracketed
 from replicas.profile import Profile
 
 from . import __version__, datapath
 from .admin.guard import Guard
 from .admin.server import Admin
-from .config import ConfigError, Settings, read_token
+from .config import ConfigError, Settings, read_token, known_urls
 from .dispatch.backend import Backend
 from .dispatch.decisions import Decisions
 from .model import SIM, model_dir
@@ -61,6 +62,7 @@ class Gateway:
         self.fleet = Fleet(self._inflight, self._waited, drain_timeout=settings.drain_timeout_s, model=settings.served_model_name, authorities=settings.replica_ca)
         self.metrics = Metrics({"replica": self.fleet.replicas, "policy": settings.shadow})
         self.fleet.on_change.append(self._replica_changed)
+        self.kept = KeptReplicas(settings.replica_file) if settings.replica_file else None
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake | SharedIntake] = {}
         self.shared = _shared_map(settings, self.map, self.background)
@@ -115,7 +117,7 @@ class Gateway:
                 self.shared.start()
             if self.shared_ledger is not None:
                 self.shared_ledger.start()
-            for url in settings.replica_url:
+            for url in known_urls(settings):
                 self.fleet.add(url)
             if settings.launch:
                 await self.fleet.launch(settings.launch, self.profile, self.model_dir, self.served_name)

@@ -112,9 +112,9 @@ def load_config(args: argparse.Namespace) -> Config:
 
 def serve(args: argparse.Namespace) -> int:
     settings = load_config(args).settings
-    if not settings.replica_url and not settings.launch:
+    if not settings.replica_url and not settings.launch and not settings.replica_file:
         raise ConfigError("there is no replica to send requests to. Give --replica-url http://HOST:PORT for engines "
-                          "that run already, or --launch 2 to start simulated ones")  # fmt: skip
+                          "that run already, --launch 2 to start simulated ones, or --replica-file FILE to add them by POST /replicas")  # fmt: skip
     from gateway import app
 
     return app.serve(settings)

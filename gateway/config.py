@@ -21,6 +21,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from replicas import profile, tls
+from replicas.kept import KeptReplicas
 from replicas.replica import parse_url
 
 from .dispatch.paths import check_allowed
@@ -141,6 +142,7 @@ class Settings(BaseModel):
     block_size: int | None = Field(None, ge=1, le=4096, description="tokens per KV cache block (default: learned from the replicas)")
 
     replica_url: Urls = Field((), description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT]")
+    replica_file: Path | None = Field(None, description="file that keeps the replicas added by POST /replicas, so that they are there after a restart")
     replica_ca: Path | None = Field(None, description="PEM file with the authorities that certificates of https:// replicas are checked against (default: the system's)")
     launch: int = Field(0, ge=0, le=256, description="number of engines to start and look after")
     profile: str = Field("sim", description="how to start them: a profile's name or file")
@@ -320,6 +322,16 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False  # another name may mean any address
+
+
+def known_urls(settings: Settings) -> tuple[str, ...]:
+    """Engines that run already: those given, and those that operators added before the last restart."""
+    if settings.replica_file is None:
+        return settings.replica_url
+    try:
+        return (*settings.replica_url, *KeptReplicas(settings.replica_file).urls())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"replica_file: {error}. Correct or remove that file, which has one replica's URL a line") from None
 
 
 def admin_url(settings: Settings) -> str:

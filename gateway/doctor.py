@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url
+from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url, known_urls
 from gateway.model import model_dir
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
@@ -82,7 +82,7 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
         except Refused as refused:
             yield Finding("fail", "gateway", f"one runs, and its admin side refuses the doctor: {refused}",
                           "run the doctor with the --admin-token that the gateway was started with")  # fmt: skip
-        urls = list(settings.replica_url) or list(dict.fromkeys(one["url"] for one in (running or {}).get("replicas", [])))
+        urls = list(known_urls(settings)) or list(dict.fromkeys(one["url"] for one in (running or {}).get("replicas", [])))
         replicas, ways = [], {}
         for address in map(parse_url, urls):
             way = Access(address.url, address.host, context_for(address.url, settings.replica_ca), address.source)

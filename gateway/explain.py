@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url
+from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url, known_urls
 from gateway.model import model_dir
 from gateway.prompt import Prompt, PromptError
 from policies import Candidate, Choice, CostGroup, Demand, Load, make
@@ -126,7 +126,7 @@ def _somehow(admin: str | None, path: str, body: bytes, settings: Settings) -> d
     except Unanswered as reason:
         if admin:
             raise ConfigError(f"--admin {admin}: {reason}. Give the admin side's URL of a running gateway") from None
-        if not settings.replica_url:
+        if not known_urls(settings):
             raise ConfigError(f"no gateway answers at {url} ({reason}). Start one, name its admin side with --admin URL, "
                               "or give --replica-url so that this can be worked out without a gateway") from None  # fmt: skip
     print("no gateway runs here: worked out from the configuration, with costs not learned yet\n", file=sys.stderr)
@@ -176,7 +176,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     from replicas.replica import parse_url
     from replicas.tls import context_for
 
-    addresses = [parse_url(url) for url in settings.replica_url]
+    addresses = [parse_url(url) for url in known_urls(settings)]
     ways = [Access(one.url, one.host, context_for(one.url, settings.replica_ca), one.source) for one in addresses]
     facts = await asyncio.gather(*(way.find(PROBE_SECONDS) for way in ways))
     await asyncio.gather(*(way.close() for way in ways))

@@ -30,6 +30,8 @@ class Access:
 
     @property
     def session(self) -> aiohttp.ClientSession:
+        if not self.address:
+            raise ConnectionError(f"{self._name.host} has not been found yet")
         if self._session is None:
             self._session = session_to(self.address, self._tls)
         return self._session

@@ -5,7 +5,8 @@
     GET  /metrics               for Prometheus
     GET  /                      status page;  GET /status the same as JSON
     GET  /replicas              list
-    POST /replicas              {"url": "http://HOST:PORT"} adds one (201), or takes a stopped one back (200)
+    POST /replicas              {"url": "http://HOST:PORT"} adds one (201), or takes a stopped one back (200);
+                                after a restart it is known only with --replica-file
     POST /replicas/ID/drain     no new requests; the ones it has are finished
     DELETE /replicas/ID         drains and forgets it
                                 (of an engine with ranks: HOST:PORT-dp0 is one of them, HOST:PORT all)
@@ -36,6 +37,8 @@ from gateway.dispatch.errors import error_object
 from gateway.dispatch.life import Failure
 from gateway.prompt import PromptError
 from gateway.telemetry.metrics import Metrics
+from replicas.kept import KeptReplicas
+from replicas.replica import parse_url
 
 from .guard import CHALLENGE, Guard, Refusal
 
@@ -74,6 +77,7 @@ class Gateway(Protocol):
     """What the admin side needs of the gateway."""
 
     fleet: Fleet
+    kept: KeptReplicas | None
     metrics: Metrics
     decisions: Decisions
 
@@ -129,6 +133,7 @@ class Admin:
 
     def __init__(self, gateway: Gateway, guard: Guard) -> None:
         self.gateway, self.guard = gateway, guard
+        self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
         self.page = resources.files("gateway.admin").joinpath("status.html").read_text(encoding="utf-8")
 
     def app(self) -> web.Application:
@@ -194,11 +199,26 @@ class Admin:
             raise Refusal(400, 'the body must be {"url": "http://HOST:PORT"}', "invalid_body") from None
         known = set(self.gateway.fleet.replicas)
         try:
+            id = parse_url(url).id
+            if id not in self.gateway.fleet.engines:
+                await self._keep("add", url)
             replica = self.gateway.fleet.add(url)
         except ValueError as wrong:
             raise Refusal(400, str(wrong), "invalid_url") from None
         log.info("replica %s added by an operator", replica.id)
         return answer(self._shown(replica.id), 200 if replica.id in known else 201)
+
+    async def _keep(self, change: str, what: str) -> None:
+        """Write the file of replicas first: what an operator was told is done is so after a restart, too."""
+        kept = self.gateway.kept
+        if kept is None:
+            return
+        try:
+            async with self._keeping:
+                await asyncio.to_thread(getattr(kept, change), what)
+        except OSError as wrong:
+            message = f"nothing was changed: {kept.path} cannot be written: {wrong.strerror or wrong}. Mend that, or leave --replica-file out"
+            raise Refusal(500, message, "replica_file") from None
 
     async def drain(self, request: web.Request) -> web.Response:
         """Answers at once; the replica's state tells when it is done."""
@@ -209,6 +229,8 @@ class Admin:
     async def remove(self, request: web.Request) -> web.Response:
         """Answers when it is done; a client that does not wait changes nothing."""
         id = self._known(request)
+        if id in self.gateway.fleet.engines:
+            await self._keep("remove", id)
         try:
             removed = self.gateway.fleet.remove(id)
         except ValueError as wrong:

@@ -39,7 +39,7 @@ class StandIn:
 
 class Gateway:
     def __init__(self, fleet=None) -> None:
-        self.fleet, self.metrics, self.ledger = fleet or StandIn(), Metrics(), Ledger()
+        self.fleet, self.metrics, self.ledger, self.kept = fleet or StandIn(), Metrics(), Ledger(), None
         self.stats = {"blocks": 10, "bytes": 320, "bytes_per_block": 32.0, "evicted": 4, "slots": {0: 7}}
         self.slots, self.intakes = {"a:1": 0}, {}
         cachemap = types.SimpleNamespace(stats=lambda: self.stats)

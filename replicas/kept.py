@@ -1,0 +1,69 @@
+"""The file of replicas that operators added while the gateway ran, so that they are there after a restart.
+
+One URL a line, as it was given. The file is written before a replica is added or removed, whole and by renaming, so that a
+gateway killed at any moment leaves either the old one or the new one behind.
+"""
+
+import os
+from pathlib import Path
+
+from replicas.replica import parse_url
+
+
+class KeptReplicas:
+    """The URLs in the file at `path`, which need not be there yet. Methods raise OSError where it cannot be read or written."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def urls(self) -> tuple[str, ...]:
+        """Raises ValueError for one that is no replica's URL."""
+        found: dict[str, str] = {}
+        for line in self._lines():
+            try:
+                found.setdefault(parse_url(line).id, line)
+            except ValueError as error:
+                raise ValueError(f"{self.path}: {error}") from None
+        return tuple(found.values())
+
+    def add(self, url: str) -> None:
+        """Raises ValueError for what is no replica's URL."""
+        id = parse_url(url).id
+        lines = self._lines()
+        if id not in map(_id, lines):
+            self._write([*lines, url.strip()])
+
+    def remove(self, id: str) -> None:
+        """Forget the replica of this id, if it is there."""
+        lines = self._lines()
+        if id in map(_id, lines):
+            self._write([line for line in lines if _id(line) != id])
+
+    def _lines(self) -> list[str]:
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        except UnicodeDecodeError as error:
+            raise OSError(f"{self.path} is not UTF-8 text") from error
+        return [line.strip() for line in text.splitlines() if line.strip()]
+
+    def _write(self, lines: list[str]) -> None:
+        new = self.path.with_name(self.path.name + ".new")
+        with open(new, "w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # a rename is on the disk once its folder is
+        finally:
+            os.close(folder)
+
+
+def _id(line: str) -> str:
+    try:
+        return parse_url(line).id
+    except ValueError:
+        return ""

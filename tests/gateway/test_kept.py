@@ -1,0 +1,62 @@
+"""Replicas that operators add are there after a restart, however the gateway ended."""
+
+import asyncio
+
+import pytest
+
+from replicas.kept import KeptReplicas
+
+from .running import running
+from .test_names import engine
+
+
+async def test_added_and_removed_replicas_are_as_they_were_after_the_gateway_was_killed(tmp_path):
+    flags = ("--model", "sim", "--replica-file", str(tmp_path / "replicas"))
+    async with engine("127.0.0.2") as process:
+        url = f"http://127.0.0.2:{process.port}"
+        async with running(*flags) as gateway:
+            for one, status in ((url, 201), ("http://127.0.0.3:9#model=m", 201), ("http://127.0.0.3:10", 201), (url, 200), ("ftp://x", 400)):
+                assert (await gateway.admin.post("/replicas", json={"url": one})).status_code == status
+            await gateway.ready(1)
+            assert (await gateway.admin.delete("/replicas/127.0.0.3:10")).status_code == 200
+            gateway.process.kill()
+            await gateway.process.wait()
+        assert (tmp_path / "replicas").read_text() == f"{url}\nhttp://127.0.0.3:9#model=m\n"
+        async with running(*flags) as gateway:
+            status = await gateway.ready(1)
+            assert {one["id"] for one in status["replicas"]} == {url.removeprefix("http://"), "127.0.0.3:9"}
+            assert (await gateway.chat([{"role": "user", "content": "hello"}])).status_code == 200
+
+
+async def test_what_cannot_be_kept_is_not_added(tmp_path):
+    async with running("--replica-file", str(tmp_path / "no folder" / "replicas")) as gateway:
+        refused = await gateway.admin.post("/replicas", json={"url": "http://127.0.0.3:9"})
+        assert refused.status_code == 500 and "nothing was changed" in refused.json()["error"]["message"]
+        assert (await gateway.status())["replicas"] == []
+
+
+async def test_a_line_that_is_no_url_ends_the_start_and_is_named(tmp_path):
+    (tmp_path / "replicas").write_text("http://127.0.0.3:9\n\nhttp://a b\n")
+    with pytest.raises(AssertionError, match=r"replica_file: .*replicas: replica URL 'http://a b'"):
+        async with running("--replica-file", str(tmp_path / "replicas")):
+            pass
+
+
+async def test_the_file_is_whole_at_every_moment(tmp_path):
+    """Read while it is written to, and edited by hand in between."""
+    kept, seen = KeptReplicas(tmp_path / "replicas"), []
+
+    def write() -> None:
+        for number in range(20):
+            kept.add(f"http://gpu-{number}:8000")
+        for number in range(0, 20, 2):
+            kept.remove(f"gpu-{number}:8000")
+
+    writing = asyncio.ensure_future(asyncio.to_thread(write))
+    while not writing.done():
+        seen.append(len(kept.urls()))
+        await asyncio.sleep(0)
+    await writing
+    assert kept.urls() == tuple(f"http://gpu-{number}:8000" for number in range(1, 20, 2))
+    peak = seen.index(max(seen))
+    assert seen[:peak] == sorted(seen[:peak]) and seen[peak:] == sorted(seen[peak:], reverse=True)

@@ -107,7 +107,8 @@ class Dispatcher:
         self.cached_tokens_header = cached_tokens_header
         self.allowed_paths = AllowedPaths(allow_paths)
         self.replicas = replicas  # all that are known, for the words of a 503; `backends` are those that were ready once
-        self.on_traffic = on_traffic  # (replica id, None or the kind of failure): what health learns from traffic
+        # (replica id, None, the kind of failure, or "reconnect": a kept connection broke): what health learns from traffic
+        self.on_traffic = on_traffic
         self.newcomers = Newcomers(ask_models)
         self.responses = Responses()
         self.on_end = on_end

@@ -66,7 +66,7 @@ async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_tim
         dispatcher = Dispatcher(
             pipeline=pipeline or Pipeline(None, "m", 16), cachemap=CacheMap(1 << 24), policy=make(policy), metrics=Metrics(), ledger=Ledger(),
             costs=CostGroup(), retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True, replicas={},
-            on_traffic=lambda replica, kind: faults.append(kind) if kind else None, **{"ask_models": nothing_new, **options},
+            on_traffic=lambda replica, kind: faults.append(kind) if kind not in (None, "reconnect") else None, **{"ask_models": nothing_new, **options},
         )  # fmt: skip
         for port in ports:
             backend_for(dispatcher, port)

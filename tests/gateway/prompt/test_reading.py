@@ -52,7 +52,7 @@ def test_a_pipeline_makes_an_engines_tokens_or_says_that_it_may_not(name, tmp_pa
             if prompt.mode == "exact":
                 assert {digest(ids_of(prompt))} == {RECORDED[one][name]["special"][i] for one in ([release] if release else RECORDED)}
             else:
-                assert release is None and prompt.mode == "text" and "transformers" in prompt.note and not prompt.ids_suffice
+                assert release is None and prompt.mode == "text" and "transformers" in prompt.note and not prompt.kind
         assert pipeline.prepare("/v1/completions", b'{"prompt": [1, 2, 3]}').mode == "exact"     # no text, no doubt
 
 

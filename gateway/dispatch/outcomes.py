@@ -23,6 +23,15 @@ log = logging.getLogger("hitherto.dispatch")
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
 
+def _of_copies(prompt: Prompt, overlap: int, cached: int | None, size: int) -> int:
+    """What is predicted of the one sequence that usage speaks of, where several have the same prompt. The first finds what the
+    replica held, the others what the first has left, all but the last token's block. In a stream it is the first that is
+    told of; else the one that ended last, whichever that is: the prediction is the one that it agrees with."""
+    each = prompt.tokens * prompt.n // prompt.copies
+    left = min((each - 1) // size, len(prompt.hashes)) * size if prompt.reads_cache else 0
+    return left if cached == left and not prompt.stream else overlap
+
+
 class Outcomes:
     """The part of the dispatcher that is told how requests fare."""
 
@@ -115,12 +124,16 @@ class Outcomes:
     def _compare(self, life: Life | Decided, backend: Backend, prompt: Prompt, usage: Usage) -> None:
         metrics, name = self.metrics, backend.id
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
-        metrics.predicted_cached_tokens.inc(name, by=life.overlap)
+        size = self._dispatcher.pipeline.block_size
+        predicted = life.overlap if prompt.copies < 2 else _of_copies(prompt, life.overlap, usage.cached, size)
+        metrics.predicted_cached_tokens.inc(name, by=predicted)
         if prompt.mode == "exact" and not prompt.several and usage.prompt not in (None, prompt.tokens):
             self._counted_otherwise(backend, prompt, usage.prompt)
-        saved = life.overlap
+        saved = predicted
         if prompt.several or not backend.replica.takes_rank(prompt.path):
             backend.drift.aside()
+        if not prompt.copies or not backend.replica.takes_rank(prompt.path) or (prompt.several and usage.cached is None):
+            pass  # there is nothing to compare with
         elif usage.cached is None:
             backend.drift.unreported(life.overlap, prompt.tokens)
             if life.overlap and usage.prompt is not None and backend.replica.cached_tokens is None:
@@ -130,13 +143,12 @@ class Outcomes:
             backend.replica.cached_tokens = True
             metrics.reported_prompt_tokens.inc(name, by=usage.prompt or prompt.tokens)
             metrics.reported_cached_tokens.inc(name, by=saved)
-            error = life.overlap - saved
+            error = predicted - saved
             outcome = "equal" if error == 0 else "over" if error > 0 else "under"
             metrics.predictions.inc(name, outcome)
             if error:
                 metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
-            if prompt.hashes:
-                size = self._dispatcher.pipeline.block_size
+            if prompt.hashes and not prompt.several:
                 self._dispatcher.map.learn(backend.slot, prompt.hashes, life.overlap // size, saved // size)
                 if backend.drift.reported(life.overlap, saved, prompt.tokens):
                     self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")

@@ -51,7 +51,8 @@ class Prompt:
     hashes: Sequence[int] = ()            # one per full block, as array("Q"): a list takes five times the space
     max_tokens: int | None = None
     n: int = 1
-    several: bool = False                 # several prompts or choices: usage speaks of one, no telling which
+    several: bool = False                 # several prompts or choices: usage speaks of one of them
+    copies: int = 1                       # sequences with this very prompt: choices, times the equal prompts of a list. 0: they differ
     reads_cache: bool = True              # False: the engine computes all of it, whatever it holds
     kind: str = ""                        # of body, where an engine may be sent the ids in place of the text, and it pays
     session: str | None = None

@@ -41,12 +41,16 @@ class Dialect:
         """The event in which a stream ends that failed; `body`: the error as it would be in an answer of its own."""
         return event(body)
 
-    def usage(self, generations: list[Generation]) -> dict:
-        """vLLM's usage object; a prompt that was asked for n times counts once."""
+    def usage(self, generations: list[Generation], streamed: bool = False) -> dict:
+        """vLLM's usage object; a prompt that was asked for n times counts once. Its cached tokens are those of one sequence: in
+        a stream of the first that answered, else of the last prompt's that ended last (seen with 0.28)."""
         sent = sum(generation.sent for generation in generations)
         prompts = generations[::self.n]
         prompt = sum(len(generation.prompt) for generation in prompts)
-        cached = sum(generation.cached for generation in prompts)
+        if streamed:
+            cached = min(generations, key=lambda one: one.begun).cached
+        else:
+            cached = max(reversed(generations[-self.n:]), key=lambda one: one.last).cached
         return {"prompt_tokens": prompt, "total_tokens": prompt + sent, "completion_tokens": sent,
                 "prompt_tokens_details": {"cached_tokens": cached} if self.show_cached else None}
 
@@ -92,7 +96,7 @@ class _OpenAI(Dialect):
 
     def close(self, generations: list[Generation]) -> bytes:
         if self.include_usage:
-            return event(self._frame([], usage=self.usage(generations))) + DONE
+            return event(self._frame([], usage=self.usage(generations, streamed=True))) + DONE
         return DONE
 
     def whole(self, generations: list[Generation]) -> dict:

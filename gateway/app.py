@@ -29,7 +29,8 @@ from replicas.profile import Profile
 from . import __version__, datapath
 from .admin.guard import Guard
 from .admin.server import Admin
-from .config import ConfigError, Settings, read_token, known_urls
+from .comparison import TokenizerComparison
+from .config import ConfigError, Settings, known_urls, read_token
 from .dispatch.backend import Backend
 from .dispatch.decisions import Decisions
 from .model import SIM, model_dir
@@ -96,6 +97,7 @@ class Gateway:
         self.metrics.read_from(self.workers.reading if self.workers else self._connections)
         self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
         self.port = self.admin_port = 0
+        self.comparison = TokenizerComparison(lambda: self.dispatcher.pipeline, self._prompts_changed)
         self._learning: asyncio.Task[None] | None = None
         self._caring: asyncio.Task[None] | None = None
 
@@ -137,6 +139,7 @@ class Gateway:
         for task in (self._caring, self._learning):
             if task is not None:
                 task.cancel()
+        self.comparison.stop()
         for backend in list(self.dispatcher.backends.values()):
             backend.stop()
         if self.shared is not None:
@@ -215,7 +218,7 @@ class Gateway:
         # What one replica has no room for may fit another: it refuses that itself.
         pipeline.max_model_len = max((b.replica.max_model_len or 0 for b in self.dispatcher.backends.values()), default=0) or None
         if replica.version:
-            pipeline.follow(replica.version)  # while versions are mixed, the way of the one that came last
+            pipeline.follow(replica.version, at_once=False)  # while versions are mixed, the way of the one that came last
         size = self.settings.block_size or replica.block_size or datapath.DEFAULT_BLOCK_SIZE
         if size != pipeline.block_size:
             if any(b.replica is not replica for b in self.dispatcher.backends.values()):
@@ -228,6 +231,11 @@ class Gateway:
             name = next(name for name, parent in replica.models.items() if parent is None)
             self.view.waiting_for = f"the tokenizer of {name}, which is being loaded"
             self._learning = asyncio.create_task(self._learn_model(name, replica.root))
+        self.comparison.compare(replica)
+
+    def _prompts_changed(self) -> None:
+        if self.workers:
+            self.workers.tell()
 
     def _bound_bodies(self) -> None:
         if not self.workers:  # each bounds its own
@@ -241,10 +249,13 @@ class Gateway:
             directory = await loop.run_in_executor(None, model_dir, root, name)
             pipeline = await loop.run_in_executor(None, self._pipeline, directory, self.served_name)
             pipeline.block_size, pipeline.max_model_len = old.block_size, old.max_model_len
-            pipeline.follow(next((b.replica.version for b in self.dispatcher.backends.values() if b.replica.version), None))
+            version = next((b.replica.version for b in self.dispatcher.backends.values() if b.replica.version), None)
+            pipeline.follow(version, at_once=False)
             self.model_dir, self.dispatcher.pipeline = directory, pipeline
             self._bound_bodies()
             log.info("tokenizer and chat template of %s from %s", name, directory)
+            for backend in self.dispatcher.backends.values():
+                self.comparison.compare(backend.replica)
             if self.workers:
                 await self.workers.have_model()
         except ConfigError as error:
@@ -313,6 +324,8 @@ class Gateway:
         self.slots.pop(backend.id, None)
         self.intakes.pop(backend.id, None)
         self.metrics.forget(backend.id)
+        if not any(other.replica.engine == backend.replica.engine for other in self.dispatcher.backends.values()):
+            self.comparison.forget(backend.replica.engine)
 
     def _connections(self) -> Reading:
         elsewhere = self.decisions.on()  # counted here, and on others' connections

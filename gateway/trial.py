@@ -17,6 +17,7 @@ from typing import Any, Literal
 import aiohttp
 
 from cachemap import CacheMap, EventIntake
+from gateway.comparison import Unanswered, engine_answers
 from gateway.config import Settings
 from gateway.prompt.pipeline import Pipeline
 from replicas.adopt import NO_CACHED_TOKENS, NO_REPLAY, Problem
@@ -106,6 +107,8 @@ async def trials(trial: Trial) -> AsyncIterator[Finding]:
 
 async def _trials(trial: Trial) -> AsyncIterator[Finding]:
     if trial.pipeline:
+        if trial.pipeline.tokenizer is not None:
+            yield await _same_tokenizer(trial)
         yield await _same_tokens(trial)
     if "caching" in trial.problems:
         return  # said already; nothing would come and nothing be found
@@ -128,6 +131,24 @@ async def _trials(trial: Trial) -> AsyncIterator[Finding]:
 def _new_prompt(block_size: int) -> str:
     """Three full blocks and a bit that nobody has sent before: a word is at least a token."""
     return secrets.token_hex(8) + " " + " ".join(secrets.choice(WORDS) for _ in range(3 * block_size + 8))
+
+
+async def _same_tokenizer(trial: Trial) -> Finding:
+    """The engine's ids of fixed texts against ours; from then on its way of reading the files is taken."""
+    subject, pipeline = f"tokenizer {trial.id}", trial.pipeline
+    try:
+        answers = await engine_answers(trial.session, trial.replica.url, trial.model, pipeline.fixed_texts())
+    except Unanswered as error:
+        doubt = pipeline.inexact()
+        return Finding("warn", subject, f"cannot be compared with the engine's: {error}" + (f"; {doubt}: prompts are matched as text" if doubt else ""),
+                       "the engine should serve /tokenize to the gateway")  # fmt: skip
+    verdict = pipeline.judge(answers)
+    if not verdict.differs:
+        pipeline.adopt(verdict, True, {})
+    else:
+        return Finding("fail", subject, f"is another than the gateway's, so prompts are matched as text: {verdict.differs}",
+                       "the engine has another tokenizer: give --model the folder or name that it was started with")  # fmt: skip
+    return Finding("ok", subject, f"makes the same tokens of {len(answers)} texts: {verdict.how}")
 
 
 async def _same_tokens(trial: Trial) -> Finding:

@@ -100,6 +100,7 @@ class Replica:
     version: str | None = None
     events: EventSource | None = None
     cached_tokens: bool | None = None  # usage reports cached tokens; learned from traffic
+    tokenizer: str = "not compared yet"  # whether it is the gateway's
     takes_ids: str = "not tried yet"  # token ids in place of text, and why not; learned from traffic
     pid: int | None = None
     restarts: int = 0

@@ -162,6 +162,11 @@ class Pipeline:
                 return Verdict(reading.how, loaded=loaded)
         return Verdict(self.reading.how, f"the engine makes other tokens: {why}")
 
+    def likeliest(self) -> Verdict:
+        """The way of engines of the version that is followed. May take seconds."""
+        reading, _ = self._readings.likeliest(self._ways.transformers)
+        return Verdict(reading.how, loaded=None if reading == self.reading else self._loaded(reading))
+
     def read_as(self, how: str) -> Verdict:
         """What `judge` of another process has found. May take seconds."""
         if self.reading is None or how == self.reading.how:
@@ -174,11 +179,17 @@ class Pipeline:
         self._confirmed, self._differs = confirmed, dict(differs)
         if verdict.loaded is not None and verdict.loaded.reading != self.reading:
             self._enter(verdict.loaded)
+        if self._readings is not None:
+            self._weigh()
+
+    def tokenizer_state(self) -> dict[str, Any]:
+        """What `read_as` and `adopt` need to bring the pipeline of another process to this state."""
+        return {"how": self.reading.how if self.reading else "", "confirmed": self._confirmed, "differs": self._differs}
 
     def inexact(self, model: str = "") -> str:
         """Why a text of this model cannot be turned into the engine's tokens with certainty, or ""."""
         if self._differs:
-            why = self._differs.get(model) if model else next(iter(self._differs.values()))
+            why = self._differs.get(model, self._differs.get("")) if model else next(iter(self._differs.values()))
             if why:
                 return why
         return "" if self._confirmed or not self._doubt else f"how the engine reads the tokenizer's files is not certain: {self._doubt}"
@@ -226,19 +237,26 @@ class Pipeline:
             if self.prefixes is not None:
                 self.prefixes.resize(size)
 
-    def follow(self, version: str | None) -> None:
-        """Make prompts the way this version of the engine does (None: as the newest)."""
+    def follow(self, version: str | None, at_once: bool = True) -> None:
+        """Make prompts the way this version of the engine does (None: as the newest).
+
+        Where such an engine reads the tokenizer's files in another way than they were read so far, they are read again,
+        which may take seconds; or, unless `at_once`, prompts are matched as text until `adopt` is called.
+        """
         self.version = version
         found = ways(version)
         if found != self._ways:
             self._ways = found
-            if self._readings is None:
-                return
-            reading, self._doubt = self._readings.likeliest(found.transformers)
-            if self._confirmed or reading == self.reading:
+            if self._readings is not None:
                 self._make_renderers()
-            else:
-                self._enter(self._loaded(reading))
+                if at_once and not self._confirmed:
+                    self.adopt(self.likeliest(), False, self._differs)
+                self._weigh()
+
+    def _weigh(self) -> None:
+        reading, self._doubt = self._readings.likeliest(self._ways.transformers)
+        if reading != self.reading:
+            self._doubt = self._doubt or f"{self._ways.transformers} has {reading.how}, which is not loaded"
 
     def prepare(self, path: str, body: bytes, headers: Mapping[str, str] | None = None,
                 adapters: Collection[str] = ()) -> Prompt:

@@ -125,6 +125,7 @@ class View:
             "num_blocks": replica.num_blocks,
             "max_model_len": replica.max_model_len,
             "problems": [*replica.problems, *_seen(replica, intake)],
+            "tokenizer": replica.tokenizer,
             "takes_ids": replica.takes_ids,
             "inflight": load.requests,
             "prefill_tokens": load.prefill_tokens,
@@ -227,6 +228,8 @@ def _seen(replica: Replica, intake: Any) -> list[str]:
         found.append(f"KV events are not followed, the cache is guessed from traffic: {intake.reason}")
     if replica.cached_tokens is False:
         found.append(str(NO_CACHED_TOKENS))
+    if replica.tokenizer.startswith("differs"):
+        found.append(f"its tokenizer is not the gateway's, so its prompts are matched as text; it {replica.tokenizer}")
     if ": no, " in replica.takes_ids:
         found.append(f"long prompts are tokenized by the engine once more: {replica.takes_ids}")
     return found

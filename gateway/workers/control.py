@@ -206,7 +206,8 @@ class Workers:
         for id in gateway.dispatcher.backends:
             self.ledger.own(id)  # into the loads
         tables, pipeline = self.map.tables(), gateway.dispatcher.pipeline
-        ways = {"block_size": pipeline.block_size, "max_model_len": pipeline.max_model_len, "version": pipeline.version, "model_dir": self._model_dir()}
+        ways = {"block_size": pipeline.block_size, "max_model_len": pipeline.max_model_len, "version": pipeline.version, "model_dir": self._model_dir(),
+                "tokenizer": pipeline.tokenizer_state()}  # fmt: skip
         facts = {id: self._facts(replica) for id, replica in gateway.fleet.replicas.items()}
         for one in members:
             try:

@@ -38,6 +38,7 @@ from ..dispatch.decisions import Decisions
 from ..dispatch.life import Failure
 from ..model import model_dir
 from ..prompt import PromptError
+from ..prompt.pipeline import Pipeline
 from ..telemetry import log as lines
 from ..telemetry import traces
 from ..telemetry.metrics import Metrics
@@ -92,6 +93,7 @@ class Worker:
         self._scraped: dict[str, list] = {}  # the last scrape of each replica
         self._said: dict[str, dict[str, Any]] = {}  # what the control process was told of it last
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reading = asyncio.Lock()
         self._models_asked: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
@@ -196,17 +198,26 @@ class Worker:
         if any(backend.slot == slot for backend in self.dispatcher.backends.values()):
             self.map.cleared(slot)
 
-    def _heard_pipeline(self, block_size: int, max_model_len: int | None, version: str | None, model_dir: str | None) -> None:
+    def _heard_pipeline(self, block_size: int, max_model_len: int | None, version: str | None, model_dir: str | None,
+                        tokenizer: dict[str, Any]) -> None:  # fmt: skip
         def follow() -> None:
             pipeline = self.dispatcher.pipeline
             pipeline.block_size, pipeline.max_model_len = block_size, max_model_len
-            pipeline.follow(version)
+            pipeline.follow(version, at_once=False)
             self.server.limits = datapath.limits(self.settings, pipeline)
+            self._spawn(self._read_tokenizer(pipeline, **tokenizer))
 
         follow()
         if model_dir != self.model_dir:
             self.model_dir = model_dir
             self._spawn(self._load(model_dir, follow))
+
+    async def _read_tokenizer(self, pipeline: Pipeline, how: str, confirmed: bool, differs: dict[str, str]) -> None:
+        """What the control process has found by comparing tokenizers with the engines."""
+        if pipeline.tokenizer is not None:
+            async with self._reading:
+                verdict = await asyncio.get_running_loop().run_in_executor(None, pipeline.read_as, how)
+                pipeline.adopt(verdict, confirmed, differs)
 
     async def _load(self, directory: str, follow) -> None:
         """The replicas told what their model is."""

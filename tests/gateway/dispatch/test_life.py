@@ -220,7 +220,7 @@ async def test_usage_is_found_though_what_ends_the_stream_comes_apart_from_it():
 async def test_predictions_count_only_where_the_usage_speaks_of_the_same_prompt():
     async with stack(answers(USAGE)) as s:
         talk = await s.talk()
-        for body, compared in ((b'{"prompt":"a"}', 1), (b'{"prompt":"a","n":2}', 1), (b'{"prompt":["a","b"]}', 1), (b'{"prompt":"a"}', 2)):
+        for body, compared in ((b'{"prompt":"a"}', 1), (b'{"prompt":"a","n":2}', 2), (b'{"prompt":["a","b"]}', 2), (b'{"prompt":"a"}', 3)):
             await talk.say(post(body, path=b"/v1/completions"))
             assert (await talk.response())[0] == 200
             await eventually(s.idle)

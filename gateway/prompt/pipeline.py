@@ -380,7 +380,7 @@ class Pipeline:
         if len(ids) > 1:
             # `tokens` is of all, so who holds the longest as a whole would be taken to hold its last token's block too.
             prompt.hashes = prompt.hashes[: (len(prompt.token_ids) // 4 - 1) // self.block_size]
-            prompt.copies *= len(ids) if all(one == ids[0] for one in ids) else 0
+            prompt.copies = prompt.n * len(ids) if all(one == ids[0] for one in ids) else 0
 
     def _must_be_exact(self, prompt: Prompt) -> None:
         if (self._differs or self._doubt) and (why := self.inexact(prompt.model)):
@@ -473,8 +473,9 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
     prompt.n = count(get("n"), "n") or 1
     bounded_integers(request)
     given = get("prompt" if path == _COMPLETIONS else "input") if path in (_COMPLETIONS, _EMBEDDINGS) else None
-    prompt.several = prompt.n > 1 or (type(given) is list and len(given) > 1 and type(given[0]) is not int)
-    prompt.copies = prompt.n
+    listed = type(given) is list and len(given) > 1 and type(given[0]) is not int
+    prompt.several = prompt.n > 1 or listed
+    prompt.copies = 0 if listed else prompt.n
     prompt.reads_cache = not _wants_prompt_logprobs(request)
     salt = get("cache_salt")
     if salt is not None and type(salt) is not str:

@@ -21,34 +21,57 @@ TURN_MESSAGES, TURN_BYTES = 64, 1 << 17
 END = b"\xff" * 8  # the sequence number that ends a replay
 
 
+class _Context(zmq.Context):
+    """Where the sockets of all intakes live. ZMQ's default of 1,023 sockets is enough for 341 replicas, and the limit can only be set
+    before the first socket is made: so this is not the context that others share."""
+
+    _instance = None
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.set(zmq.MAX_SOCKETS, self.get(zmq.SOCKET_LIMIT))
+
+
 class Inbox:
     """A connected socket and the event that says it may have messages. `linked`: somebody at its other end speaks ZMQ; `refused`:
     since then or ever an attempt to connect has failed."""
 
     def __init__(self, kind: int, endpoint: str):
         self.linked = self.refused = False
-        self._socket = zmq.Context.instance().socket(kind)
+        self._changed = asyncio.Event()
+        self._monitor: zmq.Socket | None = None  # costs two further sockets: only for a connection that is to last
+        self._socket = _Context.instance().socket(kind)
+        try:
+            self._open(kind, endpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, kind: int, endpoint: str) -> None:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)  # beside IPv4: an engine may have an address of either kind
         # the default of 1,000 drops half of a replay of 10,000 batches without a word
         self._socket.setsockopt(zmq.RCVHWM, 0)
         if kind == zmq.SUB:
             self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._monitor = self._socket.get_monitor_socket(_LINK_EVENTS)
+            self._monitor = self._socket.get_monitor_socket(_LINK_EVENTS)
         self._socket.connect(endpoint)
-        self._changed = asyncio.Event()
-        for socket in (self._socket, self._monitor):
+        for socket in self._sockets():
             asyncio.get_running_loop().add_reader(socket.FD, self._changed.set)
 
+    def _sockets(self) -> list[zmq.Socket]:
+        return [self._socket] if self._monitor is None else [self._socket, self._monitor]
+
     def close(self) -> None:
-        for socket in (self._socket, self._monitor):
+        for socket in self._sockets():
             asyncio.get_running_loop().remove_reader(socket.FD)
-        self._socket.disable_monitor()
-        self._monitor.close()
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close()
         self._socket.close()
 
     def look(self) -> None:
-        """Bring `linked` and `refused` up to date."""
+        """Bring `linked` and `refused` up to date. Only of a subscription."""
         while self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             self.linked = event == zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -69,7 +69,7 @@ class Facts:
     scrape: Scrape | None = None
     locked: bool = False  # its models are for those who have an API key
     silent: set[str] = field(default_factory=set)  # what could not be asked for: version, metrics
-    fresh: bool = False  # it answered over a new connection, so it may be another process than the last time
+    closes: bool = False  # it closes the connection after each answer
     problems: dict[str, Problem] = field(default_factory=dict)  # by what is amiss: models, metrics, events ...
 
     @property
@@ -100,13 +100,15 @@ class Facts:
 
 @dataclass(slots=True)
 class Answer:
-    """One GET. `status` 0 means no answer came; then `fault` and `error` say why. `fresh`: it took a new connection."""
+    """One GET. `status` 0 means no answer came; then `fault` and `error` say why. `fresh`: it took a new connection;
+    `closes`: the server announced that it closes that connection after this answer."""
 
     status: int
     body: bytes = b""
     fault: str = ""
     error: str = ""
     fresh: bool = False
+    closes: bool = False
 
     def json(self) -> dict:
         """The body as an object; {} when it is anything else."""
@@ -147,7 +149,13 @@ async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answ
 async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
     opened: list[bool] = []
     async with session.get(url, timeout=aiohttp.ClientTimeout(), allow_redirects=False, trace_request_ctx=opened) as response:
-        return Answer(response.status, await response.read(), fresh=bool(opened))
+        return Answer(response.status, await response.read(), fresh=bool(opened), closes=_closes(response))
+
+
+def _closes(response: aiohttp.ClientResponse) -> bool:
+    """By the rules of HTTP/1.1, and of HTTP/1.0, where a connection is kept only by agreement."""
+    options = {one.strip().lower() for line in response.headers.getall("Connection", []) for one in line.split(",")}
+    return "close" in options or (response.version == aiohttp.HttpVersion10 and "keep-alive" not in options)
 
 
 def unresolved(host: str) -> str:
@@ -156,7 +164,7 @@ def unresolved(host: str) -> str:
 
 def connections_noted() -> aiohttp.TraceConfig:
     """For a session whose answers are to say whether they took a new connection. One that was kept has the same process at
-    its other end."""
+    its other end; a new one may have another, unless the server closes each of them."""
 
     async def opened(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
         if context.trace_request_ctx is not None:
@@ -174,7 +182,7 @@ async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> A
     if answer.status in (404, 405):
         answer = await get(session, f"{url}/v1/models", deadline)
         if answer.status in (401, 403):
-            return Answer(200, fresh=answer.fresh)
+            return Answer(200, fresh=answer.fresh, closes=answer.closes)
     if answer.status >= 500:
         answer.fault = "5xx"
         answer.error = f"/health answers {answer.status}: the engine is loading or dead; see its log"
@@ -194,7 +202,7 @@ async def probe(url: str, session: aiohttp.ClientSession, deadline: float = 2.0,
     models, version, metrics, events = await asyncio.gather(
         *(get(session, url + path, deadline) for path in paths)
     )
-    facts = Facts(alive=True)
+    facts = Facts(alive=True, closes=alive.closes)
     _models(facts, models)
     _version(facts, version)
     _metrics(facts, metrics)

@@ -24,7 +24,7 @@ from replicas.supervisor import Supervisor
 
 log = logging.getLogger("replicas")
 
-# Seconds for which what was just asked need not be asked again, however many connections break.
+# Seconds between two full probes, however many connections break.
 FRESH_FACTS = 1.0
 # Seconds: between scrapes, between full probes, between any two looks, while starting; to wait for an answer.
 IDLE_SCRAPE, FACTS, CLOSEST, STARTING_INTERVAL = 5.0, 10.0, 0.1, 0.2
@@ -78,6 +78,8 @@ class Watch:
         self._mark = ""  # what tells this incarnation from one at another address that began at the same time
         self._warmed_pid: int | None = None
         self._facts_at = self._scraped_at = float("-inf")
+        self._asked_at, self._broken = float("-inf"), False  # the last full probe; a connection has broken since
+        self._closes = False  # it closes the connection after each answer
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -134,9 +136,8 @@ class Watch:
     def look(self, now: float) -> None:
         """A connection that was kept has broken, so another process may be there. Engines close idle ones as well, some
         sooner than we do: all that break within a second are one reason to look."""
-        due = now - self._facts_at >= FRESH_FACTS
-        self._facts_at = float("-inf")
-        if due:
+        self._broken = True
+        if now - self._asked_at >= FRESH_FACTS:
             self._nudged.set()
 
     def _doubt(self, reason: str) -> None:
@@ -152,15 +153,18 @@ class Watch:
         if replica.state in (State.DRAINING, State.STOPPED) or (replica.managed and replica.pid is None):
             return
         pid, now = replica.pid, monotonic()
-        full = replica.state is not State.READY or now - self._facts_at >= FACTS
+        broken = self._broken and now - self._asked_at >= FRESH_FACTS
+        full = replica.state is not State.READY or broken or now - self._facts_at >= FACTS
         facts = None if full else await self._brief(now)
         if facts is None:
-            full, facts = True, await self.access.find(DEADLINE, in_use=replica.state in (State.READY, State.DEGRADED))
+            full, self._broken, self._asked_at = True, False, monotonic()
+            facts = await self.access.find(DEADLINE, in_use=replica.state in (State.READY, State.DEGRADED))
+        self._closes = facts.closes
         if replica.pid != pid:
             return  # the process ended while we asked: the answer is about the past
         now = monotonic()
         if full:
-            self._facts_at = now
+            self._facts_at = self._asked_at = now
         if facts.fault == "own":
             replica.reason = facts.error
         elif facts.fault:
@@ -190,11 +194,11 @@ class Watch:
 
     async def _brief(self, now: float) -> Facts | None:
         """Whether it lives, and how busy it is; None if something shows that it may be another process or no engine at all,
-        so that all has to be asked: it answers over a new connection though the last one was to be kept, or has no figures
-        where it had."""
+        so that all has to be asked: it answers over a new connection though the last answer left the connection open, or it
+        has no figures where it had. With an engine that closes the connection after each answer, a new one shows nothing."""
         answer = await health(self.access.session, self.replica.url, SHORT_DEADLINE)
-        facts = Facts(alive=not answer.fault, fault=answer.fault, error=answer.error, serving=True)
-        if facts.alive and answer.fresh:
+        facts = Facts(alive=not answer.fault, fault=answer.fault, error=answer.error, serving=True, closes=answer.closes)
+        if facts.alive and answer.fresh and not self._closes:
             return None
         due = 0.0 if self.busy() else IDLE_SCRAPE
         if facts.alive and now - self._scraped_at >= due:

@@ -1,9 +1,11 @@
 """Whether what answers at a replica's address is still the engine that was there, and how its requests fare."""
 
+from time import monotonic
+
 import pytest
 from aiohttp import web
 
-from replicas import Fleet, State
+from replicas import Fleet, State, watch
 from replicas.health import Health, Verdict
 
 READY, DEGRADED, WARMING = State.READY, State.DEGRADED, State.WARMING
@@ -113,13 +115,30 @@ async def test_another_version_or_model_is_another_process_where_no_start_is_tol
     await comes(replica, READY)
 
 
-async def test_a_broken_connection_is_a_reason_to_ask_but_many_are_one(fleet, engine, comes, until):
+async def test_a_broken_connection_is_a_reason_to_ask_but_many_are_one(fleet, engine, comes, until, monkeypatch):
+    monkeypatch.setattr(watch, "FRESH_FACTS", 0.3)
     replica = await comes(fleet.add(await engine()), READY)
     engine.pages["/v1/models"] = {"data": [{"id": "m"}, {"id": "adapter", "parent": "m"}]}
-    for _ in range(50):
-        fleet.look(replica.id)
-    await until(lambda: "adapter" in replica.models)
-    assert engine.asked.count("/v1/models") <= 3
+    began = monotonic()
+    engine.asked.clear()
+    await until(lambda: fleet.look(replica.id) or engine.asked.count("/health") >= 15)
+    assert "adapter" in replica.models
+    assert engine.asked.count("/v1/models") <= (monotonic() - began) / 0.3 + 1
+
+
+async def test_an_engine_that_closes_its_connections_is_not_asked_for_all_each_time(fleet, serve, comes, until):
+    asked = []
+
+    async def handler(request):
+        asked.append(request.path)
+        response = web.json_response({"data": [{"id": "m"}]}) if request.path == "/v1/models" else web.Response()
+        response.force_close()
+        return response
+
+    await comes(fleet.add(await serve(handler)), READY)
+    asked.clear()
+    await until(lambda: asked.count("/health") >= 5)
+    assert "/v1/models" not in asked
 
 
 async def two(fleet, serve, comes):

@@ -315,10 +315,7 @@ def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
 
 
 async def test_clocks_that_differ(monkeypatch):
-    import aiohttp
-
-    from replicas.adopt import Facts
-    from replicas.replica import parse_url
+    from replicas.access import Access
 
     async def health(request):
         return web.Response(headers={"Date": "Thu, 01 Jan 2026 00:00:00 GMT"})
@@ -328,13 +325,15 @@ async def test_clocks_that_differ(monkeypatch):
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    replicas = [(parse_url(f"http://127.0.0.1:{runner.addresses[0][1]}"), Facts())]
+    way = Access(f"http://127.0.0.1:{runner.addresses[0][1]}", "127.0.0.1")
     moment = 1767225600.0  # the same in seconds since 1970
-    async with aiohttp.ClientSession() as session:
+    try:
         for offset, level in ((0.5, "ok"), (-1.5, "ok"), (60.0, "warn"), (-60.0, "warn")):
             monkeypatch.setattr(doctor.time, "time", lambda offset=offset: moment + offset)
-            finding = await doctor._clock(replicas, session)
+            finding = await doctor._clock({"a": way})
             assert finding.level == level, offset
+    finally:
+        await way.close()
     assert "60 s" in finding.text and "NTP" in finding.remedy
     await runner.cleanup()
 

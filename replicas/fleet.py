@@ -307,6 +307,15 @@ class Fleet:
             engine.removal = asyncio.create_task(self._remove(engine, self.drain(id)), name=f"remove {id}")
         return engine.removal
 
+    async def quiet(self, id: str) -> None:
+        """Wait until no drain or removal of this engine or of its ranks is under way. It need not be known."""
+        while (engine := self.engines.get(id)) is not None:
+            tasks = engine.removal, engine.drain, *(self._drains.get(one.id) for one in engine.replicas)
+            under_way = [task for task in tasks if task is not None and not task.done()]
+            if not under_way:
+                return
+            await asyncio.wait(under_way)
+
     async def _remove(self, engine: Engine, drained: asyncio.Task) -> None:
         await drained
         engine.task.cancel()

@@ -2,7 +2,8 @@
 
 Adding a replica means receiving prompts and API keys, so three kinds of strangers are kept out, each by its own rule:
 
-* Web pages in an operator's browser. A page of any site may post a form to `http://gateway:8081/replicas`. Browsers
+* Web pages in an operator's browser. A page of any site may post a form to `http://gateway:8081/replicas`, or ask an
+  engine for anything with a mere link to `/replicas/ID/engine/PATH`. Browsers
   say whose page it was: `Origin` must be this very host, and `Sec-Fetch-Site` must not contradict it. Browsers send
   the second only to localhost and over https, so it alone protects nobody. What writes must also be
   `application/json`, which a form cannot be.
@@ -19,16 +20,18 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
-import ipaddress
 import re
 import socket
 from collections.abc import Collection
 
 from aiohttp import hdrs, web
 
+from replicas.names import is_address
+
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+)(?::\d{0,5})?")
 PROBES = frozenset(("/livez", "/readyz"))
 READS = frozenset(("GET", "HEAD"))
+PASSED_ON = "engine"  # name of the route whose requests an engine gets: what those change is not known here
 # What a body may be. A page of another site sends these only after asking us, which is never granted. The second is an
 # answer, posted to /decide/ID/done.
 BODIES = frozenset(("application/json", "text/event-stream"))
@@ -62,7 +65,7 @@ class Guard:
             what = "this is not the admin token" if given else "the admin side asks for its token"
             how = "send `Authorization: Bearer TOKEN` with the token that the gateway was started with"
             raise Refusal(401, f"{what}: {how} (--admin-token, HITHERTO_ADMIN_TOKEN)", "admin_token")
-        if request.method not in READS:
+        if _may_write(request):
             self._check_body(request)
 
     def _check_host(self, request: web.Request) -> None:
@@ -86,7 +89,7 @@ class Guard:
         host = request.headers.get(hdrs.HOST, "").lower()
         origins = [origin.lower().partition("://")[2] for origin in request.headers.getall(hdrs.ORIGIN, [])]
         cross_site = request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
-        if any(origin != host for origin in origins) or (cross_site and request.method not in READS):
+        if any(origin != host for origin in origins) or (cross_site and _may_write(request)):
             message = "requests from other sites' pages are refused; use curl or this server's own page"
             raise Refusal(403, message, "cross_site")
 
@@ -112,9 +115,5 @@ class Guard:
         return hmac.compare_digest(said, self._token)
 
 
-def is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
+def _may_write(request: web.Request) -> bool:
+    return request.method not in READS or request.match_info.route.name == PASSED_ON

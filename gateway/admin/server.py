@@ -5,7 +5,8 @@
     GET  /metrics               for Prometheus
     GET  /                      status page;  GET /status the same as JSON
     GET  /replicas              list
-    POST /replicas              {"url": "http://HOST:PORT"} adds one (201), or takes a stopped one back (200);
+    POST /replicas              {"url": "http://HOST:PORT"} adds one (201), or takes a stopped one back (200), after a
+                                drain or removal of it that is under way;
                                 after a restart it is known only with --replica-file
     POST /replicas/ID/drain     no new requests; the ones it has are finished
     DELETE /replicas/ID         drains and forgets it
@@ -40,7 +41,7 @@ from gateway.telemetry.metrics import Metrics
 from replicas.kept import KeptReplicas
 from replicas.replica import parse_url
 
-from .guard import CHALLENGE, Guard, Refusal
+from .guard import CHALLENGE, PASSED_ON, Guard, Refusal
 
 log = logging.getLogger("hitherto.admin")
 
@@ -60,6 +61,7 @@ class Fleet(Protocol):
     def add(self, url: str) -> Any: ...
     def drain(self, id: str) -> asyncio.Task[None]: ...
     def remove(self, id: str) -> asyncio.Task[None]: ...
+    async def quiet(self, id: str) -> None: ...
     async def ask_engine(
         self, id: str, method: str, target: str, body: bytes, content_type: str
     ) -> tuple[int, str, bytes]: ...
@@ -148,7 +150,7 @@ class Admin:
             web.post("/replicas", self.add),
             web.post("/replicas/{id}/drain", self.drain),
             web.delete("/replicas/{id}", self.remove),
-            web.route("*", "/replicas/{id}/engine/{path:.*}", self.ask_engine),
+            web.route("*", "/replicas/{id}/engine/{path:.*}", self.ask_engine, name=PASSED_ON),
             web.post("/explain", self.explain),
             web.post("/decide", self.decide),
             web.post("/decide/{id}/first_byte", self.first_byte),
@@ -197,12 +199,15 @@ class Admin:
                 raise TypeError
         except (orjson.JSONDecodeError, KeyError, TypeError):
             raise Refusal(400, 'the body must be {"url": "http://HOST:PORT"}', "invalid_body") from None
-        known = set(self.gateway.fleet.replicas)
+        fleet = self.gateway.fleet
         try:
             id = parse_url(url).id
-            if id not in self.gateway.fleet.engines:
+            await fleet.quiet(id)
+            if id not in fleet.engines:
                 await self._keep("add", url)
-            replica = self.gateway.fleet.add(url)
+                await fleet.quiet(id)  # another request may have added and removed it meanwhile
+            known = set(fleet.replicas)
+            replica = fleet.add(url)
         except ValueError as wrong:
             raise Refusal(400, str(wrong), "invalid_url") from None
         log.info("replica %s added by an operator", replica.id)

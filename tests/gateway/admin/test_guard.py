@@ -92,6 +92,10 @@ async def test_its_own_page_and_tools_may():
         for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
             assert (await say("POST /replicas HTTP/1.1", HOST, f"Sec-Fetch-Site: {site}", JSON, body=ADD))[0] == status
         assert (await say("GET / HTTP/1.1", HOST, "Sec-Fetch-Site: cross-site"))[0] == 200, "a link from another page"
+        for path in ("/replicas/a:1/engine/sleep", "/replicas/a%3A1/%65ngine/sleep"):
+            for site in ("cross-site", "same-site"):
+                answer = await say(f"GET {path} HTTP/1.1", HOST, f"Sec-Fetch-Site: {site}")
+                assert code(answer) == (403, "cross_site"), "what an engine does on GET is its own affair"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.view import View
 from policies import Ledger
 from replicas import Fleet
+from replicas.kept import KeptReplicas
 from replicas.lifecycle import State
 from replicas.metrics import Scrape
 from replicas.replica import Replica, parse_url
@@ -31,6 +32,9 @@ class StandIn:
     def __init__(self) -> None:
         self.replicas: dict[str, Replica] = {}
         self.engines: dict[str, object] = {}
+
+    async def quiet(self, id: str) -> None:
+        pass
 
     def add(self, url: str) -> Replica:
         address = parse_url(url)
@@ -134,6 +138,40 @@ async def test_add_list_drain_remove_with_a_real_fleet(unused_tcp_port):
         assert response.status == 200 and await response.json() == {"id": id, "removed": True}
         async with http.get("/replicas") as response:
             assert await response.json() == {"replicas": []}
+    await admin.stop()
+    await fleet.stop()
+
+
+@pytest.mark.parametrize("change", ["remove", "drain"])
+async def test_a_replica_added_while_it_is_taken_out_is_there_afterwards(unused_tcp_port, tmp_path, change):
+    inflight = {"count": 1}
+    fleet = Fleet(lambda id: inflight["count"], interval=0.05)
+    gateway, id = Gateway(fleet), f"127.0.0.1:{unused_tcp_port}"
+    gateway.kept = KeptReplicas(tmp_path / "replicas")
+    admin = Admin(gateway, Guard())
+    port = await admin.start("127.0.0.1", 0)
+    url = f"http://{id}"
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+
+        async def add() -> int:
+            async with http.post("/replicas", json={"url": url}) as response:
+                return response.status
+
+        async def take_out() -> int:
+            async with http.delete(f"/replicas/{id}") if change == "remove" else http.post(f"/replicas/{id}/drain") as response:
+                return response.status
+
+        assert await add() == 201
+        out = asyncio.create_task(take_out())
+        while fleet.replicas[id].state is not State.DRAINING:
+            await asyncio.sleep(0)
+        added = asyncio.create_task(add())
+        await asyncio.wait([added], timeout=0.2)
+        inflight["count"] = 0
+        assert await out in (200, 202)
+        assert await added == (201 if change == "remove" else 200)
+        assert fleet.replicas[id].state not in (State.DRAINING, State.STOPPED) and fleet.engines[id].removal is None
+        assert gateway.kept.urls() == (url,)
     await admin.stop()
     await fleet.stop()
 

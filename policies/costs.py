@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from math import exp, log
-from operator import mul
 
 from .changes import Changes
 from .load import UNTIMED, Load
@@ -75,6 +74,14 @@ def ttft_features(uncached, cached, now, step, load, speed, coefficients):
     left = min(1, load.prefilling) * min(1, abs(1 - (now - load.since) / lasts))
     ahead = load.prefill_tokens - begun + left * begun
     return 1, uncached, uncached * (cached + 0.5 * uncached), ahead, left, step * max(1, uncached / STEP_TOKENS)
+
+
+def ttft_terms(features, speed, coefficients):
+    """The TTFT in parts: what each request takes, its own prefill, the queue, and the decode steps that it shares. The latter
+    have a pace of their own; the rest is at the replica's `speed`."""
+    base, token, pair, queued, busy, crowd = coefficients
+    one, uncached, pairs, ahead, left, crowded = features
+    return speed * base * one, speed * (token * uncached + pair * pairs), speed * (queued * ahead + busy * left), crowd * crowded
 
 
 class Fit:
@@ -192,40 +199,28 @@ class Costs:
 
     def prefill_seconds(self, uncached: int, context: int) -> float:
         """Computing `uncached` tokens after `context` cached ones."""
-        _, token, pair, _, _, _ = self.group.ttft.coefficients
-        return self.ttft.value * uncached * (token + pair * (context + 0.5 * uncached))
+        return ttft_terms(self._features(_IDLE, uncached, context, UNTIMED), self.ttft.value, self.group.ttft.coefficients)[1]
 
     def step_seconds(self, load: Load) -> float:
         """One decode step of the streams there now; 0 if there are none."""
         return step_seconds(load, self.step.value, self.group.step.coefficients)
 
-    def queue_seconds(self, load: Load, now: float = UNTIMED) -> float:
-        """Draining the prefills ahead: their uncached tokens and the rest of the step under way."""
-        _, _, _, ahead, left, _ = self._features(load, 0, 0, now)
-        _, _, _, queued, busy, _ = self.group.ttft.coefficients
-        return self.ttft.value * (queued * ahead + busy * left)
-
     def ttft_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
         """Time to the first token for a request that meets `load`, at `now`."""
-        return self._predict(self._features(load, uncached, context, now))
-
-    def decode_interference(self, load: Load, uncached: int, context: int) -> float:
-        """Seconds by which this prefill holds up the streams decoding there, summed over them."""
-        return load.decoding * self.prefill_seconds(uncached, context)
+        return sum(ttft_terms(self._features(load, uncached, context, now), self.ttft.value, self.group.ttft.coefficients))
 
     def observe_ttft(self, seconds: float, uncached: int, cached: int, before: Load, at: float = UNTIMED) -> None:
         """A first token came after `seconds`; `before` is the load it met, `at` when (both a Reservation's)."""
         if seconds <= 0:
             return
+        speed = self.ttft.value
         features = self._features(before, uncached, cached, at)
-        predicted = self._predict(features)
+        terms = ttft_terms(features, speed, self.group.ttft.coefficients)
+        predicted = sum(terms)
         self.count += 1
         self.error += max(0.05, 1 / self.count) * (abs(predicted - seconds) - self.error)
-        speed = self.ttft.value
         # A queue's length in seconds is the engine's luck with batches more than its speed.
-        base, token, pair, _, _, _ = self.group.ttft.coefficients
-        own = speed * (base + token * features[1] + pair * features[2])
-        self.ttft.observe(predicted, seconds, own / predicted)
+        self.ttft.observe(predicted, seconds, sum(terms[:2]) / predicted)
         self.group.changes.tell(self)
         self.group.learn("ttft", (*features[:5], features[5] / speed), seconds / speed)
 
@@ -243,11 +238,8 @@ class Costs:
         speed = self.ttft.value
         return ttft_features(uncached, cached, now, self.step_seconds(load), load, speed, self.group.ttft.coefficients)
 
-    def _predict(self, features: tuple[float, ...]) -> float:
-        """The sum over features of coefficient x feature; all but decode steps, which have a pace of their own, at this replica's speed."""
-        *coefficients, crowd = self.group.ttft.coefficients
-        *first, crowded = features
-        return self.ttft.value * sum(map(mul, coefficients, first)) + crowd * crowded
+
+_IDLE = Load()
 
 
 class CostGroup:

@@ -36,7 +36,7 @@ from typing import NamedTuple, Sequence
 
 import numpy as np
 
-from .costs import step_seconds, ttft_features
+from .costs import step_seconds, ttft_features, ttft_terms
 from .least_cost import Cost, least, least_of
 from .roster import Roster
 from .vocabulary import Candidate, Choice, Demand
@@ -59,19 +59,18 @@ HELD_UP = 6  # are the wait of this request and of those it holds up
 
 def terms(tokens, now, future, ttft, step, overlap, lower, fetched, load, speed, pace):
     """The TERMS of one request on one replica; a statement, see `Cost`."""
-    base, token, pair, queued, busy, crowd = ttft
+    _, token, _, _, _, crowd = ttft
     _, step_stream, step_context = step
     cached = overlap + lower
     decode_step = step_seconds(load, pace, step)
-    _, uncached, pairs, ahead, left, crowded = ttft_features(tokens - cached, cached, now, decode_step, load, speed, ttft)
-    own = speed * (token * uncached + pair * pairs)
+    fixed, own, queue, crowded = ttft_terms(ttft_features(tokens - cached, cached, now, decode_step, load, speed, ttft), speed, ttft)
     held_up = _INTERFERENCE * load.decoding + _BATCHED * load.prefilling + (1 - _BATCHED) * (load.prefilling - load.begun)
     short = max(0, (load.context_tokens + load.prefill_tokens + tokens) / load.capacity_tokens - (1 - _SPARE))
     marginal = (_LONGER + crowd) * (step_stream + step_context * tokens)
     return (
-        speed * base + own,
-        speed * (queued * ahead + busy * left),
-        crowd * crowded,
+        fixed + own,
+        queue,
+        crowded,
         speed * token * fetched,
         short * _REPLY * decode_step,
         own * held_up,

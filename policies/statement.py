@@ -100,7 +100,12 @@ def _operate(op: str, left: Any, right: Any) -> Expression:
 
 
 def _call(op: str) -> Callable[..., Expression]:
-    return lambda *parts: Expression.of(op, *map(_number, parts))
+    def call(*parts: Any) -> Expression:
+        if len(parts) != (1 if op == "abs" else 2):
+            raise TypeError(f"{op} of {len(parts)} numbers: a statement has min and max of two, abs of one")
+        return Expression.of(op, *map(_number, parts))
+
+    return call
 
 
 def expressions(statement: Callable[..., Any], *arguments: Any) -> Any:

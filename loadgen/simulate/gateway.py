@@ -56,8 +56,8 @@ class Gateway:
         self.up = list(range(len(names)))
         self._size = profiles[0].block_size
         self._hooks = {name: getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")}
-        self._wire, self._random, self._order = wire, random.Random(seed).random, count()
-        self._draw = random.Random(seed).random
+        self._wire, self._random, self._order = wire, random.Random(f"events {seed}").random, count()
+        self._draw = random.Random(seed).random    # of its own: which events get lost must not decide which replica is chosen
         self._coming: list[tuple[float, int, int, Events]] = []
         self._lost: dict[int, Events] = {}
         self._last = [0.0] * len(names)      # when the latest batch of each arrives: they keep their order

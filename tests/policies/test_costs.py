@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from policies import CostGroup, Load
-from policies.load import FAR
+from policies.load import FAR, UNTIMED
 from policies.costs import TTFT_PRIOR, Fit
 
 ENGINE = (0.004, 60e-6, 9e-9, 45e-6, 0.003, 1.3)     # unlike the prior in every coefficient
@@ -149,13 +149,16 @@ def test_a_step_under_way_counts_as_far_as_it_is_left():
     load = Load(requests=3, prefilling=3, prefill_tokens=3000, since=10.0, begun=2, begun_tokens=2000)
     base, token, pair = TTFT_PRIOR[:3]
     lasts = base + 2000 * token + 2 * pair * 1000**2 / 2
-    whole, waiting = costs.queue_seconds(load), 1000 * TTFT_PRIOR[3]
-    assert whole == costs.queue_seconds(load, 10.0)
-    assert costs.queue_seconds(load, 10.0 + lasts / 2) == pytest.approx((whole + waiting) / 2)
-    assert costs.queue_seconds(load, 10.0 + lasts) == pytest.approx(waiting)
-    assert costs.queue_seconds(load, 10.0 + 9 * lasts) == whole, "a replica that hangs is not taken for one that is done"
+    def queue(now=UNTIMED):
+        return costs.ttft_seconds(load, 0, 0, now) - costs.ttft_seconds(Load(), 0, 0)
+
+    whole, waiting = queue(), 1000 * TTFT_PRIOR[3]
+    assert whole == queue(10.0)
+    assert queue(10.0 + lasts / 2) == pytest.approx((whole + waiting) / 2)
+    assert queue(10.0 + lasts) == pytest.approx(waiting)
+    assert queue(10.0 + 9 * lasts) == whole, "a replica that hangs is not taken for one that is done"
     load.since = FAR
-    assert costs.queue_seconds(load, 99.0) == whole
+    assert queue(99.0) == whole
 
 
 def test_another_group_goes_on_from_what_one_learned():

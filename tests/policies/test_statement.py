@@ -142,12 +142,14 @@ def test_what_is_shared_nested_or_divided_is_computed_alike(tokens, replicas):
         assert many(columns, (tokens,), (overlaps.copy(),)) == pytest.approx(plain, rel=1e-9, abs=1e-6)
 
 
-def test_a_branch_is_refused_where_the_statement_is_made():
+def test_what_cannot_be_compiled_is_refused_where_the_statement_is_made():
     def branches(tokens, load, overlap):
         return tokens if overlap > 1 else 0
 
     with pytest.raises(TypeError):
         expressions(branches, *symbols())
+    with pytest.raises(TypeError, match="max of 3 numbers"):
+        expressions(lambda tokens, load, overlap: max(tokens, load.a, overlap), *symbols())
     with pytest.raises(TypeError, match="no branches"):
         expressions(lambda tokens, load, overlap: tokens if overlap else 0, *symbols())
 

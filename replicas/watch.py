@@ -359,7 +359,8 @@ class Watch:
     def _name(self, started: float | None, another: bool, moved: bool) -> str:
         """The incarnation's name: when the process began, which every gateway reads alike; else its pid,
         if it is ours; else a count of the times it came back after nobody had listened. One incarnation
-        keeps its name, also when a later scrape tells more or less. At another address is another one, whatever it tells."""
+        keeps its name, also when a later scrape tells more or less. At another address is another one, whatever it tells:
+        if it began at the same time, the address stands behind "@" here, and other gateways leave that out."""
         replica, known = self.replica, self.replica.incarnation
         if replica.managed:
             if replica.pid == self._named_pid:

@@ -12,6 +12,7 @@ command can speak of all replicas of a lane.
 """
 
 import ipaddress
+import re
 import socket
 from zlib import crc32
 
@@ -20,6 +21,7 @@ LANES = 16
 KEEP_SECONDS = 24 * 3600  # keys of replicas nobody asks for any more; those in use are renewed with the lease
 RESYNC, REWRITE = 1, 2  # wishes: to read the engine's events anew; to write what lies in Redis anew
 UNNAMED = "-"  # an incarnation of which is not known when it began
+NAME = re.compile(r"[A-Za-z0-9.-]{1,64}")  # of an incarnation; `tend.lua` deletes any other
 
 
 def scope(replica: str) -> str:
@@ -38,9 +40,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def life(incarnation: str) -> str:
-    """An incarnation as all gateways name it: by when the process began, or its pid; a count of what one gateway
-    happened to see is no name."""
-    return UNNAMED if not incarnation or incarnation.startswith("seen-") else incarnation
+    """An incarnation as all gateways name it: by when the process began, or its pid. A count of what one gateway happened
+    to see is no name, and no part of one is the address behind "@": gateways may reach one engine at several."""
+    name = incarnation.partition("@")[0]
+    return name if NAME.fullmatch(name) and not name.startswith("seen-") else UNNAMED
 
 
 class Keys:

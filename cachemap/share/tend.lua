@@ -18,6 +18,7 @@ end
 -- The newest incarnation named: when its process began, in seconds, which is not in the future, or a name without order.
 local function incarnation_at(key)
   local text = ask('GET', key)
+  -- as NAME in keys.py
   if text and #text <= 64 and string.find(text, '^[%w.-]+$') and (tonumber(text) or 0) < time[1] + DAY then return text end
   if text then redis.call('DEL', key) end
   return false

@@ -60,6 +60,11 @@ class Gateway:
         self._tasks[name] = asyncio.create_task(intake.run())
         return intake
 
+    async def remove(self, name: str) -> None:
+        task = self._tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
     def held(self, name: str, hashes: list[int]) -> int:
         return self.map.match(hashes, 0.0).confirmed[self.slots[name]]
 

@@ -222,6 +222,53 @@ async def test_a_newer_incarnation_that_nobody_has_is_given_up(redis_server, mon
         await all_hold(prompt(2, 6)[1], one, other)
 
 
+async def reaches(gateway, seconds=6.0):
+    await until(lambda: gateway.shared.reachable, seconds, lambda: gateway.shared.trouble)
+    assert gateway.shared.trouble == ""
+
+
+async def test_a_mirror_that_leads_after_an_outage_has_no_trouble_with_what_it_no_longer_reads(redis_server):
+    async with Proxy(redis_server.port) as proxy, publishing() as publisher, gateways(redis_server.url) as (one,), gateways(proxy.url) as (other,):
+        await one_and_a_mirror("", publisher, one, other)
+        proxy.cut()
+        await until(lambda: "deltas cannot be read" in other.shared.trouble)
+        await one.stop()
+        proxy.mend()
+        other.shared.look_soon()  # it leads before it would have read again
+        await led(other)
+        await reaches(other)
+
+
+async def test_a_leader_that_another_relieved_has_no_trouble_with_what_it_no_longer_writes(start_redis, monkeypatch):
+    monkeypatch.setattr("cachemap.share.shared.LEASE_SECONDS", 1.0)
+    monkeypatch.setattr("cachemap.share.shared.LOOK_SECONDS", 0.2)
+    server = start_redis(maxmemory_policy="noeviction")
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
+        await one_and_a_mirror(server.url, publisher, one, other)
+        with server.client() as client:
+            client.config_set("maxmemory", 1)
+            await publisher.publish(event(1, 0, 6))
+            await until(lambda: "cannot be written" in one.shared.trouble)
+            await until(lambda: one.role("r") == "alone")
+            assert not one.shared.reachable, "it has given up, and Redis is as full as before"
+            client.config_set("maxmemory", 0)
+        await led(other)
+        await mirrored(one)
+        await reaches(one)
+        await reaches(other)
+
+
+async def test_a_gateway_without_replicas_knows_whether_redis_is_there(start_redis, monkeypatch):
+    monkeypatch.setattr("cachemap.share.shared.LOOK_SECONDS", 0.2)
+    server = start_redis()
+    async with gateways(server.url) as (one,):
+        await reaches(one)
+        server.kill()
+        await until(lambda: not one.shared.reachable)
+        server.restart()
+        await reaches(one)
+
+
 async def test_sentinel_fails_over(tmp_path):
     with running(Sentinels(tmp_path)) as servers:
         async with publishing() as publisher, gateways(servers.url, 2) as (one, other):
@@ -255,6 +302,19 @@ async def test_cluster_with_one_shard_gone(tmp_path):
             dead.restart()
             for name in names:
                 await healed(one, other, name)
+
+
+async def test_a_shard_of_which_no_replica_is_left_is_no_trouble(tmp_path):
+    with running(Cluster(tmp_path)) as cluster:
+        async with publishing() as a, publishing() as b, gateways(cluster.url) as (one,):
+            names = spread(cluster)
+            for name, publisher in zip(names, (a, b), strict=True):
+                one.follow(name, publisher)
+                await led(one, name)
+            cluster.node_of(one.intakes[names[0]].keys.lease).kill()
+            await until(lambda: not one.shared.reachable)
+            await one.remove(names[0])
+            await reaches(one)
 
 
 def spread(cluster: Cluster) -> list[str]:

@@ -24,7 +24,7 @@ from cachemap.share.codec import Delta, decode_entry
 from cachemap.share.connect import FAILURES, Place, Script, Ways, describe, heed_cancellation, xread
 from cachemap.share.intake import SharedIntake
 from cachemap.share.keys import KEEP_SECONDS, RESYNC, REWRITE, Keys
-from cachemap.share.writing import BATCH_SECONDS, Writing
+from cachemap.share.writing import BATCH_SECONDS, WRITES, Writing
 
 log = logging.getLogger("hitherto.share")
 
@@ -38,6 +38,7 @@ SETTLE_SECONDS = 0.05  # between claims, while leases are free: gateways that st
 POLL_MILLISECONDS = 250  # a read waits that long for news; who joins is heard after it
 STREAM_SECONDS = 5e-5  # between two reads, for each stream read
 PART = "shared map: one replica's part"  # of background work
+LEASES, READS = "leases", "deltas cannot be read"  # troubles, besides WRITES
 MOST_LOOKS = 128  # leases in one call: a server is blocked for about a millisecond
 
 
@@ -211,15 +212,15 @@ class SharedMap:
     async def _tend(self) -> None:
         while True:
             groups = [group[at : at + MOST_LOOKS] for group in self.groups(self.members) for at in range(0, len(group), MOST_LOOKS)]
-            pauses = await asyncio.gather(*map(self._tend_group, groups))
-            pause = min(pauses, default=LOOK_SECONDS)
-            alarm = asyncio.get_running_loop().call_later(pause, self.look_soon)
+            pauses = await asyncio.gather(*map(self._tend_group, groups or [[]]))
+            self._forget_troubles()
+            alarm = asyncio.get_running_loop().call_later(min(pauses), self.look_soon)
             await self._look.wait()
             alarm.cancel()
             self._look.clear()
 
     async def _tend_group(self, group: list[SharedIntake]) -> float:
-        """Returns how soon to look again."""
+        """Returns how soon to look again. Without any replica Redis is asked all the same: whether it is there shows only so."""
         claims = self._to_claim(group)
         keys, arguments = [], [self.token, int(LEASE_SECONDS * 1000), KEEP_SECONDS]
         for one in group:
@@ -232,7 +233,7 @@ class SharedMap:
         read = [one.n for one in group]
         try:
             sent = self.now()
-            time, *states = await TEND(await self.ways.to(keys[0]), keys, arguments)
+            time, *states = await TEND(await self.ways.to(keys[0] if keys else self.deployment), keys, arguments)
         except FAILURES as error:
             self.failed(error)
             self._unreachable(group, error)
@@ -319,16 +320,16 @@ class SharedMap:
             one.want("mirror")
 
     def _heard(self, group: list[SharedIntake], states: list[tuple]) -> None:
-        lane = self.lane(group[0])
+        lane = self._lane_of(group)
         self._reached = True
         refused = next((told.decode(errors="replace") for state, *_, told in states if state == b"refused"), None)
         if refused is not None:
-            self.in_trouble("leases", lane, f"redis takes no writes: {refused}")
-        elif any(state in (b"ours", b"held") for state, *_ in states):
-            self.works("leases", lane)
+            self.in_trouble(LEASES, lane, f"redis takes no writes: {refused}")
+        elif not states or any(state != b"free" for state, *_ in states):  # of a free one that was not claimed nothing is known
+            self.works(LEASES, lane)
 
     def _unreachable(self, group: list[SharedIntake], error: BaseException) -> None:
-        self.in_trouble("leases", self.lane(group[0]), describe(error))
+        self.in_trouble(LEASES, self._lane_of(group), describe(error))
         for one in group:
             one.wrote(None)
             waited = self.now() - one.led_at > LEASE_SECONDS
@@ -345,6 +346,20 @@ class SharedMap:
         if self._troubles.pop((what, lane), None) is not None and not self._troubles:
             log.info("redis %s is of use again", self.place)
 
+    def _forget_troubles(self) -> None:
+        """What this gateway no longer has to do is no trouble of its: only doing it would show that it works again.
+        After a refusal a lease is not asked for at first, and the refusal stands as long."""
+        for what, lane in list(self._troubles):
+            members = [one for one in self.members if self.lane(one) == lane]
+            if what == WRITES:
+                has_to = any(one.journal is not None or self.now() < one.claim_at for one in members)
+            elif what == READS:
+                has_to = any(one.role == "mirror" for one in members)
+            else:
+                has_to = members or not self.members
+            if not has_to:
+                self.works(what, lane)
+
     # --- reading
 
     async def _follow(self, lane: int) -> None:
@@ -360,10 +375,10 @@ class SharedMap:
                 found = await xread(client, {name: f"{one.n}-0" for name, one in streams.items()}, 500, POLL_MILLISECONDS)
             except FAILURES as error:
                 self.failed(error)
-                self.in_trouble("deltas cannot be read", lane, describe(error))
+                self.in_trouble(READS, lane, describe(error))
                 await asyncio.sleep(LOOK_SECONDS / 4)
                 continue
-            self.works("deltas cannot be read", lane)
+            self.works(READS, lane)
             for name, entries in found:
                 one = streams[name.decode()]
                 if one in self.members:  # not removed since
@@ -386,6 +401,9 @@ class SharedMap:
 
     def lane(self, member: SharedIntake) -> int:
         return member.keys.lane if self.ways.many else 0
+
+    def _lane_of(self, group: list[SharedIntake]) -> int:
+        return self.lane(group[0]) if group else 0
 
     def _spawn(self, name: str, work: Callable[[], Coroutine], on_failure: Callable[[], None] = lambda: None) -> None:
         kind = f"shared map: {name.partition(' ')[0]}"  # one kind for all lanes

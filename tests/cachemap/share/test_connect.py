@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from cachemap.share import parse, without_password
-from cachemap.share.keys import Keys, scope
+from cachemap.share.keys import NAME, Keys, scope
 
 
 def test_the_three_kinds():
@@ -71,4 +71,6 @@ def test_names_mean_the_same_on_every_host():
     one, other = Keys("d", "10.0.0.7:8000", "17.25"), Keys("d", "10.0.0.7:8000", "seen-3")
     assert one.lane == other.lane and one.life == other.life and one.lease != other.lease
     assert other.incarnation == Keys("d", "10.0.0.7:8000", "").incarnation == "-"  # counts mean something to one gateway only
+    for told, named in {"17.25@10.0.0.7": "17.25", "17.25@fe80::1%eth0": "17.25", "pid-12": "pid-12", "seen-3@::1": "-", "x" * 65: "-"}.items():
+        assert Keys("d", "10.0.0.7:8000", told).incarnation == named and NAME.fullmatch(named)
     assert all(key.startswith(f"hitherto:1:d:{{{one.lane}}}:map:") for key in (one.lease, one.head, one.deltas, one.snapshot, one.wish, one.life))

@@ -179,6 +179,21 @@ async def test_a_gateway_that_cannot_tell_the_incarnation_takes_the_one_others_k
             assert not [key for key in client.keys() if b":-:" in key]
 
 
+@pytest.mark.parametrize("name", ["100.00@10.0.0.5", "100.00@fe80::1%eth0", "pid-17"])
+async def test_every_name_of_an_incarnation_stays_in_redis_and_is_shared(redis_server, name):
+    """Also by gateways that reach the engine at another address, or have never seen it move."""
+    _, hashes = prompt(1, 6)
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        one.follow("r", publisher, name)
+        await led(one, "r", publisher)
+        other.follow("r", publisher, name.partition("@")[0])
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: other.held("r", hashes) == 6)
+        assert (one.role("r"), other.role("r")) == ("writer", "mirror")
+        with redis_server.client() as client:
+            assert client.get(one.intakes["r"].keys.life).decode() == name.partition("@")[0]
+
+
 async def test_gateways_that_name_blocks_otherwise_are_not_mixed(redis_server):
     async with publishing() as publisher, gateways(redis_server.url) as running:
         one = running[0]

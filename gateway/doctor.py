@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -74,17 +74,23 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
     if (finding := await _traces()) is not None:
         yield finding
     async with aiohttp.ClientSession() as session, contextlib.AsyncExitStack() as stack:
-        running = None
+        running, refuses = None, False
         try:
             running = await _running_gateway(settings, session)
             for finding in _gateway(settings, running):
                 yield finding
         except Refused as refused:
+            refuses = True
             yield Finding("fail", "gateway", f"one runs, and its admin side refuses the doctor: {refused}",
                           "run the doctor with the --admin-token that the gateway was started with")  # fmt: skip
         urls = list(known_urls(settings)) or list(dict.fromkeys(one["url"] for one in (running or {}).get("replicas", [])))
-        replicas, ways = [], {}
+        replicas, ways, untried = [], {}, set()
         for address in map(parse_url, urls):
+            for finding in _kept_out(address, running):
+                untried.add(address.url)
+                yield finding
+            if address.url in untried:
+                continue
             way = Access(address.url, address.host, context_for(address.url, settings.replica_ca), address.source)
             stack.push_async_callback(way.close)
             facts = await way.find(PROBE_SECONDS)
@@ -96,13 +102,14 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
                 replicas.append((address, facts))
                 for finding in _own_words(address, facts):
                     yield finding
-        for finding in _seen_by_gateway(running, replicas):
+        for finding in _seen_by_gateway(running, replicas, untried):
             yield finding
-        if not urls:
+        if not urls and not refuses:
             yield _no_replicas(settings)
-        served, directory, finding = _model(settings, [facts for _, facts in replicas])
-        yield finding
-        pipeline = None
+        pipeline, served, directory = None, "", None
+        if replicas or settings.model or settings.launch or not (running or refuses):  # else the gateway knows the model, and we do not
+            served, directory, finding = _model(settings, [facts for _, facts in replicas])
+            yield finding
         if directory:
             pipeline, findings = _prompt_room(settings, directory, served, [facts for _, facts in replicas])
             for finding in findings:
@@ -281,6 +288,15 @@ def _template(pipeline: Pipeline) -> list[Finding]:
 # --- the replicas, as they describe themselves
 
 
+def _kept_out(address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:
+    """Replicas behind this address that the running gateway sends nothing to, by its own words. It remembers what
+    was there before; what answers now need not be an engine, and would be misjudged by one look at it."""
+    for one in (running or {}).get("replicas", []):
+        if one["url"] == address.url and one.get("state") in ("starting", "warming", "failed"):
+            yield Finding("fail", f"replica {one['id']}", f"the gateway calls it {one['state']}: {one['reason']}",
+                          "start it, wait until it has loaded, or correct its URL; nothing more was tried of it")  # fmt: skip
+
+
 def _reached(address: Address, facts: Facts) -> Finding:
     if not facts.serving:
         return Finding("fail", f"replica {address.id}", facts.error or "does not serve a model", "start it, wait until it has loaded, or correct its URL")
@@ -306,12 +322,12 @@ def _own_words(address: Address, facts: Facts) -> Iterator[Finding]:
             yield Finding(level, f"{subject} {address.id}", problem.what, problem.remedy)
 
 
-def _seen_by_gateway(running: dict[str, Any] | None, replicas: list[tuple[Address, Facts]]) -> Iterator[Finding]:
+def _seen_by_gateway(running: dict[str, Any] | None, replicas: list[tuple[Address, Facts]], untried: Collection[str] = ()) -> Iterator[Finding]:
     """Problems that only traffic shows, from the gateway that sees it."""
     known = {str(problem) for address, facts in replicas for problem in _problems(address, facts).values()}
     for one in (running or {}).get("replicas", []):
         for problem in one.get("problems", []):
-            if problem not in known:
+            if problem not in known and one.get("url") not in untried:
                 yield Finding("warn", f"traffic {one['id']}", problem)
 
 

@@ -180,6 +180,7 @@ def fake():
                 body = b"{}" if isinstance(page, int) else page.encode() if isinstance(page, str) else json.dumps(page).encode()
                 self.send_response(page if isinstance(page, int) else 200)
                 self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Type", "text/plain" if isinstance(page, str) else "application/json")
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -312,6 +313,39 @@ def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
     assert (ledger.level, ledger.subject) == ("fail", "redis: ledger") and "READONLY" in ledger.text
     _, failed = told(status(background_failures={"shared map: publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}}))
     assert failed.level == "fail" and "shared map: publish failed 3 times" in failed.text and "KeyError: 7" in failed.text
+
+
+@pytest.fixture
+def gateway(fake, monkeypatch):
+    """gateway(status): the admin side of a running gateway that answers so."""
+
+    def start(page) -> None:
+        monkeypatch.setenv("HITHERTO_ADMIN_PORT", fake({"/status": page}).rpartition(":")[2])
+
+    return start
+
+
+def test_what_the_gateway_says_of_a_replica_comes_before_one_look_at_what_answers_there(capsys, fake, gateway, monkeypatch):
+    monkeypatch.delenv("HITHERTO_MODEL")
+    url = fake({"/health": "", "/v1/models": "<html>", "/version": "<html>", "/metrics": "<html>", "/tokenize": "<html>"})
+    name, reason = url.removeprefix("http://"), "something else than the engine answers there: /v1/models lists no models"
+    one = {"id": name, "url": url, "events": "off", "state": "warming", "reason": reason, "problems": ["KV events are off"]}
+    gateway(status(ready=False, why_not=f"no replica is ready: {name} is warming ({reason})", replicas=[one]))
+    code, found = examine(capsys, "--replica-url", url)
+    assert code == 1 and found["replica"][0] == "fail" and f"warming: {reason}" in found["replica"][1]
+    assert set(found) == {"config", "gateway", "replica"}, "nothing else is known of it"
+
+
+def test_without_its_token_nothing_is_said_of_what_only_the_gateway_knows(capsys, fake, monkeypatch):
+    monkeypatch.delenv("HITHERTO_MODEL")
+
+    async def refused(*_):
+        raise doctor.Refused("the admin side asks for its token")
+
+    monkeypatch.setattr(doctor, "_running_gateway", refused)
+    code, found = examine(capsys)
+    assert code == 1 and found["gateway"][0] == "fail" and "--admin-token" in found["gateway"][1]
+    assert set(found) == {"config", "gateway"}
 
 
 async def test_clocks_that_differ(monkeypatch):

@@ -28,6 +28,7 @@ log = logging.getLogger("hitherto.wire")
 WHOLE = 4096
 # Bytes of chunk sizes and extensions that a byte of a body may bring with it: a chunk of one byte, its size in eight digits, has 12.
 FRAMING_PER_BYTE = 16
+LENGTH_DIGITS = 20  # of a Content-Length; the parser takes any number of zeros before it, of which `int` takes 4,300
 REQUEST_BYTES = 2048  # about what a small request takes besides its body: 256 kB of pipelined ones become 11 MB
 
 
@@ -54,7 +55,7 @@ class Downstream(asyncio.Protocol):
         "server", "transport", "parser", "closing", "close_at", "close_last", "active_at", "reading_paused", "writing_paused", "known", "read",
         # the request being read
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
-        "refused", "expects", "again", "framing", "raw", "behind", "completed", "rated", "rated_at",
+        "refused", "expects", "again", "framing", "raw", "behind", "searched", "completed", "rated", "rated_at",
         # the request being answered, and those behind it
         "exchange", "current", "waiting",
         # bytes of all these, and of the one being answered, as they are counted in the server
@@ -77,6 +78,7 @@ class Downstream(asyncio.Protocol):
         self.told = 0  # bytes of the read at hand of which the parser has told
         self.raw: bytes | bytearray = b""  # the reads in which the present head came
         self.behind = False  # in which a request ends before that head
+        self.searched = 0  # bytes of them that lie before that head for certain
         self.completed = False  # in the read at hand
         self.exchange: Exchange | None = None
         self.current: Request | None = None
@@ -157,23 +159,27 @@ class Downstream(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _feed(self, data: bytes) -> None:
+        # Some clients offer h2c on every request, and llhttp stops at such a head. The request is also a plain one: read it
+        # again without the offer. In a loop, as there may be thousands of them in one read.
+        while (end := self._parse(data)) and not self.refused:
+            head, self.again, self.raw = self.again, b"", b""
+            self.parser = httptools.HttpRequestParser(self)
+            self._parse(head)
+            if self.refused or end == len(data):
+                return
+            data = data[end:]
+
+    def _parse(self, data: bytes) -> int:
+        """Returns where a head ends that offers to upgrade the connection; 0 if there is none, and all was parsed."""
         if self.raw:
             self.raw += data
         else:
-            self.raw, self.behind = data, False
+            self.raw, self.behind, self.searched = data, False, 0
         self.told, self.completed = 0, False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # Some clients offer h2c on every request, and llhttp stops at such a head. The request is also a
-            # plain one: read it again without the offer.
-            head, self.again, self.raw = self.again, b"", b""
-            self.parser = httptools.HttpRequestParser(self)
-            if not self.refused:
-                self._feed(head)
-            if not self.refused:
-                self._feed(data[upgrade.args[0] :])
-            return
+            return upgrade.args[0]
         except httptools.HttpParserCallbackError as error:
             self._failed(error.__context__ or error)
         except httptools.HttpParserError as error:
@@ -183,6 +189,7 @@ class Downstream(asyncio.Protocol):
             self.raw = b""
         elif type(self.raw) is bytes:
             self.raw = bytearray(self.raw)  # for a head that comes byte by byte
+        return 0
 
     def _count_untold(self, size: int) -> None:
         """Bound what the parser does not tell of: it tells of a line when it has all of it, of a chunk's extensions never.
@@ -240,7 +247,9 @@ class Downstream(asyncio.Protocol):
             if name == b"host":
                 hosts += 1
             elif name == b"content-length":
-                if int(value) > self.server.limits.body_bytes:
+                if len(value) > LENGTH_DIGITS:
+                    self._refuse(400, f"a Content-Length of more than {LENGTH_DIGITS} digits")
+                elif int(value) > self.server.limits.body_bytes:
                     self._refuse_body()
                 elif not self._fits(int(value)):
                     self._refuse_more()
@@ -263,7 +272,12 @@ class Downstream(asyncio.Protocol):
     def _is_http(self) -> bool:
         """The parser takes request lines of RTSP and ICE as well, and does not tell them apart."""
         line = b"%b %b HTTP/" % (self.parser.get_method(), self.target)
-        return line in self.raw if self.behind else self.raw.lstrip(b"\r\n").startswith(line)
+        # Each search goes on where the one before ended: thousands of requests may come in one read.
+        found = self.raw.find(line, self.searched)
+        if found < 0 or not self.behind and self.raw[:found].strip(b"\r\n"):
+            return False
+        self.searched = found + len(line)
+        return True
 
     def on_body(self, body: bytes) -> None:
         if self.refused:
@@ -284,6 +298,7 @@ class Downstream(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.behind = self.completed = True
+        self.searched = max(self.searched, self.told)
         if self.refused:
             return
         method = self.parser.get_method().decode("ascii")

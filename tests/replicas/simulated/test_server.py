@@ -67,6 +67,24 @@ async def test_the_next_turn_finds_prompt_and_reply_in_the_cache(stack):
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == computed // 16 * 16
 
 
+@pytest.mark.parametrize("path, wanted, read", [
+    ("/v1/chat/completions", {"prompt_logprobs": 0}, False),
+    ("/v1/chat/completions", {"echo": True}, False),
+    ("/v1/chat/completions", {"echo": False, "logprobs": True}, True),
+    ("/v1/completions", {"prompt_logprobs": 1}, False),
+    ("/v1/completions", {"echo": True, "logprobs": 0}, False),
+    ("/v1/completions", {"echo": True}, True),
+])
+async def test_a_request_for_the_prompts_logprobs_reads_nothing_cached(stack, path, wanted, read):
+    """As vLLM: what is cached has none. The next request finds what it stored."""
+    prompt = {"messages": CHAT["messages"]} if "chat" in path else {"prompt": "Once upon a time. " * 20}
+    found = []
+    for fields in ({}, wanted, {}):
+        answer = await stack.post(path, model="sim", max_tokens=1, **prompt, **fields)
+        found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found[2] >= 16 and found == [0, found[2] if read else 0, found[2]]
+
+
 async def test_another_engine_continues_a_reply_from_its_tokens(run_stack):
     async with run_stack(seed=1) as one, run_stack(seed=2) as other:
         whole = await one.post("/v1/chat/completions", **CHAT, return_token_ids=True)

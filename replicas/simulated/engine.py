@@ -84,7 +84,7 @@ class Engine:
             blocks += self._blocks(begun.tokens) - len(begun.held)
         for sequence in self._waiting:
             if sequence.wanted < 0:      # looked up once: it is what the cache had when somebody first asked
-                sequence.wanted = sequence.tokens - self.cached(sequence.keys, sequence.tokens) * self._size
+                sequence.wanted = sequence.tokens - len(self._hits(sequence)) * self._size
             tokens += sequence.wanted
             blocks += self._blocks(sequence.wanted)
         return tokens, blocks, len(self._batch.sequences), self._batch.context
@@ -240,7 +240,7 @@ class Engine:
         waiting, most = self._waiting, self.profile.max_num_seqs
         while waiting and budget > 0 and self.running + len(ended) < most:
             sequence = waiting[0]
-            hits = self._pool.find(sequence.keys, (sequence.tokens - 1) // self._size)
+            hits = self._hits(sequence)
             if self._blocks(sequence.tokens) - len(hits) + self._pool.idle(hits) > self._pool.free:
                 break
             waiting.popleft()
@@ -250,6 +250,9 @@ class Engine:
             budget -= new
         self._settled = self._partial is None and (budget > 0 or not waiting)
         return pairs
+
+    def _hits(self, sequence: Sequence) -> list[int]:
+        return self._pool.find(sequence.keys, (sequence.tokens - 1) // self._size) if sequence.request.reads_cache else []
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._size)
@@ -263,8 +266,9 @@ class Engine:
         if sequence.cached < 0:  # vLLM counts a preempted request's second look apart
             sequence.cached = sequence.computed
             self.counters.prompt_tokens += sequence.tokens
-            self.counters.prefix_queries += sequence.tokens
-            self.counters.prefix_hits += sequence.computed
+            if sequence.request.reads_cache:  # only who asks is counted
+                self.counters.prefix_queries += sequence.tokens
+                self.counters.prefix_hits += sequence.computed
 
     def _compute(self, sequence: Sequence, new: int, step: Step, ended: list[Sequence]) -> float:
         """Compute `new` tokens of its prompt (after a preemption: of prompt and output)."""

@@ -25,6 +25,7 @@ class Asked:
     salt: str | None = None
     clip: bool = False  # a max_tokens beyond the context is cut, not refused
     text: bool = True   # the prompts came as text, not as token ids
+    reads_cache: bool = True  # what is cached has no logprobs: where the prompt's are wanted, all of it is computed
     limit: str = "max_tokens"  # what `max_tokens` was called
 
 
@@ -74,6 +75,7 @@ def chat(body: dict, tokens: Tokens) -> Asked:
     asked = _common(body, [prompt], most if most is not None else _whole_number(body, "max_tokens", 1),
                     body.get("stop"))
     asked.text = ids is None
+    asked.reads_cache = body.get("prompt_logprobs") is None and not body.get("echo")  # with `echo`, 0 of them by default
     if most is not None:
         asked.limit = "max_completion_tokens"
     return asked
@@ -87,6 +89,7 @@ def completion(body: dict, tokens: Tokens) -> Asked:
     special = body.get("add_special_tokens")
     prompts = texts(body.get("prompt"), tokens, True if special is None else bool(special))
     asked = _common(body, prompts, 16 if most is None else most, body.get("stop"))
+    asked.reads_cache = body.get("prompt_logprobs") is None and not (body.get("echo") and body.get("logprobs") is not None)
     asked.text = isinstance(body["prompt"], str) or isinstance(body["prompt"][0], str)
     return asked
 

@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 class Generation:
     """One sequence: what it was asked and everything it will say. `tell(generation, output)` is called with tokens."""
     __slots__ = ("id", "prompt", "adapter", "weights", "salt", "ids", "pieces", "reason", "stop", "sent", "cached", "tell",
-                 "arrived", "text", "begun", "last", "request", "_all")
+                 "arrived", "text", "begun", "last", "request", "reads_cache", "_all")
 
     def __init__(self, id: str, prompt: list[int], adapter: str | None = None, salt: str | None = None,
-                 arrived: float | None = None, text: bool = False):
+                 arrived: float | None = None, text: bool = False, reads_cache: bool = True):
         self.id, self.prompt = id, array("I", prompt)
         self.adapter, self.salt = adapter, salt
         self.weights = adapter  # what its blocks are keyed with: vLLM's keys cover the adapter's path beside its name
@@ -38,6 +38,7 @@ class Generation:
         self.tell: Callable[["Generation", Output], None] = lambda generation, output: None
         self.arrived = time.monotonic() if arrived is None else arrived
         self.text = text  # a prompt that came as text takes longer to get to the scheduler
+        self.reads_cache = reads_cache
         self.begun = self.last = 0.0
         self.request: EngineRequest | None = None
         self._all: array | None = None
@@ -111,7 +112,7 @@ class Runner:
         known = list(blocks)
         generation.request = EngineRequest(generation.id, blocks, len(generation.prompt), len(generation.ids),
                                            output_key, len(generation.ids) if generation.reason == "stop" else None,
-                                           owner=generation)
+                                           generation.reads_cache, owner=generation)
         due = time.monotonic()
         if self._front is not None:
             due = self._front.reaches_engine(generation.arrived, len(generation.prompt), generation.text,

@@ -167,7 +167,7 @@ class Server:
                     param="input_tokens")
             for _ in range(asked.n):
                 generation = Generation(f"{id}-{len(made)}-{uuid.uuid4().hex[:8]}", prompt, adapter, asked.salt,
-                                        arrived, asked.text)
+                                        arrived, asked.text, asked.reads_cache)
                 if adapter and self.adapters.get(adapter, adapter) != adapter:
                     generation.weights = f"{adapter}\0{self.adapters[adapter]}"
                 generation.plan(self.replies, self.tokens.eos_id, asked.max_tokens or room, room, asked.ignore_eos,

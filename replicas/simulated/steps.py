@@ -13,13 +13,14 @@ class EngineRequest:
     `output_blocks(i)` gives the key of block `i` of the whole sequence, prompt included, once output has
     filled it; without it, blocks filled by output are never hits and raise no events. `stop_tokens`:
     after how many tokens the model ends by itself (None: never); the output is cut at `max_tokens` and at the
-    engine's context length."""
+    engine's context length. `reads_cache`: False computes the whole prompt, and stores it."""
     id: Hashable
     blocks: list[Key]
     prompt_tokens: int
     max_tokens: int
     output_blocks: Callable[[int], Key] | None = None
     stop_tokens: int | None = None
+    reads_cache: bool = True
     owner: object = None  # the caller's own; the engine never looks at it
 
 

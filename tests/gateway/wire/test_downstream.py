@@ -162,6 +162,14 @@ async def test_a_body_behind_an_offer_to_upgrade_is_not_lost(framing, piece):
         assert echo.seen[0].header(b"upgrade") is None
 
 
+def test_any_number_of_offers_to_upgrade_may_come_at_once():
+    offer = b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    client = Downstream(Server(Echo()))
+    client.connection_made(type("Transport", (), {"pause_reading": lambda self: None})())
+    client.data_received(offer * 2000)
+    assert len(client.waiting) == 1999 and not client.refused
+
+
 UPGRADE = b"Upgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
 
 
@@ -205,6 +213,13 @@ async def test_another_protocols_request_line_behind_a_request_is_refused():
         assert [(await talk.response())[0] for _ in range(2)] == [200, 400]
 
 
+async def test_another_protocols_request_line_is_not_taken_for_the_one_before_it():
+    async with served() as (talk, echo, _):
+        await talk.say(GET + GET.replace(b"HTTP/1.1", b"RTSP/1.1"))
+        assert [(await talk.response())[0] for _ in range(2)] == [200, 400]
+        assert len(echo.seen) == 1
+
+
 async def test_words_of_other_protocols_in_a_request_are_words():
     async with served() as (talk, echo, _):
         body = b"GET /x RTSP/1.1"
@@ -243,6 +258,7 @@ async def test_versions_and_codings_that_are_not_spoken_are_refused(raw, status)
         b"POST /p HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
         b"POST /p HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
         b"POST /p HTTP/1.1\r\nHost: x\r\nContent-Length: +3\r\n\r\nabc",
+        b"POST /p HTTP/1.1\r\nHost: x\r\nContent-Length: %b3\r\n\r\nabc" % (b"0" * 5000),
         b"POST /p HTTP/1.1\r\nHost: x\r\nContent-Length: 3, 3\r\n\r\nabc",
         b"POST /p HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
         b"POST /p HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",

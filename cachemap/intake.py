@@ -39,6 +39,7 @@ class EventIntake:
     `topic` is the prefix its messages must have. `model` and `block_size` must be those
     prompts are hashed with. `on_change(state, reason)` is called when `state` changes or the
     replica's blocks had to be forgotten; states are connecting, live, gap and unobserved.
+    `on_unreachable()` is called when the engine's publisher cannot be reached, before the map is told so.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class EventIntake:
         model: str,
         block_size: int,
         on_change: Callable[[str, str], None] = lambda state, reason: None,
+        on_unreachable: Callable[[], None] = lambda: None,
     ):
         self._map = cache_map
         self._slot = slot
         self._endpoint = endpoint
         self._replay_endpoint = replay
         self._topic = topic.encode()
-        self._on_change = on_change
+        self._on_change, self._on_unreachable = on_change, on_unreachable
         self._events = EventApplier(cache_map, slot, model, block_size)
 
         self._inbox: Inbox | None = None
@@ -71,6 +73,7 @@ class EventIntake:
         self._replay_pause = RETRY_SECONDS[0]
         self._linked = False  # the engine's publisher is connected, so the map may believe what it tells
         self._unlinked_at = 0.0
+        self.unreachable = False  # it was tried for long enough
         self._silent_requests = 0
         self._silent_since = 0.0
         self._foreign_topic: bytes | None = None
@@ -119,7 +122,7 @@ class EventIntake:
         self._resuming = self._look_again = self._replay_wanted and sequence is not None
         if observed and self.state == "unobserved":
             self._change("connecting", "another gateway saw events")
-        elif not observed:
+        elif not observed and sequence is not None:  # without any batch the other may not have reached the engine: we try anew
             self._change("unobserved", "another gateway saw no events")
 
     @property
@@ -141,7 +144,7 @@ class EventIntake:
     async def run(self) -> None:
         """Read events until cancelled."""
         with connected(zmq.SUB, self._endpoint) as inbox:
-            self._inbox, self._unlinked_at = inbox, _now()
+            self._inbox, self._unlinked_at, self.unreachable = inbox, _now(), False
             if self.last_seq is None and self.state == "connecting":
                 self._map.observed(self._slot, False)
             else:
@@ -174,22 +177,26 @@ class EventIntake:
             return
         away = _now() - self._unlinked_at
         if self._linked and away > LINK_LOST_SECONDS:
-            self._linked = False
-            self._unobserve(f"the connection to {self._endpoint} was lost and cannot be made again")
+            self._unlink(f"the connection to {self._endpoint} was lost and cannot be made again")
         elif not self._linked and self.state == "connecting" and (inbox.refused or away > LINK_SECONDS):
             why = "nothing listens there" if inbox.refused else f"no ZMQ publisher answered within {LINK_SECONDS:g} s"
-            self._unobserve(
+            self._unlink(
                 f"{self._endpoint} cannot be reached: {why}; let the gateway reach the engine's event port, "
                 "or give the address as URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT"
             )
 
     def _link(self) -> None:
         """The publisher is there, for the first time or again: believe it from here on."""
-        self._linked = True
+        self._linked, self.unreachable = True, False
         self._map.observed(self._slot, True)
         if self.state == "unobserved":
             self._want_replay()
             self._change("connecting", f"{self._endpoint} can be reached")
+
+    def _unlink(self, reason: str) -> None:
+        self._linked, self.unreachable = False, True
+        self._on_unreachable()
+        self._unobserve(reason)
 
     def resync(self) -> None:
         """Forget what the replica holds and ask for everything again."""

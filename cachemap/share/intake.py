@@ -49,7 +49,8 @@ class SharedIntake:
         self._shared, self._map, self._slot, self.keys = shared, cache_map, slot, keys
         self.replica, self.unnamed = replica, keys.incarnation == UNNAMED
         self._identity = Identity(model, block_size, cache_map.tag_bits)
-        self.engine = EventIntake(cache_map, slot, model=model, block_size=block_size, on_change=on_change, **source)
+        self.engine = EventIntake(cache_map, slot, model=model, block_size=block_size, on_change=on_change,
+                                  on_unreachable=lambda: shared.unreachable(self), **source)  # fmt: skip
         self._following: asyncio.Task[None] | None = None  # of the engine's events
         self._on_change = on_change
         self._wanted = "joining"
@@ -86,6 +87,11 @@ class SharedIntake:
     @property
     def reason(self) -> str:
         return self.engine.reason if self.role in ("writer", "alone") else self.role_reason
+
+    @property
+    def unreachable(self) -> bool:
+        """This gateway follows the engine's events and cannot reach it, so that any other may do better."""
+        return self._following is not None and self.engine.unreachable
 
     @property
     def last_seq(self) -> int | None:

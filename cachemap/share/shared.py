@@ -141,6 +141,14 @@ class SharedMap:
         member.claim_at = member.mirror_at = self.now() + 3 * LEASE_SECONDS
         self._resign(member)
 
+    def unreachable(self, member: SharedIntake) -> None:
+        """This gateway cannot reach the engine's events. It gives the lease to one that may, before it writes for all that the
+        replica is not observed, and while it still cannot reach them it does not ask for it again."""
+        if member.journal is not None:
+            log.warning("replica %s: its events cannot be reached from here: another gateway may lead", member.keys.replica)
+            member.claim_at = self.now() + 3 * LEASE_SECONDS
+            self._resign(member)
+
     def abdicate(self) -> None:
         """What all leases depend on has failed here."""
         for member in self.members:
@@ -263,7 +271,7 @@ class SharedMap:
 
     def _to_claim(self, group: list[SharedIntake]) -> set[SharedIntake]:
         """Leases to take if they are free: those we had, and some of the others."""
-        others = [one for one in group if one.journal is None and self.now() >= one.claim_at]
+        others = [one for one in group if one.journal is None and self.now() >= one.claim_at and not one.unreachable]
         some = random.sample(others, min(len(others), max(4, len(others) // 4)))
         return {one for one in group if one.journal is not None} | set(some)
 

@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -205,6 +206,34 @@ async def test_a_fault_of_a_gateways_own_in_one_replica_is_seen_and_costs_the_ot
         await another.publish(event(2, 0, 6))
         await all_hold(prompt(2, 6)[1], one, other, name="s")
         assert (one.role("s"), other.role("s")) == ("writer", "mirror")
+
+
+async def test_a_leader_that_cannot_reach_the_events_lets_another_lead(redis_server, unused_tcp_port):
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        await publisher.publish(event(1, 0, 6))
+        one.follow("r", SimpleNamespace(endpoint=f"tcp://127.0.0.1:{unused_tcp_port}", replay=publisher.replay))
+        await until(lambda: one.intakes["r"].state == "unobserved")
+        other.follow("r", publisher)
+        await healed(one, other)
+        assert other.role("r") == "writer"
+        await all_hold(prompt(1, 6)[1], one, other)  # though the engine is idle since
+        assert one.intakes["r"].state == other.intakes["r"].state == "live"
+
+
+async def test_a_leader_that_loses_the_events_lets_another_lead_who_loses_nothing(redis_server, monkeypatch):
+    monkeypatch.setattr("cachemap.intake.LINK_LOST_SECONDS", 0.3)
+    monkeypatch.setattr("cachemap.intake.WAKE_SECONDS", 0.1)
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other), Proxy(int(publisher.endpoint.rpartition(":")[2])) as proxy:
+        await one_and_a_mirror("", SimpleNamespace(endpoint=f"tcp://127.0.0.1:{proxy.port}", replay=publisher.replay, subscribed=publisher.subscribed), one, other)
+        other.intakes["r"].engine._endpoint = publisher.endpoint
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        proxy.cut()
+        await until(lambda: (one.role("r"), other.role("r")) == ("mirror", "writer"), what=lambda: (told(one, "r"), told(other, "r")))
+        await publisher.publish(event(2, 0, 6))
+        await all_hold(prompt(2, 6)[1], one, other)
+        await all_hold(prompt(1, 6)[1], one, other)
+        assert not any(state == "unobserved" for state, _ in other.changes)
 
 
 async def test_a_newer_incarnation_that_nobody_has_is_given_up(redis_server, monkeypatch):

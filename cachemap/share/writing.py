@@ -43,7 +43,7 @@ class Writing:
                 with self._shared.guard(one):
                     if len(self.snapshots) < MOST_SNAPSHOTS and one.journal.due(one.blocks):
                         self.snapshots.add(one)
-                        self._shared.beside(self._write_snapshot(one))
+                        self._shared.beside(self._write_snapshot(one, one.journal))
             groups = self._shared.groups([one for one in writers if one not in self.snapshots and one.journal is not None])
             await asyncio.gather(*map(self._publish_group, groups))
 
@@ -82,9 +82,18 @@ class Writing:
         if any(result == b"lost" for result in results):
             self._shared.look_soon()
 
-    async def _write_snapshot(self, one: SharedIntake) -> None:
+    async def _write_snapshot(self, one: SharedIntake, journal: Journal) -> None:
         """In the place of all deltas so far, most of which go; or of everything, where nothing there follows."""
-        journal = one.journal
+        try:
+            if one.journal is journal:  # the lease may have gone before this began
+                await self._write(one, journal)
+            if one.journal is journal and journal.whole:
+                self._shared.look_soon()  # for the number to begin with
+                await asyncio.sleep(PAUSE_SECONDS)
+        finally:
+            self.snapshots.discard(one)
+
+    async def _write(self, one: SharedIntake, journal: Journal) -> None:
         try:
             result = await (self._write_anew(one, journal) if journal.whole else self._write_on(one, journal))
             self.written += result == b"ok"
@@ -98,11 +107,6 @@ class Writing:
             journal.start_over()
         except Exception as error:
             self._shared.stumbled(one, error)
-        finally:
-            if journal.whole:
-                self._shared.look_soon()  # for the number to begin with
-                await asyncio.sleep(PAUSE_SECONDS)
-            self.snapshots.discard(one)
 
     def _answered(self, one: SharedIntake, result: bytes) -> None:
         one.wrote(result == b"ok")

@@ -185,7 +185,7 @@ class Life:
 
     def connected(self, upstream: Upstream) -> None:
         if self.state is State.CONNECTING:
-            self.advance(Event.CONNECTED, upstream)
+            self.take_step(self.advance, Event.CONNECTED, upstream)
         else:
             upstream.pool.release(upstream)
 
@@ -253,9 +253,8 @@ class Life:
             self.advance(Event.FINISHED)
 
     def lost(self, error: UpstreamError) -> None:
-        if self.state is State.ENDED:
-            return
-        self.advance(Event.LOST, error)
+        if self.state is not State.ENDED:
+            self.take_step(self.advance, Event.LOST, error)
 
     # --- what the table asks for
 

@@ -330,7 +330,11 @@ class Pool:
             sink.lost(UpstreamError("removed", "the replica was removed while a connection to it was being opened"))
             raise
         else:
-            sink.connected(upstream)
+            # The replica may have closed it before this task went on; to write to it then would raise.
+            if upstream.closed or upstream.transport.is_closing():
+                sink.lost(UpstreamError("connect", f"{self.host}:{self.port} closed a new connection before the request was sent"))
+            else:
+                sink.connected(upstream)
 
     def release(self, upstream: Upstream) -> None:
         if self.closed:

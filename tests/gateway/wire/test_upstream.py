@@ -1,6 +1,8 @@
 """What a replica may send, seen from a client: nothing of it passes as something else, and nothing of it is without a limit."""
 
 import asyncio
+import socket
+import struct
 
 import pytest
 
@@ -151,3 +153,38 @@ async def test_bytes_that_come_later_end_a_kept_connection():
 def test_a_response_keeps_its_framing_whatever_connection_names():
     headers = [(b"connection", b"close, content-length, x"), (b"content-length", b"2"), (b"x", b"y"), (b"z", b"y")]
     assert end_to_end(headers) == b"content-length: 2\r\nz: y\r\n"
+
+
+@pytest.mark.parametrize("reset", [True, False])
+async def test_a_new_connection_that_is_closed_before_the_request_is_sent_is_a_refused_one(reset, monkeypatch):
+    async def script(reader, writer):
+        if reset:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    async def late(seconds, work):
+        transport, made = await work
+        if made.pool.port == closing:
+            await eventually(lambda: made.closed)
+        return transport, made
+
+    monkeypatch.setattr(upstream, "within", late)
+    async with stack(script, answers(), request_timeout=60) as s:
+        closing = next(iter(s.dispatcher.backends.values())).pool.port
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, b'{"ok":true}')
+        assert s.faults and set(s.faults) == {"connect"}
+        await eventually(s.idle)
+
+
+async def test_a_bug_that_shows_when_the_connection_is_there_ends_the_request_with_an_answer(monkeypatch, caplog):
+    def broken(*_):
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(upstream.Upstream, "send", broken)
+    async with stack(answers(), request_timeout=60) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 500 and "a bug" in caplog.text
+        await eventually(s.idle)

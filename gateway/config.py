@@ -318,8 +318,9 @@ def read_token(settings: Settings) -> str | None:
 
 
 def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host.rstrip(".").lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False  # another name may mean any address
 

@@ -33,14 +33,6 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-async def resolve(host: str, deadline: float) -> tuple[str, ...]:
-    """All addresses of a host, IPv4 first, each family in numeric order so that every gateway prefers the same one.
-    Raises OSError, of which TimeoutError is one, when none is known within `deadline` seconds.
-
-    IPv4 comes first because an engine that binds its event sockets to `tcp://*` has them on IPv4 alone."""
-    return await HostName(host).look_up(deadline)
-
-
 class HostName:
     """A host name and what it was last seen to lead to. The address in use is chosen by the caller, told by `use`."""
 
@@ -57,8 +49,12 @@ class HostName:
         return self.address == self.host
 
     async def look_up(self, deadline: float) -> tuple[str, ...]:
-        """As `resolve`. The question runs in a thread of its own, and never in two at a time: a name server that does not
-        answer costs one thread for each name, and keeps nobody else waiting."""
+        """All addresses of the host, IPv4 first, each family in numeric order so that every gateway prefers the same one.
+        Raises OSError, of which TimeoutError is one, when none is known within `deadline` seconds.
+
+        IPv4 comes first because an engine that binds its event sockets to `tcp://*` has them on IPv4 alone. The question
+        runs in a thread of its own, and never in two at a time: a name server that does not answer costs one thread for
+        each name, and keeps nobody else waiting."""
         if self.fixed:
             return self.addresses
         if self._asking is None:
@@ -95,15 +91,13 @@ class HostName:
         same = [one for one in self.addresses if one != self.address and (":" in one) is family]
         return tuple(same) if self.address in self.addresses else self.addresses if self.alternates else ()
 
-    def use(self, address: str) -> bool:
-        """Take `address`; whether that is another one than before."""
-        moved = bool(self.address) and address != self.address
-        if moved:
+    def use(self, address: str) -> None:
+        """Take `address`, and remember when another one was left for it."""
+        if self.address and address != self.address:
             self._left[self.address] = monotonic()
             while len(self._left) > MOST_ADDRESSES:
                 del self._left[next(iter(self._left))]
         self.address = address
-        return moved
 
 
 def _ask(host: str, asking: asyncio.Future[tuple[str, ...]]) -> None:

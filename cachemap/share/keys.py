@@ -28,10 +28,11 @@ def scope(replica: str) -> str:
     """A replica's name that means the same on every host: a loopback address gets the host's name in its place.
     `replica` is HOST:PORT with whatever names one of several ranks behind the port."""
     host, _, port = replica.rpartition(":")
-    return f"{socket.gethostname()}:{port}" if _is_loopback(host.strip("[]")) else replica
+    return f"{socket.gethostname()}:{port}" if _is_this_host(host.strip("[]")) else replica
 
 
-def _is_loopback(host: str) -> bool:
+def _is_this_host(host: str) -> bool:
+    """Whether whoever connects there reaches its own machine, as it also does at 0.0.0.0."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

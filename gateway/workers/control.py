@@ -12,7 +12,6 @@ import contextlib
 import logging
 import mmap
 import socket
-from collections.abc import Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +51,7 @@ class Workers:
         self.ledger = ControlLedger(self.board)
         self.members: list[Member] = []
         self.restarts = 0
+        self.repairs = {"part": 0, "sum": 0}  # by the shared ledgers of all workers, as `SharedLedger.repairs`
         self._tasks: list[asyncio.Task[None]] = []
         self._asking: set[asyncio.Task[None]] = set()  # for workers whose clients want models that nobody serves
         self._first: list[asyncio.Future[None]] = []
@@ -269,6 +269,9 @@ class Workers:
         gateway.metrics.add(grown, gateway.fleet.replicas)
         member.requests += sum(by for _, by in grown.get("requests", ()))
         member.joined, member.reason, member.held = rest["joined"], rest["reason"], rest["held"]
+        gateway.background.add(rest["failures"])
+        for what, by in rest["repairs"].items():
+            self.repairs[what] += by
         member.seen |= replicas
         for id, seen in replicas.items():
             backend = gateway.dispatcher.backends.get(id)
@@ -323,8 +326,6 @@ class Workers:
     @property
     def joined(self) -> bool:
         return bool(self.live) and all(member.joined for member in self.live)
-
-    repairs: Mapping[str, int] = {}  # each worker mends and logs its own
 
     @property
     def reason(self) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 import orjson
 import uvloop
 
+from cachemap.background import Background
 from cachemap.processes import FollowingMap
 from cachemap.ring import BYTES as RING_BYTES
 from cachemap.ring import Reader, Ring
@@ -69,6 +70,7 @@ class Worker:
         self.ledger = WorkerLedger(self.board, index)
         self.costs = CostGroup(hello["costs"])
         self.replicas: dict[str, Replica] = {}
+        self.background = Background()
         self.served_name, self.model_dir = hello["served_name"], hello["model_dir"]
         self.spans = traces.start()
         self.dispatcher = datapath.dispatcher(
@@ -86,7 +88,7 @@ class Worker:
         )
         self.decisions = Decisions(self.dispatcher, mark(index))
         self.server = Server(self.dispatcher, datapath.limits(settings, self.dispatcher.pipeline))
-        self.shared_ledger = self.dispatcher.shared = datapath.shared_ledger(settings, self.metrics, self.ledger)
+        self.shared_ledger = self.dispatcher.shared = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.ended = asyncio.Event()
         self.channel = Channel(end, self._heard, self.ended.set, self._adopt)
         self._answered: Counter[str] = Counter()  # requests that replicas have answered, and nobody was told of
@@ -307,6 +309,8 @@ class Worker:
                 "held": self.server.held,
                 "joined": shared is not None and shared.joined,
                 "reason": shared.reason if shared is not None else "",
+                "repairs": shared.take_repairs() if shared is not None else {},
+                "failures": self.background.take(),
             })  # fmt: skip
             await asyncio.sleep(BEAT_SECONDS)
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -13,7 +14,7 @@ import pytest
 
 from gateway.config import ConfigError, load
 from tests.gateway.running import Running, alive, running
-from tests.gateway.test_gateways import joined, together
+from tests.gateway.test_gateways import LOAD, joined, together
 
 TEXT = "The quality of mercy is not strained; it droppeth as the gentle rain from heaven. "
 
@@ -216,6 +217,12 @@ async def test_with_redis_each_worker_counts_in_the_ledger_of_all_gateways(engin
         client = redis_server.client()
         async with asyncio.timeout(10):
             while any(map(any, together(client).values())):
+                await asyncio.sleep(0.05)
+        assert await gateway.counted("hitherto_background_failures_total", work="shared ledger: heartbeat") == 0
+        assert await gateway.counted("hitherto_ledger_repairs_total") == 0
+        client.hset(LOAD, "10.0.0.7:8000", struct.pack("<5d", 7, 0, 0, 0, 0))
+        async with asyncio.timeout(10):
+            while not await gateway.counted("hitherto_ledger_repairs_total", what="sum"):
                 await asyncio.sleep(0.05)
         assert [one.failures for one in some] == [[]] * 4
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 from replicas import Replica
+from replicas.access import session_to
 
 from .prompt.agreement import Answer
 from .prompt.pipeline import Pipeline, Verdict
@@ -58,14 +59,26 @@ async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | 
         raise Unanswered(f"/tokenize does not answer: {error or type(error).__name__}") from None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Engine:
-    """What was found of one engine."""
+    """What was found of one process behind an engine's address. Until it has been compared, what was found of its predecessor."""
 
     incarnation: str
-    names: tuple[str, ...]  # its models and adapters
-    how: str
-    differs: str
+    pipeline: Pipeline  # that it is compared with
+    replicas: dict[str, Replica] = field(default_factory=dict)  # its ranks, by id
+    said: str = "not compared yet"
+    how: str = ""  # "" where nothing is known
+    differs: str = ""
+    compared: bool = False
+    names: frozenset[str] = frozenset()  # its models and adapters, as they were when prompts were last settled
+
+    def tell(self, said: str) -> None:
+        self.said = said
+        for replica in self.replicas.values():
+            replica.tokenizer = said
+
+    def names_now(self) -> frozenset[str]:
+        return frozenset(name for replica in self.replicas.values() for name in replica.models)
 
 
 class TokenizerComparison:
@@ -75,60 +88,83 @@ class TokenizerComparison:
         """`changed` is called after the pipeline makes other prompts than before."""
         self._pipeline, self._changed = pipeline, changed
         self._engines: dict[str, _Engine] = {}
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._asked: dict[str, tuple[str, Pipeline]] = {}
-        self._adopting = asyncio.Lock()
+        self._comparing: dict[str, asyncio.Task[None]] = {}  # by engine
+        self._running: set[asyncio.Task[None]] = set()  # these, and those that only adopt
+        # Judging and adopting take turns: both load tokenizers, and what is judged is held against the one in use.
+        self._turn = asyncio.Lock()
 
     def compare(self, replica: Replica) -> None:
-        """Once for each process behind an engine's address, and for each tokenizer of the gateway."""
-        engine, now = replica.engine, (replica.incarnation, self._pipeline())
-        if self._asked.get(engine) != now and now[1].tokenizer is not None:
-            self.forget(engine)
-            self._asked[engine] = now
-            self._run(engine, self._compare(replica, engine, *now))
+        """Once for each process behind an engine's address, and for each tokenizer of the gateway. To be called again when
+        the replica's models change."""
+        pipeline = self._pipeline()
+        if pipeline.tokenizer is None:
+            return
+        old = self._engines.get(replica.engine)
+        if old is not None and old.incarnation == replica.incarnation and old.pipeline is pipeline:
+            old.replicas[replica.id] = replica
+            replica.tokenizer = old.said
+            if (old.compared or old.differs) and old.names_now() != old.names:
+                self._run(self._adopt(pipeline))
+            return
+        engine = self._engines[replica.engine] = _Engine(replica.incarnation, pipeline, {replica.id: replica})
+        engine.tell(engine.said)
+        self._stop_comparing(replica.engine)
+        if old is not None and old.pipeline is pipeline and old.how:
+            # Most likely it is the same engine again. Its files are not read another way for the second that this takes.
+            engine.how, engine.differs = old.how, old.differs
+            self._run(self._adopt(pipeline))
+        self._comparing[replica.engine] = self._run(self._compare(replica, engine))
 
     def forget(self, engine: str) -> None:
-        """It is gone, or another process has taken its place."""
-        self._asked.pop(engine, None)
-        if (task := self._running.pop(engine, None)) is not None:
-            task.cancel()
-        if self._engines.pop(engine, None) is not None:
-            self._run("", self._adopt(self._pipeline()))
+        """It is gone."""
+        self._stop_comparing(engine)
+        if (gone := self._engines.pop(engine, None)) is not None and gone.how:
+            self._run(self._adopt(self._pipeline()))
 
     def stop(self) -> None:
-        for task in self._running.values():
+        for task in self._running:
             task.cancel()
 
-    def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def _stop_comparing(self, engine: str) -> None:
+        if (task := self._comparing.pop(engine, None)) is not None:
+            task.cancel()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         def ended(task: asyncio.Task[None]) -> None:
+            self._running.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("comparing tokenizers failed", exc_info=error)
 
-        self._running[name] = task = asyncio.create_task(work)
+        task = asyncio.create_task(work)
+        self._running.add(task)
         task.add_done_callback(ended)
+        return task
 
-    async def _compare(self, replica: Replica, engine: str, incarnation: str, pipeline: Pipeline) -> None:
+    async def _compare(self, replica: Replica, engine: _Engine) -> None:
+        id, pipeline = replica.engine, engine.pipeline
         try:
             answers = await self._answers(replica, pipeline.fixed_texts())
         except Unanswered as why:
-            replica.tokenizer = f"cannot be compared: {why}"
+            engine.how = engine.differs = ""
+            engine.tell(f"cannot be compared: {why}")
             await self._adopt(pipeline)
-            log.warning("replica %s: whether it makes the gateway's tokens cannot be compared: %s%s", engine, why,
+            log.warning("replica %s: whether it makes the gateway's tokens cannot be compared: %s%s", id, why,
                         f"; {inexact}, so its prompts are matched as text" if (inexact := pipeline.inexact()) else "")  # fmt: skip
             return
-        verdict = await asyncio.get_running_loop().run_in_executor(None, pipeline.judge, answers)
-        self._engines[engine] = _Engine(incarnation, tuple(replica.models), verdict.how, verdict.differs)
-        replica.tokenizer = f"differs: {verdict.differs}" if verdict.differs else f"the gateway's, {verdict.how}"
+        async with self._turn:
+            verdict = await asyncio.get_running_loop().run_in_executor(None, pipeline.judge, answers)
+        engine.how, engine.differs, engine.compared = verdict.how, verdict.differs, True
+        engine.tell(f"differs: {verdict.differs}" if verdict.differs else f"the gateway's, {verdict.how}")
         if verdict.differs:
             log.error("replica %s has another tokenizer than the gateway: %s. Prompts of its models are matched as text; "
-                      "give the gateway the same --model. `hitherto doctor` compares them", engine, verdict.differs)  # fmt: skip
+                      "give the gateway the same --model. `hitherto doctor` compares them", id, verdict.differs)  # fmt: skip
         else:
-            log.info("replica %s makes the gateway's tokens of %d texts (%s)", engine, len(answers), verdict.how)
+            log.info("replica %s makes the gateway's tokens of %d texts (%s)", id, len(answers), verdict.how)
         await self._adopt(pipeline, verdict)
 
     async def _answers(self, replica: Replica, texts: list[str]) -> list[Answer]:
         model = next((name for name, parent in replica.models.items() if parent is None), None)
-        async with aiohttp.ClientSession() as session:
+        async with session_to(replica.address, replica.tls) as session:
             for pause in PAUSES:
                 try:
                     return await engine_answers(session, replica.url, model, texts)
@@ -140,21 +176,28 @@ class TokenizerComparison:
 
     async def _adopt(self, pipeline: Pipeline, found: Verdict | None = None) -> None:
         """Read the files as the engines do that were compared; where they differ, as the first one does."""
-        async with self._adopting:
+        async with self._turn:
             if pipeline is not self._pipeline():
                 return
-            how = next((one.how for one in self._engines.values() if not one.differs), None)
-            differs = {}
-            for id, one in self._engines.items():
-                why = one.differs or (f"it has {one.how}, others have {how}" if one.how != how else "")
-                differs |= dict.fromkeys(one.names or ("",), f"replica {id} has another tokenizer: {why}") if why else {}
+            known = [one for one in self._engines.values() if one.pipeline is pipeline and one.how and not one.differs]
+            how = next((one.how for one in sorted(known, key=lambda one: not one.compared)), None)
             loop = asyncio.get_running_loop()
             if how is None:  # nobody has said; as engines of that version do
                 verdict = await loop.run_in_executor(None, pipeline.likeliest)
-            elif found is not None and found.how == how:
+            elif found is not None and found.how == how and found.loaded is not None:
                 verdict = found
-            else:
+            else:  # which loads nothing if it is the way in use
                 verdict = await loop.run_in_executor(None, pipeline.read_as, how)
             if pipeline is self._pipeline():
-                pipeline.adopt(verdict, how is not None, differs)
+                pipeline.adopt(verdict, any(one.compared for one in known), self._differing(pipeline, how))
                 self._changed()
+
+    def _differing(self, pipeline: Pipeline, how: str | None) -> dict[str, str]:
+        """Why the tokens of these models are not the gateway's."""
+        differing: dict[str, str] = {}
+        for id, engine in self._engines.items():
+            engine.names = engine.names_now()
+            why = engine.differs or (f"it has {engine.how}, others have {how}" if engine.how and engine.how != how else "")
+            if why and engine.pipeline is pipeline:
+                differing |= dict.fromkeys(engine.names or ("",), f"replica {id} has another tokenizer: {why}")
+        return differing

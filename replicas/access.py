@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -122,6 +123,6 @@ def connector(address: str, tls: ssl.SSLContext | None = None) -> aiohttp.TCPCon
     return aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, resolver=_Pinned(address), use_dns_cache=False, ssl=tls or True)
 
 
-def session_to(address: str, tls: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
-    """A session over such a connector, for looking at an engine."""
-    return aiohttp.ClientSession(connector=connector(address, tls), cookie_jar=aiohttp.DummyCookieJar(), trace_configs=[connections_noted()])
+def session_to(address: str, tls: ssl.SSLContext | None = None, **more: Any) -> aiohttp.ClientSession:
+    """A session over such a connector, for looking at an engine; `more` as aiohttp.ClientSession takes it."""
+    return aiohttp.ClientSession(connector=connector(address, tls), cookie_jar=aiohttp.DummyCookieJar(), trace_configs=[connections_noted()], **more)

@@ -27,7 +27,7 @@ import msgspec
 import orjson
 from xxhash import xxh3_64_intdigest
 
-from replicas.access import connector
+from replicas.access import session_to
 
 from ..prompt.forward import with_ids, written
 
@@ -236,8 +236,7 @@ class TokenIdForwarding:
         known, path, ids = _forwarding(backend), prompt.path, prompt.token_ids
         try:
             replica, timeout = backend.replica, aiohttp.ClientTimeout(ANSWER_SECONDS)
-            way = connector(replica.address, replica.tls)
-            async with aiohttp.ClientSession(replica.url, headers=headers, timeout=timeout, connector=way) as session:
+            async with session_to(replica.address, replica.tls, base_url=replica.url, headers=headers, timeout=timeout) as session:
                 why = await check_ids(poster(session), path, body, ids)
                 if not why and path not in known.accepts:
                     why = await takes_ids(poster(session), path, prompt.model, ids[:4])

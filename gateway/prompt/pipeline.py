@@ -176,9 +176,10 @@ class Pipeline:
     def adopt(self, verdict: Verdict, confirmed: bool, differs: Mapping[str, str]) -> None:
         """Read the tokenizer's files in that way from now on. `confirmed`: an engine does so; `differs`: why the tokens of
         these models are not the gateway's."""
-        self._confirmed, self._differs = confirmed, dict(differs)
         if verdict.loaded is not None and verdict.loaded.reading != self.reading:
             self._enter(verdict.loaded)
+        in_use = self.reading is not None and self.reading.how == verdict.how  # it may have changed since it was judged
+        self._confirmed, self._differs = confirmed and in_use, dict(differs)
         if self._readings is not None:
             self._weigh()
 

@@ -1,12 +1,17 @@
 """The gateway's tokenizer against the engine's, when an engine is adopted: real processes on both sides."""
 
+import asyncio
 import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
+from gateway.comparison import TokenizerComparison
+from gateway.prompt.pipeline import Pipeline, Verdict
+from replicas import Replica
 from replicas.simulated.model import sim_model_dir
 
 from .running import running
@@ -78,3 +83,125 @@ async def test_a_model_without_tokenizer_json_is_served_by_load(start_engine, tm
         assert re.search(rb"has no tokenizer.json.*routed by load", b"".join(gateway.log))
         await answered(gateway, LONG)
         assert {mode: count for mode, count in (await prompts(gateway)).items() if count} == {"load": 1.0}
+
+
+class Engine:
+    """What answers /tokenize at a real port: by a pipeline of its own, or nonsense."""
+
+    def __init__(self, pipeline: Pipeline | None):
+        self.pipeline = pipeline
+        self.hosts: list[str] = []
+
+    async def __aenter__(self) -> "Engine":
+        app = web.Application()
+        app.router.add_post("/tokenize", self.tokenize)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        await self.runner.cleanup()
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        said = await request.json()
+        self.hosts.append(request.host)
+        if self.pipeline is None:
+            return web.json_response({"tokens": [1, 2, 3]})
+        ids = self.pipeline.tokenizer.encode(said["prompt"], said["add_special_tokens"])
+        return web.json_response({"tokens": memoryview(ids).cast("I").tolist()})
+
+    def replica(self, incarnation: str = "1", rank: int | None = None, host: str = "127.0.0.1", **models: str) -> Replica:
+        id = f"{host}:{self.port}" + (f"-dp{rank}" if rank is not None else "")
+        found = Replica(id, f"http://{host}:{self.port}", host, self.port, rank=rank, address="127.0.0.1")
+        found.incarnation, found.models = incarnation, {"sim": None, **models}
+        return found
+
+
+def mode(pipeline: Pipeline, model: str) -> str:
+    return pipeline.prepare("/v1/completions", json.dumps({"model": model, "prompt": LONG}).encode(), None, {"adapter"}).mode
+
+
+@pytest.fixture
+async def compared():
+    """Makes comparisons."""
+    made: list[TokenizerComparison] = []
+
+    def make(pipeline: Pipeline) -> TokenizerComparison:
+        made.append(TokenizerComparison(lambda: pipeline, lambda: None))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+async def all_done(comparison: TokenizerComparison) -> None:
+    while comparison._running:
+        await asyncio.wait(comparison._running, timeout=10)
+
+
+async def test_the_only_engine_restarts_and_is_still_read_as_it_reads(tmp_path, compared, monkeypatch):
+    folder = Path(model(tmp_path / "distilled", {"tokenizer_class": "LlamaTokenizerFast"}))
+    ours, theirs = Pipeline(folder, "sim", 16), Pipeline(folder, "sim", 16)
+    theirs.adopt(theirs.read_as("rebuilt as LlamaTokenizer"), True, {})
+    assert ours.reading.how != theirs.reading.how
+    comparison = compared(ours)
+    read: list[str] = []
+    enter = Pipeline._enter
+    monkeypatch.setattr(Pipeline, "_enter", lambda self, loaded: (read.append(loaded.reading.how), enter(self, loaded)))
+    async with Engine(theirs) as engine:
+        for incarnation in ("1", "2", "3"):
+            replica = engine.replica(incarnation)
+            comparison.compare(replica)
+            await all_done(comparison)
+            assert ours.reading.how == theirs.reading.how and ours.inexact("sim") == ""
+            assert replica.tokenizer == "the gateway's, rebuilt as LlamaTokenizer"
+    assert read == ["rebuilt as LlamaTokenizer"], "it is read once, and no other way in between"
+
+
+def test_a_way_that_is_no_longer_in_use_confirms_nothing(tmp_path):
+    """A worker is told of a comparison after the tokenizer was read in yet another way."""
+    folder = Path(model(tmp_path / "distilled", {"tokenizer_class": "LlamaTokenizerFast"}))
+    pipeline = Pipeline(folder, "sim", 16)
+    pipeline.adopt(Verdict("rebuilt as LlamaTokenizer"), True, {})
+    assert not pipeline.tokenizer_state()["confirmed"]
+
+
+async def test_an_adapter_loaded_later_is_no_more_exact_than_its_engine(compared):
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    comparison = compared(pipeline)
+    async with Engine(None) as engine:
+        replica = engine.replica()
+        comparison.compare(replica)
+        await all_done(comparison)
+        replica.models["adapter"] = "sim"
+        comparison.compare(replica)
+        await all_done(comparison)
+        assert [mode(pipeline, name) for name in ("sim", "adapter", "another")] == ["text", "text", "exact"]
+        comparison.forget(replica.engine)
+        await all_done(comparison)
+        assert mode(pipeline, "adapter") == "exact"
+
+
+async def test_the_engine_is_asked_at_the_address_where_it_was_found(compared):
+    comparison = compared(Pipeline(sim_model_dir(), "sim", 16))
+    async with Engine(Pipeline(sim_model_dir(), "sim", 16)) as engine:
+        replica = engine.replica(host="engine.invalid")
+        comparison.compare(replica)
+        await all_done(comparison)
+        assert replica.tokenizer.startswith("the gateway's") and engine.hosts[0] == f"engine.invalid:{engine.port}"
+
+
+async def test_what_was_found_of_an_engine_is_told_of_all_its_ranks(compared):
+    comparison = compared(Pipeline(sim_model_dir(), "sim", 16))
+    async with Engine(Pipeline(sim_model_dir(), "sim", 16)) as engine:
+        ranks = [engine.replica(rank=rank) for rank in (0, 1)]
+        for rank in ranks:
+            comparison.compare(rank)
+        await all_done(comparison)
+        ranks.append(engine.replica(rank=2))
+        comparison.compare(ranks[-1])
+        assert len({rank.tokenizer for rank in ranks}) == 1 and ranks[0].tokenizer.startswith("the gateway's")

@@ -241,18 +241,21 @@ class _Files:
         self.decoder: dict[int, AddedToken] = {}
         if "added_tokens_decoder" in told:
             self.decoder = {int(id): _added(token) for id, token in told["added_tokens_decoder"].items()}
+            if "additional_special_tokens" in told and "extra_special_tokens" not in told:
+                told["extra_special_tokens"] = told.pop("additional_special_tokens")    # the dictionary of that name is gone by now
             known = {token.content: token for token in self.decoder.values()}
         else:
             self._merge_special_tokens_map(told, specific)
             known = self._tokens_of_older_files(told)
-        told = {key: _token(value) for key, value in told.items() if key.endswith("_token")} | {
+        told = {key: _token(value) if key in NAMED else _typed(value) for key, value in told.items() if key.endswith("_token")} | {
             "extra_special_tokens": [_token(one) for one in told.get("extra_special_tokens") or []]}
         self.extra: list[Any] = told.pop("extra_special_tokens")
         # None stands for a token that the files say does not exist.
         self.named = {key: known.get(str(told[key]), told[key]) if told[key] is not None else None
                       for key in NAMED if key in told}
         named_besides = {key: value for key, value in told.items() if key not in NAMED and isinstance(value, (str, AddedToken))}
-        self.specific = named_besides | {key: _token(value) for key, value in specific.items()}
+        specific = {key: _typed(value) for key, value in specific.items()}
+        self.specific = named_besides | {key: value for key, value in specific.items() if isinstance(value, (str, AddedToken))}
 
     def _merge_special_tokens_map(self, told: dict[str, Any], specific: dict[str, Any]) -> None:
         """special_tokens_map.json counts, and wins, where tokenizer_config.json has no added_tokens_decoder."""
@@ -405,6 +408,11 @@ def _special(token: Any) -> Any:
 def _token(value: Any) -> Any:
     """A token as JSON writes it: a text, or an object with its properties."""
     return _added(value) if isinstance(value, dict) and isinstance(value.get("content"), str) else value
+
+
+def _typed(value: Any) -> Any:
+    """A named token of a model's own: an object counts only if it says that it is a token."""
+    return _token(value) if isinstance(value, dict) and value.get("__type") == "AddedToken" else value
 
 
 def _json(path: Path) -> dict[str, Any]:

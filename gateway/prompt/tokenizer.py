@@ -69,7 +69,10 @@ class Tokenizer:
             self._slow.no_truncation()
             self._slow.no_padding()
             self._slow.encode_special_tokens = splits
-            self._slow.encode(_WARM_UP)
+            try:
+                self._slow.encode(_WARM_UP)
+            except Exception as error:           # a vocabulary that lacks its own unknown token, say
+                raise TokenizerError(f"{path} cannot turn a text into tokens: {error}") from error
         settings = json.loads(content or path.read_bytes())
         self.added_tokens: list[dict[str, Any]] = settings.get("added_tokens") or []
         self._normalizes = not _changes_nothing(settings.get("normalizer"))

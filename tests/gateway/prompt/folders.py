@@ -300,6 +300,21 @@ def additional_special_tokens() -> Shape:
 
 
 @shape
+def additional_special_tokens_beside_named_ones() -> Shape:
+    """The dictionary is taken away, and then the list takes its name."""
+    file = byte_level("<s>", "<image>")
+    return "llama", file, {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "additional_special_tokens": ["<|extra|>", "<extra>"],
+                           "extra_special_tokens": {"image_token": "<image>"}, "added_tokens_decoder": decoder_of(file)}, {}  # fmt: skip
+
+
+@shape
+def tokens_of_a_models_own_as_untyped_objects() -> Shape:
+    """Not named, for transformers: an object is a token only if it says so."""
+    return "llama", byte_level("<s>", "<image>"), {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>",
+        "image_token": token("<image>", special=True), "boi_token": {"__type": "AddedToken", **token("<|extra|>", special=True)}}, {}  # fmt: skip
+
+
+@shape
 def tokens_named_by_key() -> Shape:
     return "llama", byte_level("<s>"), {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "image_token": "<image>", "pad_token": "<pad>"}, {}
 

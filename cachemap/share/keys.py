@@ -19,7 +19,7 @@ from zlib import crc32
 SCHEMA = 1
 LANES = 16
 KEEP_SECONDS = 24 * 3600  # keys of replicas nobody asks for any more; those in use are renewed with the lease
-RESYNC, REWRITE = 1, 2  # wishes: to read the engine's events anew; to write what lies in Redis anew
+RESYNC, REWRITE = b"1", b"2"  # wishes: to read the engine's events anew; to write what lies in Redis anew
 UNNAMED = "-"  # an incarnation of which is not known when it began
 NAME = re.compile(r"[A-Za-z0-9.-]{1,64}")  # of an incarnation; `tend.lua` deletes any other
 

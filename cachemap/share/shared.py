@@ -187,10 +187,10 @@ class SharedMap:
     def look_soon(self) -> None:
         self._look.set()
 
-    def wish(self, member: SharedIntake, what: int) -> None:
+    def wish(self, member: SharedIntake, what: bytes) -> None:
         self.beside(self._wish(member.keys, what))
 
-    async def _wish(self, keys: Keys, what: int) -> None:
+    async def _wish(self, keys: Keys, what: bytes) -> None:
         await (await self.ways.to(keys.wish)).set(keys.wish, what, px=10_000)
 
     def failed(self, error: BaseException) -> None:

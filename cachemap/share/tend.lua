@@ -1,11 +1,11 @@
 -- One look at the leases of some replicas: renew those held, claim those that are free and wanted, tell of the others.
 -- KEYS  for each replica: lease, head, wish, life, deltas, snapshot
 -- ARGV  gateway token, lease (ms), how long unused keys stay (s), then for each replica:
---       'hold' or 'claim' (take it if it is free) or 'insist' (also if a newer incarnation is named, which nobody leads) or
---       'look'; its incarnation; what its keys begin with
+--       'look', 'claim' (take it if it is free) or 'insist' (also if a newer incarnation is named, which nobody leads);
+--       its incarnation; what its keys begin with
 -- Gives the server's time, and for each replica: ours, held, free, newer or unled (another incarnation is named, and some
 -- gateway leads it or none does) or refused (the server takes no writes); the number of its last delta; 1 if what a
--- reader begins with is there; what was wished for, 0 if nothing; the newest incarnation named, or why it was refused.
+-- reader begins with is there; what was wished for, as keys.py says, empty if nothing; the newest incarnation named, or why it was refused.
 local token, lease, keep = ARGV[1], ARGV[2], ARGV[3]
 local DAY = 86400
 local time = redis.call('TIME')
@@ -80,12 +80,12 @@ end
 for i = 0, #KEYS / 6 - 1 do
   local k, a = i * 6 + 1, i * 3 + 4
   local state, why = look(k, ARGV[a], ARGV[a + 1], ARGV[a + 2])
-  local wished = 0
+  local wished = ''
   if state == 'ours' then
     local wish = ask('GET', KEYS[k + 2])
     if wish then
       redis.call('DEL', KEYS[k + 2])
-      wished = wish == '2' and 2 or 1
+      wished = string.sub(wish, 1, 1)
     end
     for j = 1, 5 do
       redis.call('EXPIRE', KEYS[k + j], keep)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ..prompt.prompt import LONGEST_RESPONSE_ID
+
 # The paths that are read for their prompt, and the label each has in metrics.
 PROMPT_PATHS = {
     "/v1/chat/completions": "chat",
@@ -36,7 +38,10 @@ OTHER_PATHS = frozenset((
     "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone",
     "/inference/v1/generate", "/ping", "/invocations",
 ))  # fmt: skip
-STORED_RESPONSE = re.compile(r"/v1/responses/(?!\.+(?:/|\Z))[\w.:-]{1,200}(?:/(?:cancel|input_items))?", re.ASCII)
+# What a path says of one stored response, and its id.
+STORED_RESPONSE = re.compile(
+    rf"/v1/responses/(?!(?:\.+|render)(?:/|\Z))([\w.:-]{{1,{LONGEST_RESPONSE_ID}}})(?:/(?:cancel|input_items))?", re.ASCII
+)
 # What may follow the beginning of a path that was allowed with `/*`.
 PLAIN_REST = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[\w.~:@!$&'()+,=-]+(?:/|\Z))*", re.ASCII)
 

@@ -9,24 +9,23 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from ..prompt.prompt import LONGEST_RESPONSE_ID
 from ..wire.http import Request
+from .paths import STORED_RESPONSE
 
 if TYPE_CHECKING:
     from .life import Life
 
 PATH = "/v1/responses"
 MOST = 10_000  # 5 MB
-LONGEST_ID = 200
 # The first id in an answer, whole or streamed, is the response's; those of its items begin with other letters.
-_MADE = re.compile(rb'"id": ?"(resp_[^"\\]{1,195})"')
+_MADE = re.compile(rb'"id": ?"(resp_[^"\\]{1,%d})"' % (LONGEST_RESPONSE_ID - len("resp_")))
 
 
 def referred_to(request: Request) -> str | None:
     """The stored response that a request's path names. Which one its body goes on from its prompt tells."""
-    if request.path == PATH:
-        return None
-    id = request.path.removeprefix(PATH + "/").split("/")[0]
-    return id if 0 < len(id) <= LONGEST_ID else None
+    named = STORED_RESPONSE.fullmatch(request.path)
+    return named[1] if named else None
 
 
 class Responses:

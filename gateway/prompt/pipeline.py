@@ -29,7 +29,7 @@ from .fields import Rounded, bad, boolean, bounded_integers, count, integer, pac
 from .forward import LEAST_TOKENS, kind_of
 from .model import ModelFiles, load_model
 from .prefixes import Found, Prefixes
-from .prompt import Prompt, PromptError
+from .prompt import LONGEST_RESPONSE_ID, Prompt, PromptError
 from .reading import Reading, Readings
 from .renderer import Renderer
 from .template import ChatTemplate, TemplateError
@@ -51,7 +51,6 @@ _MOST_SEQUENCES = 16_384
 _PREFIX_BYTES = 256 * 1024 * 1024
 # Characters of what a client wrote that outlive the body: of a longer session the SHA-256 stands for it.
 _LONG_SESSION = 256
-_LONGEST_ID = 200  # of a stored response
 _LONGEST_NOTE = 500
 
 # How a path names its output limit, and where its faults are reported.
@@ -466,7 +465,7 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
     if path == _RESPONSES or path == _MESSAGES:
         prompt.include_usage = True                # their streams always end with it
         previous = get("previous_response_id")
-        prompt.previous_response = previous if type(previous) is str and 0 < len(previous) <= _LONGEST_ID else None
+        prompt.previous_response = previous if type(previous) is str and 0 < len(previous) <= LONGEST_RESPONSE_ID else None
     limit = get("max_completion_tokens")
     if limit is None:
         limit = get("max_output_tokens" if path == _RESPONSES else "max_tokens")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal["exact", "engine", "text", "load"]
+LONGEST_RESPONSE_ID = 200  # of a stored response
 
 
 class PromptError(Exception):

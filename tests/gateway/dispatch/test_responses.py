@@ -127,6 +127,9 @@ async def test_only_so_many_are_noted(monkeypatch):
         (b"/v1/responses", json.dumps({"input": '"previous_response_id": "resp_9"'}).encode(), None),
         (b"/v1/responses", json.dumps({"input": "x", "metadata": {"previous_response_id": "resp_9"}}).encode(), None),
         (b"/v1/responses_of_mine", b"", None),
+        (b"/v1/responses/render", b"", None),
+        (b"/v1/responses/" + b"r" * 200, b"", "r" * 200),
+        (b"/v1/responses/" + b"r" * 201, b"", None),
     ],
 )
 def test_which_response_a_request_is_about(target, body, expected):

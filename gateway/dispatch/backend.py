@@ -29,7 +29,7 @@ MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "pool", "drift", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "incarnation", "gone", "chosen", "chosen_at")
+    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "on_broken", "pool", "drift", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "incarnation", "gone", "chosen", "chosen_at")
 
     def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
         self.replica = replica
@@ -39,6 +39,7 @@ class Backend:
         self.costs = costs
         # One Candidate for all requests: choosing is synchronous, so only its overlap changes from one to the next.
         self.candidate = Candidate(replica=replica.id, overlap=0, load=load, costs=costs)
+        self.on_broken: Callable[[], None] = lambda: None  # the replica closed a connection that was kept
         self.pool = self._new_pool()
         self.drift = Drift()
         self.forwarding = Forwarding()
@@ -56,7 +57,7 @@ class Backend:
 
     def _new_pool(self) -> Pool:
         replica = self.replica
-        return Pool(replica.address or replica.host, replica.port, replica.tls, replica.host)
+        return Pool(replica.address or replica.host, replica.port, replica.tls, replica.host, lambda: self.on_broken())
 
     def follow_incarnation(self) -> None:
         """The replica is another process than before, maybe at another address: what was learned of the last one is void."""

@@ -136,7 +136,7 @@ class Dispatcher:
 
     def add(self, backend: Backend) -> None:
         self.backends[backend.id] = backend
-        backend.pool.on_broken = lambda: self.on_traffic(backend.id, "reconnect")
+        backend.on_broken = lambda: self.on_traffic(backend.id, "reconnect")
         self.changed()
 
     def remove(self, replica: str) -> Backend | None:
@@ -159,10 +159,7 @@ class Dispatcher:
         """Replicas that may get a request for `model`: the ready ones; degraded ones only if none is ready."""
         found = self._serving.get(model)
         if found is None:
-            for state in TAKE_TRAFFIC:
-                found = [b for b in self.backends.values() if b.replica.state is state and b.serves(model)]
-                if found:
-                    break
+            found = self._taking(model)
             if model is None or model in self.models:  # a client may ask for any name; those are not kept
                 self._serving[model] = found
         return found
@@ -170,6 +167,9 @@ class Dispatcher:
     def untried(self, prompt: Prompt | None, tried: tuple[Backend, ...]) -> list[Backend]:
         """Replicas that a request may go to next: ready ones, and degraded ones once all that are ready have failed it."""
         model = prompt.model or None if prompt is not None else None
+        return self._taking(model, tried)
+
+    def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
         for state in TAKE_TRAFFIC:
             found = [b for b in self.backends.values() if b.replica.state is state and b not in tried and b.serves(model)]
             if found:

@@ -184,10 +184,12 @@ class Life:
     # --- what the replica's side calls
 
     def connected(self, upstream: Upstream) -> None:
-        if self.state is State.CONNECTING:
+        if self.state is State.CONNECTING and upstream.pool is self.backend.pool:
             self.take_step(self.advance, Event.CONNECTED, upstream)
-        else:
-            upstream.pool.release(upstream)
+            return
+        upstream.pool.release(upstream)
+        if self.state is State.CONNECTING:  # the replica has moved meanwhile, and this leads to where it was
+            self.take_step(self._connect, None)
 
     def head(self, status: int, head: Head, body: bytes) -> None:
         """Held back until the body shows that something was computed: engines send the head before the prefill, and while
@@ -332,7 +334,7 @@ class Life:
         self.dispatcher.outcomes.first_byte(self)
         if self.label == "responses" or self.response is not None:
             self.dispatcher.responses.answered(self, data)
-        if self.prompt is None or not self.prompt.token_ids:  # else `once` may ask about it
+        if self.prompt is None or not self.prompt.token_ids:  # else `forwarding` may ask about it
             self._forget_body()
         lines = response_lines(self, self.dispatcher.draining)
         self.client.transport.write(self.held.block(lines) + data)

@@ -7,6 +7,7 @@ connection may be kept. The bytes themselves, chunk framing included, go to the 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import ssl
 from collections.abc import Callable
 from time import monotonic
@@ -290,22 +291,23 @@ class Upstream(asyncio.Protocol):
 class Pool:
     """Connections to one address of one replica. Last used, first taken: the rest grow idle and are closed."""
 
-    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None, certified: str | None = None):
-        """`host`: the address to connect to. `certified`: with `tls`, the host that its certificate has to name."""
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, certified: str, on_broken: Callable[[], None]):
+        """`host`: the address to connect to. `certified`: with `tls`, the host that its certificate has to name.
+        `on_broken` is called when the replica closes a connection that was kept."""
         self.host = host
         self.port = port
         self.tls = tls
         self.certified = certified if tls else None
-        self.idle: list[Upstream] = []
+        self.idle: dict[Upstream, None] = {}  # the last used last
         self.closed = False
-        self.on_broken: Callable[[], None] = lambda: None  # the replica closed a connection that was kept
+        self.on_broken = on_broken
         self._connecting: set[asyncio.Task[None]] = set()
 
     def acquire(self) -> Upstream | None:
         """An idle connection that the replica won't close under us, or None."""
         now = monotonic()
         while self.idle:
-            upstream = self.idle.pop()
+            upstream, _ = self.idle.popitem()
             if not upstream.closed and not upstream.transport.is_closing() and now - upstream.idle_since < IDLE_SECONDS:
                 return upstream
             upstream.closed = True
@@ -343,17 +345,17 @@ class Pool:
             return
         upstream.used = True
         upstream.idle_since = monotonic()
-        self.idle.append(upstream)
+        self.idle[upstream] = None
 
     def forget(self, upstream: Upstream) -> None:
         if upstream in self.idle:
-            self.idle.remove(upstream)
+            del self.idle[upstream]
             self.on_broken()
 
     def sweep(self, now: float) -> None:
         """Close what has been idle for too long; the oldest lie first."""
-        while self.idle and now - self.idle[0].idle_since >= IDLE_SECONDS:
-            upstream = self.idle.pop(0)
+        for upstream in list(itertools.takewhile(lambda one: now - one.idle_since >= IDLE_SECONDS, self.idle)):
+            del self.idle[upstream]
             upstream.closed = True
             upstream.transport.close()
 
@@ -367,6 +369,6 @@ class Pool:
         """The replica is elsewhere now: what is in use or being opened is used once, and nothing is kept."""
         self.closed = True
         while self.idle:
-            upstream = self.idle.pop()
+            upstream, _ = self.idle.popitem()
             upstream.closed = True
             upstream.transport.close()

@@ -21,6 +21,7 @@ from gateway import __version__
 from gateway.config import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, show_bytes, suggest
 
 USAGE_ERROR = 2
+METAVARS = {"admin_token": "@FILE", "redis_url": "URL", "allow_path": "PATH,...", "admin_allow_host": "NAME,..."}
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,12 +61,14 @@ def _help(name: str, field: Any) -> str:
 def _metavar(name: str, annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return "{" + ",".join(typing.get_args(annotation)) + "}"
+    if name in METAVARS:
+        return METAVARS[name]
     if isinstance(annotation, types.UnionType):
         annotation = typing.get_args(annotation)[0]
     if name in SIZES:
         return "BYTES"
     if typing.get_origin(annotation) is tuple:
-        return {"allow_path": "PATH,...", "admin_allow_host": "NAME,..."}.get(name, "POLICY,...")
+        return "POLICY,..."
     return "SECONDS" if name.endswith("_s") else {int: "N", str: "NAME"}.get(annotation, "FILE")
 
 

@@ -28,6 +28,7 @@ from .dispatch.paths import check_allowed
 
 ENV_PREFIX = "HITHERTO_"
 TOKEN = re.compile(r"[!-~]{16,1024}")
+HIDDEN = "********"  # shown in place of a token
 MAKE_TOKEN = "`openssl rand -hex 32` makes one"
 DEFAULT_FILE = "hitherto.yaml"
 SIZES = ("cache_budget", "max_body_bytes", "request_budget")  # fields that are bytes and read best with a unit
@@ -87,6 +88,10 @@ def _check_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_token(token: str) -> str:
+    if token == HIDDEN:
+        raise ValueError("the token is hidden here, as `hitherto config` prints it; write the real one, or @FILE")
+    if os.path.isfile(token):
+        raise ValueError(f"{token} is a file: write @{token} for the token in it")
     if not token.startswith("@") and not TOKEN.fullmatch(token):
         raise ValueError(f"it must have at least 16 characters, no spaces and none outside ASCII. {MAKE_TOKEN}")
     return token
@@ -192,7 +197,7 @@ class Config:
         """Values as a person would write them: sizes with units, paths as text."""
         values = self.settings.model_dump(mode="json")
         if (token := values["admin_token"]) and not token.startswith("@"):
-            values["admin_token"] = None  # never shown
+            values["admin_token"] = HIDDEN
         if values["redis_url"]:
             from cachemap.share import without_password
 

@@ -60,6 +60,8 @@ class Place(NamedTuple):
 def parse(url: str) -> Place:
     """Raises ValueError with what is wrong and what would be right."""
     parts = urlsplit(url)
+    if not parts.scheme:
+        raise ValueError("it is no URL: write redis://HOST:PORT. One with a password is best given as HITHERTO_REDIS_URL; a file with it is not read")
     if "@" in parts.path + parts.query + parts.fragment:
         raise ValueError("/, ?, # and @ in a password must be written as %2F, %3F, %23 and %40")
     scheme, _, variant = parts.scheme.partition("+")

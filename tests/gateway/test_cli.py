@@ -46,6 +46,7 @@ def test_every_field_is_a_flag_of_serve(capsys):
     for name, field in Settings.model_fields.items():
         assert flag(name) in text
         assert field.description.split()[0] in text
+    assert "--admin-token @FILE" in text and "--redis-url URL" in text
 
 
 def test_replica_url_takes_many_may_be_repeated_and_has_aliases(capsys):

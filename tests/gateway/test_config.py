@@ -150,6 +150,9 @@ def test_the_token_is_in_a_file_or_the_environment_and_on_no_command_line(tmp_pa
     assert read_token(load(environ={"HITHERTO_ADMIN_TOKEN": TOKEN}).settings) == TOKEN
     assert "everybody on this machine can read a command line" in wrong(flags={"admin_token": TOKEN})
     assert "No such file" in wrong(flags={"admin_token": "@/nowhere"})
+    for name in ("token", "a-name-of-sixteen-characters-or-more"):
+        (tmp_path / name).write_text(TOKEN)
+        assert f"write @{tmp_path / name}" in wrong(flags={"admin_token": str(tmp_path / name)}), "the @ was forgotten"
     for nothing in ("", "\n", "short", "two words of some length", "ä" * 20):
         file.write_text(nothing)
         assert "openssl rand -hex 32" in wrong(flags={"admin_token": f"@{file}"}), nothing
@@ -159,7 +162,12 @@ def test_the_token_is_in_a_file_or_the_environment_and_on_no_command_line(tmp_pa
 def test_the_token_is_never_shown(tmp_path):
     config = load(environ={"HITHERTO_ADMIN_TOKEN": TOKEN})
     assert TOKEN not in config.to_yaml() + repr(config) + json.dumps(config.plain())
+    (line,) = [line for line in config.to_yaml().splitlines() if line.startswith("admin_token")]
+    assert "********" in line and "environment HITHERTO_ADMIN_TOKEN" in line, "that there is one is shown"
     file = tmp_path / "settings.yaml"
+    file.write_text(config.to_yaml())
+    assert read_token(load(file=file, environ={"HITHERTO_ADMIN_TOKEN": TOKEN}).settings) == TOKEN
+    assert "the token is hidden here" in wrong(file=file)
     for value in (f"{TOKEN} {TOKEN}", "[1234567890123456]", "1234567890123456"):
         file.write_text(f"admin_token: {value}\n")
         assert "12345678" not in wrong(file=file)
@@ -180,6 +188,7 @@ def test_the_password_in_the_redis_url_is_never_shown_and_what_is_shown_is_not_t
         with pytest.raises(ConfigError, match="the password is hidden here"):
             load(file=tmp_path / "shown.yaml")
     assert "hidden" not in load({"redis_url": "redis://h"}).to_yaml()
+    assert "it is no URL" in wrong(flags={"redis_url": "@/tmp/file"}) and "HITHERTO_REDIS_URL" in wrong(flags={"redis_url": "/tmp/file"})
 
 
 def test_host_names_of_the_admin_side():

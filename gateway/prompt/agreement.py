@@ -25,6 +25,7 @@ _TEXTS = (
     "{\"key\": [1, 2.5, null, true], \"s\": \"a\\n\\u00e9\"} <tag attr='v'/> $x^2 + y_1$ \u201cquoted\u201d \u2014 \u2026",
 )  # fmt: skip
 _MOST_TOKENS = 10                          # special tokens that get a text of their own
+_MOST_STRANGE, _LONGEST = 64, 64           # tokens that are none here, eight a text; characters of one
 
 
 class Answer(NamedTuple):
@@ -35,12 +36,16 @@ class Answer(NamedTuple):
     ids: Sequence[int]
 
 
-def fixed_texts(tokenizer: Tokenizer, named: Mapping[str, str]) -> list[str]:
-    """The texts to compare; `named` are the special tokens that a template may print."""
+def fixed_texts(tokenizer: Tokenizer, named: Mapping[str, str], mentioned: Iterable[str] = ()) -> list[str]:
+    """The texts to compare. `named` are the special tokens that a template may print; `mentioned` is whatever the model's files
+    call a token: one that is none here may be one for the engine, and no ordinary text would show it."""
     added = [token["content"] for token in tokenizer.added_tokens]
     some = added[:: max(1, len(added) // (_MOST_TOKENS // 2))]
     tokens = list(dict.fromkeys([*named.values(), *some, *added[-1:]]))[:_MOST_TOKENS]
-    return [*_TEXTS, *(f"{token}x a {token} b{token}{token}\n{token} c" for token in tokens)]
+    known = {token["content"] for token in tokenizer.added_tokens}
+    strange = [one for one in dict.fromkeys(mentioned) if one not in known and 1 < len(one) <= _LONGEST][:_MOST_STRANGE]
+    rows = [strange[at:at + 8] for at in range(0, len(strange), 8)]
+    return [*_TEXTS, *(f"{token}x a {token} b{token}{token}\n{token} c" for token in tokens), *(" x".join(row) for row in rows)]
 
 
 def difference(tokenizer: Tokenizer, answers: Iterable[Answer]) -> str:

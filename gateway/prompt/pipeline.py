@@ -146,7 +146,7 @@ class Pipeline:
 
     def fixed_texts(self) -> list[str]:
         """The texts by which an engine's tokenizer is compared with this one; none where there is none."""
-        return fixed_texts(self.tokenizer, self.reading.special_tokens) if self.tokenizer is not None else []
+        return fixed_texts(self.tokenizer, self.reading.special_tokens, self._readings.mentioned) if self.tokenizer is not None else []
 
     def judge(self, answers: Sequence[Answer]) -> Verdict:
         """Hold an engine's ids of the fixed texts against every way of reading the tokenizer's files.

@@ -53,6 +53,9 @@ class Readings:
             self.since = self.before if since == before else _reading(files, since)
         except Exception as error:         # foreign files, and a foreign library that may refuse them in any way
             raise ModelError(f"can't read the tokenizer files in {directory}: {type(error).__name__}: {error}") from error
+        # Whatever the files call a token, whether it is read as one or not.
+        self.mentioned = [*_mentioned([value for key, value in config.items() if key.endswith(("_token", "_tokens", "_tokens_decoder"))]),
+                          *_mentioned(_json(directory / "special_tokens_map.json")), *_json(directory / "added_tokens.json")]
         # Why the engine may read the files in a way that is not followed here, or "".
         self.unknown = _unknown(directory, config, settings, before, since)
 
@@ -408,6 +411,17 @@ def _special(token: Any) -> Any:
 def _token(value: Any) -> Any:
     """A token as JSON writes it: a text, or an object with its properties."""
     return _added(value) if isinstance(value, dict) and isinstance(value.get("content"), str) else value
+
+
+def _mentioned(value: Any) -> Iterator[str]:
+    """Every text in a part of a file that lists or names tokens."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict) and isinstance(value.get("content"), str):
+        yield value["content"]
+    elif isinstance(value, (dict, list)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _mentioned(one)
 
 
 def _typed(value: Any) -> Any:

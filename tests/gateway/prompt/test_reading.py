@@ -95,3 +95,15 @@ def test_files_that_cannot_be_read_say_so(tmp_path):
 def test_text_is_not_split_at_special_tokens_where_the_config_says_so(tmp_path):
     pipeline = Pipeline(write("split_special_tokens", tmp_path), "m", 16)
     assert "<s>" not in pipeline.tokenizer.safe_cuts() and pipeline.tokenizer.backend == "tokenizers"
+
+
+def test_whatever_the_files_call_a_token_is_asked_of_the_engine(tmp_path):
+    """One that is none here may be one there: three ordinary texts would not show it, and the ids would be forwarded."""
+    folder = write("tokens_of_a_models_own_as_untyped_objects", tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"unheard_of_tokens": ["<new>", {"content": "<newer>"}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "added_tokens.json").write_text('{"<older>": 9}')
+    pipeline = Pipeline(folder, "m", 16)
+    assert any("<new>" in text and "<newer>" in text for text in pipeline.fixed_texts())
+    known = {token["content"] for token in pipeline.tokenizer.added_tokens}
+    assert all(any(one in text for text in pipeline.fixed_texts()) for one in {"<older>", "<image>", "<|extra|>"} | known)

@@ -6,7 +6,7 @@
     GET  /                      status page;  GET /status the same as JSON
     GET  /replicas              list
     POST /replicas              {"url": "http://HOST:PORT"} adds one (201), or takes a stopped one back (200), after a
-                                drain or removal of it that is under way;
+                                drain or removal of it that is under way; 409 for another #events= than it has;
                                 after a restart it is known only with --replica-file
     POST /replicas/ID/drain     no new requests; the ones it has are finished
     DELETE /replicas/ID         drains and forgets it
@@ -39,7 +39,7 @@ from gateway.dispatch.life import Failure
 from gateway.prompt import PromptError
 from gateway.telemetry.metrics import Metrics
 from replicas.kept import KeptReplicas
-from replicas.replica import parse_url
+from replicas.replica import Address, parse_url
 
 from .guard import CHALLENGE, PASSED_ON, Guard, Refusal
 
@@ -102,6 +102,14 @@ def error(status: int, message: str, code: str | None, type: str = "invalid_requ
 def headers_of(request: web.Request) -> dict[str, str]:
     """As the pipeline wants them."""
     return {name.lower(): value for name, value in request.headers.items()}
+
+
+def _refuse_another(engine: Any, address: Address) -> None:
+    """An engine keeps what its URL said when it was added; a URL without a fragment says nothing else."""
+    source, model = engine.watch.given, engine.watch.model
+    if address.source not in (None, source) or address.model not in (None, model):
+        raise Refusal(409, f"replica {address.id} was added with another #fragment, which it keeps: DELETE /replicas/{address.id} first, then post this again",
+                      "replica_exists")  # fmt: skip
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -201,11 +209,14 @@ class Admin:
             raise Refusal(400, 'the body must be {"url": "http://HOST:PORT"}', "invalid_body") from None
         fleet = self.gateway.fleet
         try:
-            id = parse_url(url).id
+            address = parse_url(url)
+            id = address.id
             await fleet.quiet(id)
             if id not in fleet.engines:
                 await self._keep("add", url)
                 await fleet.quiet(id)  # another request may have added and removed it meanwhile
+            if id in fleet.engines:
+                _refuse_another(fleet.engines[id], address)
             known = set(fleet.replicas)
             replica = fleet.add(url)
         except ValueError as wrong:

@@ -124,6 +124,10 @@ async def test_add_list_drain_remove_with_a_real_fleet(unused_tcp_port):
             assert response.status == 201 and (await response.json())["id"] == id
         async with http.post("/replicas", json={"url": f"http://{id}/v1"}) as response:
             assert response.status == 200, "known already"
+        for other in ("events=tcp://127.0.0.1:5557", "model=other"):
+            async with http.post("/replicas", json={"url": f"http://{id}#{other}"}) as response:
+                shown = await error_of(response)
+                assert (response.status, shown["code"]) == (409, "replica_exists") and f"DELETE /replicas/{id} first" in shown["message"]
         async with http.get("/replicas") as response:
             (shown,) = (await response.json())["replicas"]
         assert (shown["id"], shown["url"], shown["events"], shown["managed"]) == (id, f"http://{id}", "off", False)

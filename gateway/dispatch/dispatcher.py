@@ -116,7 +116,7 @@ class Dispatcher:
         self.shadows = Shadows(shadows, metrics) if shadows else None
         self.life = life  # with traces, one that makes them
         self.backends: dict[str, Backend] = {}
-        self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends)
+        self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, lambda: self.pipeline.made_by)
         self.lives: set[Life] = set()
         self.draining = False
         self._rested_at = 0.0  # see `_rest`

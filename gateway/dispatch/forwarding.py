@@ -2,7 +2,7 @@
 
 An engine that is sent ids cannot tell that they are wrong: with another template or tokenizer than the gateway's, or after
 a mistake of the gateway's, it would answer a prompt that nobody wrote. So nothing is forwarded that the engine has not
-confirmed. Bodies are sorted into kinds (`prompt.forward.kind_of`: template, tools or none, shape of the content). Of each
+confirmed, and what it confirmed is void when the gateway makes ids in another way. Bodies are sorted into kinds (`prompt.forward.kind_of`: template, tools or none, shape of the content). Of each
 kind CONFIRMATIONS different bodies are sent to a replica as received; once answered, the replica is asked about them again, for one token and
 for the ids it made itself (the prompt is cached by then, so this costs it a rendering), and those must be the gateway's.
 From then on bodies of that kind are forwarded as ids, and one in CHECK_EVERY is sent as received and checked like the first ones. Besides,
@@ -149,10 +149,11 @@ class _Kind:
 class Forwarding:
     """What is known of one replica's process."""
 
-    __slots__ = ("incarnation", "rejected_because", "accepts", "kinds", "checking", "pause")
+    __slots__ = ("incarnation", "made_by", "rejected_because", "accepts", "kinds", "checking", "pause")
 
     def __init__(self, incarnation: str | None = None):
         self.incarnation = incarnation
+        self.made_by = 0  # the way of making ids of which the kinds are known
         self.rejected_because: dict[str, str] = {}  # by path
         self.accepts: set[str] = set()  # paths at which it was seen to use ids
         self.kinds: dict[tuple[str, str], _Kind] = {}  # by path and kind of body
@@ -177,8 +178,9 @@ class Forwarding:
 class TokenIdForwarding:
     """The part of the dispatcher that decides between a prompt's text and its ids."""
 
-    def __init__(self, metrics: Metrics, wanted: bool, backends: Mapping[str, Backend]):
-        self.metrics, self.wanted, self._backends = metrics, wanted, backends
+    def __init__(self, metrics: Metrics, wanted: bool, backends: Mapping[str, Backend], made_by: Callable[[], int]):
+        """`made_by`: the pipeline's number for its present way of making ids. What was confirmed of another is void."""
+        self.metrics, self.wanted, self._backends, self._made_by = metrics, wanted, backends, made_by
         self._differed: dict[str, tuple[Forwarding, str]] = {}  # by replica: the process that made other ids, and how
 
     def body(self, life: Life) -> bytes:
@@ -206,26 +208,26 @@ class TokenIdForwarding:
             return
         if life.ids_refused is backend:
             self._reject(backend, prompt.path, "it refused a request with ids that it answered without")
-        elif usage.prompt is not None and usage.prompt != prompt.tokens and prompt.mode == "exact" and not prompt.several:
+        elif usage.prompt is not None and usage.prompt != prompt.tokens and prompt.mode == "exact" and not prompt.several and not self._outdated(prompt):
             self._differ(backend, prompt.path, f"its usage says {usage.prompt} tokens of a prompt that has {prompt.tokens} here")
         if prompt.kind and prompt.token_ids and self._wants_check(backend, prompt):
             given = life.request.header(b"authorization")
             headers = {**backend.replica.headers, **({"authorization": given} if given else {})}
-            _forwarding(backend).checking = asyncio.create_task(self._check(backend, prompt, life.request.body, headers))
+            self._known(backend).checking = asyncio.create_task(self._check(backend, prompt, life.request.body, headers))
 
     def _may_forward(self, life: Life) -> bool:
         prompt, backend = life.prompt, life.backend
-        if life.tried or life.ids_refused is not None or not prompt.token_ids or self._off():
+        if life.tried or life.ids_refused is not None or not prompt.token_ids or self._off() or self._outdated(prompt):
             return False
-        kind = _forwarding(backend).kinds.get((prompt.path, prompt.kind))
+        kind = self._known(backend).kinds.get((prompt.path, prompt.kind))
         # An engine that makes the ids refuses what is too long for its context; one that gets them would cut the answer.
         limit = backend.replica.max_model_len
         return kind is not None and kind.left > 0 and limit is not None and prompt.tokens + max(1, prompt.max_tokens or 1) <= limit
 
     def _wants_check(self, backend: Backend, prompt: Prompt) -> bool:
         """Whether this body, sent as received, is to be checked once it is answered."""
-        known = _forwarding(backend)
-        if self._off() or prompt.path in known.rejected_because or known.checking is not None or monotonic() < known.pause:
+        known = self._known(backend)
+        if self._off() or self._outdated(prompt) or prompt.path in known.rejected_because or known.checking is not None or monotonic() < known.pause:
             return False
         kind = known.kinds.get((prompt.path, prompt.kind))
         if kind is None or len(kind.bodies) >= CONFIRMATIONS:
@@ -233,7 +235,7 @@ class TokenIdForwarding:
         return xxh3_64_intdigest(prompt.token_ids) not in kind.bodies
 
     async def _check(self, backend: Backend, prompt: Prompt, body: bytes, headers: dict[str, str]) -> None:
-        known, path, ids = _forwarding(backend), prompt.path, prompt.token_ids
+        known, path, ids = self._known(backend), prompt.path, prompt.token_ids
         try:
             replica, timeout = backend.replica, aiohttp.ClientTimeout(ANSWER_SECONDS)
             async with session_to(replica.address, replica.tls, base_url=replica.url, headers=headers, timeout=timeout) as session:
@@ -246,13 +248,13 @@ class TokenIdForwarding:
             log.info("replica %s: whether it makes the same token ids is not known yet: %s", backend.id, error)
             return
         except Different as error:
-            if not backend.gone and known is backend.forwarding:
+            if not backend.gone and known is backend.forwarding and not self._outdated(prompt):
                 self.metrics.token_id_checks.inc(backend.id, "different")
                 self._differ(backend, path, f"{error} ({prompt.kind}): another tokenizer or chat template, or a mistake of the gateway's")
             return
         finally:
             known.checking = None
-        if backend.gone or known is not backend.forwarding or self._off() or path in known.rejected_because:
+        if backend.gone or known is not backend.forwarding or self._outdated(prompt) or self._off() or path in known.rejected_because:
             return
         if why:
             self._reject(backend, path, why)
@@ -270,6 +272,21 @@ class TokenIdForwarding:
             log.info("replica %s gets token ids at %s from now on: %s", backend.id, prompt.path, prompt.kind)
             backend.replica.takes_ids = known.says()
         kind.left = CHECK_EVERY - 1
+
+    def _outdated(self, prompt: Prompt) -> bool:
+        """Whether its ids were made in a way that has been left since."""
+        return prompt.made_by != self._made_by()
+
+    def _known(self, backend: Backend) -> Forwarding:
+        """What is known of the process that is behind the replica now, and of ids as they are made now."""
+        known, made_by = _forwarding(backend), self._made_by()
+        if known.made_by != made_by:
+            known.made_by = made_by
+            if known.kinds:
+                known.kinds.clear()
+                if not self._differed:
+                    backend.replica.takes_ids = known.says()
+        return known
 
     def _off(self) -> bool:
         """Whether some replica's present process made other ids than the gateway."""
@@ -290,7 +307,7 @@ class TokenIdForwarding:
         """End it for all replicas."""
         if backend.id in self._differed:
             return
-        known = _forwarding(backend)
+        known = self._known(backend)
         self._differed[backend.id] = known, why
         self.metrics.ids_refused.inc(backend.id)
         log.error("no replica gets token ids from now on, all prompts go as text: replica %s, %s: %s. Compare --model and --chat-template with the "

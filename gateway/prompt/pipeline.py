@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import count as counting
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +63,10 @@ _EMBEDDINGS = "/v1/embeddings"
 _FREE = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})     # no prefill, no cache
 _CONVERSATIONS = frozenset({_CHAT, _RESPONSES, _MESSAGES})
 PATHS = _CONVERSATIONS | _FREE | {_COMPLETIONS, _EMBEDDINGS}
+
+
+# Numbers for the ways in which prompts are made, which no two pipelines of a process share.
+_ways_so_far = counting(1)
 
 
 class _Inexact(Exception):
@@ -119,6 +124,7 @@ class Pipeline:
         self._cuts: frozenset[str] = frozenset()
         self._template_given = chat_template is not None
         self._lead: bytes | None = None        # special tokens before a text, if there are none behind it
+        self.made_by = 0                       # another number whenever ids may be made in another way than before
         if model_dir is not None:
             self._load(model_dir, chat_template)
 
@@ -208,6 +214,7 @@ class Pipeline:
         with_tools = [self._files.templates["tool_use"]] if "tool_use" in self._files.templates else []
         self._habits = habits(default.template if default else None, with_tools, self._template_given)
         self.renderers = renderers
+        self.made_by = next(_ways_so_far)      # last: what a thread began before has an older number
 
     @property
     def max_model_len(self) -> int | None:
@@ -267,7 +274,9 @@ class Pipeline:
         if path not in PATHS:
             return Prompt(path, "", mode="load", note="this path is routed by load alone")
         request, unusual = parse(body)
+        made_by = self.made_by
         prompt = _header_fields(path, request, headers, adapters)
+        prompt.made_by = made_by
         _refuse_beyond_limits(prompt, request, self.max_model_len)
         if path in _FREE:
             prompt.mode, prompt.note = "load", "needs no prefill"
@@ -277,19 +286,23 @@ class Pipeline:
                 raise Unroutable(unusual)
             if self._files is None:
                 return self._as_text(prompt, request, "no tokenizer: prompts are matched as text")
+            why = ""
             try:
-                self._fill(prompt, request)
-            except Rounded:
-                request = parse_exactly(body)
-                self._fill(prompt, request)
+                try:
+                    self._fill(prompt, request)
+                except Rounded:
+                    request = parse_exactly(body)
+                    self._fill(prompt, request)
+            except _Inexact as inexact:
+                why = str(inexact)
+            if why:
+                return self._as_text(prompt, request, why)
         except PromptError:
             raise
         except TooLong as error:
             if "truncate_prompt_tokens" in request or "truncation" in request:
                 return _by_load(prompt, body, error)
             raise self._too_long(path, f"at least {error.tokens}") from None
-        except _Inexact as why:
-            return self._as_text(prompt, request, str(why))
         except Exception as error:        # templates are foreign programs: any failure is theirs
             return _by_load(prompt, body, error)
         limit = self.max_model_len

@@ -56,6 +56,7 @@ class Prompt:
     copies: int = 1                       # sequences with this very prompt: choices, times the equal prompts of a list. 0: they differ
     reads_cache: bool = True              # False: the engine computes all of it, whatever it holds
     kind: str = ""                        # of body, where an engine may be sent the ids in place of the text, and it pays
+    made_by: int = 0                      # the pipeline's number for its present way of making ids
     session: str | None = None
     mode: Mode = "exact"
     rendered_chars: int = 0               # length of the rendered text, 0 where ids came in

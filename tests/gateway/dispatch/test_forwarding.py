@@ -442,3 +442,46 @@ async def test_a_trial_in_flight_ends_with_the_replica(pipeline):
         await eventually(checking.done)
         release.set()
         assert backend.replica.takes_ids == "not tried yet"
+
+
+def with_a_date(turn: int) -> bytes:
+    """vLLM since 0.32 drops this line of Claude Code's, which changes with each request; before, it was a part of the prompt."""
+    system = {"role": "system", "content": f"x-anthropic-billing-header: cc_version={turn}\nBe kind."}
+    return request(turn=turn, messages=[system, {"role": "user", "content": f"{turn} {WORDS}"}])
+
+
+async def test_what_was_confirmed_is_void_when_prompts_are_made_in_another_way():
+    """The gateway follows the version of another engine: this one never confirmed ids that are made so."""
+    ours, theirs = Pipeline(sim_model_dir(), "m", 16), Pipeline(sim_model_dir(), "m", 16)
+    for one in (ours, theirs):
+        one.follow("0.31.0")
+    engine = Engine(theirs)
+    async with behind(engine, pipeline=ours) as s:
+        for turn in range(CONFIRMATIONS + 2):
+            await ask(s, with_a_date(turn))
+            await settled(s)
+        assert engine.sent_ids[-1]
+        before = ours.prepare(CHAT, with_a_date(9))
+        ours.follow("0.32.0", at_once=False)
+        assert ours.prepare(CHAT, with_a_date(9)).tokens != before.tokens
+        await ask(s, with_a_date(9))
+        assert not engine.sent_ids[-1] and served(s).replica.takes_ids != f"{CHAT}: yes"
+
+
+async def test_ids_made_before_the_way_changed_are_neither_sent_nor_held_against_the_engine():
+    ours = Pipeline(sim_model_dir(), "m", 16)
+    engine = Engine(ours)
+    async with behind(engine) as s:
+        await confirmed(s)
+        prepare = ours.prepare
+
+        def overtaken(*given):
+            prompt = prepare(*given)
+            prompt.tokens += 1
+            ours.follow("0.31.0")
+            return prompt
+
+        ours.prepare = overtaken
+        await ask(s, request(turn=50))
+        await settled(s)
+        assert not engine.sent_ids[-1] and s.metrics.ids_refused.total() == 0

@@ -8,7 +8,8 @@ import pytest
 
 from cachemap import chain_seed
 from gateway.prompt import Prompt, PromptError
-from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.pipeline import Pipeline, Verdict
+from replicas.simulated.model import sim_model_dir
 
 from .reference import hashes, ids_of, model_dir
 from .test_exact import alternate
@@ -242,3 +243,11 @@ def test_many_threads_prepare_at_once(sim):
     assert pipeline.renderers["default"].by_plan > 100
     for talk, prompt in zip(talks, prompts, strict=True):
         assert prompt.mode == "exact" and ids_of(prompt) == reference.ids(reference.render(talk))
+
+
+def test_what_cannot_be_written_as_text_is_routed_by_load_where_tokens_are_inexact():
+    pipeline = Pipeline(sim_model_dir(), "m", 16)
+    pipeline.adopt(Verdict(pipeline.reading.how), True, {"m": "its engine has another tokenizer"})
+    deep = b'{"model": "m", "messages": [{"role": "user", "content": "hi", "x": %b%b}]}' % (b"[" * 300, b"]" * 300)
+    prompt = pipeline.prepare("/v1/chat/completions", deep)
+    assert prompt.mode == "load" and prompt.note

@@ -153,6 +153,7 @@ class Life:
 
     def refused(self, failure: Failure) -> None:
         if self.state is State.PREPARING:
+            self.dispatcher.outcomes.turned_away(failure)
             self.advance(Event.REFUSED, failure)
 
     def check(self, now: float) -> None:
@@ -272,6 +273,8 @@ class Life:
         failure.__traceback__ = None  # it has this request in its frames, and a trace keeps the failure: a cycle
         if self.tried:
             failure = Failure(502, f"no replica is left after {len(self.tried)} attempt(s); the last: {self.last_error}")
+        else:
+            self.dispatcher.outcomes.turned_away(failure)
         self.advance(Event.EXHAUSTED, failure)
 
     def _connect(self, _: object) -> None:

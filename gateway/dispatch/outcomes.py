@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .answers import error_status
 from .drift import TOLERATED
-from .life import ERROR_ANSWER, RETRYABLE, Life
+from .life import ERROR_ANSWER, RETRYABLE, Failure, Life
 from .together import Together
 from .usage import Usage, read_usage
 
@@ -44,6 +44,11 @@ class Outcomes:
         if backend is not None and not backend.gone:
             self.metrics.upstream_errors.inc(backend.id, kind)
             self._dispatcher.on_traffic(backend.id, kind)
+
+    def turned_away(self, failure: Failure) -> None:
+        """No replica was asked."""
+        code = failure.fields.get("code") or ("no_replica_ready" if failure.status == 503 else "")
+        self.metrics.rejections.inc(code if failure.status in (404, 503) and code else str(failure.status))
 
     def first_byte(self, life: Life | Decided) -> None:
         backend = life.backend

@@ -307,6 +307,28 @@ async def test_no_replica_is_a_503_with_retry_after():
         assert json.loads(body)["error"]["code"] == "no_replica_ready"
 
 
+async def test_what_is_refused_without_asking_a_replica_is_counted_by_its_reason():
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        for request, reason in (
+            (post(path=b"/sleep"), "path_not_allowed"),
+            (post(b'{"model": "other", "prompt": "x"}', b"/v1/completions"), "model_not_found"),
+            (post().replace(b"POST", b"PUT", 1), "405"),
+            (post(b"no JSON"), "400"),
+        ):
+            await talk.say(request)
+            status, _, _ = await talk.response()
+            assert 400 <= status < 500 and s.metrics.rejections.values == {(reason,): 1}, request
+            s.metrics.rejections.values.clear()
+        await talk.say(post())
+        assert (await talk.response())[0] == 200 and not s.metrics.rejections.values
+        for backend in s.dispatcher.backends.values():
+            backend.replica.state = State.FAILED
+        s.dispatcher.changed()
+        await talk.say(post())
+        assert (await talk.response())[0] == 503 and s.metrics.rejections.values == {("no_replica_ready",): 1}
+
+
 async def test_while_draining_new_work_gets_503_on_old_connections():
     async with stack(answers()) as s:
         talk = await s.talk()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LEASE = 60.0  # seconds without a word, unless the caller asks for another time
 LEASES = (1.0, 3600.0)
-MOST, MOST_BYTES = 16_384, 256 * 2**20  # under way at once: 16,384 of 30,000 tokens each
+MOST, MOST_BYTES = 16_384, 256 * 2**20  # under way at once: 16,384 of 30,000 tokens each. Bodies that wait to be read count as well
 MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
 
 
@@ -69,7 +69,7 @@ class Decisions:
         self._dispatcher = dispatcher
         self._ids = map(f"{name}{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._open: dict[str, Decided] = {}
-        self._bytes = 0  # of what is under way
+        self._bytes = 0  # of what is under way, and of bodies that are being prepared
 
     async def decide(self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str] = (), lease: float = LEASE) -> dict[str, Any]:
         """Choose and reserve. Raises PromptError for the client's faults, Failure where nobody can take the request."""
@@ -77,13 +77,14 @@ class Decisions:
         if dispatcher.draining:
             raise Failure(503, "the gateway is shutting down; ask another one", code="shutting_down")
         if len(self._open) >= MOST or self._bytes >= MOST_BYTES:
-            what = f"{len(self._open)} requests" + (f" of {self._bytes >> 20} MiB" if self._bytes >= MOST_BYTES else "")
+            what = f"{len(self._open)} requests" + (f" and bodies of others, in all {self._bytes >> 20} MiB" if self._bytes >= MOST_BYTES else "")
             raise Failure(429, f"{what} are under way of which no end was told; tell it with POST /decide/ID/done")
         tried = tuple(dispatcher.backends[id] for id in exclude if id in dispatcher.backends)
-        prompt = await dispatcher.preparation.prompt(path, body, headers)
-        if dispatcher.unheard_of(prompt.model):
-            await dispatcher.newcomers.asked()
-            prompt = await dispatcher.preparation.prompt(path, body, headers)
+        self._bytes += len(body)
+        try:
+            prompt = await self._prepared(path, body, headers)
+        finally:
+            self._bytes -= len(body)
         prompt.token_ids = b""  # nothing is sent from here
         decided = Decided(next(self._ids), prompt, tried, lease)
         dispatcher.choose(decided)
@@ -102,6 +103,14 @@ class Decisions:
         if not decided.streams:  # no first byte to tell of: as `assume_prefilled`
             asyncio.get_running_loop().call_later(seconds, dispatcher.ledger.first_byte, decided.reservation)
         return self._told(decided, seconds)
+
+    async def _prepared(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
+        dispatcher = self._dispatcher
+        prompt = await dispatcher.preparation.prompt(path, body, headers)
+        if dispatcher.unheard_of(prompt.model):
+            await dispatcher.newcomers.asked()
+            prompt = await dispatcher.preparation.prompt(path, body, headers)
+        return prompt
 
     def _told(self, decided: Decided, seconds: float) -> dict[str, Any]:
         backend, prompt = decided.backend, decided.prompt

@@ -40,12 +40,14 @@ class LongPrompts:
         self._threads = ThreadPoolExecutor(OFFLOAD_THREADS, "prepare")
         self._free = OFFLOAD_THREADS
         self._larger = False  # one that is LARGE is being prepared
-        self._waiting: tuple[deque, deque] = deque(), deque()  # (work, its future): up to LARGE, and above
+        self._waiting: tuple[deque, deque] = deque(), deque()  # [work, its future], empty once cancelled: up to LARGE, and above
 
     def submit(self, size: int, work: Callable[[], Any]) -> asyncio.Future[Any]:
-        """The result of `work`, which runs in a thread."""
+        """The result of `work`, which runs in a thread. Cancelled before its turn it does not run, nor is it kept until then."""
         future = asyncio.get_running_loop().create_future()
-        self._waiting[size > LARGE].append((work, future))
+        entry = [work, future]
+        future.add_done_callback(lambda _: entry.clear())
+        self._waiting[size > LARGE].append(entry)
         self._start()
         return future
 
@@ -53,7 +55,10 @@ class LongPrompts:
         lesser, larger = self._waiting
         while self._free and (lesser or (larger and not self._larger)):
             large = bool(larger) and not self._larger
-            work, future = (larger if large else lesser).popleft()
+            entry = (larger if large else lesser).popleft()
+            if not entry or entry[1].cancelled():
+                continue
+            work, future = entry
             self._free -= 1
             self._larger |= large
             thread = asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -419,6 +419,7 @@ class Downstream(asyncio.Protocol):
         """A bug of ours, not the client's: say so in the log, and end this connection cleanly."""
         log.error("a request made the gateway fail", exc_info=error)
         self.waiting.clear()
+        self.refused = False  # a refusal that waited is gone with the rest: this answer is the last
         exchange, self.exchange, self.current = self.exchange, None, None
         if exchange is not None:
             exchange.client_gone()

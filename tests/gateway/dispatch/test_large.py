@@ -7,6 +7,8 @@ from array import array
 import orjson
 import pytest
 
+from gateway.dispatch import decisions
+from gateway.dispatch.life import Failure
 from gateway.dispatch.preparation import LARGE
 from gateway.prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS, Pipeline
 from replicas.simulated.model import sim_model_dir
@@ -142,6 +144,24 @@ async def test_nothing_is_prepared_for_a_client_that_left_before_its_turn(gated)
         assert gated.begun == [HUGE] * OFFLOAD_THREADS
         assert s.metrics.requests.values == {("chat", "2xx"): OFFLOAD_THREADS, ("chat", "aborted"): 1}
         assert s.idle()
+
+
+async def test_bodies_to_decide_on_that_wait_are_bounded_and_not_prepared_for_callers_that_left(gated, monkeypatch):
+    monkeypatch.setattr(decisions, "MOST_BYTES", len(HUGE) * OFFLOAD_THREADS + 1)
+    async with stack(answers(), pipeline=gated) as s:
+        d = decisions.Decisions(s.dispatcher)
+        callers = [asyncio.ensure_future(d.decide("/v1/chat/completions", HUGE, {})) for _ in range(OFFLOAD_THREADS + 1)]
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS)
+        with pytest.raises(Failure, match="under way") as full:
+            await d.decide("/v1/chat/completions", HUGE, {})
+        assert full.value.status == 429
+        callers[-1].cancel()
+        await asyncio.wait(callers[-1:])
+        gated.gate.set()
+        for id in [(await caller)["id"] for caller in callers[:-1]]:
+            await d.done(id, b"")
+        await s.dispatcher.preparation.long.submit(1, int)  # behind it in the queue
+        assert gated.begun == [HUGE] * OFFLOAD_THREADS and s.idle()
 
 
 async def test_ids_are_not_kept_while_an_answer_is_waited_for():

@@ -464,6 +464,17 @@ async def test_a_bug_of_ours_is_a_500_and_is_not_blamed_on_the_client(caplog):
         assert echo.left == 1 and "ZeroDivisionError: a bug" in caplog.text
 
 
+async def test_a_bug_of_ours_is_answered_also_with_a_refusal_behind_it():
+    async with served() as (talk, echo, server):
+        await talk.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\nNONSENSE\r\n\r\n")
+        await eventually(lambda: echo.held)
+        (client,) = echo.held
+        await eventually(lambda: client.refused)
+        client.failed(echo, ZeroDivisionError("a bug"))
+        assert (await talk.response())[0] == 500
+        assert await talk.rest() == b""
+
+
 async def test_a_client_that_does_not_read_is_not_read_from():
     """Pipelined requests whose answers nobody takes must not pile up in the gateway."""
     async with served() as (talk, echo, _):

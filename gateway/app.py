@@ -63,7 +63,7 @@ class Gateway:
         self.fleet = Fleet(self._inflight, self._waited, drain_timeout=settings.drain_timeout_s, model=settings.served_model_name, authorities=settings.replica_ca)
         self.metrics = Metrics({"replica": self.fleet.replicas, "policy": settings.shadow})
         self.fleet.on_change.append(self._replica_changed)
-        self.kept = KeptReplicas(settings.replica_file) if settings.replica_file else None
+        self.kept = _kept(settings)
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake | SharedIntake] = {}
         self.shared = _shared_map(settings, self.map, self.background)
@@ -346,6 +346,17 @@ class Gateway:
 
 # what the wire and the lives call a failure -> what health calls it
 _FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout", "stalled": "timeout", "hung": "timeout", "aborted": "closed", "foreign answer": "foreign"}  # fmt: skip
+
+
+def _kept(settings: Settings) -> KeptReplicas | None:
+    if settings.replica_file is None:
+        return None
+    kept = KeptReplicas(settings.replica_file)
+    try:
+        kept.check()
+    except OSError as error:
+        raise ConfigError(f"replica_file: {kept.path} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there") from None
+    return kept
 
 
 def _profile(settings: Settings) -> Profile:

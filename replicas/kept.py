@@ -16,6 +16,12 @@ class KeptReplicas:
     def __init__(self, path: Path):
         self.path = path
 
+    def check(self) -> None:
+        """Whether it could be written now; what it holds stays as it is."""
+        new = self._new()
+        new.open("a").close()
+        new.unlink()
+
     def urls(self) -> tuple[str, ...]:
         """Raises ValueError for one that is no replica's URL."""
         found: dict[str, str] = {}
@@ -48,8 +54,11 @@ class KeptReplicas:
             raise OSError(f"{self.path} is not UTF-8 text") from error
         return [line.strip() for line in text.splitlines() if line.strip()]
 
+    def _new(self) -> Path:
+        return self.path.with_name(self.path.name + ".new")
+
     def _write(self, lines: list[str]) -> None:
-        new = self.path.with_name(self.path.name + ".new")
+        new = self._new()
         with open(new, "w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in lines)
             file.flush()

@@ -29,10 +29,19 @@ async def test_added_and_removed_replicas_are_as_they_were_after_the_gateway_was
 
 
 async def test_what_cannot_be_kept_is_not_added(tmp_path):
-    async with running("--replica-file", str(tmp_path / "no folder" / "replicas")) as gateway:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    async with running("--replica-file", str(folder / "replicas")) as gateway:
+        folder.rmdir()
         refused = await gateway.admin.post("/replicas", json={"url": "http://127.0.0.3:9"})
         assert refused.status_code == 500 and "nothing was changed" in refused.json()["error"]["message"]
         assert (await gateway.status())["replicas"] == []
+
+
+async def test_a_file_that_cannot_be_written_ends_the_start(tmp_path):
+    with pytest.raises(AssertionError, match=r"replica_file: .*no folder/replicas cannot be written: No such file"):
+        async with running("--replica-file", str(tmp_path / "no folder" / "replicas")):
+            pass
 
 
 async def test_a_line_that_is_no_url_ends_the_start_and_is_named(tmp_path):

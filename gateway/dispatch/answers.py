@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import re
 
+import orjson
+
 # Chunk framing passes through untouched, so the size of the first chunk may come before the body.
 _BEGINS = re.compile(rb"(?:[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z))?\s*")
 # How an event of a stream begins: `data`, `event`, `id`, `retry`, or `:`, a comment that keeps the connection alive.
@@ -20,6 +22,15 @@ _EVENT_BYTES = b"deir:"
 _ERROR_OBJECT = rb'\{\s*"(?:error"\s*:\s*[{"]|(?:object|type)"\s*:\s*"(?:error|response\.failed)")'
 _ERROR_EVENT = re.compile(rb"\n(?:event: ?(?:error|response\.failed)\s|data: ?" + _ERROR_OBJECT + rb")")
 _ERROR_BODY = re.compile(_BEGINS.pattern + _ERROR_OBJECT)
+# HTTP's framing between two chunks, which may stand within an event; and what an event with an error holds somewhere.
+_BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?\r\n")
+_ERROR_MEMBER = re.compile(rb'"error"\s*:\s*[{"]|:\s*"(?:error|response\.failed)"')
+LONGEST_ERROR = 65_536  # of one event
+MOST_HELD_BACK = 16_384  # bytes of a first event; one that is longer is no error
+_DONE = b"data: [DONE]"
+# What some event of a stream of each API has, the last ones included. A quote inside generated text is escaped.
+_EVENT_MARKS = re.compile(rb'"(?:choices|usage|delta|finish_reason)"\s*:|"(?:response|message|content_block)[._\w]*"')
+_SHORT_TAIL = 256  # the last bytes of an answer that say nothing only for being cut from the middle of a long event are fewer
 _CODE = re.compile(rb'"(?:code|status)"\s*:\s*"?([45]\d\d)\b')
 _CLIENTS_FAULT = re.compile(rb'"(?:type|code)"\s*:\s*"\w*(?:bad_?request|invalid|not_?found|unprocessable|too_large|authentication|permission|rate_limit)', re.I)
 
@@ -43,8 +54,8 @@ def foreign_body(data: bytes, content_type: bytes) -> bool:
     at = data.find(b"\n", 0, 12) + 1
     first = data[at : at + 1]  # behind the size of a chunk, if there is one
     if first == b"{" or first == b"d" or first == b"e":  # nearly all there are
-        return False
-    if not data:
+        return data.startswith(_DONE, at)  # a stream that ends before it has begun
+    if not data or data.startswith(b"0\r\n\r\n"):  # no byte, or the last chunk
         return True
     at = _BEGINS.match(data).end()
     if at == len(data) or content_type.startswith(_TYPES[2:]):
@@ -61,16 +72,46 @@ def announces(data: bytes) -> bool:
     return data.startswith(_ANNOUNCEMENTS, last or _BEGINS.match(data).end())
 
 
+def incomplete(data: bytes, streams: bool) -> bool:
+    """Whether so much of a body does not tell yet what it is: an event whose end is missing, or only the size of a chunk.
+    Engines write an event in one piece; a proxy between may not, and an error in two pieces must not pass for a token."""
+    if not streams:
+        return len(data) < 16 and _BEGINS.match(data).end() == len(data)
+    return len(data) < MOST_HELD_BACK and b"\n\n" not in data and b"\r\n\r\n" not in data
+
+
+def speaks_api(tail: bytes, whole: bool) -> bool:
+    """Whether a stream that ends like this has been one of an inference API. `whole`: this is all of it."""
+    return _EVENT_MARKS.search(tail) is not None or (not whole and len(tail) < _SHORT_TAIL)
+
+
 def error_status(data: bytes, streams: bool) -> int:
     """The HTTP status that an error in a 200 amounts to, 0 if there is none. `data`: the first or last bytes of a stream's
     body, or the first ones of another answer's."""
     if not streams:
         return _status(data) if b'rror"' in data[:48] and _ERROR_BODY.match(data) else 0
+    if data.count(b"\r\n") != 2 * data.count(b"\n\r\n"):  # some event begins in one chunk and ends in another
+        data = _BETWEEN_CHUNKS.sub(b"", data)
     if b"error" not in data:  # a response that failed has an error, too
         return 0
     data = b"\n" + data
     found = _ERROR_EVENT.search(data)
-    return _status(data[found.start() :]) if found else 0
+    if found is not None:
+        return _status(data[found.start() :])
+    return next((_status(line) for line in data.split(b"\n") if _is_error(line)), 0) if _ERROR_MEMBER.search(data) else 0
+
+
+def _is_error(line: bytes) -> bool:
+    """Whether this line of a stream is an event whose object says that it is an error, in whatever order its members are."""
+    if not line.startswith(b"data:") or len(line) > LONGEST_ERROR or not _ERROR_MEMBER.search(line):
+        return False
+    try:
+        event = orjson.loads(line[5:])
+    except orjson.JSONDecodeError:
+        return False
+    if not isinstance(event, dict):
+        return False
+    return bool(event.get("error")) or event.get("object") == "error" or event.get("type") in ("error", "response.failed")
 
 
 def _status(error: bytes) -> int:

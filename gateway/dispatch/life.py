@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..wire.downstream import Downstream
 from ..wire.http import Request
 from ..wire.upstream import Head, Upstream, UpstreamError
-from .answers import announces, error_status, foreign_body, foreign_head
+from .answers import announces, error_status, foreign_body, foreign_head, incomplete
 from .errors import JSON, error_body, error_event
 from .heads import request_head, response_lines
 from .states import TRANSITIONS, Action, Event, State
@@ -217,10 +217,11 @@ class Life:
         if self.announced:
             data, self.announced = self.announced + data, b""
         if self.status == 200 and self.prompt is not None:
-            if foreign_body(data, self.held.get(b"content-type") or b"") and self.held.get(b"content-encoding") is None:
+            legible = self.held.get(b"content-encoding") is None
+            if legible and foreign_body(data, self.held.get(b"content-type") or b""):
                 self._foreign(f"answered 200 with {data[:40]!r}")
                 return
-            if self.label == "responses" and not whole and announces(data):
+            if not whole and ((legible and incomplete(data, self.streams)) or (self.label == "responses" and announces(data))):
                 self.announced = data  # held back like the head, and for the same reason
                 return
             self.fault = error_status(data, self.streams)

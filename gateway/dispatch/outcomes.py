@@ -6,9 +6,9 @@ import logging
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from .answers import error_status
+from .answers import error_status, speaks_api
 from .drift import TOLERATED
-from .life import ERROR_ANSWER, RETRYABLE, Failure, Life
+from .life import ERROR_ANSWER, FOREIGN_ANSWER, RETRYABLE, TAIL, Failure, Life
 from .together import Together
 from .usage import Usage, read_usage
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.dispatch")
 
+STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
 
@@ -92,12 +93,23 @@ class Outcomes:
             life.fault = fault  # it computed the prompt, and failed later
             if fault >= 500:
                 self.failed(life.backend, ERROR_ANSWER)
+        elif self._is_foreign(life, tail, usage):
+            life.fault = 502
+            self.failed(life.backend, FOREIGN_ANSWER)
+            self.refused(life)
         elif life.prompt is not None and life.status == 200 and not life.backend.gone:
             self.learn(life, usage)
             self._dispatcher.forwarding.settled(life, usage)
         elif 400 <= life.status < 500:
             self.refused(life)
         self.ended(life, "failed" if life.fault else "complete", usage)
+
+    @staticmethod
+    def _is_foreign(life: Life, tail: bytes, usage: Usage) -> bool:
+        """Whether its client was given a stream in which no event of an inference API was."""
+        if not life.streams or life.status != 200 or usage.prompt is not None or life.label not in STREAMING_APIS:
+            return False
+        return not speaks_api(tail, life.pieces <= TAIL) and life.held.get(b"content-encoding") is None
 
     def refused(self, life: Life) -> None:
         """The replica computed nothing for it, so its blocks are not going to be there."""

@@ -305,3 +305,60 @@ async def test_a_replica_found_slow_is_tried_again_within_seconds_while_others_a
             if chosen[-1] == slow.id:
                 break
         assert chosen[0] == quick.id and chosen[-1] == slow.id and len(chosen) > 8
+
+
+DIED = b'data: {"error":{"message":"died","type":"InternalServerError","code":500}}\n\n'
+
+
+@pytest.mark.parametrize(("name", "pieces"), [
+    ("an error event in two chunks", (chunk(DIED[:10]), chunk(DIED[10:]))),
+    ("a chunk's size in a packet of its own", (b"%x\r\n" % len(DIED), DIED + b"\r\n")),
+    ("an error that is not the first member", (chunk(b'data: {"id":"1","error":{"message":"died","code":500}}\n\n'),)),
+    ("a failed response by its type alone", (chunk(b'data: {"sequence_number":3,"type":"response.failed","response":{"error":{"code":"server_error"}}}\n\n'),)),
+    ("only the end", ()),
+])  # fmt: skip
+async def test_a_stream_that_fails_in_any_shape_is_tried_elsewhere(name, pieces):
+    begun = asyncio.Event()
+
+    async def next_read():
+        await eventually(lambda: begun.is_set() or any(life.announced for life in s.dispatcher.lives) or not s.dispatcher.lives)
+        begun.set()
+
+    async with stack(streams(*pieces, pause=next_read if len(pieces) > 1 else None), streams(chunk(TOKEN))) as s:
+        talk = await s.talk()
+        bodies = [(await ask(s, b"/v1/chat/completions", talk))[2] for _ in range(2)]
+        assert bodies == [TOKEN + DONE] * 2 and len(set(s.faults)) == 1
+
+
+async def test_an_empty_stream_is_no_answer():
+    async with stack(streams(end=b"0\r\n\r\n"), streams(chunk(TOKEN))) as s:
+        talk = await s.talk()
+        assert [(await ask(s, b"/v1/chat/completions", talk))[2] for _ in range(2)] == [TOKEN + DONE] * 2
+        assert set(s.faults) == {"foreign answer"}
+
+
+@pytest.mark.parametrize("junk", [b": ping\n\n", b'data: {"status":"ok"}\n\n'])
+async def test_a_stream_without_an_event_of_the_api_counts_as_no_engines(junk):
+    async with stack(streams(chunk(junk))) as s:
+        await ask(s, b"/v1/chat/completions")
+        assert s.faults == ["foreign answer"] and s.metrics.predictions.total() == 0 and s.metrics.requests.total(status="5xx") == 1
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/responses", b"/v1/messages"])
+async def test_an_error_that_is_split_after_the_first_token_counts(path):
+    seen = asyncio.Event()
+    async with stack(streams(chunk(TOKEN), chunk(DIED[:10]), chunk(DIED[10:]), pause=seen.wait)) as s:
+        talk = await s.talk()
+        await talk.say(post(body_for(path), path))
+        await talk.until(TOKEN)
+        seen.set()
+        await talk.until(b"\r\n0\r\n\r\n")
+        await eventually(lambda: s.metrics.requests.total() > 0)
+        assert s.faults == ["error answer"]
+
+
+def test_text_about_errors_is_none():
+    said = json.dumps({"choices": [{"delta": {"content": '"error": {"code": 500}'}}], "error": None}).encode()
+    assert error_status(b"data: " + said + b"\n\n", True) == 0
+    item = json.dumps({"type": "response.completed", "response": {"output": [{"type": "mcp_call", "error": "no such tool"}]}}).encode()
+    assert error_status(b"data: " + item + b"\n\n", True) == 0

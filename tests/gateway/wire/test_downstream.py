@@ -372,7 +372,9 @@ async def test_a_client_that_waits_for_us_is_not_timed_out():
     async with served(Limits(body_gap_seconds=0.1, head_seconds=0.1)) as (talk, echo, _):
         await talk.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\nPOST /p HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
         await eventually(lambda: echo.held)
-        await asyncio.sleep(0.6)  # two sweeps and more
+        (client,) = echo.held
+        await eventually(lambda: client.expects)
+        client.check(time.monotonic() + 60)
         echo.release()
         assert (await talk.response())[2] == b"slow"
         assert await talk.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"

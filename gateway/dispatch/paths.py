@@ -69,6 +69,8 @@ class AllowedPaths:
 def refusal(path: str) -> str:
     """What a client is told that asked for a path outside the allow-list."""
     shown = path[:200]
+    if not PLAIN_REST.fullmatch(path, 1):  # nothing that an engine may read as another path
+        return f"{shown} is not part of the inference API, so this gateway does not send it to an engine"
     return (
         f"{shown} is not part of the inference API, so this gateway does not send it to an engine. "
         f"Operators reach it at /replicas/ID/engine{shown} of the admin side, "

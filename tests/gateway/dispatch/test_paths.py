@@ -112,11 +112,11 @@ async def test_an_operators_verb_reaches_no_engine_and_the_refusal_says_where_it
                 status, _, body = await talk.response()
                 assert status == 404, path
                 told = json.loads(body)["error"]
-                assert (
-                    told["code"] == "path_not_allowed"
-                    and "--allow-path" in told["message"]
-                    and "/replicas/ID/engine" in told["message"]
-                )
+                assert told["code"] == "path_not_allowed"
+                if not any(odd in path for odd in ("..", "%", ";", "//", "#")):
+                    assert "--allow-path" in told["message"] and "/replicas/ID/engine" in told["message"]
+                elif ".." in path:
+                    assert "--allow-path" not in told["message"], "nobody should allow that"
         await talk.say(post(b"{}", path=b"/v1/messages/batches"))
         assert json.loads((await talk.response())[2])["error"]["type"] == "not_found_error", (
             "Anthropic's format below /v1/messages"

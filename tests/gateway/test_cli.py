@@ -69,7 +69,7 @@ def test_version(capsys):
         (["serve", "--polcy=x"], "unknown argument '--polcy'. Did you mean '--policy'?"),
         (["serve", "--port"], "argument --port: expected one argument"),
         (["serve", "--port", "http"], "flag --port: port: 'http' is not valid"),
-        (["serve", "--replica-url", "https://localhost:8000"], "flag --replica-url: replica_url: "),
+        (["serve", "--replica-url", "ftp://localhost:8000"], "flag --replica-url: replica_url: "),
         (["serve", "--config", "gone.yaml"], "gone.yaml: cannot read the configuration"),
         (["srve"], "invalid choice: 'srve'"),
         ([], "required: VERB"),

@@ -2,8 +2,8 @@
 
 An engine that is sent ids cannot tell that they are wrong: with another template or tokenizer than the gateway's, or after
 a mistake of the gateway's, it would answer a prompt that nobody wrote. So nothing is forwarded that the engine has not
-confirmed, and what it confirmed is void when the gateway makes ids in another way. Bodies are sorted into kinds (`prompt.forward.kind_of`: template, tools or none, shape of the content). Of each
-kind CONFIRMATIONS different bodies are sent to a replica as received; once answered, the replica is asked about them again, for one token and
+confirmed, and what it confirmed is void when the gateway makes ids in another way. Bodies are sorted into kinds (`prompt.forward.kind_of`: template, tools or none, shape of the content). The
+first body of a kind only makes it known: one that never comes again is not worth a check. Of each kind CONFIRMATIONS different bodies are sent to a replica as received; once answered, the replica is asked about them again, for one token and
 for the ids it made itself (the prompt is cached by then, so this costs it a rendering), and those must be the gateway's.
 From then on bodies of that kind are forwarded as ids, and one in CHECK_EVERY is sent as received and checked like the first ones. Besides,
 wherever usage is told it must count the gateway's number of tokens.
@@ -42,8 +42,8 @@ log = logging.getLogger("hitherto.dispatch")
 
 CONFIRMATIONS = 3  # different bodies of a kind that a replica must have made the same ids of
 CHECK_EVERY = 100  # bodies of a confirmed kind, of which one is checked: its text and the check cost a hundredth of what is saved
-MOST_KINDS = 256  # known of a replica, of 600 characters at most each; the one that came up first is forgotten
-PAUSE_SECONDS = 30.0  # before a check that was not answered is made again
+MOST_KINDS = 256  # known of a replica, of 600 characters at most each; the one that was not seen for longest is forgotten
+PAUSE_SECONDS = 30.0  # before a check that was not answered is made again, of that kind
 ANSWER_SECONDS = 60.0
 # How long an answer gets and what it is made of; one token is asked for in their place.
 _OUTPUT = frozenset({"max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "stream", "stream_options", "request_id", "priority"})
@@ -139,26 +139,26 @@ def _read(reply: bytes) -> _Reply:
 class _Kind:
     """What is known of one kind of body at one replica."""
 
-    __slots__ = ("bodies", "left")
+    __slots__ = ("bodies", "left", "pause")
 
     def __init__(self) -> None:
         self.bodies: set[int] = set()  # digests of the ids that were confirmed, until they are enough
         self.left = 0  # how many more are forwarded before one is checked
+        self.pause = 0.0  # no check before
 
 
 class Forwarding:
     """What is known of one replica's process."""
 
-    __slots__ = ("incarnation", "made_by", "rejected_because", "accepts", "kinds", "checking", "pause")
+    __slots__ = ("incarnation", "made_by", "rejected_because", "accepts", "kinds", "checking")
 
     def __init__(self, incarnation: str | None = None):
         self.incarnation = incarnation
         self.made_by = 0  # the way of making ids of which the kinds are known
         self.rejected_because: dict[str, str] = {}  # by path
         self.accepts: set[str] = set()  # paths at which it was seen to use ids
-        self.kinds: dict[tuple[str, str], _Kind] = {}  # by path and kind of body
+        self.kinds: dict[tuple[str, str], _Kind] = {}  # by path and kind of body, the one seen last at the end
         self.checking: asyncio.Task[None] | None = None
-        self.pause = 0.0  # no check before
 
     def says(self) -> str:
         """For people: the status page, the log, doctor."""
@@ -166,13 +166,13 @@ class Forwarding:
         told = dict.fromkeys(confirmed, "yes") | {path: f"no, {why}" for path, why in self.rejected_because.items()}
         return "; ".join(f"{path}: {what}" for path, what in sorted(told.items())) or "not tried yet"
 
-    def kind(self, path: str, name: str) -> _Kind:
-        found = self.kinds.get((path, name))
-        if found is None:
-            found = self.kinds[path, name] = _Kind()
-            if len(self.kinds) > MOST_KINDS:
-                del self.kinds[next(iter(self.kinds))]
-        return found
+    def seen(self, path: str, name: str) -> bool:
+        """A body of this kind goes to the replica: whether one did before."""
+        found = self.kinds.pop((path, name), None)
+        self.kinds[path, name] = found or _Kind()
+        if len(self.kinds) > MOST_KINDS:
+            del self.kinds[next(iter(self.kinds))]
+        return found is not None
 
 
 class TokenIdForwarding:
@@ -193,10 +193,11 @@ class TokenIdForwarding:
         if not prompt.kind or not self.wanted:
             prompt.token_ids = b""
             return body
-        if self._may_forward(life) and (spliced := with_ids(body, prompt)) is not None:
+        again = self._known(backend).seen(prompt.path, prompt.kind)
+        if again and self._may_forward(life) and (spliced := with_ids(body, prompt)) is not None:
             backend.forwarding.kinds[prompt.path, prompt.kind].left -= 1
             life.sent_ids, body = True, spliced
-        if life.sent_ids or not self._wants_check(backend, prompt):
+        if life.sent_ids or not again or not self._wants_check(backend, prompt):
             prompt.token_ids = b""
         self.metrics.long_prompts.inc(backend.id, "ids" if life.sent_ids else "text")
         return body
@@ -227,11 +228,13 @@ class TokenIdForwarding:
     def _wants_check(self, backend: Backend, prompt: Prompt) -> bool:
         """Whether this body, sent as received, is to be checked once it is answered."""
         known = self._known(backend)
-        if self._off() or self._outdated(prompt) or prompt.path in known.rejected_because or known.checking is not None or monotonic() < known.pause:
+        if self._off() or self._outdated(prompt) or prompt.path in known.rejected_because or known.checking is not None:
             return False
         kind = known.kinds.get((prompt.path, prompt.kind))
-        if kind is None or len(kind.bodies) >= CONFIRMATIONS:
-            return kind is None or not kind.left
+        if kind is None or monotonic() < kind.pause:
+            return False
+        if len(kind.bodies) >= CONFIRMATIONS:
+            return not kind.left
         return xxh3_64_intdigest(prompt.token_ids) not in kind.bodies
 
     async def _check(self, backend: Backend, prompt: Prompt, body: bytes, headers: dict[str, str]) -> None:
@@ -243,7 +246,8 @@ class TokenIdForwarding:
                 if not why and path not in known.accepts:
                     why = await takes_ids(poster(session), path, prompt.model, ids[:4])
         except Unanswered as error:
-            known.pause = monotonic() + PAUSE_SECONDS
+            if (kind := known.kinds.get((path, prompt.kind))) is not None:
+                kind.pause = monotonic() + PAUSE_SECONDS
             self.metrics.token_id_checks.inc(backend.id, "unanswered")
             log.info("replica %s: whether it makes the same token ids is not known yet: %s", backend.id, error)
             return
@@ -264,7 +268,9 @@ class TokenIdForwarding:
         self._confirmed(backend, known, prompt)
 
     def _confirmed(self, backend: Backend, known: Forwarding, prompt: Prompt) -> None:
-        kind = known.kind(prompt.path, prompt.kind)
+        kind = known.kinds.get((prompt.path, prompt.kind))
+        if kind is None:  # forgotten meanwhile
+            return
         if len(kind.bodies) < CONFIRMATIONS:
             kind.bodies.add(xxh3_64_intdigest(prompt.token_ids))
             if len(kind.bodies) < CONFIRMATIONS:

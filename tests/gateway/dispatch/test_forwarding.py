@@ -96,12 +96,13 @@ async def settled(s):
     await eventually(lambda: s.idle() and all(one.forwarding.checking is None for one in s.dispatcher.backends.values()))
 
 
-TEXT, IDS = [False] * CONFIRMATIONS, True
+FIRST = 1 + CONFIRMATIONS  # bodies of a kind that go as received: one that makes it known, and those to be confirmed
+TEXT, IDS = [False] * FIRST, True
 
 
 async def confirmed(s, turn=100, path=CHAT, **more) -> None:
     """Every replica has confirmed bodies of this kind (of those that take turns, each gets as many)."""
-    for number in range(CONFIRMATIONS * len(s.dispatcher.backends)):
+    for number in range(FIRST * len(s.dispatcher.backends)):
         assert await ask(s, request(path, turn + number, **more), path) == 200
         await settled(s)
 
@@ -135,7 +136,7 @@ async def test_ids_are_sent_once_a_sample_of_bodies_was_shown_to_be_taken_and_th
         assert engine.sent_ids == [*TEXT, IDS, IDS, IDS]
         assert engine.trials == CONFIRMATIONS + 1
         assert served(s).replica.takes_ids == f"{path}: yes"
-        assert s.metrics.long_prompts.values == {(served(s).id, "text"): CONFIRMATIONS, (served(s).id, "ids"): 3}
+        assert s.metrics.long_prompts.values == {(served(s).id, "text"): FIRST, (served(s).id, "ids"): 3}
         assert s.metrics.token_id_checks.values == {(served(s).id, "same"): CONFIRMATIONS}
         as_sent = json.loads(engine.bodies[-1])
         given = as_sent["prompt"] if path == COMPLETIONS else as_sent["kv_transfer_params"]["prompt_token_ids"]
@@ -188,7 +189,7 @@ async def test_bodies_of_no_kind_go_as_received_and_nothing_is_asked_about_them(
 async def test_the_same_body_again_is_no_further_confirmation(pipeline):
     engine = Engine(pipeline)
     async with behind(engine) as s:
-        for _ in range(CONFIRMATIONS + 2):
+        for _ in range(FIRST + 2):
             await ask(s, request())
             await settled(s)
         assert engine.trials == 2 and not any(engine.sent_ids)
@@ -231,10 +232,11 @@ async def test_a_trial_that_is_not_answered_says_nothing_and_is_made_again_after
         assert engine.trials == 1 and engine.sent_ids == [False] * 3 and s.metrics.ids_refused.total() == 0
         assert s.metrics.token_id_checks.values == {(served(s).id, "unanswered"): 1}
         engine.tries = 200
-        served(s).forwarding.pause = 0.0
+        for kind in served(s).forwarding.kinds.values():
+            kind.pause = 0.0
         await confirmed(s)
         await ask(s, request())
-        assert engine.sent_ids[3:] == [*TEXT, IDS]
+        assert engine.sent_ids[3:] == [*[False] * CONFIRMATIONS, IDS, IDS]
 
 
 async def test_one_in_so_many_is_checked(pipeline, monkeypatch):
@@ -245,7 +247,7 @@ async def test_one_in_so_many_is_checked(pipeline, monkeypatch):
         for turn in range(9):
             await ask(s, request(turn=turn))
             await settled(s)
-        assert engine.sent_ids[CONFIRMATIONS:] == [IDS, IDS, IDS, False, IDS, IDS, IDS, False, IDS]
+        assert engine.sent_ids[FIRST:] == [IDS, IDS, IDS, False, IDS, IDS, IDS, False, IDS]
         assert s.metrics.token_id_checks.values == {(served(s).id, "same"): CONFIRMATIONS + 2}
 
 
@@ -312,7 +314,7 @@ async def test_a_request_refused_with_ids_is_answered_as_received_and_ends_it(pi
             assert await ask(s, request(turn=turn)) == 200
             await settled(s)
         assert engine.sent_ids == [*TEXT, IDS, False, False, False]
-        assert engine.bodies[CONFIRMATIONS + 1] == request(turn=1)
+        assert engine.bodies[FIRST + 1] == request(turn=1)
         assert "refused a request with ids" in served(s).replica.takes_ids
         assert s.faults == [] and s.metrics.retries.values == {("ids",): 1}
 
@@ -333,12 +335,13 @@ async def test_another_process_behind_the_address_is_shown_anew(pipeline):
     engine = Engine(pipeline, takes=False)
     async with behind(engine) as s:
         await ask(s, request())
+        await ask(s, request())
         await settled(s)
         assert "does not use ids" in served(s).replica.takes_ids
         engine.takes, served(s).incarnation = True, "another"
         await confirmed(s)
         await ask(s, request())
-        assert engine.sent_ids == [False, *TEXT, IDS]
+        assert engine.sent_ids == [False, False, *TEXT, IDS]
 
 
 async def test_a_retry_elsewhere_is_as_received(pipeline):
@@ -351,7 +354,7 @@ async def test_a_retry_elsewhere_is_as_received(pipeline):
         assert first.sent_ids == second.sent_ids == [*TEXT, IDS]
         for engine in (first, second):  # whichever is asked first fails
             def fail_once(path, body, head, engine=engine):
-                if len(first.bodies) + len(second.bodies) == 2 * (CONFIRMATIONS + 1):
+                if len(first.bodies) + len(second.bodies) == 2 * (FIRST + 1):
                     engine.bodies.append(body)
                     return 503, {"error": {}}
                 return Engine.answer(engine, path, body, head)
@@ -376,7 +379,7 @@ async def test_what_is_sent_again_on_a_fresh_connection_is_as_received(pipeline)
     async with behind(engine) as s:
         await confirmed(s)
         assert await ask(s, request(turn=1)) == 200
-        assert engine.ended == 1 and engine.bodies[CONFIRMATIONS:] == [request(turn=1)]
+        assert engine.ended == 1 and engine.bodies[FIRST:] == [request(turn=1)]
         assert s.metrics.retries.values == {("reconnect",): 1}
         assert await ask(s, request(turn=2)) == 200
         assert engine.sent_ids == [*TEXT, False, IDS]
@@ -391,7 +394,7 @@ async def test_what_would_not_fit_the_context_is_left_to_the_engine_to_judge(pip
             served(s).replica.max_model_len = length
             more = {} if limit else {"max_tokens": None}
             await ask(s, request(**more))
-        assert engine.sent_ids[CONFIRMATIONS:] == [True, False, True, False, False]
+        assert engine.sent_ids[FIRST:] == [True, False, True, False, False]
 
 
 async def test_never_means_never(pipeline):
@@ -416,6 +419,8 @@ async def test_short_prompts_try_nothing(pipeline):
 async def test_the_trial_brings_the_clients_key(pipeline):
     engine = Engine(pipeline)
     async with behind(engine) as s:
+        await ask(s, request(turn=1))
+        engine.headers.clear()
         await ask(s, request(), extra=b"Authorization: Bearer secret\r\n")
         await settled(s)
         assert len(engine.headers) == 3
@@ -434,6 +439,7 @@ async def test_a_trial_in_flight_ends_with_the_replica(pipeline):
             return head, body
 
     async with behind(Slow(pipeline)) as s:
+        await ask(s, request(turn=1))
         await ask(s, request())
         await asyncio.wait_for(asked.wait(), 5)
         backend = served(s)
@@ -457,7 +463,7 @@ async def test_what_was_confirmed_is_void_when_prompts_are_made_in_another_way()
         one.follow("0.31.0")
     engine = Engine(theirs)
     async with behind(engine, pipeline=ours) as s:
-        for turn in range(CONFIRMATIONS + 2):
+        for turn in range(FIRST + 1):
             await ask(s, with_a_date(turn))
             await settled(s)
         assert engine.sent_ids[-1]
@@ -485,3 +491,29 @@ async def test_ids_made_before_the_way_changed_are_neither_sent_nor_held_against
         await ask(s, request(turn=50))
         await settled(s)
         assert not engine.sent_ids[-1] and s.metrics.ids_refused.total() == 0
+
+
+async def test_kinds_that_never_come_again_are_not_asked_about_and_push_no_other_out(pipeline, monkeypatch):
+    monkeypatch.setattr(forwarding, "MOST_KINDS", 4)
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        trials = engine.trials
+        for number in range(8):
+            await ask(s, request(chat_template_kwargs={"user_name": f"user {number}"}))
+            await ask(s, request(turn=number))
+            await settled(s)
+        assert engine.trials == trials and engine.sent_ids[FIRST:] == [False, IDS] * 8
+
+
+async def test_a_kind_whose_check_is_not_answered_holds_no_other_back(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        engine.tries = 500
+        for turn in range(2):
+            await ask(s, request(turn=turn, tools=TOOLS))
+            await settled(s)
+        engine.tries = 200
+        await confirmed(s)
+        await ask(s, request())
+        assert engine.sent_ids[-1]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
-from .http import FRAMING, Headers, KnownHead, Request, connection_tokens, response, without_upgrade
+from .http import FRAMING, HEADER_BYTES, REQUEST_BYTES, Headers, KnownHead, Request, connection_tokens, response, without_upgrade
 
 if TYPE_CHECKING:
     from .server import Server
@@ -29,7 +30,9 @@ WHOLE = 4096
 # Bytes of chunk sizes and extensions that a byte of a body may bring with it: a chunk of one byte, its size in eight digits, has 12.
 FRAMING_PER_BYTE = 16
 LENGTH_DIGITS = 20  # of a Content-Length; the parser takes any number of zeros before it, of which `int` takes 4,300
-REQUEST_BYTES = 2048  # about what a small request takes besides its body: 256 kB of pipelined ones become 11 MB
+# A read (256 kB at most) is parsed in pieces, the rest waits as bytes while a request waits: 256 kB of pipelined requests with
+# 200 headers each would become 14 MB and hold up the loop for 0.1 s. Within a body a piece may be larger.
+PIECE, BODY_PIECE = 4096, 65536
 
 
 class Exchange(Protocol):
@@ -58,6 +61,8 @@ class Downstream(asyncio.Protocol):
         "refused", "expects", "again", "framing", "raw", "behind", "searched", "completed", "rated", "rated_at",
         # the request being answered, and those behind it
         "exchange", "current", "waiting",
+        # what came behind them and is not parsed yet: the bytes of `rest` from `rest_at` on
+        "rest", "rest_at",
         # bytes of all these, and of the one being answered, as they are counted in the server
         "held", "answering",
     )  # fmt: skip
@@ -83,6 +88,7 @@ class Downstream(asyncio.Protocol):
         self.exchange: Exchange | None = None
         self.current: Request | None = None
         self.waiting: deque[Request | Refusal] = deque()
+        self.rest, self.rest_at = b"", 0
         self.held = self.answering = 0
         self._clear()
 
@@ -122,7 +128,7 @@ class Downstream(asyncio.Protocol):
         # The parser and this object hold each other, and with them what was uploaded: the collector would find them after hours.
         self.parser = None  # type: ignore[assignment]
         self.known = self.read = None
-        self.raw = self.again = b""
+        self.raw = self.again = self.rest = b""
         self._clear()
 
     def pause_writing(self) -> None:
@@ -145,7 +151,10 @@ class Downstream(asyncio.Protocol):
         if self.refused:
             return
         self.active_at = now
-        if self.reading:
+        if self.rest:
+            self._hold(len(data))
+            self.rest += data
+        elif self.reading:
             self._feed(data)
             self.read = None
         elif self.known is not None and (request := self.known.read(data, now)) is not None and len(request.body) <= self.server.limits.body_bytes:
@@ -154,20 +163,56 @@ class Downstream(asyncio.Protocol):
             self._feed(data)
             request, self.read = self.read, None
             self.known = KnownHead.of(data, request) if request is not None else None
-        if len(self.waiting) > 1 and not self.reading_paused and not self.closing:
+        if (self.rest or len(self.waiting) > 1) and not self.reading_paused and not self.closing:
             self.reading_paused = True
             self.transport.pause_reading()
 
-    def _feed(self, data: bytes) -> None:
-        # Some clients offer h2c on every request, and llhttp stops at such a head. The request is also a plain one: read it
-        # again without the offer. In a loop, as there may be thousands of them in one read.
-        while (end := self._parse(data)) and not self.refused:
-            head, self.again, self.raw = self.again, b"", b""
-            self.parser = httptools.HttpRequestParser(self)
-            self._parse(head)
-            if self.refused or end == len(data):
+    def _feed(self, data: bytes, at: int = 0) -> None:
+        """Parse `data` from `at` on, as far as requests may wait. Behind a request others have their turn first."""
+        begun = at
+        while not (self.refused or self.closing):
+            end = at + (BODY_PIECE if self.reading and self.head_done else PIECE)
+            piece = data if at == 0 and end >= len(data) else data[at:end]
+            if upgrade := self._parse(piece):
+                # Some clients offer h2c on every request, and llhttp stops at such a head. The request is also a plain one:
+                # read it again without the offer.
+                head, self.again, self.raw = self.again, b"", b""
+                self.parser = httptools.HttpRequestParser(self)
+                if not self.refused:
+                    self._parse(head)
+            at += upgrade or len(piece)
+            if at >= len(data):
                 return
-            data = data[end:]
+            if len(self.waiting) > 1 or (self.completed and at - begun >= PIECE):
+                break
+        if not (self.refused or self.closing):
+            self._keep(data, at)
+            if len(self.waiting) <= 1:
+                asyncio.get_running_loop().call_soon(self._read_on)
+
+    def _keep(self, data: bytes, at: int) -> None:
+        self.rest, self.rest_at = data, at
+        self._hold(len(data))
+        if not self._fits(0):
+            self._refuse_more()
+
+    def _read_on(self) -> None:
+        """Few enough wait: go on with what has come, then with what comes."""
+        if self.closing or not self.reading_paused or len(self.waiting) > 1:
+            return
+        self.active_at = self.read_begun = monotonic()
+        if self.rest:
+            data, self.rest = self.rest, b""
+            self._hold(-len(data))
+            self._feed(data, self.rest_at)
+            self.read = None
+        if not (self.rest or self.closing or len(self.waiting) > 1):
+            self._resume_reading()
+
+    def _resume_reading(self) -> None:
+        if self.reading_paused:
+            self.reading_paused = False
+            self.transport.resume_reading()
 
     def _parse(self, data: bytes) -> int:
         """Returns where a head ends that offers to upgrade the connection; 0 if there is none, and all was parsed."""
@@ -318,6 +363,7 @@ class Downstream(asyncio.Protocol):
             self.parser.should_keep_alive(),
             self.read_begun,
         )
+        request.size = max(REQUEST_BYTES, self.head_bytes + HEADER_BYTES * len(self.headers))
         held = self.body_bytes
         self._clear()
         self.read = request
@@ -325,9 +371,10 @@ class Downstream(asyncio.Protocol):
 
     def _take(self, request: Request, held: int) -> None:
         """`held`: how much of it is counted already."""
-        self._hold(REQUEST_BYTES + len(request.body) - held)
+        size = request.size + len(request.body)
+        self._hold(size - held)
         if not self._fits(0):
-            self._hold(-REQUEST_BYTES - len(request.body))
+            self._hold(-size)
             self._refuse_more()
         elif self.current is None and not self.waiting and not self.writing_paused:
             self._begin(request)
@@ -361,8 +408,8 @@ class Downstream(asyncio.Protocol):
     def release(self) -> None:
         """The current request's body will not be needed again."""
         if self.current is not None:
-            self._hold(REQUEST_BYTES - self.answering)
-            self.answering = REQUEST_BYTES
+            self._hold(self.current.size - self.answering)
+            self.answering = self.current.size
             self.current.body = b""
 
     def finish(self, keep_alive: bool = True) -> None:
@@ -389,7 +436,7 @@ class Downstream(asyncio.Protocol):
 
     def _begin(self, request: Request) -> None:
         self.current = request
-        self.answering = REQUEST_BYTES + len(request.body)
+        self.answering = request.size + len(request.body)
         try:
             self.server.handler.handle(self, request)
         except Exception as error:
@@ -406,14 +453,11 @@ class Downstream(asyncio.Protocol):
         if self.closing or self.current is not None or self.writing_paused or not self.waiting:
             return
         item = self.waiting.popleft()
-        if self.reading_paused and len(self.waiting) <= 1:
-            self.reading_paused = False
-            self.active_at = self.read_begun = monotonic()
-            self.transport.resume_reading()
         if isinstance(item, Refusal):
             self._answer_refusal(item)
         else:
             self._begin(item)
+            self._read_on()
 
     def _failed(self, error: BaseException) -> None:
         """A bug of ours, not the client's: say so in the log, and end this connection cleanly."""
@@ -442,6 +486,8 @@ class Downstream(asyncio.Protocol):
         self.reading = False
         self._hold(-self.body_bytes)
         self.body, self.body_bytes = [], 0
+        self._hold(-len(self.rest))
+        self.rest = b""
         refusal = Refusal(status, message, self.target)
         if self.current is None and not self.waiting:
             self._answer_refusal(refusal)
@@ -456,6 +502,7 @@ class Downstream(asyncio.Protocol):
         limits, now = self.server.limits, monotonic()
         self.closing = True
         self.close_at, self.close_last = now + limits.linger_seconds, now + limits.flush_seconds
+        self._resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
 
@@ -470,10 +517,18 @@ class Downstream(asyncio.Protocol):
         """A request is being answered, or its answer is not all sent."""
         return self.current is not None or self.transport.get_write_buffer_size() > 0
 
+    def _left(self) -> bool:
+        """Whether the client has closed its side, which is not read of while reading is paused."""
+        asked = select.poll()
+        asked.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(asked.poll(0))
+
     def check(self, now: float) -> None:
         """Called by the server's sweep, a few times a second."""
         limits = self.server.limits
-        if self.closing:
+        if self.reading_paused and not self.closing and self._left():
+            self._close()
+        elif self.closing:
             if now > self.close_at:
                 self.transport.abort()
         elif self.reading:

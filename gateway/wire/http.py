@@ -28,6 +28,12 @@ ABSOLUTE = re.compile(rb"^[a-zA-Z][\w+.-]*://[^/?]*")
 # The longest head that a connection keeps: an idle one takes what its head does, and a client may have thousands.
 KNOWN_BYTES = 8 * 1024
 
+# And the most headers of it: as objects, the shortest take 50 times their bytes.
+KNOWN_HEADERS = 64
+
+# About what a small request takes besides its body, and each header besides its bytes: a pair, two strings, an entry by name.
+REQUEST_BYTES, HEADER_BYTES = 2048, 256
+
 LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.I)
 
 # Headers that say where a message ends, or whom it is for. `Connection` must not name them (RFC 9110, 7.6.1): whoever removes
@@ -60,7 +66,7 @@ class Limits:
 class Request:
     """One request, complete: head parsed, body collected."""
 
-    __slots__ = ("method", "target", "path", "headers", "body", "http10", "keep_alive", "begun", "_named", "_kept")
+    __slots__ = ("method", "target", "path", "headers", "body", "http10", "keep_alive", "begun", "size", "_named", "_kept")
 
     def __init__(self, method: str, target: bytes, headers: Headers, body: bytes, http10: bool, keep_alive: bool, begun: float):
         self.method = method
@@ -74,6 +80,7 @@ class Request:
         self.http10 = http10
         self.keep_alive = keep_alive
         self.begun = begun
+        self.size = REQUEST_BYTES  # what it takes besides its body
 
     def set_headers(self, headers: Headers) -> None:
         """Names in lower case. Content-Length is left out: the body has it, and a head may come again with another one."""
@@ -98,7 +105,7 @@ class Request:
         other: Request = object.__new__(Request)
         other.method, other.target, other.path, other.headers = self.method, self.target, self.path, self.headers
         other.http10, other.keep_alive, other._named, other._kept = self.http10, self.keep_alive, self._named, self._kept
-        other.body, other.begun = body, begun
+        other.body, other.begun, other.size = body, begun, REQUEST_BYTES
         return other
 
 
@@ -115,7 +122,7 @@ class KnownHead:
     def of(cls, data: bytes, request: Request) -> KnownHead | None:
         """`request` was parsed from `data`. None unless that is all of it and nothing else, its length in digits."""
         end = data.find(b"\r\n\r\n") + 4
-        if end > KNOWN_BYTES:
+        if end > KNOWN_BYTES or len(request.headers) > KNOWN_HEADERS:
             return None
         length = LENGTH.search(data, 0, end)
         if length is None or int(length[1]) != len(request.body) or end + len(request.body) != len(data) or b"expect" in request._named:

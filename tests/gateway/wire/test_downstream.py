@@ -162,14 +162,6 @@ async def test_a_body_behind_an_offer_to_upgrade_is_not_lost(framing, piece):
         assert echo.seen[0].header(b"upgrade") is None
 
 
-def test_any_number_of_offers_to_upgrade_may_come_at_once():
-    offer = b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
-    client = Downstream(Server(Echo()))
-    client.connection_made(type("Transport", (), {"pause_reading": lambda self: None})())
-    client.data_received(offer * 2000)
-    assert len(client.waiting) == 1999 and not client.refused
-
-
 UPGRADE = b"Upgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
 
 

@@ -84,8 +84,8 @@ async def test_pipelined_requests_are_counted_with_what_they_take_as_objects():
         (connection,) = server.connections
         assert len(connection.waiting) <= MIB // REQUEST_BYTES and server.held <= MIB
         echo.release()
-        while (await one.response())[0] == 200:
-            pass
+        for _ in range(5001):
+            assert (await one.response())[0] == 200
 
 
 async def test_a_body_that_trickles_is_refused_and_one_that_flows_is_not():
@@ -182,3 +182,66 @@ async def test_a_gateway_that_is_full_says_so_and_when_to_come_again():
         status, headers, body = await talk.response()
         assert status == 503 and headers["retry-after"] == "1" and b"gateway_full" in body and b"request_budget" in body
         assert s.metrics.rejections.values["503",] == 1
+
+
+BOMB = b"GET /slow HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * 195 + b"\r\n"
+
+
+async def test_what_is_pipelined_behind_a_request_waits_as_bytes():
+    async with served() as (talk, echo, server):
+        one = await talk()
+        await one.say(BOMB)
+        await eventually(lambda: echo.held)
+        assert server.held > 195 * 256, "headers take more than their bytes"
+        one.writer.write(BOMB * 400)
+        await eventually(lambda: next(iter(server.connections)).reading_paused)
+        (connection,) = server.connections
+        assert len(connection.waiting) < 10
+        assert server.held < 10 * 60_000 + 256 * 1024
+        for _ in range(401):
+            await eventually(lambda: echo.held)
+            echo.release()
+            assert (await one.response())[0] == 200
+        assert server.held == 0
+
+
+@pytest.mark.parametrize("extra", [b"", b"Connection: upgrade\r\nUpgrade: h\r\n"], ids=["plain", "upgrade"])
+async def test_thousands_of_requests_in_a_read_let_others_have_their_turn(extra):
+    async with served() as (talk, echo, server):
+        one, other = await talk(), await talk()
+        one.writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\n%b\r\n" % extra * 3000)
+        other.writer.write(GET)
+        assert (await other.response())[0] == 200
+        assert len(echo.seen) < 2500
+        for _ in range(3000):
+            assert (await one.response())[0::2] == (200, b"GET /x ")
+
+
+async def test_a_refusal_behind_many_requests_comes_in_its_place():
+    async with served() as (talk, echo, server):
+        one = await talk()
+        await one.say(GET * 500 + b"NONSENSE\r\n\r\n" + GET)
+        for _ in range(500):
+            assert (await one.response())[0] == 200
+        assert (await one.response())[0] == 400 and await one.rest() == b""
+
+
+async def test_a_client_that_leaves_is_noticed_though_requests_wait():
+    async with served() as (talk, echo, server):
+        one = await talk()
+        await one.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" * 10)
+        await eventually(lambda: any(connection.reading_paused for connection in server.connections))
+        one.writer.close()
+        await eventually(lambda: echo.left == 1 and not server.connections)
+
+
+async def test_what_waits_as_bytes_is_within_the_budget():
+    async with served(requests_bytes=600_000) as (talk, echo, server):
+        one = await talk()
+        await one.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" + GET * 4000)
+        await eventually(lambda: next(iter(server.connections)).refused)
+        assert server.held < 300_000
+        echo.release()
+        while (status := (await one.response())[0]) == 200:
+            pass
+        assert status == 503

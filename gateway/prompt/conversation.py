@@ -219,6 +219,8 @@ def _arguments(given: Any, ways: Ways) -> Any:
             given = json.loads(given)
         except ValueError:
             return {}
+        except RecursionError:  # engines read them the same way, and answer 500
+            raise bad("the arguments of a tool call are nested too deeply: more than some 900 levels") from None
         if given is not None and not ways.arguments_are_objects:
             return given
     else:

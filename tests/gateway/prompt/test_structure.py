@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from gateway.prompt import structure
+from gateway.prompt.conversation import conversation
 from gateway.prompt.fields import parse
 from gateway.prompt.prompt import PromptError
 from gateway.prompt.structure import MOST_OBJECTS, MOST_VALUES
@@ -97,3 +98,12 @@ def test_at_the_limit(monkeypatch):
     assert not structure.too_much(orjson.dumps([[]] * 9)) and structure.too_much(orjson.dumps([[]] * 10))
     assert not structure.too_much(orjson.dumps([1] * 21)) and structure.too_much(orjson.dumps([1] * 22))
     assert MOST_OBJECTS < MOST_VALUES
+
+
+@pytest.mark.parametrize("levels", [1_100, 200_000])
+def test_arguments_that_no_engine_reads_are_refused(levels):
+    call = {**CALL, "function": {"name": "f", "arguments": '{"a":' + "[" * levels + "]" * levels + "}"}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(PromptError, match="nested too deeply") as caught:
+        conversation(messages, as_parts=False)
+    assert caught.value.status == 400

@@ -27,6 +27,10 @@ _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?\r\n")
 _ERROR_MEMBER = re.compile(rb'"error"\s*:\s*[{"]|:\s*"(?:error|response\.failed)"')
 LONGEST_ERROR = 65_536  # of one event
 MOST_HELD_BACK = 16_384  # bytes of a first event; one that is longer is no error
+# What servers answer to whatever they are asked: a list of models, or that they are well. No prompt gets that.
+_OTHER_ANSWER = re.compile(
+    rb'\{\s*"(?:object"\s*:\s*"list"\s*,\s*"data"\s*:\s*\[\s*\{[^{}\[]{0,400}"object"\s*:\s*"model"|status"\s*:\s*"\w{1,20}"\s*\})'
+)
 _DONE = b"data: [DONE]"
 # What some event of a stream of each API has, the last ones included. A quote inside generated text is escaped.
 _EVENT_MARKS = re.compile(rb'"(?:choices|usage|delta|finish_reason)"\s*:|"(?:response|message|content_block)[._\w]*"')
@@ -53,7 +57,9 @@ def foreign_body(data: bytes, content_type: bytes) -> bool:
     """Whether a body that begins like this (b"": the whole body is empty) is no engine's answer to a prompt."""
     at = data.find(b"\n", 0, 12) + 1
     first = data[at : at + 1]  # behind the size of a chunk, if there is one
-    if first == b"{" or first == b"d" or first == b"e":  # nearly all there are
+    if first == b"{":
+        return _OTHER_ANSWER.match(data, at) is not None
+    if first == b"d" or first == b"e":  # nearly all others there are
         return data.startswith(_DONE, at)  # a stream that ends before it has begun
     if not data or data.startswith(b"0\r\n\r\n"):  # no byte, or the last chunk
         return True

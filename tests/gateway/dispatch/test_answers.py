@@ -153,6 +153,8 @@ HTML = b"<html><body>It works!</body></html>"
 @pytest.mark.parametrize(
     ("head", "body"),
     [(b"200 OK\r\nContent-Type: text/html", HTML), (b"200 OK", HTML), (b"200 OK\r\nContent-Type: application/json", b'"ok"'), (b"200 OK", b""),
+     (b"200 OK\r\nContent-Type: application/json", b'{"status":"ok"}'),
+     (b"200 OK\r\nContent-Type: application/json", b'{"object":"list","data":[{"id":"m","object":"model","created":1}]}'),
      (b"404 Not Found\r\nContent-Type: text/html", HTML), (b"405 Not Allowed\r\nContent-Type: text/html", HTML), (b"302 Found\r\nContent-Type: text/html", b"")],
 )  # fmt: skip
 async def test_what_no_engine_wrote_reaches_no_client_and_counts_as_a_failure(head, body):

@@ -58,7 +58,7 @@ class Downstream(asyncio.Protocol):
         "server", "transport", "parser", "closing", "close_at", "close_last", "active_at", "reading_paused", "writing_paused", "known", "read",
         # the request being read
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
-        "refused", "expects", "again", "framing", "raw", "behind", "searched", "completed", "rated", "rated_at",
+        "refused", "expects", "again", "framing", "raw", "behind", "searched", "begins", "completed", "rated", "rated_at",
         # the request being answered, and those behind it
         "exchange", "current", "waiting",
         # what came behind them and is not parsed yet: the bytes of `rest` from `rest_at` on
@@ -84,6 +84,7 @@ class Downstream(asyncio.Protocol):
         self.raw: bytes | bytearray = b""  # the reads in which the present head came
         self.behind = False  # in which a request ends before that head
         self.searched = 0  # bytes of them that lie before that head for certain
+        self.begins = True  # the request at hand does in these reads, so it is known where its parts are
         self.completed = False  # in the read at hand
         self.exchange: Exchange | None = None
         self.current: Request | None = None
@@ -219,7 +220,7 @@ class Downstream(asyncio.Protocol):
         if self.raw:
             self.raw += data
         else:
-            self.raw, self.behind, self.searched = data, False, 0
+            self.raw, self.behind, self.searched, self.begins = data, False, 0, not self.reading
         self.told, self.completed = 0, False
         try:
             self.parser.feed_data(data)
@@ -265,6 +266,7 @@ class Downstream(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.head_done:  # a trailer; none is defined for these requests
+            self._skip_to(value)
             self._count_head(len(name) + len(value))
             return
         self.headers.append((name.lower(), value))
@@ -321,13 +323,26 @@ class Downstream(asyncio.Protocol):
         found = self.raw.find(line, self.searched)
         if found < 0 or not self.behind and self.raw[:found].strip(b"\r\n"):
             return False
-        self.searched = found + len(line)
+        self.searched, self.begins = found + len(line), True
+        self._skip_to(b"\r\n\r\n")
         return True
+
+    def _skip_to(self, mark: bytes) -> None:
+        """What comes up to here in the reads at hand, a client's text perhaps, is not searched for the next request line."""
+        found = self.raw.find(mark, self.searched) if self.begins else -1
+        if found >= 0:
+            self.searched = found + len(mark)
+
+    def on_chunk_header(self) -> None:
+        if self.begins and self.raw.startswith(b"\r\n", self.searched):  # the end of the chunk before
+            self.searched += 2
+        self._skip_to(b"\r\n")
 
     def on_body(self, body: bytes) -> None:
         if self.refused:
             return
         self.told += len(body)
+        self.searched += len(body)
         self.body_bytes += len(body)
         self._hold(len(body))
         if self.body_bytes > self.server.limits.body_bytes:
@@ -343,7 +358,6 @@ class Downstream(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.behind = self.completed = True
-        self.searched = max(self.searched, self.told)
         if self.refused:
             return
         method = self.parser.get_method().decode("ascii")

@@ -583,3 +583,35 @@ def test_a_client_is_not_late_because_the_event_loop_was():
             await other.close()
 
     uvloop.run(scenario())  # the gateway's loop, which runs its timers before it reads on
+
+
+TEXT = b"GET /version HTTP/1.1"
+LONG_HEAD = b"POST /p HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 50
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        LONG_HEAD + b"Content-Length: %d\r\n\r\n" % len(TEXT) + TEXT,
+        LONG_HEAD + b"X: " + TEXT + b"\r\nContent-Length: %d\r\n\r\n" % len(TEXT) + TEXT,
+        LONG_HEAD + b"Transfer-Encoding: chunked\r\n\r\n15\r\n" + TEXT + b"\r\n0\r\n\r\n",
+        LONG_HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;x=y\r\nx\r\n15\r\n" + TEXT + b"\r\n0\r\n\r\n",
+        LONG_HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX: " + TEXT + b"\r\n\r\n",
+    ],
+    ids=["body", "header and body", "chunk", "second chunk", "trailer"],
+)
+async def test_text_of_one_request_is_not_the_request_line_of_the_next(first):
+    async with served() as (talk, _, _):
+        await talk.say(first + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" + first + b"GET /version RTSP/1.1\r\nHost: x\r\n\r\n")
+        assert [(await talk.response())[0] for _ in range(4)] == [200, 200, 200, 400]
+
+
+def test_request_lines_are_found_wherever_reads_end():
+    said = b"POST /p HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;x=y\r\nx\r\n15\r\n" + TEXT + b"\r\n0\r\nX: y\r\n\r\n" + GET + GET
+    for at in range(1, len(said)):
+        client = Downstream(Server(Echo()))
+        client.writing_paused = True
+        client.connection_made(type("Transport", (), {"pause_reading": lambda self: None})())
+        client.data_received(said[:at])
+        client.data_received(said[at:])
+        assert not client.refused and len(client.waiting) == 3

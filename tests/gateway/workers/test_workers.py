@@ -153,7 +153,9 @@ async def test_a_worker_in_anothers_place_goes_on_from_what_its_sibling_learned(
         os.kill(before["workers"][0]["pid"], signal.SIGKILL)
         await gateway.until(lambda status: [one["ready"] for one in status["workers"]] == [True, True] and status["workers"][0]["pid"] != before["workers"][0]["pid"])
         one, other = await seconds(), await seconds()
-        assert one == other != unlearned
+        # Not to the digit: each worker lets a replica that is passed over be thought quicker again, by its own clock.
+        assert one == pytest.approx(other, rel=0.3)
+        assert unlearned != pytest.approx(other, rel=0.3)
 
 
 async def test_nothing_outlives_a_killed_control_process():

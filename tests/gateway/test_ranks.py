@@ -29,7 +29,8 @@ class Ranks:
             return web.json_response({str(rank): (await self.ask(rank, "/kv_event_sources"))["0"] for rank in range(self.count)})
         body = await request.read()
         if request.method == "POST":
-            self.seen.append((request.path, request.headers.getall(RANK, [])))
+            if request.path != "/tokenize":  # the gateway's own question, which any rank answers alike
+                self.seen.append((request.path, request.headers.getall(RANK, [])))
         rank = int(request.headers.get(RANK, -1)) if request.path != "/v1/responses" else -1
         if rank >= self.count:
             return web.json_response({"error": {"message": f"data_parallel_rank {rank} is out of range"}}, status=400)

@@ -59,8 +59,8 @@ class Segment:
     quick: tuple[bytes, int, bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        literals = _digest(f"{len(self.before)}:{self.before}{self.after}") if self.before or self.after else b""
-        asks = _digest(repr(self.questions)) if self.questions else b""
+        literals = digest(f"{len(self.before)}:{self.before}{self.after}") if self.before or self.after else b""
+        asks = digest(repr(self.questions)) if self.questions else b""
         object.__setattr__(self, "quick", (literals, self.slot, asks))
 
     def text(self, slots: Sequence[Any]) -> str:
@@ -206,7 +206,8 @@ def _segment(pieces: list[Any]) -> Segment:
     return Segment(-1, "", "", tuple(pieces), ())
 
 
-def _digest(text: str) -> bytes:
+def digest(text: str) -> bytes:
+    """The SHA-256 of a text, unpaired surrogates included."""
     return sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 

@@ -16,13 +16,12 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Sequence
-from hashlib import sha256
 from sys import getsizeof
 from typing import Any, NamedTuple
 
 from cachemap import hash_blocks
 
-from .plan import Piece, Segment
+from .plan import Piece, Segment, digest
 from .tokenizer import Tokenizer
 from .trace import answered
 
@@ -82,7 +81,7 @@ class Prefixes:
         for segment in segments:
             literals, slot, asks = segment.quick
             text = slots[slot] if slot >= 0 else segment.text(slots)
-            key = (parent, literals, text if len(text) < _LONG else _digest(text))
+            key = (parent, literals, text if len(text) < _LONG else digest(text))
             node = young.get(key)
             if node is None:
                 node = old.get(key)
@@ -128,7 +127,7 @@ class Prefixes:
             full = (end - start) // width
             literals, _, asks = segment.quick
             if parent:
-                key = (parent, literals, text if len(text) < _LONG else _digest(text))
+                key = (parent, literals, text if len(text) < _LONG else digest(text))
             serial = next(self._serials)
             mine = new[done:full].tobytes()
             node = (serial, ids, mine, end, data[full * width:end - start], chars, asks)
@@ -170,10 +169,6 @@ class Prefixes:
 
 def _size(key: Key, node: Node) -> int:
     return _NODE_BYTES + getsizeof(key[2]) + len(node[1]) + len(node[2])
-
-
-def _digest(text: str) -> bytes:
-    return sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 def _ask(segment: Segment | Piece, text: str) -> None:

@@ -1,6 +1,6 @@
 """The simulated engine against the real one: calibrated, then both under the same load.
 
-    HITHERTO_VLLM=~/.cache/hitherto/vllm-0.28.0 python -m bench.calibration [--quick] [--profile FILE] [--json FILE] [--png FILE]
+    HITHERTO_VLLM=~/.cache/hitherto/vllm-0.28.0 python -m bench.calibration [--quick] [--profile FILE] [--json FILE]
 
 A real vLLM on the CPU with a tiny model is measured by `hitherto calibrate`; a simulated engine gets the profile. Work: tau-bench
 airline conversations (tools, one long system prompt) and MT-Bench-101 dialogues (nothing shared), half of the requests each,
@@ -106,8 +106,8 @@ async def answers(url: str) -> None:
     client.close()
 
 
-async def measure(real: str, sim: str, requests: int, seed: int) -> tuple[dict, dict]:
-    """Figures of all loads, and the distributions they are made of."""
+async def measure(real: str, sim: str, requests: int, seed: int) -> dict:
+    """Return the figures of all loads."""
     conversations = work(requests, seed)
     await saturation(real, requests // 4, seed + 1)  # warms it up
     top = await saturation(real, requests, seed)
@@ -123,7 +123,7 @@ async def measure(real: str, sim: str, requests: int, seed: int) -> tuple[dict, 
             "simulated / real": compare(seen[load, "simulated"], seen[load, "real"], seen[load, "real again"]),
             "real again / real": compare(seen[load, "real again"], seen[load, "real"])}}  # fmt: skip
         print(table(load, loads[f"{load:g}"]), flush=True)
-    return {"requests": requests, "backlog_rps": round(top, 2), "loads": loads}, seen
+    return {"requests": requests, "backlog_rps": round(top, 2), "loads": loads}
 
 
 def figures(times: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
@@ -151,30 +151,6 @@ def table(load: float, said: dict) -> str:
     return "\n".join(lines)
 
 
-def plot(seen: dict, path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, len(LOADS), figsize=(11, 7), sharey=True)
-    for row, name in zip(axes, ("ttft", "itl")):
-        for axis, load in zip(row, LOADS):
-            for run, style in zip(RUNS, ("-", "--", ":")):
-                values = np.sort(seen[load, run][name])
-                axis.plot(values, np.arange(1, len(values) + 1) / len(values), style, label=run)
-            low = min(np.percentile(seen[load, run][name], 1) for run in RUNS)
-            axis.set(xscale="log", xlabel=f"{name.upper()}, ms", title=f"{load:.0%} of saturation")
-            axis.set_xlim(left=max(low / 1.5, 0.1))
-            axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("share of requests")
-    axes[1][0].set_ylabel("share of gaps")
-    axes[0][0].legend()
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the load, half a minute of measuring")
@@ -182,7 +158,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--save-profile", type=Path, metavar="FILE", help="keep what was calibrated here")
     parser.add_argument("--requests", type=int, metavar="N", help="of each load (default 480, --quick 120)")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="plot of the distributions (pip install '.[plots]')")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
     if why := missing():
@@ -198,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
                                 "--out", str(profile)], check=True)  # fmt: skip
             with simulated(profile, model, folder / "sim.log") as sim:
                 asyncio.run(answers(sim))
-                told, seen = asyncio.run(measure(engine.url, sim, args.requests or (120 if args.quick else 480), args.seed))
+                told = asyncio.run(measure(engine.url, sim, args.requests or (120 if args.quick else 480), args.seed))
         used = load_profile(profile)
     vllm = ".".join(map(str, version()))
     report = {"vllm": vllm, **told, "seed": args.seed, "quick": args.quick, "machine": machine(),
@@ -206,8 +181,6 @@ def main(argv: list[str] | None = None) -> int:
                           "step": {name: getattr(used.step, name) for name in used.step.__slots__}}}  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
-    if args.png:
-        plot(seen, args.png, f"vLLM {vllm} on CPU and the simulated engine calibrated to it")
     return 0
 
 

@@ -20,13 +20,38 @@ import numpy as np
 import orjson
 import uvloop
 
-from bench.limit import KNOWN, bodies
 from bench.native import GENERATOR_CORE, Generator, generator
 from bench.native.fronts import available, running
 from loadgen.report import machine
 
 FRONTS = "nginx,hitherto,sglang-router,vllm-router,smg"
 RUST = ("sglang-router", "vllm-router", "smg")
+WORDS = ("the of and to in is you that it he was for on are as with his they at be this have from or had by hot word but what some we "
+         "can out other were all there when up use your how said an each she which do their time if will way about many").split()  # fmt: skip
+
+
+def prose(rng: random.Random, size: int) -> str:
+    return " ".join(rng.choices(WORDS, k=size // 4))[:size]
+
+
+def body(messages: list[dict]) -> bytes:
+    return orjson.dumps({"model": "m", "stream": False, "max_tokens": 64, "messages": messages})
+
+
+def bodies(load: str, count: int, seed: int) -> list[bytes]:
+    """All begin with one system prompt; conversations take turns, so that a turn comes long after the one before."""
+    rng = random.Random(seed)
+    system = {"role": "system", "content": prose(random.Random(7), 4000)}
+    if load != "chat":
+        return [body([system, {"role": "user", "content": prose(rng, 4000)}]) for _ in range(count)]
+    talks: list[list[dict]] = [[system] for _ in range(max(1, count // 14))]
+    found = []
+    for _ in range(14):
+        for talk in talks:
+            talk.append({"role": "user", "content": prose(rng, 1000)})
+            found.append(body(talk))
+            talk.append({"role": "assistant", "content": prose(rng, 1000)})
+    return found
 
 
 class Asker(asyncio.Protocol):
@@ -68,8 +93,8 @@ async def play(port: int, asked: list[bytes], rate: float, seed: int) -> list[fl
 
     async def one(due: float, content: bytes) -> float:
         asker = free.pop() if free else (await loop.create_connection(lambda: Asker(free), "127.0.0.1", port))[1]
-        head = b"POST %b HTTP/1.1\r\nhost: 127.0.0.1:%d\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        return 1e3 * (await asker.ask(head % (KNOWN.encode(), port, len(content)) + content) - due)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:%d\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        return 1e3 * (await asker.ask(head % (port, len(content)) + content) - due)
 
     tasks, due = [], loop.time()
     for content in asked:

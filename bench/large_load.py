@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import pydoc
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 
 import orjson
 
 from bench.large_parts import MODEL
-from bench.prompt import prose
 
 BODY = 415_000  # bytes: 100,000 tokens of the bundled tokenizer, here
 PIECE = 4000
+MODULES = ("argparse", "logging", "subprocess", "json", "asyncio", "collections", "typing", "pathlib", "http.client", "socket")
+
+
+def prose(seed: int) -> Callable[[int], str]:
+    """Pieces of the standard library's own documentation."""
+    text = "".join(pydoc.render_doc(name, renderer=pydoc.plaintext) for name in MODULES)
+    pick = random.Random(seed)
+
+    def piece(size: int) -> str:
+        start = pick.randrange(len(text) - size)
+        return text[start : start + size]
+
+    return piece
 
 
 class Bodies:

@@ -1,6 +1,6 @@
 """How `least_time` learns what its replicas are like: predicted against observed TTFT, in virtual time.
 
-    python -m bench.learning [--quick] [--json FILE] [--png FILE] [--txt FILE] [--seed N]
+    python -m bench.learning [--quick] [--json FILE] [--txt FILE] [--seed N]
 
 Eight simulated engines, conversations behind shared system prompts, 65 % of what round robin gets through. For each case the
 relative error |predicted / observed - 1| of the request's replica, p50 and p90, over the requests since the start or since
@@ -187,38 +187,10 @@ def told_shadow(rows: Sequence[dict]) -> Iterator[str]:
                f"{row['ms_said']:+12.1f} / {row['ms_so']:+7.1f}")  # fmt: skip
 
 
-def plot(studied: Sequence[dict], path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import PercentFormatter
-
-    figure, axes = pyplot.subplots(2, 3, figsize=(15, 7), sharey=True, sharex=True)
-    for axis, case in zip(axes.flat, studied):
-        for number, (name, rows) in enumerate(case["error"].items()):
-            colour = "0.55" if name == "priors alone" else f"C{number}"
-            middles = [(max(first, 1) * last) ** 0.5 for first, last in (row["requests"] for row in rows)]
-            axis.plot(middles, [row["p50"] for row in rows], "-o", color=colour, markersize=3, label=name)
-            axis.plot(middles, [row["p90"] for row in rows], ":", color=colour)
-        axis.set(title=case["title"], xscale="log", yscale="log", ylim=(0.01, 20))
-        axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    for axis in axes[1]:
-        axis.set_xlabel("requests since the start, or the change")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("error of predicted TTFT\n(line p50, dots p90)")
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the requests")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--png", type=Path, metavar="FILE")
     parser.add_argument("--txt", type=Path, metavar="FILE")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
@@ -243,8 +215,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.txt:
         args.txt.write_text("\n".join(said).lstrip("\n") + "\n")
-    if args.png:
-        plot(studied, args.png, f"What least_time predicts, in virtual time: {REPLICAS} replicas at {LOAD:.0%} of saturation")
     return 0
 
 

@@ -17,13 +17,13 @@ import gc
 import json
 import os
 import platform
+import resource
 import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
 
-from bench.cachemap import by_dict, resident
 from cachemap import CacheMap
 
 LENGTH = 2048
@@ -202,6 +202,31 @@ def leave(table: CacheMap, fleet: Fleet) -> dict:
             after(table.remove, fleet.replicas - 1, [1], "gpu")
     result = {"leaving_held": sum(held) / len(held)} | leaving.milliseconds("leave")
     return result | ({"left_ms_each": sum(after.cpu) / len(held) * 1e3} | after.milliseconds("left") if after.cpu else {})
+
+
+def resident() -> int:
+    """Bytes of memory this process has."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def by_dict(table: dict[int, int], replicas: int, hashes: list[int]) -> list[int]:
+    """The plain way: `table` has a bit a replica for each block. How many leading blocks each of them holds."""
+    lengths, alive = [0] * replicas, (1 << replicas) - 1
+    for i, block in enumerate(hashes):
+        lost = alive & ~table.get(block, 0)
+        if lost:
+            alive ^= lost
+            while lost:
+                low = lost & -lost
+                lengths[low.bit_length() - 1] = i
+                lost ^= low
+            if not alive:
+                return lengths
+    for slot in range(replicas):
+        if alive >> slot & 1:
+            lengths[slot] = len(hashes)
+    return lengths
 
 
 def measure_dict(fleet: Fleet) -> dict:

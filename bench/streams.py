@@ -20,8 +20,9 @@ Runs of a FILE that is there are kept and added to, so that a long measurement c
 from __future__ import annotations
 
 import argparse
+import resource
+import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ from bench.native import Generator, generator
 from bench.native.fronts import HELLO, Front, available, running
 from loadgen.report import machine
 
-FRONTS = "direct,null proxy,nginx,hitherto,sglang-router,smg,vllm-router"
+FRONTS = "direct,nginx,hitherto,sglang-router,smg,vllm-router"
 PACE_US, CHUNK, SECONDS = 50_000, 180, 2.5
 BESIDE, SLOW, SLOW_CHUNK, SLOW_SECONDS = 200, 40, 131_072, 8.0
 FEW, MANY, IDLE_SECONDS = 5_000, 15_000, 4.0
@@ -91,22 +92,29 @@ def slow(made: Generator, front: Front) -> dict:
     return found
 
 
+def answered(port: int) -> socket.socket:
+    """A connection that has had one answer and is kept. SystemExit if the answer is not a 200."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+    connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(HELLO), HELLO))
+    if not connection.recv(65_536).startswith(b"HTTP/1.1 200"):
+        raise SystemExit("a connection that was to be kept idle was not answered")
+    return connection
+
+
 def idle(made: Generator, front: Front) -> dict:
-    rss = {}
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(b"%d\n%b" % (len(HELLO), HELLO))
-        file.flush()
+    rss, held = {}, []
+    try:
         for count in (FEW, MANY):
-            made.say("idle", front.port, count, file.name)
-            held = made.event()
-            if held["open"] != count:
-                return {"failed": f"{held['open']} of {count} connections were kept"}
+            while len(held) < count:
+                held.append(answered(front.port))
+            time.sleep(1)
             rss[count] = front.rss()
             before = front.used()
             time.sleep(IDLE_SECONDS)
             share = (front.used() - before).total / IDLE_SECONDS
-            made.say("close")
-            made.event()
+    finally:
+        for connection in held:
+            connection.close()
     found = {"kilobytes_each": round((rss[MANY] - rss[FEW]) / (MANY - FEW) / 1e3, 2), "core": round(share, 4)}
     print(found, flush=True)
     return found
@@ -150,6 +158,8 @@ def main() -> int:
     args = parser.parse_args()
     results = orjson.loads(args.json.read_bytes()) if args.json and args.json.exists() else {}
     results["machine"] = f"{machine()}; the gateway on one core, engine and clients on the other"
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # for the idle connections
     levels = [int(one) for one in args.streams.split(",")]
     parts: dict[str, Callable[[Generator, Front], dict]] = {"rates": lambda made, front: rates(made, front, levels), "slow": slow, "idle": idle}
     names = args.fronts.split(",")

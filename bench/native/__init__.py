@@ -14,7 +14,7 @@ import orjson
 from loadgen.stack import die_with_parent
 
 HERE = Path(__file__).parent
-SOURCES = ("generator.c", "engine.c", "streams.c", "requests.c")
+SOURCES = ("generator.c", "engine.c", "streams.c")
 GATEWAY_CORE, GENERATOR_CORE = 0, 1
 
 

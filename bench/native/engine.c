@@ -21,14 +21,14 @@ struct conn {
     size_t have, room;
     char *held; /* what the socket did not take */
     size_t held_bytes, held_at;
-    int streaming, slow, left; /* chunks left, -1: until engine_end */
+    int streaming, slow; /* until engine_end */
     uint64_t due_us;
     struct conn *next, **at; /* in the wheel */
 };
 
 struct counts engine_counts;
 static uint64_t interval_us = 50000;
-static int chunks = -1, ending;
+static int ending;
 static struct conn *wheel[SLOTS], *due;
 static uint64_t turned_ms; /* slots up to here are empty; behind the clock where there is too much to write */
 static char *text[2];      /* a chunk, and one of a slow reader's stream */
@@ -69,8 +69,8 @@ static void make_text(int kind, int bytes) {
     text_bytes[kind] = n;
 }
 
-void engine_pace(uint64_t us, int count, int chunk_bytes, int slow_chunk_bytes) {
-    interval_us = us, chunks = count, ending = 0;
+void engine_pace(uint64_t us, int chunk_bytes, int slow_chunk_bytes) {
+    interval_us = us, ending = 0;
     make_text(0, chunk_bytes);
     make_text(1, slow_chunk_bytes);
 }
@@ -136,11 +136,11 @@ static int unhold(struct conn *c) {
 }
 
 static int begin_stream(struct conn *c, const char *body, size_t bytes) {
-    c->streaming = 1, c->left = chunks;
+    c->streaming = 1;
     c->slow = memmem(body, bytes, SLOW, strlen(SLOW)) != NULL;
     engine_counts.streaming++;
     if (engine_counts.streaming == 1) turned_ms = clock_ns() / 1000000; /* the wheel stood still */
-    c->due_us = turned_ms * 1000 + 1000 + (chunks < 0 ? random() % interval_us : 0); /* endless ones don't beat in step */
+    c->due_us = turned_ms * 1000 + 1000 + random() % interval_us; /* they don't beat in step */
     schedule(c);
     return put(c, STREAM_HEAD, sizeof STREAM_HEAD - 1);
 }
@@ -233,8 +233,7 @@ int engine_listen(void) {
 
 static void one_chunk(struct conn *c) {
     unlist(c);
-    int last = c->left == 0 || (c->left < 0 && ending);
-    if (last) {
+    if (ending) {
         c->streaming = 0, engine_counts.streaming--;
         if (put(c, LAST, sizeof LAST - 1) || read_requests(c)) drop(c);
         return;
@@ -247,7 +246,6 @@ static void one_chunk(struct conn *c) {
         memcpy(to + stamp_at[c->slow], stamp, 16);
         if (put(c, to, text_bytes[c->slow])) return drop(c);
         engine_counts.written += !c->slow;
-        if (c->left > 0) c->left--;
     }
     c->due_us += interval_us;
     schedule(c);

@@ -1,4 +1,4 @@
-"""What is put between clients and engines, each on one core: ours, its peers, plain proxies, and nothing."""
+"""What is put between clients and engines, each on one core: ours, its peers and nginx."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-
 from bench.contenders import PEERS_HOME
-from bench.native import GATEWAY_CORE, build, on_core
+from bench.native import GATEWAY_CORE, on_core
 from loadgen.stack import free_ports
 from replicas.simulated.model import sim_model_dir
 
-ROOT = Path(__file__).parent.parent
 READY_SECONDS = 60.0
 HELLO = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 
@@ -34,32 +32,13 @@ http {{ access_log off; client_max_body_size 64m; client_body_buffer_size 1m; cl
  server {{ listen 127.0.0.1:{port} backlog=4096; location / {{ proxy_pass http://e; proxy_http_version 1.1;
   proxy_set_header Connection ""; proxy_buffering off; }} }} }}
 """
-HAPROXY = """global
-  nbthread 1
-  maxconn 9500
-defaults
-  mode http
-  timeout connect 5s
-  timeout client 600s
-  timeout server 600s
-  option http-keep-alive
-frontend f
-  bind 127.0.0.1:{port} backlog 4096
-  default_backend e
-backend e
-  http-reuse always
-{servers}
-"""
 ROUTER = "--host 127.0.0.1 --port {port} --policy cache_aware --prometheus-port {aux} --worker-urls {urls}"
 COMMANDS = {
     "hitherto": f"{sys.executable} -m gateway serve --host 127.0.0.1 --port {{port}} --admin-port {{aux}} --log-level error --model {{model}} --replica-url {{urls}}",
-    "passthrough": f"{sys.executable} -m bench.passthrough {{port}} {{ports}}",
     "sglang-router": f"{PEERS_HOME}/sglang/bin/sglang-router launch {ROUTER}",
     "smg": f"{PEERS_HOME}/smg/bin/smg launch {ROUTER}",
     "vllm-router": f"{PEERS_HOME}/vllm/bin/vllm-router {ROUTER}",
-    "null proxy": "{tmp}/null_proxy {port} {ports}",
     "nginx": "nginx -c {tmp}/nginx.conf",
-    "haproxy": "haproxy -f {tmp}/haproxy.cfg",
 }
 
 
@@ -113,8 +92,7 @@ def available(names: Sequence[str]) -> list[str]:
     """Those that can be started here; says which can't."""
     there = []
     for name in names:
-        program = COMMANDS[name].split()[0]
-        if program.startswith("{tmp}") or shutil.which(program):
+        if shutil.which(program := COMMANDS[name].split()[0]):
             there.append(name)
         else:
             print(f"{name}: left out: no {program}")
@@ -126,12 +104,9 @@ def running(name: str, engines: Sequence[int]) -> Iterator[Front]:
     """The front before the engines at these ports, once it has answered. SystemExit if it does not come up."""
     port, aux = free_ports(2)
     with tempfile.TemporaryDirectory() as tmp:
-        if name == "null proxy":
-            build(tmp, "null_proxy", ROOT / "null_proxy.c")
         Path(tmp, "nginx.conf").write_text(NGINX.format(tmp=tmp, port=port, servers=" ".join(f"server 127.0.0.1:{p};" for p in engines)))
-        Path(tmp, "haproxy.cfg").write_text(HAPROXY.format(port=port, servers="\n".join(f"  server s{p} 127.0.0.1:{p}" for p in engines)))
         urls = " ".join(f"http://127.0.0.1:{p}" for p in engines)
-        command = COMMANDS[name].format(port=port, aux=aux, urls=urls, ports=" ".join(map(str, engines)), model=sim_model_dir(), tmp=tmp)
+        command = COMMANDS[name].format(port=port, aux=aux, urls=urls, model=sim_model_dir(), tmp=tmp)
         with Path(tmp, "log").open("wb") as log:
             env = {key: value for key, value in os.environ.items() if not key.startswith("HITHERTO_")}
             process = subprocess.Popen(command.split(), stdout=log, stderr=log, env=env, start_new_session=True, preexec_fn=on_core(GATEWAY_CORE))

@@ -20,7 +20,7 @@ void *need(void *); /* ends the program where memory is out */
 
 /* The engine: any number of listening ports; answers chats at once, or as streams at a set pace. */
 int engine_listen(void); /* returns its port */
-void engine_pace(uint64_t interval_us, int chunks, int chunk_bytes, int slow_chunk_bytes);
+void engine_pace(uint64_t interval_us, int chunk_bytes, int slow_chunk_bytes);
 void engine_end(void);          /* every endless stream ends with its next chunk */
 int engine_due(void);           /* streams whose time has come: write some of them, then ask again */
 int engine_wait_ms(void);       /* until the next one's time */
@@ -39,19 +39,13 @@ extern struct counts engine_counts;
 struct client {
     struct source source;
     int begun, got_head;
-    /* a stream that is read as it comes */
     int slow, digits;
     uint64_t stamp, last_written, last_read; /* the last two of the chunk before */
-    /* one answer after another */
-    int stream, ok;
-    size_t head_have, length, body_have;
-    char head[2048], tail[8];
 };
 
 extern struct clients {
     struct client *all;
     int port, count, open, waiting, failed; /* waiting: no byte of an answer yet */
-    const char *path;
 } run;
 
 extern char buffer[1 << 18];
@@ -64,6 +58,4 @@ void leave(struct client *);
 int ask(struct client *, const char *body, size_t bytes);
 
 void streams(int port, int count, long interval_us, int chunk_bytes, double seconds, int slow, int slow_bytes);
-void requests(int port, int connections, const char *path, const char *file, int chunks, long interval_us);
-void idle(int port, int count, const char *file);
 #endif

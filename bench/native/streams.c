@@ -90,7 +90,7 @@ static void on_stream(struct source *source, uint32_t events) {
 #define JOINING_US 500000
 
 void streams(int port, int count, long interval_us, int chunk_bytes, double seconds, int slow, int slow_bytes) {
-    engine_pace(JOINING_US, -1, chunk_bytes, slow_bytes);
+    engine_pace(JOINING_US, chunk_bytes, slow_bytes);
     begin(port, count);
     uint64_t slow_first = engine_counts.slow_bytes;
     chunks = bytes_read = 0;
@@ -100,7 +100,7 @@ void streams(int port, int count, long interval_us, int chunk_bytes, double seco
         else turn(1);
     }
     while (run.waiting && clock_ns() < patience) turn(10);
-    engine_pace(interval_us, -1, chunk_bytes, slow_bytes);
+    engine_pace(interval_us, chunk_bytes, slow_bytes);
     turns(1.5); /* every stream at its pace */
     memset(&delays, 0, sizeof delays), memset(&gaps, 0, sizeof gaps);
     int begun = run.open;

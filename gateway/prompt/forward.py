@@ -5,8 +5,7 @@ vLLM takes ids in place of a completion's text, and beside a chat's messages in
 that field before anything else looks at it, so an engine without a KV connector behaves as if
 the field had not been there. The client's own bytes are not touched: ids are put before or between them.
 
-Pure: what an engine accepts is learned in `dispatch.forwarding`, what it saves is in
-`bench.tokenize_once`.
+Pure: what an engine accepts is learned in `dispatch.forwarding`.
 """
 from __future__ import annotations
 

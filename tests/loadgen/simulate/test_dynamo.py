@@ -1,7 +1,4 @@
-"""The engine model against Dynamo's: what its offline replay (1.6.1, one worker, 16,384 blocks) says of small traces.
-
-`bench.dynamo` compares both on a whole one; here is what told them apart on the way.
-"""
+"""The engine model against Dynamo's: what its offline replay (1.6.1, one worker, 16,384 blocks) says of small traces, the ones that once told both apart."""
 
 import json
 import random

@@ -166,13 +166,13 @@ class Forwarding:
         told = dict.fromkeys(confirmed, "yes") | {path: f"no, {why}" for path, why in self.rejected_because.items()}
         return "; ".join(f"{path}: {what}" for path, what in sorted(told.items())) or "not tried yet"
 
-    def seen(self, path: str, name: str) -> bool:
-        """A body of this kind goes to the replica: whether one did before."""
+    def seen(self, path: str, name: str) -> _Kind | None:
+        """A body of this kind goes to the replica: what is known of the kind, None if this is its first."""
         found = self.kinds.pop((path, name), None)
         self.kinds[path, name] = found or _Kind()
         if len(self.kinds) > MOST_KINDS:
             del self.kinds[next(iter(self.kinds))]
-        return found is not None
+        return found
 
 
 class TokenIdForwarding:
@@ -193,11 +193,13 @@ class TokenIdForwarding:
         if not prompt.kind or not self.wanted:
             prompt.token_ids = b""
             return body
-        again = self._known(backend).seen(prompt.path, prompt.kind)
-        if again and self._may_forward(life) and (spliced := with_ids(body, prompt)) is not None:
-            backend.forwarding.kinds[prompt.path, prompt.kind].left -= 1
+        kind = None
+        if not self._off() and prompt.path not in (known := self._known(backend)).rejected_because:
+            kind = known.seen(prompt.path, prompt.kind)
+        if kind is not None and self._may_forward(life, kind) and (spliced := with_ids(body, prompt)) is not None:
+            kind.left -= 1
             life.sent_ids, body = True, spliced
-        if life.sent_ids or not again or not self._wants_check(backend, prompt):
+        if life.sent_ids or kind is None or not self._wants_check(known, kind, prompt):
             prompt.token_ids = b""
         self.metrics.long_prompts.inc(backend.id, "ids" if life.sent_ids else "text")
         return body
@@ -211,27 +213,25 @@ class TokenIdForwarding:
             self._reject(backend, prompt.path, "it refused a request with ids that it answered without")
         elif usage.prompt is not None and usage.prompt != prompt.tokens and prompt.mode == "exact" and not prompt.several and not self._outdated(prompt):
             self._differ(backend, prompt.path, f"its usage says {usage.prompt} tokens of a prompt that has {prompt.tokens} here")
-        if prompt.kind and prompt.token_ids and self._wants_check(backend, prompt):
-            given = life.request.header(b"authorization")
-            headers = {**backend.replica.headers, **({"authorization": given} if given else {})}
-            self._known(backend).checking = asyncio.create_task(self._check(backend, prompt, life.request.body, headers))
+        if prompt.kind and prompt.token_ids:
+            known = self._known(backend)
+            kind = known.kinds.get((prompt.path, prompt.kind))
+            if kind is not None and self._wants_check(known, kind, prompt):
+                given = life.request.header(b"authorization")
+                headers = {**backend.replica.headers, **({"authorization": given} if given else {})}
+                known.checking = asyncio.create_task(self._check(backend, prompt, life.request.body, headers))
 
-    def _may_forward(self, life: Life) -> bool:
-        prompt, backend = life.prompt, life.backend
-        if life.tried or life.ids_refused is not None or not prompt.token_ids or self._off() or self._outdated(prompt):
+    def _may_forward(self, life: Life, kind: _Kind) -> bool:
+        prompt = life.prompt
+        if kind.left <= 0 or life.tried or life.ids_refused is not None or not prompt.token_ids or self._outdated(prompt):
             return False
-        kind = self._known(backend).kinds.get((prompt.path, prompt.kind))
         # An engine that makes the ids refuses what is too long for its context; one that gets them would cut the answer.
-        limit = backend.replica.max_model_len
-        return kind is not None and kind.left > 0 and limit is not None and prompt.tokens + max(1, prompt.max_tokens or 1) <= limit
+        limit = life.backend.replica.max_model_len
+        return limit is not None and prompt.tokens + max(1, prompt.max_tokens or 1) <= limit
 
-    def _wants_check(self, backend: Backend, prompt: Prompt) -> bool:
+    def _wants_check(self, known: Forwarding, kind: _Kind, prompt: Prompt) -> bool:
         """Whether this body, sent as received, is to be checked once it is answered."""
-        known = self._known(backend)
-        if self._off() or self._outdated(prompt) or prompt.path in known.rejected_because or known.checking is not None:
-            return False
-        kind = known.kinds.get((prompt.path, prompt.kind))
-        if kind is None or monotonic() < kind.pause:
+        if known.checking is not None or prompt.path in known.rejected_because or self._off() or self._outdated(prompt) or monotonic() < kind.pause:
             return False
         if len(kind.bodies) >= CONFIRMATIONS:
             return not kind.left
@@ -285,7 +285,9 @@ class TokenIdForwarding:
 
     def _known(self, backend: Backend) -> Forwarding:
         """What is known of the process that is behind the replica now, and of ids as they are made now."""
-        known, made_by = _forwarding(backend), self._made_by()
+        known, made_by = backend.forwarding, self._made_by()
+        if known.incarnation != backend.incarnation:
+            known = _forwarding(backend)
         if known.made_by != made_by:
             known.made_by = made_by
             if known.kinds:
@@ -296,12 +298,14 @@ class TokenIdForwarding:
 
     def _off(self) -> bool:
         """Whether some replica's present process made other ids than the gateway."""
-        for id, (known, _) in list(self._differed.items()):
-            backend = self._backends.get(id)
-            if backend is None or _forwarding(backend) is not known:
+        if not self._differed:
+            return False
+        gone = [id for id, (known, _) in self._differed.items() if (backend := self._backends.get(id)) is None or _forwarding(backend) is not known]
+        if gone:
+            for id in gone:
                 del self._differed[id]
-                if not self._differed:
-                    self._begin_anew()
+            if not self._differed:
+                self._begin_anew()
         return bool(self._differed)
 
     def _begin_anew(self) -> None:

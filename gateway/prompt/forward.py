@@ -10,6 +10,7 @@ Pure: what an engine accepts is learned in `dispatch.forwarding`.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -42,17 +43,19 @@ _MESSAGE_FIELDS = frozenset({"name", "tool_calls", "tool_call_id", "reasoning", 
 _PART_TYPES = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _PART_FIELDS = _PART_TYPES | {"type", "cache_control"}
 _SAID = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "add_special_tokens")
+_TOLD = frozenset((*_SAID, "chat_template_kwargs", "documents", "tools"))  # what a kind tells besides its messages
 _LONGEST, _LONGEST_VALUE = 600, 40      # characters of a kind, of a template variable in it
 _PROMPT_KEY = re.compile(rb'"prompt"[ \t\r\n]*:[ \t\r\n]*"')
 
 
-def kind_of(path: str, request: dict[str, Any], template: str) -> str:
+def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection[str] | None = None) -> str:
     """What kind of body this is whose ids could replace its text, or "" where they could not.
 
     A kind is all that decides, besides the texts, how an engine renders a body: the template (by its name), tools or
     none, which roles there are and which fields their messages have, and the template's variables. Bodies of a kind are shown to
     be rendered alike by sampling a few of them (`dispatch.forwarding`). Whatever is not known here is of no kind, so what
-    a client can write makes no kind longer than _LONGEST characters.
+    a client can write makes no kind longer than _LONGEST characters. `roles`: of messages that are nothing but a text each, if
+    that is known; most are.
     """
     fields = _FIELDS.get(path)
     if fields is None or not request.keys() <= fields:
@@ -60,20 +63,17 @@ def kind_of(path: str, request: dict[str, Any], template: str) -> str:
     if path == "/v1/completions":
         bare = "" if request.get("add_special_tokens", True) is True else ", special tokens as the request says"
         return f"text{bare}" if type(request.get("prompt")) is str else ""
-    roles, shapes = set(), set()
-    for message in request["messages"]:
-        if len(message) == 2 and type(message.get("content")) is str:
-            roles.add(message["role"])
-        else:
-            shapes.add(_shape(message))
+    if roles is not None and _TOLD.isdisjoint(request):
+        return f"{template} template, no tools, " + ", ".join(sorted(set(roles)))
+    shapes = {_shape(message) for message in request["messages"]}
     variables = [f"{name}={request[name]!r}" for name in _SAID if request.get(name) is not None]
     given = {name: value for name, value in (request.get("chat_template_kwargs") or {}).items() if value is not None}
-    if not roles <= _ROLES or None in shapes or not all(type(value) in (bool, int, float, str) and len(str(value)) <= _LONGEST_VALUE for value in given.values()):
+    if None in shapes or not all(type(value) in (bool, int, float, str) and len(str(value)) <= _LONGEST_VALUE for value in given.values()):
         return ""
     variables += [f"{name}={given[name]!r}" for name in sorted(given)]
     documents = ["documents"] if request.get("documents") else []
     tools = "tools" if request.get("tools") else "no tools"
-    kind = ", ".join((f"{template} template", tools, *sorted(roles | shapes), *variables, *documents))
+    kind = ", ".join((f"{template} template", tools, *sorted(shapes), *variables, *documents))
     return kind if len(kind) <= _LONGEST else ""
 
 
@@ -82,6 +82,8 @@ def _shape(message: dict[str, Any]) -> str | None:
     role, content = message["role"], message.get("content")
     if role not in _ROLES:
         return None
+    if len(message) == 2 and type(content) is str:
+        return role
     more = sorted(name for name, value in message.items() if name not in ("role", "content") and value is not None)
     if not _MESSAGE_FIELDS.issuperset(more):
         return None

@@ -305,8 +305,6 @@ class Pipeline:
         limit = self.max_model_len
         if limit is not None and len(prompt.token_ids) > 4 * limit:
             raise self._too_long(path, str(len(prompt.token_ids) // 4))
-        if prompt.tokens >= LEAST_TOKENS and prompt.mode == "exact":
-            prompt.kind = kind_of(path, request, "tool_use" if request.get("tools") and "tool_use" in self.renderers else "default")
         return prompt
 
     def _too_long(self, path: str, tokens: str) -> PromptError:
@@ -320,19 +318,24 @@ class Pipeline:
         if path == _EMBEDDINGS and request.get("padding") not in (None, "do_not_pad"):
             raise Unroutable("a prompt that is padded")
         if path in _CONVERSATIONS or (path == _EMBEDDINGS and "messages" in request):
-            self._conversation(prompt, request, seed)
+            roles = self._conversation(prompt, request, seed)
         else:
+            roles = None
             self._plain_prompt(prompt, request, seed)
+        if prompt.tokens >= LEAST_TOKENS:
+            prompt.kind = kind_of(path, request, "tool_use" if request.get("tools") and "tool_use" in self.renderers else "default", roles)
 
-    def _conversation(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
+    def _conversation(self, prompt: Prompt, request: dict[str, Any], seed: int) -> tuple[str, ...] | None:
+        """Returns the roles, where messages have nothing else but a text each."""
         ids = _forwarded_ids(request, self._ways.forwards_past_media) if "kv_transfer_params" in request else None
+        chat = None
         if ids is None:
             self._must_be_exact(prompt)
             chat = self._chat(prompt.path, request)
             prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
         else:
             prompt.token_ids, prompt.hashes = ids, self._hashed(ids, seed)
-        if ids is None and ("truncate_prompt_tokens" in request or "truncation" in request):
+        if chat is not None and ("truncate_prompt_tokens" in request or "truncation" in request):
             keep = request.get("truncate_prompt_tokens")
             if prompt.path == _RESPONSES:
                 keep = None if request.get("truncation", "disabled") == "disabled" else -1
@@ -341,6 +344,7 @@ class Pipeline:
                 if cut != prompt.token_ids:
                     prompt.token_ids, prompt.hashes = cut, self._hashed(cut, seed)
         prompt.tokens = len(prompt.token_ids) // 4
+        return chat.roles if chat is not None else None
 
     def _chat(self, path: str, request: dict[str, Any]) -> Chat:
         if path == _RESPONSES:

@@ -60,6 +60,8 @@ class Renderer:
         if known is None:
             talk = self._conversation(chat)
             known = describe(talk)
+        else:
+            chat.roles = known[0]
         roles, slots = known
         shape = (roles, extra)
         for plan in self.compiled.plans(shape):

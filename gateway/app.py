@@ -33,6 +33,7 @@ from .comparison import TokenizerComparison
 from .config import ConfigError, Settings, known_urls, read_token
 from .dispatch.backend import Backend
 from .dispatch.decisions import Decisions
+from .dispatch.outcomes import UNCONFIRMED
 from .model import SIM, model_dir
 from .prompt.pipeline import Pipeline
 from .telemetry import log as lines
@@ -164,6 +165,8 @@ class Gateway:
             self.fleet.succeeded(replica, count)
         elif fault == "reconnect":
             self.fleet.look(replica)
+        elif fault == UNCONFIRMED:
+            self.fleet.unconfirmed(replica)
         elif fault != "status 503":  # "full, try another": load, not illness
             self.fleet.failed(replica, _FAULTS.get(fault, "5xx"))
 

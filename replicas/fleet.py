@@ -200,6 +200,11 @@ class Fleet:
             engine.watch.failed(now, kind)
             self._compare(engine, now)
 
+    def unconfirmed(self, id: str) -> None:
+        """The replica answered a request with an error, and whether by its own fault is not known (yet)."""
+        if id in self.replicas:
+            self._engine(id).watch.unconfirmed(monotonic())
+
     def _compare(self, engine: Engine, now: float) -> None:
         """Whether its requests fail where those of its siblings do not. With no other there is nothing to compare it with,
         nor to send its requests to."""

@@ -14,6 +14,9 @@ Rules, in this order:
   5. A share of its requests failed that its siblings' do not come near (`Recent.worse_than`; the fleet compares, for only
      it knows the siblings): TROUBLE for 2 s, then 4, 8 ... 30 as long as that happens again. An answered request does not
      end it: of an engine that fails every second one, the next is as likely to be answered as not.
+  6. `fall` answers in a row were errors of which nobody knows whether the engine or the request is at fault, since no
+     other engine answered those requests: the watcher has to ask the engine a request of its own (`in_question`). Only if
+     that fails as well, rule 3 holds. At most one such request in QUESTION_SECONDS, and none while others are answered.
 """
 
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from typing import NamedTuple
 
 FAULTS = ("connect", "closed", "timeout", "5xx", "refused", "foreign")
 FIRST_HOLD, LONGEST_HOLD = 2.0, 30.0
+QUESTION_SECONDS = 2.0  # between two requests of the gateway's own
 WINDOW = 10.0  # seconds; requests of one to two of these count for rule 5
 # Failed requests before a replica is compared with its siblings, and once it has been found worse; the share of its
 # requests that they must be, and how many times its siblings' share that must be.
@@ -87,13 +91,14 @@ class Health:
         self._held_until: float | None = None
         self._trouble = False
         self._last_error = ""
+        self._unconfirmed, self._asked_at = 0, float("-inf")  # rule 6
         self.recent = Recent()
         self._out_for, self._out_until, self._out_reason = 0.0, float("-inf"), ""  # by rule 5
 
     def succeeded(self, now: float, count: int = 1) -> None:
         """So many requests were answered: first byte seen, whatever the status below 500."""
         self.recent.count(now, count, 0)
-        self._refusals = self._traffic_failures = self._probe_failures = 0
+        self._refusals = self._traffic_failures = self._probe_failures = self._unconfirmed = 0
         self._hold, self._held_until, self._silent_since = 0.0, None, None
         self._trouble = False
 
@@ -111,6 +116,25 @@ class Health:
                 self._hold = min(self._hold * 2 or FIRST_HOLD, LONGEST_HOLD)
                 self._held_until = now + self._hold
             self._trouble = True
+
+    def unconfirmed(self) -> None:
+        """An answer was an error, and whether by the engine's fault or the request's is not known. `failed` is called as
+        well once it is known to be the engine's."""
+        self._unconfirmed += 1
+
+    def in_question(self, now: float) -> bool:
+        """Rule 6: whether the engine must be asked something now, of which `asked` is to be told the answer."""
+        enough = 1 if self._hold else self.limits.fall  # one, of an engine that failed when it was asked before
+        return self._unconfirmed >= enough and now - self._asked_at >= QUESTION_SECONDS
+
+    def asked(self, now: float, fails: bool | None) -> None:
+        """`fails`: whether that was answered with an error; None without an answer, which of a busy engine shows nothing."""
+        self._asked_at = now
+        if fails is not None:
+            self._unconfirmed = 0
+        if fails:
+            for _ in range(self.limits.fall):
+                self.failed(now, "5xx")
 
     def probed(self, now: float, fault: str = "", error: str = "") -> None:
         """A probe ended; `fault` is "" when it was answered well."""

@@ -18,6 +18,8 @@ from replicas.metrics import Scrape
 
 # Seconds without a step: until it gets no more requests, and until one of our own is started again.
 STALLED, HUNG = 20.0, 120.0
+# Statuses of an engine that fails, or of a proxy before one. With 501 vLLM says that its model makes no completions.
+ILL = (500, 502, 504)
 
 
 @dataclass(slots=True)
@@ -70,11 +72,16 @@ class Progress:
 
 async def computes(session: aiohttp.ClientSession, url: str, model: str, deadline: float) -> bool:
     """Whether the engine answers a prompt of one token with two more, or at least says why it would not."""
+    return await asked(session, url, model, deadline) not in (0, *ILL, 503)
+
+
+async def asked(session: aiohttp.ClientSession, url: str, model: str, deadline: float) -> int:
+    """The status of its answer to such a prompt; 0 if there was none within `deadline` seconds."""
     body = json.dumps({"model": model, "prompt": [1], "max_tokens": 2})
     try:
-        return await within(deadline, _post(session, f"{url}/v1/completions", body)) < 500
+        return await within(deadline, _post(session, f"{url}/v1/completions", body))
     except (TimeoutError, OSError, aiohttp.ClientError):
-        return False
+        return 0
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: str) -> int:

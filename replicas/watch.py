@@ -18,7 +18,7 @@ from replicas.exits import said
 from replicas.health import Health, Limits, Verdict
 from replicas.lifecycle import Event, State
 from replicas.metrics import Scrape, parse
-from replicas.progress import Progress, computes
+from replicas.progress import ILL, Progress, asked, computes
 from replicas.replica import EventSource, Replica
 from replicas.supervisor import Supervisor
 
@@ -128,6 +128,11 @@ class Watch:
         if kind in ("connect", "closed", "foreign"):  # it may have died; a 5xx or a late answer is no news about that
             self.nudge()
 
+    def unconfirmed(self, now: float) -> None:
+        self.health.unconfirmed()
+        if self.health.in_question(now):
+            self._nudged.set()
+
     def compare(self, now: float, answered: int, failed: int) -> None:
         """What the siblings' requests came to, when one of its own has failed."""
         if self.health.compare(now, answered, failed):
@@ -171,7 +176,17 @@ class Watch:
             self._missed(now, facts)
         elif (self._moved or not await self._stalls(now, facts)) and await self._warm(facts):
             self._answered(monotonic(), facts, full)
+            await self._question()
         self.looked()
+
+    async def _question(self) -> None:
+        """Where nobody knows whose fault it is that requests fail, a request that nothing is wrong with tells."""
+        replica, health = self.replica, self.health
+        if health.in_question(monotonic()):
+            status = await asked(self.access.session, replica.url, next(iter(replica.models), ""), DEADLINE)
+            if health is self.health:  # else it is another process by now
+                health.asked(monotonic(), status in ILL if status else None)
+                self._judge(monotonic())
 
     async def ask_models(self) -> None:
         """What does it serve now? Somebody wants a model that it was not known to serve."""

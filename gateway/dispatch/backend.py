@@ -11,6 +11,7 @@ import numpy as np
 from policies import Candidate, Roster
 
 from ..wire.upstream import Pool
+from .blame import Record
 from .drift import Drift
 from .forwarding import Forwarding
 
@@ -29,7 +30,7 @@ MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "on_broken", "pool", "drift", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "incarnation", "gone", "chosen", "chosen_at")
+    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "on_broken", "pool", "drift", "record", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "incarnation", "gone", "chosen", "chosen_at")
 
     def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
         self.replica = replica
@@ -42,6 +43,7 @@ class Backend:
         self.on_broken: Callable[[], None] = lambda: None  # the replica closed a connection that was kept
         self.pool = self._new_pool()
         self.drift = Drift()
+        self.record = Record()
         self.forwarding = Forwarding()
         self.learn_at = 0.0  # until when what was learned so far is enough
         self.source: EventSource | None = None  # what `intake` listens to
@@ -64,6 +66,7 @@ class Backend:
         self.incarnation = self.replica.incarnation
         self.adapter_roots = dict(self.replica.adapter_roots)
         self.drift.reset()
+        self.record = Record()
         if self.pool.host != self.replica.address:
             self.pool.retire()
             self.pool = self._new_pool()

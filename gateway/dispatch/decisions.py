@@ -41,7 +41,7 @@ class Decided:
     __slots__ = ("id", "prompt", "tried", "lease", "state", "streams", "backend", "reservation", "overlap", "begun", "sent_at", "first_at", "expected_at", "made", "timer", "size")
 
     response = None  # no answer passes here, so nobody knows who made one
-    status, fault, pieces = 200, 0, 0  # what goes wrong is the caller's to see; the engine's own count tells how many there were
+    status, fault, pieces, suspicions = 200, 0, 0, ()  # what goes wrong is the caller's to see; the engine's own count tells how many there were
 
     def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], lease: float):
         self.id, self.prompt, self.tried, self.lease = id, prompt, tried, lease

@@ -16,6 +16,7 @@ from ..wire.downstream import Downstream
 from ..wire.http import Request
 from ..wire.upstream import Head, Upstream, UpstreamError
 from .answers import announces, error_status, foreign_body, foreign_head, incomplete
+from .blame import Suspicion, agree, settled
 from .errors import JSON, error_body, error_event
 from .heads import request_head, response_lines
 from .states import TRANSITIONS, Action, Event, State
@@ -40,6 +41,8 @@ REFUSED = frozenset(("connect", "status 503", ERROR_ANSWER, FOREIGN_ANSWER))
 LOSSES = frozenset(("closed", "protocol", "hung"))
 # ... after which no other replica is risked. One may be a coincidence.
 MOST_LOSSES = 2
+# Clients of OpenAI and Anthropic, which repeat a request after a 5xx by themselves, obey it.
+NO_RETRY = (b"x-should-retry", b"false")
 # vLLM that is asked to stop answers what it has with 200 and this, as far as it has come.
 ABORTED = b'"finish_reason":"abort"'
 # Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
@@ -68,8 +71,8 @@ class Life:
         "fault",
         # first bytes of a body that were held back, since no token was in them
         "announced",
-        # retries; `losses`: replicas that went down or hung under it
-        "tried", "last_error", "reconnected", "losses",
+        # retries; `losses`: replicas that went down or hung under it; `suspicions`: errors that it was answered with
+        "tried", "last_error", "reconnected", "losses", "suspicions",
         # the stored response it is about, if any: only one replica has that
         "response",
         # whether the body has the prompt's ids in it, and the replica that would not have them
@@ -99,6 +102,7 @@ class Life:
         self.announced = b""
         self.streams = False
         self.tried: tuple[Backend, ...] = ()
+        self.suspicions: tuple[Suspicion, ...] = ()
         self.last_error = ""
         self.reconnected = False
         self.response: str | None = None
@@ -201,8 +205,7 @@ class Life:
         self.streams = content_type.startswith(b"text/event-stream")
         if self.prompt is not None and not self.streams and foreign_head(status, content_type):
             self._foreign(f"answered {status} with {content_type.decode('latin-1')[:100]}")
-        elif status in RETRYABLE and self.dispatcher.may_retry(self):
-            self.dispatcher.outcomes.failed(self.backend, f"status {status}")
+        elif status in RETRYABLE and self._unsettled(f"status {status}"):
             self.advance(Event.UNWELL, UpstreamError(f"status {status}", f"answered {status}"))
         elif status == 404 and self.response is not None and self.dispatcher.may_be_elsewhere(self):
             self.advance(Event.UNWELL, UpstreamError("elsewhere", "answered 404"))
@@ -225,7 +228,7 @@ class Life:
                 self.announced = data  # held back like the head, and for the same reason
                 return
             self.fault = error_status(data, self.streams)
-            if self.fault >= 500 and self.dispatcher.may_retry(self):
+            if self.fault >= 500 and self._unsettled(ERROR_ANSWER):
                 self.advance(Event.UNWELL, UpstreamError(ERROR_ANSWER, f"answered 200 with an error that amounts to {self.fault}"))
                 return
             if self.sent_ids and self.fault in MAY_BE_OURS:
@@ -236,6 +239,15 @@ class Life:
             self.advance(Event.UNWELL, UpstreamError("aborted", "aborted it"))
         else:
             self.advance(Event.ANSWERED, data)
+
+    def _unsettled(self, kind: str) -> bool:
+        """Whether to ask another replica, now that this one has answered with an error. Else the client gets that."""
+        self.dispatcher.outcomes.suspect(self, kind)
+        if not settled(self.suspicions) and self.dispatcher.may_retry(self):
+            return True
+        if agree(self.suspicions):
+            self.held.add(NO_RETRY)
+        return False
 
     def _foreign(self, what: str) -> None:
         """No engine wrote this: something else listens at the replica's address. No client is given such an answer."""
@@ -311,7 +323,7 @@ class Life:
             dispatcher.metrics.retries.inc("reconnect")
             self.advance(Event.CHOSEN)
             return
-        if not error.kind.startswith(("status", "elsewhere")):
+        if not error.kind.startswith(("status", "elsewhere", ERROR_ANSWER)):
             dispatcher.outcomes.failed(self.backend, error.kind)
         dispatcher.release(self)
         if error.kind in REFUSED:
@@ -366,6 +378,7 @@ class Life:
 
     def _report(self, failure: Failure) -> None:
         self._leave()
+        self.dispatcher.outcomes.undecided(self)
         self._forget_body()
         self.status = failure.status
         headers = JSON + [(b"x-request-id", self.id)]
@@ -374,12 +387,13 @@ class Life:
         elif failure.status == 405:
             headers.append((b"allow", failure.allow))
         if not failure.again:
-            headers.append((b"x-should-retry", b"false"))
+            headers.append(NO_RETRY)
         self.client.reply(failure.status, error_body(self.request.path, failure.status, failure.message, **failure.fields), headers)
         self.dispatcher.outcomes.ended(self, "refused")
 
     def _abandon(self, _: object) -> None:
         self._leave()
+        self.dispatcher.outcomes.undecided(self)
         self._forget_body()
         self.dispatcher.outcomes.ended(self, "aborted")
 

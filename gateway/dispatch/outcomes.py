@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from .answers import error_status, speaks_api
+from .blame import REFUSALS, SAME, Suspicion, agree
 from .drift import TOLERATED
 from .life import ERROR_ANSWER, FOREIGN_ANSWER, RETRYABLE, TAIL, Failure, Life
 from .together import Together
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.dispatch")
 
+# An engine that is full is not ill. An error that is not known yet to be the replica's fault is told to its watcher as
+# unconfirmed, and one that is known to be the request's counted as that.
+FULL, UNCONFIRMED, REQUEST = "status 503", "unconfirmed", "request"
 STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
@@ -46,6 +51,35 @@ class Outcomes:
             self.metrics.upstream_errors.inc(backend.id, kind)
             self._dispatcher.on_traffic(backend.id, kind)
 
+    def suspect(self, life: Life, kind: str) -> None:
+        """The replica answered with an error: `blame` has the rules for whose fault that is."""
+        backend = life.backend
+        answered = int(self.metrics.replica_requests.total(replica=backend.id, status="2xx"))
+        life.suspicions += (Suspicion(backend.id, backend.replica.engine, kind, backend.record.is_witness(answered)),)
+        if kind != FULL and not backend.gone:
+            backend.record.failed(answered)
+            self._dispatcher.on_traffic(backend.id, UNCONFIRMED)
+
+    def _decide(self, life: Life) -> None:
+        """Another replica has answered the request, or refused it, so whose fault the errors before were is known."""
+        if life.status in REFUSALS or life.fault in REFUSALS:
+            self._count(life.suspicions, agreed=True)
+        else:
+            for one in life.suspicions:
+                self.failed(self._dispatcher.backends.get(one.replica), one.kind)
+        life.suspicions = ()
+
+    def undecided(self, life: Life) -> None:
+        """No replica answers the request any more: what errors there were is counted, and held against nobody."""
+        if life.suspicions:
+            self._count(life.suspicions, agree(life.suspicions))
+            life.suspicions = ()
+
+    def _count(self, suspicions: Sequence[Suspicion], agreed: bool) -> None:
+        for one in suspicions:
+            if one.replica in self._dispatcher.backends:
+                self.metrics.upstream_errors.inc(one.replica, REQUEST if agreed and one.kind in SAME else one.kind)
+
     def turned_away(self, failure: Failure) -> None:
         """No replica was asked."""
         code = failure.fields.get("code") or ("no_replica_ready" if failure.status == 503 else "")
@@ -54,12 +88,14 @@ class Outcomes:
     def first_byte(self, life: Life | Decided) -> None:
         backend = life.backend
         self._dispatcher.ledger.first_byte(life.reservation, life.first_at if life.streams else None)
-        if life.status >= 500:
-            self.failed(backend, f"status {life.status}" if life.status in RETRYABLE else "status 5xx")
-        elif life.fault >= 500:
-            self.failed(backend, ERROR_ANSWER)
+        if life.status >= 500 or life.fault >= 500:
+            if life.status >= 500 and life.status not in RETRYABLE:
+                self.suspect(life, "status 5xx")
+            self.undecided(life)
         else:
             self._dispatcher.on_traffic(backend.id, None)
+            if life.suspicions:
+                self._decide(life)
         if life.fault:  # an error took this long, and no first token
             return
         if life.streams and not backend.gone:  # the first byte of an answer in one piece is its last as well

@@ -218,7 +218,7 @@ class Metrics:
         self.shadow_prefill_tokens = Counter("shadow_prefill_tokens", "Prompt tokens to compute that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
         self.shadow_ttft_seconds = Counter("shadow_ttft_seconds", "Predicted time to the first token that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
         self.retries = Counter("retries", "Requests sent to another replica before their first byte", reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "elsewhere", "ids", "reconnect"))
-        self.upstream_errors = Counter("upstream_errors", "Failures of replicas", replica=REPLICA, kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled"))
+        self.upstream_errors = Counter("upstream_errors", "Failures of replicas", replica=REPLICA, kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled", "request"))
         self.rejections = Counter("rejections", "Requests refused without asking a replica", reason=("400", "405", "408", "413", "417", "431", "500", "501", "503", "505", "path_not_allowed", "model_not_found", "no_replica_ready", "shutting_down"))
 
         self._taken: dict[str, dict] = {}  # by attribute: the numbers at the last `take`

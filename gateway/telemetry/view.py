@@ -139,7 +139,7 @@ class View:
             "map_role_reason": getattr(intake, "role_reason", None),
             "map_blocks": self._blocks(replica.id, blocks),
             "requests": metrics.replica_requests.total(replica=replica.id),
-            "errors": metrics.upstream_errors.total(replica=replica.id),
+            "errors": metrics.upstream_errors.total(replica=replica.id) - metrics.upstream_errors.total(replica=replica.id, kind="request"),
             "prompt_tokens": metrics.prompt_tokens.total(replica=replica.id),
             "predicted_cached_tokens": metrics.predicted_cached_tokens.total(replica=replica.id),
             "reported_prompt_tokens": metrics.reported_prompt_tokens.total(replica=replica.id),

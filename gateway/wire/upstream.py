@@ -63,6 +63,11 @@ class Head:
                 return value
         return None
 
+    def add(self, header: tuple[bytes, bytes]) -> None:
+        """A header for the client that the replica did not send."""
+        self.raw = b"%b%b: %b\r\n\r\n" % (self.raw[:-2], *header)
+        self.headers = [*self.headers, header]
+
     def block(self, extra: bytes) -> bytes:
         """Status line and headers with `extra` lines added and hop-by-hop ones gone, closing blank line included."""
         if self.clean:

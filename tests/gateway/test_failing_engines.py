@@ -3,12 +3,13 @@
 import asyncio
 import itertools
 import re
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import pytest
 
 from .running import running
+from .wire.talk import read_request
 
 BODY = {"model": "sim", "max_tokens": 4, "stream": True}
 
@@ -88,6 +89,80 @@ async def test_the_clients_own_faults_move_no_traffic_and_are_no_successes(engin
         await until_all_are_asked(gateway, engines, 2000)
         status = await gateway.status()
         assert {one["events"] for one in status["replicas"]} <= {"live", "connecting", "off"}
+
+
+class Fussy:
+    """An engine that fails each request with a chat template, as vLLM does where the template raises; or all requests."""
+
+    def __init__(self):
+        self.asked, self.broken = 0, False
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head, body = await read_request(reader)
+                status, answer = self.answer(head.split()[1], body)
+                writer.write(b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (status, len(answer), answer))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    def answer(self, path: bytes, body: bytes) -> tuple[int, bytes]:
+        if path.startswith(b"/v1/") and path != b"/v1/models":
+            self.asked += b"max_tokens" in body and b"chat_template" in body
+            if self.broken or b"chat_template" in body:
+                return 500, b'{"error":{"message":"No filter named \'x\' found.","type":"InternalServerError","code":500}}'
+            return 200, b'{"choices":[{"index":0,"message":{"role":"assistant","content":"hi"},"text":"hi"}]}'
+        return {b"/health": (200, b""), b"/v1/models": (200, b'{"data":[{"id":"m"}]}')}.get(path, (404, b"{}"))
+
+
+@asynccontextmanager
+async def fussy(count: int, *args: str):
+    """A gateway before so many of them."""
+    engines = [Fussy() for _ in range(count)]
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(await asyncio.start_server(one.serve, "127.0.0.1", 0)) for one in engines]
+        urls = [f"http://127.0.0.1:{one.sockets[0].getsockname()[1]}" for one in servers]
+        gateway = await stack.enter_async_context(running("--replica-url", *urls, *args))
+        await gateway.ready(count)
+        yield gateway, engines
+
+
+BAD = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "chat_template": "{{ 1 | x }}"}
+
+
+async def test_a_request_that_every_engine_fails_degrades_none():
+    """Three such requests degraded all replicas."""
+    async with fussy(2) as (gateway, engines):
+        for _ in range(12):
+            answer = await gateway.client.post("/v1/chat/completions", json=BAD)
+            assert answer.status_code == 500 and "No filter named" in answer.text and answer.headers["x-should-retry"] == "false"
+            assert {one["state"] for one in (await gateway.status())["replicas"]} == {"ready"}
+        assert sum(one.asked for one in engines) == 24, "each was asked once about each"
+        status = await gateway.status()
+        assert status["totals"]["errors"] == 12 and {one["errors"] for one in status["replicas"]} == {0}
+
+
+async def test_the_only_engine_is_asked_before_it_is_called_ill():
+    async with fussy(1, "--workers", "2") as (gateway, (engine,)):
+        for _ in range(12):
+            assert (await gateway.client.post("/v1/chat/completions", json=BAD)).status_code == 500
+            assert (await gateway.status())["replicas"][0]["state"] == "ready"
+        engine.broken = True
+        good = {key: value for key, value in BAD.items() if key != "chat_template"}
+
+        async def is_degraded() -> bool:
+            assert (await gateway.client.post("/v1/chat/completions", json=good)).status_code == 500
+            return (await gateway.status())["replicas"][0]["state"] == "degraded"
+
+        async with asyncio.timeout(20):
+            while not await is_degraded():
+                pass
+        assert "requests fail (5xx)" in (await gateway.status())["replicas"][0]["reason"]
+        engine.broken = False
+        assert (await gateway.client.post("/v1/chat/completions", json=good)).status_code == 200, "the only one is never left out"
+        await gateway.until(lambda status: status["replicas"][0]["state"] == "ready", 10)
 
 
 HTML = b"<html>It works!</html>"

@@ -80,6 +80,39 @@ def test_each_failed_try_after_a_hold_doubles_it_up_to_half_a_minute():
     assert verdict(health, now) is GOOD
 
 
+def test_errors_that_nobody_confirms_count_for_nothing_until_the_engine_was_asked():
+    health, now = Health(), 0.0
+    for _ in range(2):
+        health.unconfirmed()
+        assert not health.in_question(now)
+    health.unconfirmed()
+    assert health.in_question(now) and verdict(health, now) is GOOD
+    health.asked(now, None)  # it was too busy to say
+    assert not health.in_question(1.9) and health.in_question(2.0), "not more often than that"
+    health.asked(2.0, False)
+    assert not health.in_question(100.0) and verdict(health, 100.0) is GOOD
+    for _ in range(10):
+        health.unconfirmed()
+        health.succeeded(101.0)
+    assert not health.in_question(101.0), "whoever answers other requests is not asked"
+
+
+def test_an_engine_that_fails_what_it_is_asked_is_held_for_longer_each_time():
+    health, now = Health(), 100.0
+    for hold in (2, 4, 8):
+        for _ in range(3):
+            health.unconfirmed()
+        assert health.in_question(now) and verdict(health, now) is GOOD
+        health.asked(now, True)
+        assert verdict(health, now) is TROUBLE and "5xx" in health.opinion(now).reason
+        for later in (now + hold - 0.1, now + hold, now + hold + 0.1):
+            health.probed(later)
+        assert verdict(health, now + hold) is GOOD
+        now += hold + 1
+        health.unconfirmed()
+        assert health.in_question(now), "one is enough now"
+
+
 def test_failed_probes_alone_are_trouble_until_two_succeed():
     health = Health()
     for now in (1.0, 2.0, 3.0):

@@ -18,8 +18,9 @@ from ..wire.talk import Talker, scripted
 
 
 class Stack:
-    def __init__(self, dispatcher, server, port, faults):
-        self.dispatcher, self.server, self.port, self.faults = dispatcher, server, port, faults
+    def __init__(self, dispatcher, server, port, faults, unconfirmed):
+        self.dispatcher, self.server, self.port = dispatcher, server, port
+        self.faults, self.unconfirmed = faults, unconfirmed  # kinds of failures; replicas of which an error was told that may be the request's fault
         self.metrics = dispatcher.metrics
         self.talkers = []
 
@@ -61,12 +62,19 @@ async def nothing_new() -> None:
 @asynccontextmanager
 async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_timeout=5.0, idle_timeout=5.0, pipeline=None, limits=Limits(), **options):
     """One replica per script, plus replicas at `ports` (where perhaps nobody listens)."""
-    faults = []
+    faults, unconfirmed = [], []
+
+    def traffic(replica, kind):
+        if kind == "unconfirmed":
+            unconfirmed.append(replica)
+        elif kind not in (None, "reconnect"):
+            faults.append(kind)
+
     async with AsyncExitStack() as resources:
         dispatcher = Dispatcher(
             pipeline=pipeline or Pipeline(None, "m", 16), cachemap=CacheMap(1 << 24), policy=make(policy), metrics=Metrics(), ledger=Ledger(),
             costs=CostGroup(), retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True, replicas={},
-            on_traffic=lambda replica, kind: faults.append(kind) if kind not in (None, "reconnect") else None, **{"ask_models": nothing_new, **options},
+            on_traffic=traffic, **{"ask_models": nothing_new, **options},
         )  # fmt: skip
         for port in ports:
             backend_for(dispatcher, port)
@@ -74,7 +82,7 @@ async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_tim
             backend_for(dispatcher, await resources.enter_async_context(scripted(script)))
         server = Server(dispatcher, limits)
         port = await server.start("127.0.0.1", 0)
-        made = Stack(dispatcher, server, port, faults)
+        made = Stack(dispatcher, server, port, faults, unconfirmed)
         try:
             yield made
             assert not unforeseen(made.metrics), "a label's value that is not stated beforehand is first seen at 1, which rate() misses"

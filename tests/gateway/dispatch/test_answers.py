@@ -103,7 +103,7 @@ async def test_a_stream_that_is_an_error_teaches_nothing_and_counts_as_what_it_i
         assert s.dispatcher.map.match(prompt.hashes, 0.0).held[backend.slot] == 0
         kind = f"{status // 100}xx"
         assert s.metrics.requests.total(status=kind) == 1 and s.metrics.replica_requests.total(replica=backend.id, status=kind) == 1
-        assert s.faults == (["error answer"] if status >= 500 else [])
+        assert s.faults == [] and s.unconfirmed == s.metrics.upstream_errors.total(kind="error answer") * [backend.id] == (status >= 500) * [backend.id]
 
 
 @pytest.mark.parametrize(("path", "event", "status"), ERRORS, ids=NAMES)

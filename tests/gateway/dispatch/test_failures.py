@@ -487,12 +487,71 @@ async def test_an_early_answer_to_a_large_body_does_not_poison_the_connection():
         assert s.faults == []
 
 
-async def test_a_5xx_that_reaches_the_client_counts_against_the_replica():
-    async with stack(answers(b"{}", b"500 Internal Server Error")) as s:
+@pytest.mark.parametrize(("status", "kind"), [(500, "status 500"), (507, "status 5xx")])
+async def test_a_5xx_of_the_only_replica_is_counted_and_held_against_nobody_yet(status, kind):
+    async with stack(answers(b"{}", b"%d No" % status)) as s:
+        (backend,) = s.dispatcher.backends.values()
         talk = await s.talk()
         await talk.say(post())
-        assert (await talk.response())[0] == 500
-        assert s.faults == ["status 500"]
+        got, headers, _ = await talk.response()
+        assert got == status and "x-should-retry" not in headers
+        assert s.faults == [] and s.unconfirmed == [backend.id] and s.metrics.upstream_errors.values == {(backend.id, kind): 1}
+
+
+async def test_what_one_replica_fails_and_another_answers_counts_against_the_first():
+    async with stack(answers(b"{}", b"500 No"), answers()) as s:
+        bad, _ = s.dispatcher.backends.values()
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+        assert set(s.faults) == {"status 500"} and s.metrics.upstream_errors.values == {(bad.id, "status 500"): len(s.faults)}
+
+
+ENGINES_ERROR = b'{"error":{"message":"no filter named \'x\'","type":"InternalServerError","code":500}}'
+
+
+@pytest.mark.parametrize("failing", [answers(ENGINES_ERROR, b"500 Internal Server Error"), streams(chunk(b"data: " + ENGINES_ERROR + b"\n\n"))])
+async def test_what_two_engines_fail_is_the_requests_fault_and_no_third_is_asked(failing):
+    async with stack(failing, failing, failing, retries=5) as s:
+        talk = await s.talk()
+        for number in range(1, 4):
+            await talk.say(post())
+            _, headers, body = await talk.response()
+            assert ENGINES_ERROR in body and headers["x-should-retry"] == "false"
+            assert s.faults == [] and s.metrics.retries.total() == number
+        await eventually(lambda: s.metrics.requests.total(status="5xx") == 3)
+        assert sum(s.metrics.upstream_errors.values.values()) == s.metrics.upstream_errors.total(kind="request") == len(s.unconfirmed) == 6
+        await eventually(s.idle)
+
+
+async def test_two_broken_engines_do_not_keep_requests_from_a_third_for_long():
+    """Each fails whatever it is asked, which the first requests cannot show."""
+    broken = answers(ENGINES_ERROR, b"500 Internal Server Error")
+    async with stack(broken, broken, answers(), policy="least_load") as s:
+        talk, statuses = await s.talk(), []
+        for _ in range(20):
+            await talk.say(post())
+            statuses.append((await talk.response())[0])
+        assert statuses.count(500) <= 6 and set(statuses[-10:]) == {200}
+        assert "status 500" in s.faults, "the third answered, so they are to blame"
+
+
+async def test_a_request_that_another_replica_refuses_is_at_fault():
+    async with stack(answers(ENGINES_ERROR, b"500 Internal Server Error"), answers(b'{"error":{"message":"bad"}}', b"400 Bad Request")) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0] == 400
+        assert s.faults == [] and s.metrics.upstream_errors.total(kind="request") == s.metrics.upstream_errors.total() > 0
+
+
+async def test_full_replicas_agree_on_nothing():
+    async with stack(*[answers(b"{}", b"503 Busy")] * 3, answers()) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status = (await talk.response())[0]
+        assert (status, s.metrics.retries.total(reason="status 503")) == (503, 2) and s.unconfirmed == []
 
 
 async def test_a_slow_upload_does_not_use_up_the_replicas_time():

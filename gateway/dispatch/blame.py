@@ -1,0 +1,63 @@
+"""Whose fault it is that an answer is an error: the replica's, or the request's.
+
+One answer cannot tell. An engine answers 500 when its core is dead, and also to a chat template of the client's that
+raises. The next replica's answer tells:
+
+  it answers the request                 the first replica failed by its own fault, and that counts against it
+  it refuses the request (400, 413, 422) the request is at fault
+  it fails the request in the same way   the request is at fault, so it counts against neither and no third is asked
+
+Where nobody else could be asked, nothing is known, and nothing counts against the replica. Each such failure is told
+to the replica's watcher, which asks the engine something of its own after a few (`replicas.health`, rule 6).
+
+Two engines that are both broken agree as well. So an engine that has failed MOST_AGREED requests in a row is no
+witness: what it fails is tried on a third replica, until it has answered something again.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+MOST_AGREED = 3
+REFUSALS = frozenset((400, 413, 422))
+# Failures that an engine answers with. Other 5xx come from a proxy before it, or mean that it is full.
+SAME = frozenset(("status 500", "error answer"))
+
+
+class Suspicion(NamedTuple):
+    """One answer that was an error. `engine`: ranks of one engine are one witness. `witness`: whether its word counts."""
+
+    replica: str
+    engine: str
+    kind: str
+    witness: bool
+
+
+class Record:
+    """Of one replica: how many requests in a row it has failed. `answered`, here, is how many it has answered in all."""
+
+    __slots__ = ("_answered", "_failed")
+
+    def __init__(self) -> None:
+        self._answered = self._failed = 0
+
+    def is_witness(self, answered: int) -> bool:
+        return answered > self._answered or self._failed < MOST_AGREED
+
+    def failed(self, answered: int) -> None:
+        self._failed = 1 if answered > self._answered else self._failed + 1
+        self._answered = answered
+
+
+def agree(suspicions: Sequence[Suspicion]) -> bool:
+    """Whether the last one says of the request what another engine has said."""
+    *before, last = suspicions
+    return last.kind in SAME and any(one.kind in SAME and one.engine != last.engine for one in before)
+
+
+def settled(suspicions: Sequence[Suspicion]) -> bool:
+    """Whether no third replica has to be asked: two witnesses agree."""
+    return suspicions[-1].witness and agree([*(one for one in suspicions[:-1] if one.witness), suspicions[-1]])

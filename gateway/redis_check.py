@@ -27,7 +27,7 @@ ADVICE = "see the ACL that docs/scaling.md lists, and that the URL leads to a pr
 
 
 async def redis_findings(url: str, deployment: str) -> AsyncIterator[Finding]:
-    from cachemap.share.connect import FAILURES, connect, parse
+    from cachemap.share.connect import FAILURES, connect, describe, parse
 
     place = parse(url)
     whole = True
@@ -43,7 +43,7 @@ async def redis_findings(url: str, deployment: str) -> AsyncIterator[Finding]:
                 await client.ping()
                 pings.append(perf_counter() - began)
         except FAILURES as error:
-            yield Finding("fail", subject, f"{shard} cannot be used: {error}",
+            yield Finding("fail", subject, f"{shard} cannot be used: {describe(error)}",
                           "gateways go on alone until it answers; look at its address, password, TLS settings and its own log")  # fmt: skip
             whole = False
             continue

@@ -32,6 +32,15 @@ def check_host(host: str) -> None:
         ipaddress.IPv4Address(host)
 
 
+def one_spelling(host: str) -> str:
+    """An address as everybody spells it, so that one engine has one name: `0:0:0:0:0:0:0:1` is `::1`, and what IPv6 calls
+    `::ffff:10.0.0.7` is 10.0.0.7. Host names stay."""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host)
+    return str(address.ipv4_mapped or address)
+
+
 def check_endpoint(endpoint: str) -> None:
     """Raise ValueError, with the reason, for what no ZMQ subscriber can connect to from another process."""
     if endpoint.startswith("ipc://"):

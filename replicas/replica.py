@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from replicas.addresses import check_endpoint, check_host
+from replicas.addresses import check_endpoint, check_host, one_spelling
 from replicas.lifecycle import Event, State, follows
 from replicas.metrics import Scrape
 from replicas.names import bracketed
@@ -208,7 +208,7 @@ def _place(url: str) -> tuple[str, str, int]:
     if port == 0:
         raise ValueError("nothing listens on port 0, write http://HOST:PORT")
     check_host(host)
-    return parts.scheme, host, port
+    return parts.scheme, one_spelling(host), port
 
 
 def _fragment(text: str) -> tuple[EventSource | None, str | None]:

@@ -6,24 +6,25 @@
 --       how long unused keys stay (s)
 local lease, head, deltas, snapshot, new = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local n = tonumber(ARGV[2])
-if ask('GET', lease) ~= ARGV[1] then
-  redis.call('DEL', new)
+if text_at(lease) ~= ARGV[1] then
+  drop(new)
   return 'lost'
 end
 local last = count_at(head)
 if (ARGV[3] == 'on' and last < n) or (ARGV[3] == 'anew' and last >= n) then
-  redis.call('DEL', new)
+  drop(new)
   return 'behind'
 end
-redis.call('RENAME', new, snapshot)
-redis.call('EXPIRE', snapshot, ARGV[5])
+drop(snapshot) -- RENAME would free it while all wait
+call('RENAME', new, snapshot)
+call('EXPIRE', snapshot, ARGV[5])
 if ARGV[3] == 'on' then
   ask('XTRIM', deltas, 'MINID', ARGV[4] .. '-0')
 else
-  local time = redis.call('TIME')
+  local time = call('TIME')
   local now = struct.pack('<d', time[1] + time[2] / 1000000)
-  redis.call('DEL', deltas)
-  redis.call('XADD', deltas, string.format('%.0f-0', n), 'd', now .. ARGV[4])
-  redis.call('SET', head, string.format('%.0f', n))
+  drop(deltas)
+  call('XADD', deltas, string.format('%.0f-0', n), 'd', now .. ARGV[4])
+  call('SET', head, string.format('%.0f', n))
 end
 return 'ok'

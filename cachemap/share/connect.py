@@ -26,7 +26,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, NoScriptError, RedisError, ResponseError
 
 ANSWER_SECONDS = 1.0  # a server that takes longer is taken for gone; a lease lasts three of these
 KINDS = {"": "single", "sentinel": "sentinel", "cluster": "cluster"}
@@ -38,9 +38,57 @@ BEGIN = Path(__file__).with_name("ask.lua").read_text()
 FAILURES = (RedisError, OSError, TimeoutError)  # whatever Redis or the way to it can do to a call
 
 
+# What a server says when it refuses, what that means, and what to do. Its words differ between versions and forks.
+REFUSALS = (
+    ("READONLY|read.only replica", "it is a read-only replica", "give the URL of the primary, or redis+sentinel://, which finds it"),
+    ("NOPERM|no permissions?|ACL failure|can't run this command|can't access", "its ACL does not let this user do that",
+     "grant the user what docs/scaling.md lists"),
+    ("OOM|used memory > 'maxmemory'", "it has no memory left (maxmemory)", "raise its maxmemory, or give gateways a Redis of their own"),
+    ("LOADING", "it is still loading its data", "it is of use once that is done"),
+    ("NOAUTH|Authentication required|without any password|no password is set|invalid password|WRONGPASS|invalid username-password",
+     "it does not accept this user and password", "put the right ones into HITHERTO_REDIS_URL"),
+    ("MISCONF", "it takes no writes because it cannot save to disk", "see its log and its disk, or turn stop-writes-on-bgsave-error off"),
+    ("NOREPLICAS", "it takes no writes because too few replicas follow it", "see its replicas, or min-replicas-to-write"),
+    ("BUSY", "it is busy with a script", "it is of use once that ends; SCRIPT KILL ends one that does not"),
+    ("MASTERDOWN|CLUSTERDOWN", "a part of it is down", "see its nodes"),
+    ("MOVED|CROSSSLOT", "it is a Cluster", "write redis+cluster:// in the URL"),
+    ("max number of clients", "it takes no more connections (maxclients)", "raise its maxclients, or see who holds so many"),
+    ("nknown.*command", "it does not know that command", "run Redis 6.2 or later, with no command renamed or switched off"),
+)  # fmt: skip
+REFUSED = b"refuses "  # as `refusal` in ask.lua begins
+_SCRIPTED = re.compile(r"refuses (\S+(?: at \S+)?): (.*)", re.S)
+_SOURCE = re.compile(r"@?user_script: ?\d+: ?|,? ?script: \w+, on @?user_script:\d+\.?|Error running script \(call to \w+\): ?|^(ERR |-)")
+
+
 def describe(error: BaseException) -> str:
-    """A failure in words; some have none."""
-    return str(error) or type(error).__name__
+    """A failure in plain words: what Redis refuses, at which key, why, and what to do."""
+    if isinstance(error, BusyLoadingError):
+        return in_words(f"LOADING {error}")  # redis-py takes the code away
+    return in_words("; ".join([str(error) or "no answer in time", *getattr(error, "__notes__", [])]))
+
+
+def in_words(said: str) -> str:
+    """As `describe`, of what a script or the server said."""
+    scripted = _SCRIPTED.search(said)
+    what = f"Redis refuses {scripted[1]}" if scripted else ""
+    said = scripted[2] if scripted else said
+    while (plain := _SOURCE.sub("", said).strip()) != said:
+        said = plain
+    for pattern, why, remedy in REFUSALS:
+        if re.search(pattern, said):
+            return f"{what or 'Redis refuses'}: {why} ({said}); {remedy}"
+    return f"{what}: {said}" if what else said
+
+
+class Trouble(NamedTuple):
+    """Why something cannot be done in Redis, and whether Redis answered at all."""
+
+    why: str
+    answered: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> Trouble:
+        return cls(describe(error), isinstance(error, (ResponseError, AuthenticationError, BusyLoadingError)))
 
 
 class Place(NamedTuple):
@@ -245,6 +293,11 @@ class Script:
 
     async def __call__(self, client: Redis, keys: list[str], arguments: list):
         try:
-            return await client.execute_command("EVALSHA", self.sha, len(keys), *keys, *arguments)
-        except NoScriptError:
-            return await client.execute_command("EVAL", self.text, len(keys), *keys, *arguments)
+            try:
+                return await client.execute_command("EVALSHA", self.sha, len(keys), *keys, *arguments)
+            except NoScriptError:
+                return await client.execute_command("EVAL", self.text, len(keys), *keys, *arguments)
+        except NoPermissionError as error:  # which does not say where
+            if keys:
+                error.add_note(f"asked for {keys[0]}")
+            raise

@@ -233,7 +233,7 @@ class SharedIntake:
         self.mirroring = False
         self._end_journal()
         if self.role != "alone":
-            self._become("alone", "no gateway leads" if self._shared.reachable else "Redis is away")
+            self._become("alone", "no gateway leads" if self._shared.usable else "Redis refuses what gateways do there" if self._shared.reachable else "Redis is away")
         self._follow_events()
 
     def rename(self, keys: Keys) -> None:

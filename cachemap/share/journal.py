@@ -17,6 +17,7 @@ TAIL, KEEP = 2.6, 0.3
 LEAST_TAIL = 1 << 14  # bytes; less is not worth a snapshot
 ENTRY = 40  # bytes of a delta besides its changes: its head, and what the stream needs for it
 MOST_PENDING = 1 << 20  # bytes; when more waits, the server being away, a snapshot is the shorter way
+LONGEST_DELTA = MOST_PENDING + 64
 
 
 class Journal:

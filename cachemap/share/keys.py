@@ -20,24 +20,30 @@ SCHEMA = 1
 LANES = 16
 KEEP_SECONDS = 24 * 3600  # keys of replicas nobody asks for any more; those in use are renewed with the lease
 RESYNC, REWRITE = b"1", b"2"  # wishes: to read the engine's events anew; to write what lies in Redis anew
+THIS_HOST = ("127.0.0.1", "::1", "0.0.0.0", "::")  # what whoever connects there takes for its own machine
 UNNAMED = "-"  # an incarnation of which is not known when it began
 NAME = re.compile(r"[A-Za-z0-9.-]{1,64}")  # of an incarnation; `tend.lua` deletes any other
 
 
 def scope(replica: str) -> str:
-    """A replica's name that means the same on every host: a loopback address gets the host's name in its place.
-    `replica` is HOST:PORT with whatever names one of several ranks behind the port."""
-    host, _, port = replica.rpartition(":")
-    return f"{socket.gethostname()}:{port}" if _is_this_host(host.strip("[]")) else replica
+    """A replica's name that means the same on every host, however its address is spelled; different addresses have different
+    ones. `replica` is HOST:PORT with whatever names one of several ranks behind the port."""
+    host, colon, port = replica.rpartition(":")
+    return f"{_place(host.removeprefix('[').removesuffix(']'))}:{port}" if colon else replica
 
 
-def _is_this_host(host: str) -> bool:
-    """Whether whoever connects there reaches its own machine, as it also does at 0.0.0.0."""
+def _place(host: str) -> str:
+    """A host as all hosts call it: this one by its name, with the address where that is another than the usual loopback ones."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return host.rstrip(".").lower() == "localhost"
-    return address.is_loopback or address.is_unspecified
+        return socket.gethostname() if host.rstrip(".").lower() == "localhost" else host
+    address = getattr(address, "ipv4_mapped", None) or address
+    if str(address) in THIS_HOST:
+        return socket.gethostname()
+    if address.is_loopback:
+        return f"{socket.gethostname()}/{address}"
+    return f"[{address}]" if address.version == 6 else str(address)
 
 
 def life(incarnation: str) -> str:

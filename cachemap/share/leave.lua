@@ -2,8 +2,8 @@
 -- KEYS  leases
 -- ARGV  gateway token
 for _, lease in ipairs(KEYS) do
-  if ask('GET', lease) == ARGV[1] then
-    redis.call('DEL', lease)
+  if text_at(lease) == ARGV[1] then
+    call('DEL', lease)
   end
 end
 return 0

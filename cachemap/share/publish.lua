@@ -1,23 +1,23 @@
 -- Append deltas, one for each of some replicas, if they are ours to write and follow on what is there.
 -- KEYS  for each replica: lease, head, deltas
 -- ARGV  gateway token, then for each replica: the delta's number, the delta
--- Gives for each: ok; lost (the lease is not ours); behind (what is there is not what we wrote last); refused.
-local time = redis.call('TIME')
+-- Gives for each: ok; lost (the lease is not ours); behind (what is there is not what we wrote last); or what redis refuses.
+local time = call('TIME')
 local now = struct.pack('<d', time[1] + time[2] / 1000000)
 local out = {}
 for i = 0, #KEYS / 3 - 1 do
   local lease, head, deltas = KEYS[i * 3 + 1], KEYS[i * 3 + 2], KEYS[i * 3 + 3]
   local n, delta = tonumber(ARGV[i * 2 + 2]), ARGV[i * 2 + 3]
-  if ask('GET', lease) ~= ARGV[1] then
+  if text_at(lease) ~= ARGV[1] then
     out[#out + 1] = 'lost'
   elseif count_at(head) ~= n - 1 then
     out[#out + 1] = 'behind'
   else
     local added = redis.pcall('XADD', deltas, string.format('%.0f-0', n), 'd', now .. delta)
     if type(added) == 'table' and added.err then
-      out[#out + 1] = 'refused'
+      out[#out + 1] = refusal('XADD', deltas, added.err)
     else
-      redis.call('SET', head, string.format('%.0f', n), 'KEEPTTL')
+      call('SET', head, string.format('%.0f', n), 'KEEPTTL')
       out[#out + 1] = 'ok'
     end
   end

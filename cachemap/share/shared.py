@@ -20,16 +20,17 @@ from pathlib import Path
 
 from cachemap.background import Background, Failures
 from cachemap.map import CacheMap
-from cachemap.share.codec import Delta, decode_entry
-from cachemap.share.connect import FAILURES, Place, Script, Ways, describe, heed_cancellation, xread
+from cachemap.share.codec import PIECE, Damaged, Delta, decode_entry
+from cachemap.share.connect import FAILURES, Place, Script, Trouble, Ways, heed_cancellation, in_words, xread
 from cachemap.share.intake import SharedIntake
+from cachemap.share.journal import LONGEST_DELTA
 from cachemap.share.keys import KEEP_SECONDS, RESYNC, REWRITE, Keys
 from cachemap.share.writing import BATCH_SECONDS, WRITES, Writing
 
 log = logging.getLogger("hitherto.share")
 
 HERE = Path(__file__).parent
-TEND, LEAVE = Script((HERE / "tend.lua").read_text()), Script((HERE / "leave.lua").read_text())
+TEND, LEAVE, READ = (Script((HERE / f"{name}.lua").read_text()) for name in ("tend", "leave", "read"))
 
 LEASE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
@@ -40,6 +41,7 @@ STREAM_SECONDS = 5e-5  # between two reads, for each stream read
 PART = "shared map: one replica's part"  # of background work
 LEASES, READS = "leases", "deltas cannot be read"  # troubles, besides WRITES
 MOST_LOOKS = 128  # leases in one call: a server is blocked for about a millisecond
+MOST_READ_BYTES, MOST_READ = 1 << 20, 500  # and members of a list or stream; longer ones than gateways write are not read at all
 
 
 class SharedMap:
@@ -59,7 +61,7 @@ class SharedMap:
         self._clock = 0.0  # the server's time less ours
         self._lags = [0.0, 0.0]  # the worst of these seconds and of those before
         self._lags_until = 0.0
-        self._troubles: dict[tuple[str, int], str] = {}  # what cannot be done in which lane, and why
+        self._troubles: dict[tuple[str, int], Trouble] = {}  # what cannot be done in which lane
         self._reached = False
         self.errors = 0
         self.takeovers = 0
@@ -91,13 +93,18 @@ class SharedMap:
 
     @property
     def reachable(self) -> bool:
+        """Redis answers, be it with a refusal."""
+        return self._reached and all(one.answered for one in self._troubles.values())
+
+    @property
+    def usable(self) -> bool:
         """Redis answers, and lets this gateway do all that it has to do there."""
         return self._reached and not self._troubles
 
     @property
     def trouble(self) -> str:
-        """What Redis does not let this gateway do; empty if all is well."""
-        return "; ".join(dict.fromkeys(f"{what}: {why}" for (what, _), why in self._troubles.items())) or ("" if self._reached else "not connected yet")
+        """What Redis does not let this gateway do, and why; empty if all is well."""
+        return "; ".join(dict.fromkeys(f"{what}: {one.why}" for (what, _), one in self._troubles.items())) or ("" if self._reached else "not connected yet")
 
     @property
     def leases(self) -> int:
@@ -208,12 +215,32 @@ class SharedMap:
             self._lags, self._lags_until = [0.0, self._lags[0]], self.now() + 5
 
     async def read_snapshot(self, keys: Keys) -> list[bytes]:
-        return await (await self.ways.to(keys.snapshot)).lrange(keys.snapshot, 0, -1)
+        """Its pieces, as many as belong to one snapshot; none if there is none. Raises Damaged where one of them is none."""
+        pieces: list[bytes] = []
+        more = True
+        while more:
+            more, found = await self._read(keys.snapshot, "list", len(pieces), PIECE)
+            pieces += found
+            if more and any(len(piece) < PIECE for piece in pieces[1:]):
+                raise Damaged("a piece of it is shorter than gateways write")
+        return pieces
 
     async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, Delta]]:
         """Raises Damaged where one of them is none."""
-        found = await (await self.ways.to(keys.deltas)).xrange(keys.deltas, f"{after + 1}-0", "+")
-        return list(starmap(decode_entry, found))
+        deltas: list[tuple[int, Delta]] = []
+        more, begin = True, f"{after + 1}-0"
+        while more:
+            more, found = await self._read(keys.deltas, "stream", begin, LONGEST_DELTA)
+            deltas += [decode_entry(id, dict(zip(fields[::2], fields[1::2], strict=True))) for id, fields in found]
+            begin = f"({found[-1][0].decode()}" if found else begin
+        return deltas
+
+    async def _read(self, key: str, kind: str, begin: int | str, longest: int) -> tuple[bool, list]:
+        """What lies at a key from `begin` on, as much as is read at once, and whether there is more."""
+        found = await READ(await self.ways.to(key), [key], [kind, begin, longest, MOST_READ_BYTES, MOST_READ])
+        if not isinstance(found, list):
+            raise Damaged(f"a member of {found} bytes, where gateways write {longest} at most")
+        return bool(found[0]), found[1]
 
     # --- leases
 
@@ -332,23 +359,24 @@ class SharedMap:
         self._reached = True
         refused = next((told.decode(errors="replace") for state, *_, told in states if state == b"refused"), None)
         if refused is not None:
-            self.in_trouble(LEASES, lane, f"redis takes no writes: {refused}")
+            self.in_trouble(LEASES, lane, Trouble(in_words(refused), True))
         elif not states or any(state != b"free" for state, *_ in states):  # of a free one that was not claimed nothing is known
             self.works(LEASES, lane)
 
     def _unreachable(self, group: list[SharedIntake], error: BaseException) -> None:
-        self.in_trouble(LEASES, self._lane_of(group), describe(error))
+        self.in_trouble(LEASES, self._lane_of(group), Trouble.of(error))
         for one in group:
             one.wrote(None)
             waited = self.now() - one.led_at > LEASE_SECONDS
             if one.role == "joining" or (one.role == "mirror" and waited):
                 one.want("alone")
 
-    def in_trouble(self, what: str, lane: int, why: str) -> None:
+    def in_trouble(self, what: str, lane: int, trouble: Trouble) -> None:
+        self._reached |= trouble.answered
         if not self._troubles:
             log.warning("redis %s: %s%s: every gateway goes on with what it knows: %s",
-                        self.place, what, f" of lane {lane}" if self.ways.many else "", why)  # fmt: skip
-        self._troubles[what, lane] = why
+                        self.place, what, f" of lane {lane}" if self.ways.many else "", trouble.why)  # fmt: skip
+        self._troubles[what, lane] = trouble
 
     def works(self, what: str, lane: int) -> None:
         if self._troubles.pop((what, lane), None) is not None and not self._troubles:
@@ -383,7 +411,7 @@ class SharedMap:
                 found = await xread(client, {name: f"{one.n}-0" for name, one in streams.items()}, 500, POLL_MILLISECONDS)
             except FAILURES as error:
                 self.failed(error)
-                self.in_trouble(READS, lane, describe(error))
+                self.in_trouble(READS, lane, Trouble.of(error))
                 await asyncio.sleep(LOOK_SECONDS / 4)
                 continue
             self.works(READS, lane)

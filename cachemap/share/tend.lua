@@ -8,7 +8,7 @@
 -- reader begins with is there; what was wished for, as keys.py says, empty if nothing; the newest incarnation named, or why it was refused.
 local token, lease, keep = ARGV[1], ARGV[2], ARGV[3]
 local DAY = 86400
-local time = redis.call('TIME')
+local time = call('TIME')
 local out = {time[1] .. '.' .. string.format('%06d', time[2])}
 
 local function newer(one, other)
@@ -17,36 +17,36 @@ end
 
 -- The newest incarnation named: when its process began, in seconds, which is not in the future, or a name without order.
 local function incarnation_at(key)
-  local text = ask('GET', key)
+  local text = text_at(key)
   -- as NAME in keys.py
   if text and #text <= 64 and string.find(text, '^[%w.-]+$') and (tonumber(text) or 0) < time[1] + DAY then return text end
-  if text then redis.call('DEL', key) end
+  if text then drop(key) end
   return false
 end
 
 local function claim(k, mine, base, before)
   local set = redis.pcall('SET', KEYS[k], token, 'NX', 'PX', lease)
   if type(set) == 'table' and set.err then
-    return 'refused', set.err
+    return 'refused', refusal('SET', KEYS[k], set.err)
   end
   if before ~= mine then
     if before then
       for _, name in ipairs({'lease', 'head', 'deltas', 'snapshot', 'wish'}) do
-        redis.call('DEL', base .. ':' .. before .. ':' .. name)
+        drop(base .. ':' .. before .. ':' .. name)
       end
     end
-    redis.call('SET', KEYS[k + 3], mine)
+    call('SET', KEYS[k + 3], mine)
   end
   return 'ours'
 end
 
 -- Who holds the lease. One that does not end soon is no gateway's, and would be held for ever.
 local function holder_of(key)
-  local holder = ask('GET', key)
+  local holder = text_at(key)
   if holder and holder ~= token then
-    local left = redis.call('PTTL', key)
+    local left = call('PTTL', key)
     if left < 0 or left > 2 * lease then
-      redis.call('DEL', key)
+      drop(key)
       return false
     end
   end
@@ -56,12 +56,12 @@ end
 local function look(k, wanted, mine, base)
   local before = incarnation_at(KEYS[k + 3])
   if before and before ~= mine and newer(before, mine) and wanted ~= 'insist' then
-    return redis.call('EXISTS', base .. ':' .. before .. ':lease') == 1 and 'newer' or 'unled'
+    return call('EXISTS', base .. ':' .. before .. ':lease') == 1 and 'newer' or 'unled'
   end
   local holder = holder_of(KEYS[k])
   if holder == token then
-    redis.call('PEXPIRE', KEYS[k], lease)
-    if before ~= mine then redis.call('SET', KEYS[k + 3], mine) end
+    call('PEXPIRE', KEYS[k], lease)
+    if before ~= mine then call('SET', KEYS[k + 3], mine) end
     return 'ours'
   elseif holder then
     return 'held'
@@ -72,8 +72,8 @@ local function look(k, wanted, mine, base)
 end
 
 local function is(key, kind)
-  local found = redis.call('TYPE', key).ok
-  if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
+  local found = call('TYPE', key).ok
+  if found ~= kind and found ~= 'none' then drop(key) end
   return found == kind
 end
 
@@ -82,13 +82,13 @@ for i = 0, #KEYS / 6 - 1 do
   local state, why = look(k, ARGV[a], ARGV[a + 1], ARGV[a + 2])
   local wished = ''
   if state == 'ours' then
-    local wish = ask('GET', KEYS[k + 2])
+    local wish = text_at(KEYS[k + 2])
     if wish then
-      redis.call('DEL', KEYS[k + 2])
+      drop(KEYS[k + 2])
       wished = string.sub(wish, 1, 1)
     end
     for j = 1, 5 do
-      redis.call('EXPIRE', KEYS[k + j], keep)
+      call('EXPIRE', KEYS[k + j], keep)
     end
   end
   local deltas, snapshot = is(KEYS[k + 4], 'stream'), is(KEYS[k + 5], 'list')

@@ -6,10 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from redis.exceptions import ResponseError
-
 from cachemap.share.codec import RELOAD, Snapshot, encode_delta, encode_snapshot
-from cachemap.share.connect import FAILURES, Script, describe
+from cachemap.share.connect import FAILURES, REFUSED, Script, Trouble, in_words
 from cachemap.share.journal import Journal
 from cachemap.share.keys import KEEP_SECONDS
 
@@ -75,6 +73,8 @@ class Writing:
         for (one, journal, delta), result in zip(batch, results, strict=True):
             if result != b"unknown":
                 self._answered(one, result)
+            if result.startswith(REFUSED):
+                self._shared.in_trouble(WRITES, self._shared.lane(one), Trouble(in_words(result.decode(errors="replace")), True))
             if result == b"ok":
                 journal.sent(len(delta))
             else:
@@ -115,11 +115,11 @@ class Writing:
 
     def _failed(self, group: list[SharedIntake], error: BaseException) -> None:
         self._shared.failed(error)
-        answered = isinstance(error, ResponseError)
-        if answered:
-            self._shared.in_trouble(WRITES, self._shared.lane(group[0]), describe(error))
+        trouble = Trouble.of(error)
+        if trouble.answered:
+            self._shared.in_trouble(WRITES, self._shared.lane(group[0]), trouble)
         for one in group:
-            one.wrote(False if answered else None)
+            one.wrote(False if trouble.answered else None)
 
     async def _write_on(self, one: SharedIntake, journal: Journal) -> bytes:
         delta = journal.seal(one.position)

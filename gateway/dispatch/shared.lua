@@ -20,8 +20,10 @@ local MOST = 1e12 -- of anything that is counted
 local GENERATION = 5000 -- ms: predictions live for one to two of them
 local AUDITED = 5000 -- parts compared in a second by all gateways together, at four heartbeats a second each: 1 us a part
 local SLICE = 1000 -- replicas compared at once, at most
+local MOST_NAMES = 20000 -- replicas, or gateways; a key with more is another program's
+local REAPED = 100 -- gateways whose lease ended that are taken out at once
 
-local time = redis.call('TIME')
+local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function numbers(packed)
@@ -37,9 +39,9 @@ end
 
 local function put(key, replica, a, b, c, d, e)
   if a == 0 and b == 0 and c == 0 and d == 0 and e == 0 then
-    redis.call('HDEL', key, replica)
+    call('HDEL', key, replica)
   else
-    redis.call('HSET', key, replica, struct.pack(PACKED, a, b, c, d, e))
+    call('HSET', key, replica, struct.pack(PACKED, a, b, c, d, e))
   end
 end
 
@@ -52,21 +54,22 @@ local function add(key, replica, packed, sign)
 end
 
 local function reap(token)
+  bound('HLEN', OF .. token, MOST_NAMES)
   local loads = ask('HGETALL', OF .. token)
   for i = 1, #loads, 2 do
     if #loads[i + 1] == SIZE then add(LOAD, loads[i], struct.pack(PACKED, numbers(loads[i + 1])), -1) end
   end
-  redis.call('DEL', OF .. token)
-  redis.call('ZREM', ALIVE, token)
+  drop(OF .. token)
+  call('ZREM', ALIVE, token)
 end
 
-for _, token in ipairs(ask('ZRANGEBYSCORE', ALIVE, '-inf', string.format('(%.0f', now))) do reap(token) end
+for _, token in ipairs(ask('ZRANGEBYSCORE', ALIVE, '-inf', string.format('(%.0f', now), 'LIMIT', 0, REAPED)) do reap(token) end
 
-local function alive(token) return redis.call('ZSCORE', ALIVE, token) end
+local function alive(token) return call('ZSCORE', ALIVE, token) end
 
 local function renew(token, lease)
-  redis.call('ZADD', ALIVE, string.format('%.0f', now + lease), token)
-  redis.call('PEXPIRE', OF .. token, 10 * lease) -- a part that nobody would reap, its entry in `alive` being lost
+  call('ZADD', ALIVE, string.format('%.0f', now + lease), token)
+  call('PEXPIRE', OF .. token, 10 * lease) -- a part that nobody would reap, its entry in `alive` being lost
 end
 
 local function count(token, replica, packed)
@@ -115,14 +118,14 @@ local function restate(token, replicas, loads)
     local packed = string.sub(loads, SIZE * (i - 1) + 1, SIZE * i)
     if packed ~= NOTHING then
       if there[replica] ~= packed then
-        redis.call('HSET', key, replica, packed)
+        call('HSET', key, replica, packed)
         wrong = wrong + 1
       end
       there[replica] = nil
     end
   end
   for replica in pairs(there) do
-    redis.call('HDEL', key, replica)
+    call('HDEL', key, replica)
     wrong = wrong + 1
   end
   return wrong
@@ -130,10 +133,10 @@ end
 
 -- Who is alive. A lease that ends later than any gateway can have asked for ends in time.
 local function gateways(lease)
-  local found, tokens = redis.call('ZRANGEBYSCORE', ALIVE, '-inf', '+inf', 'WITHSCORES'), {}
+  local found, tokens = call('ZRANGEBYSCORE', ALIVE, '-inf', '+inf', 'WITHSCORES'), {}
   for i = 1, #found, 2 do
     tokens[#tokens + 1] = found[i]
-    if tonumber(found[i + 1]) > now + 2 * lease then redis.call('ZADD', ALIVE, string.format('%.0f', now + lease), found[i]) end
+    if tonumber(found[i + 1]) > now + 2 * lease then call('ZADD', ALIVE, string.format('%.0f', now + lease), found[i]) end
   end
   return tokens
 end
@@ -179,6 +182,9 @@ end
 -- on each of the replicas, and how many loads of this gateway and how many sums were wrong
 function operations.beat(token)
   if not alive(token) then return 0 end
+  bound('ZCARD', ALIVE, MOST_NAMES)
+  bound('HLEN', LOAD, MOST_NAMES)
+  bound('HLEN', OF .. token, MOST_NAMES)
   renew(token, ARGV[3])
   local replicas, loads = names(ARGV[4]), {}
   local parts = restate(token, replicas, ARGV[5])
@@ -214,8 +220,8 @@ local function record_sent(fields, current, replica)
   end
   if #changes > 0 then
     local key = SENT .. math.floor(now / GENERATION)
-    redis.call('HSET', key, unpack(changes))
-    redis.call('PEXPIRE', key, 2 * GENERATION + 1000)
+    call('HSET', key, unpack(changes))
+    call('PEXPIRE', key, 2 * GENERATION + 1000)
   end
 end
 

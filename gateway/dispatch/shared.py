@@ -32,7 +32,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cachemap.background import Background, Failures
-from cachemap.share.connect import FAILURES, Line, Script
+from cachemap.share.connect import FAILURES, Line, Script, describe
 from cachemap.share.keys import SCHEMA, scope
 from policies import Candidate, Choice, Cost, Demand, Ledger
 from policies.ledger import NOTHING
@@ -130,6 +130,7 @@ class SharedLedger:
         self._heartbeat: _Heartbeat | None = None  # to go with the next batch
         self._stopped = False
         self._logged_at = self._away_logged_at = float("-inf")
+        self._log_when_joined = True
         self.joined = False
         self.repairs = {"part": 0, "sum": 0}  # loads in Redis that were not what this gateway has there, or what their parts add up to
         self.reason = "not connected yet"
@@ -265,7 +266,7 @@ class SharedLedger:
                     self._compared(heartbeat.stated, beaten)
             except FAILURES as error:
                 if token == self._token:
-                    self._lost(f"{type(error).__name__}: {error}")
+                    self._lost(describe(error))
             except Exception as error:
                 self._background.failed(DECISIONS, error)
                 if token == self._token:
@@ -347,7 +348,7 @@ class SharedLedger:
                 async with asyncio.timeout(2 * PATIENCE):
                     await (self._beat() if self.joined else self._join())
             except FAILURES as error:
-                self._lost(f"{type(error).__name__}: {error}")
+                self._lost(describe(error))
             await asyncio.sleep(BEAT)
 
     async def _join(self) -> None:
@@ -360,7 +361,9 @@ class SharedLedger:
         await self._run("join", token, int(LEASE * 1000), self._former, *outstanding)
         if self._token == token:
             self.joined, self.reason = True, "joined"
-            log.info("the shared ledger in Redis is joined")
+            if self._log_when_joined:
+                self._log_when_joined = False
+                log.info("the shared ledger in Redis is joined")
             self._start_pump()
 
     async def _beat(self) -> None:
@@ -375,8 +378,8 @@ class SharedLedger:
     def _lost(self, why: str) -> None:
         """Nothing is known of what others have; decisions are local until a new token is joined."""
         now = asyncio.get_running_loop().time()
-        if self.joined or (why != self.reason and now - self._away_logged_at > LOG_SECONDS):
-            self._away_logged_at = now
+        if now - self._away_logged_at > LOG_SECONDS and (self.joined or why != self.reason):
+            self._away_logged_at, self._log_when_joined = now, True
             log.warning("the shared ledger is away, replicas are chosen by this gateway's own view: %s", why)
         self.joined, self.reason = False, why
         queue, self._queue = self._queue, []

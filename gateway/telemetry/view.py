@@ -198,7 +198,7 @@ class View:
         return {
             **joined,
             "map_role": {(id, intake.role): 1.0 for id, intake in self.intakes.items()},
-            "map_redis_up": float(shared.reachable),
+            "map_redis_up": float(shared.usable),
             "map_leases": shared.leases,
             "map_mirror_lag_seconds": shared.lag_seconds,
             "map_reloads": shared.reloads,

@@ -74,7 +74,7 @@ time.time_ns = lambda: right_ns() + {seconds} * 10**9
 
 
 async def joined(gateway, seconds=20):
-    return await gateway.until(lambda status: status["map"]["redis"]["ledger_joined"] and status["map"]["redis"]["reachable"], seconds)
+    return await gateway.until(lambda status: status["map"]["redis"]["ledger_joined"] and not status["map"]["redis"]["trouble"], seconds)
 
 
 def roles(status):

@@ -1,8 +1,11 @@
 """URLs, and what is said of wrong ones."""
 
+import ipaddress
 import socket
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cachemap.share import parse, without_password
 from cachemap.share.keys import NAME, Keys, scope
@@ -60,9 +63,37 @@ def test_a_host_that_merely_begins_like_a_loopback_address_keeps_its_name(host):
     assert scope(f"{host}:8000") == f"{host}:8000"
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "localhost.", "127.0.0.1", "127.1.2.3", "[::1]", "0.0.0.0", "[::]"])
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "localhost.", "127.0.0.1", "[::1]", "[0:0::1]", "0.0.0.0", "[::]", "[::ffff:127.0.0.1]", "[::FFFF:7f00:1]"])
 def test_a_loopback_address_is_called_by_the_hosts_name(host):
     assert scope(f"{host}:8000-dp1") == f"{socket.gethostname()}:8000-dp1"
+
+
+def test_another_loopback_address_is_another_engine_of_this_host():
+    assert scope("127.1.2.3:8000") == scope("[::ffff:127.1.2.3]:8000") == f"{socket.gethostname()}/127.1.2.3:8000" != scope("127.0.0.1:8000")
+
+
+def spellings(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[str]:
+    """Of one address, as people and programs write it."""
+    if address.version == 4:
+        mapped = ipaddress.IPv6Address(0xFFFF << 32 | int(address))
+        return [str(address), f"[::ffff:{address}]", f"[{mapped.exploded}]", f"[{str(mapped).upper()}]"]
+    return [f"[{text}]" for text in (str(address), address.exploded, address.exploded.upper(), ":".join(f"{int(part, 16):x}" for part in address.exploded.split(":")))]
+
+
+ADDRESSES = st.one_of(
+    st.ip_addresses(),
+    st.builds(ipaddress.IPv6Address, st.integers(0, 300)),
+    st.builds(lambda low: ipaddress.IPv4Address(127 << 24 | low), st.integers(0, 300)),
+)  # fmt: skip
+USUAL = {ipaddress.ip_address(one) for one in ("127.0.0.1", "::1", "0.0.0.0", "::")}  # where one process listens, whatever it is called
+
+
+@given(ADDRESSES, ADDRESSES)
+def test_all_spellings_of_an_address_are_one_name_and_no_two_addresses_are(one, other):
+    names = [{scope(f"{host}:8000-dp1") for host in spellings(address)} for address in (one, other)]
+    assert len(names[0]) == len(names[1]) == 1
+    one, other = (getattr(address, "ipv4_mapped", None) or address for address in (one, other))
+    assert (names[0] == names[1]) == (one == other or {one, other} <= USUAL)
 
 
 def test_names_mean_the_same_on_every_host():

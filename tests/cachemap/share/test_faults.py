@@ -105,7 +105,7 @@ async def test_after_redis_was_stopped_for_longer_than_a_lease_the_writer_writes
         await until(lambda: one.intakes["r"].journal is None or one.intakes["r"].journal.whole)
         await asyncio.sleep(3.5)
         redis_server.thaw()
-        await until(lambda: one.role("r") == "writer" and one.shared.reachable and one.intakes["r"].journal and not one.intakes["r"].journal.whole, 4)
+        await until(lambda: one.role("r") == "writer" and one.shared.usable and one.intakes["r"].journal and not one.intakes["r"].journal.whole, 4)
         for _ in range(30):  # and goes on
             await asyncio.sleep(0.05)
             assert one.role("r") == "writer"
@@ -189,7 +189,7 @@ async def test_behind_tls_with_an_acl_user(start_redis, tmp_path):
             async with gateways(wrong) as (stranger,):
                 stranger.follow("r", publisher)
                 await until(lambda stranger=stranger: stranger.role("r") == "alone" and stranger.held("r", prompt(1, 6)[1]) == 6)
-                assert not stranger.shared.reachable
+                assert not stranger.shared.usable
 
 
 async def test_a_fault_of_a_gateways_own_in_one_replica_is_seen_and_costs_the_others_nothing(redis_server):
@@ -271,7 +271,7 @@ async def test_a_newer_incarnation_that_nobody_has_is_given_up(redis_server, mon
 
 
 async def reaches(gateway, seconds=6.0):
-    await until(lambda: gateway.shared.reachable, seconds, lambda: gateway.shared.trouble)
+    await until(lambda: gateway.shared.usable, seconds, lambda: gateway.shared.trouble)
     assert gateway.shared.trouble == ""
 
 
@@ -298,7 +298,7 @@ async def test_a_leader_that_another_relieved_has_no_trouble_with_what_it_no_lon
             await publisher.publish(event(1, 0, 6))
             await until(lambda: "cannot be written" in one.shared.trouble)
             await until(lambda: one.role("r") == "alone")
-            assert not one.shared.reachable, "it has given up, and Redis is as full as before"
+            assert not one.shared.usable, "it has given up, and Redis is as full as before"
             client.config_set("maxmemory", 0)
         await led(other)
         await mirrored(one)
@@ -312,7 +312,7 @@ async def test_a_gateway_without_replicas_knows_whether_redis_is_there(start_red
     async with gateways(server.url) as (one,):
         await reaches(one)
         server.kill()
-        await until(lambda: not one.shared.reachable)
+        await until(lambda: not one.shared.usable)
         server.restart()
         await reaches(one)
 
@@ -326,7 +326,7 @@ async def test_sentinel_fails_over(tmp_path):
             servers.primary.kill()
             await publisher.publish(event(2, 0, 6))
             await all_hold(prompt(2, 6)[1], one, other)
-            await until(lambda: one.shared.reachable and other.shared.reachable, 20)
+            await until(lambda: one.shared.usable and other.shared.usable, 20)
             await healed(one, other)
             await publisher.publish(event(3, 0, 6))
             await all_hold(prompt(3, 6)[1], one, other)
@@ -360,7 +360,7 @@ async def test_a_shard_of_which_no_replica_is_left_is_no_trouble(tmp_path):
                 one.follow(name, publisher)
                 await led(one, name)
             cluster.node_of(one.intakes[names[0]].keys.lease).kill()
-            await until(lambda: not one.shared.reachable)
+            await until(lambda: not one.shared.usable)
             await one.remove(names[0])
             await reaches(one)
 

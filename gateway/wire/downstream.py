@@ -58,7 +58,7 @@ class Downstream(asyncio.Protocol):
         "server", "transport", "parser", "closing", "close_at", "close_last", "active_at", "reading_paused", "writing_paused", "known", "read",
         # the request being read
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
-        "refused", "expects", "again", "framing", "raw", "behind", "searched", "begins", "completed", "rated", "rated_at",
+        "refused", "expects", "again", "framing", "raw", "parsed", "bare_chunk", "completed", "rated", "rated_at",
         # the request being answered, and those behind it
         "exchange", "current", "waiting",
         # what came behind them and is not parsed yet: the bytes of `rest` from `rest_at` on
@@ -81,10 +81,9 @@ class Downstream(asyncio.Protocol):
         self.known: KnownHead | None = None  # of the last request
         self.read: Request | None = None  # parsed from the bytes at hand
         self.told = 0  # bytes of the read at hand of which the parser has told
-        self.raw: bytes | bytearray = b""  # the reads in which the present head came
-        self.behind = False  # in which a request ends before that head
-        self.searched = 0  # bytes of them that lie before that head for certain
-        self.begins = True  # the request at hand does in these reads, so it is known where its parts are
+        self.raw: bytes | bytearray = b""  # the reads in which the present head came, or the present trailers
+        self.parsed = 0  # of them, where the last part of a request ended that the parser told of
+        self.bare_chunk = False  # the last chunk had no data yet, so it may be the end of the body
         self.completed = False  # in the read at hand
         self.exchange: Exchange | None = None
         self.current: Request | None = None
@@ -220,7 +219,7 @@ class Downstream(asyncio.Protocol):
         if self.raw:
             self.raw += data
         else:
-            self.raw, self.behind, self.searched, self.begins = data, False, 0, not self.reading
+            self.raw, self.parsed = data, 0
         self.told, self.completed = 0, False
         try:
             self.parser.feed_data(data)
@@ -231,10 +230,10 @@ class Downstream(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(400, f"malformed HTTP request: {error}")
         self._count_untold(len(data) - self.told)
-        if not self.reading or self.head_done:
+        if not self.reading or (self.head_done and not self.bare_chunk):
             self.raw = b""
         elif type(self.raw) is bytes:
-            self.raw = bytearray(self.raw)  # for a head that comes byte by byte
+            self.raw = bytearray(self.raw)  # for a head, or trailers, that come byte by byte
         return 0
 
     def _count_untold(self, size: int) -> None:
@@ -266,7 +265,6 @@ class Downstream(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.head_done:  # a trailer; none is defined for these requests
-            self._skip_to(value)
             self._count_head(len(name) + len(value))
             return
         self.headers.append((name.lower(), value))
@@ -319,30 +317,34 @@ class Downstream(asyncio.Protocol):
     def _is_http(self) -> bool:
         """The parser takes request lines of RTSP and ICE as well, and does not tell them apart."""
         line = b"%b %b HTTP/" % (self.parser.get_method(), self.target)
-        # Each search goes on where the one before ended: thousands of requests may come in one read.
-        found = self.raw.find(line, self.searched)
-        if found < 0 or not self.behind and self.raw[:found].strip(b"\r\n"):
+        at = self.parsed  # the request before ends here, and only blank lines may stand between
+        while self.raw[at] in b"\r\n":
+            at += 1
+        if not self.raw.startswith(line, at):
             return False
-        self.searched, self.begins = found + len(line), True
-        self._skip_to(b"\r\n\r\n")
+        self.parsed = self.raw.index(b"\r\n\r\n", at) + 4
         return True
 
-    def _skip_to(self, mark: bytes) -> None:
-        """What comes up to here in the reads at hand, a client's text perhaps, is not searched for the next request line."""
-        found = self.raw.find(mark, self.searched) if self.begins else -1
-        if found >= 0:
-            self.searched = found + len(mark)
+    # The parser does not say where it is, but each line of the framing ends with the first line end there is, and a body
+    # has the length that it says.
 
     def on_chunk_header(self) -> None:
-        if self.begins and self.raw.startswith(b"\r\n", self.searched):  # the end of the chunk before
-            self.searched += 2
-        self._skip_to(b"\r\n")
+        self.parsed = self.raw.index(b"\n", self.parsed) + 1
+        self.bare_chunk = True
+
+    def on_chunk_complete(self) -> None:
+        if self.bare_chunk:  # the last one: trailers end with a blank line
+            self.bare_chunk = False
+            self.parsed = self.raw.index(b"\n\r\n", self.parsed - 1) + 3
+        else:
+            self.parsed = self.raw.index(b"\n", self.parsed) + 1
 
     def on_body(self, body: bytes) -> None:
+        self.parsed += len(body)
+        self.bare_chunk = False
         if self.refused:
             return
         self.told += len(body)
-        self.searched += len(body)
         self.body_bytes += len(body)
         self._hold(len(body))
         if self.body_bytes > self.server.limits.body_bytes:
@@ -357,7 +359,7 @@ class Downstream(asyncio.Protocol):
             self.body.append(bytearray(body))
 
     def on_message_complete(self) -> None:
-        self.behind = self.completed = True
+        self.completed = True
         if self.refused:
             return
         method = self.parser.get_method().decode("ascii")

@@ -13,7 +13,7 @@ from gateway.wire.server import Server
 from ..dispatch.replies import EVENT, SSE_HEAD, answers, chunk, post
 from ..dispatch.stack import stack
 from .talk import Talker, eventually, read_request
-from .test_downstream import GET, Echo
+from .serving import GET, Echo
 
 MIB = 1 << 20
 

@@ -17,7 +17,6 @@ from gateway.trial import Finding
 if TYPE_CHECKING:
     from cachemap.share import Place
 
-OLDEST = (6, 2)  # XTRIM MINID
 PINGS = 20
 NEAR_SECONDS = 0.002  # what a decision waits for Redis at most
 
@@ -163,6 +162,8 @@ class _TrialMap:
 
 
 def _version(subject: str, place: str, told: dict) -> Finding:
+    from cachemap.share.connect import OLDEST
+
     version = str(told.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         return Finding("fail", subject, f"{place} is Redis {version}", "run Redis 6.2 or later")

@@ -3,6 +3,7 @@
     redis://[USER:PASSWORD@]HOST:PORT[/DB]               rediss:// for TLS (?ssl_ca_certs=FILE and so on)
     redis+sentinel://[...]HOST:PORT,HOST:PORT/MASTER[/DB]    rediss+sentinel:// for TLS
     redis+cluster://[...]HOST:PORT,HOST:PORT                 rediss+cluster:// for TLS
+    unix://[USER:PASSWORD@]/PATH[?db=DB]                     a server's socket on this machine
 
 Query parameters are redis-py's: those that begin with ssl_, sentinel_username and sentinel_password. What decides how long a
 call may take and how replies are read (socket_timeout, protocol ...) is not for a URL to say. Nothing here retries or waits long: who asks knows what to do without Redis.
@@ -28,6 +29,7 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, NoScriptError, RedisError, ResponseError
 
+OLDEST = (6, 2)  # the first Redis with XTRIM MINID
 ANSWER_SECONDS = 1.0  # a server that takes longer is taken for gone; a lease lasts three of these
 KINDS = {"": "single", "sentinel": "sentinel", "cluster": "cluster"}
 
@@ -94,13 +96,15 @@ class Trouble(NamedTuple):
 class Place(NamedTuple):
     """A URL taken apart."""
 
-    kind: str  # single, sentinel or cluster
+    kind: str  # single, sentinel, cluster or unix
     hosts: list[tuple[str, int]]
     master: str
     options: dict  # what redis-py makes connections from
 
     def __str__(self) -> str:
         """Fit for logs: no user, no password."""
+        if self.kind == "unix":
+            return f"{self.options['path']} (unix socket)"
         hosts = ",".join(f"{host}:{port}" for host, port in self.hosts)
         return f"{hosts} ({self.kind}{f' {self.master}' if self.master else ''})"
 
@@ -112,9 +116,11 @@ def parse(url: str) -> Place:
         raise ValueError("it is no URL: write redis://HOST:PORT. One with a password is best given as HITHERTO_REDIS_URL; a file with it is not read")
     if "@" in parts.path + parts.query + parts.fragment:
         raise ValueError("/, ?, # and @ in a password must be written as %2F, %3F, %23 and %40")
+    if parts.scheme == "unix":
+        return _unix(url)
     scheme, _, variant = parts.scheme.partition("+")
     if scheme not in ("redis", "rediss") or variant not in KINDS:
-        raise ValueError(f"{parts.scheme}:// is not known; write redis://HOST:PORT, rediss:// for TLS, "
+        raise ValueError(f"{parts.scheme}:// is not known; write redis://HOST:PORT, rediss:// for TLS, unix:///PATH, "
                          "redis+sentinel://HOST:PORT,HOST:PORT/MASTER or redis+cluster://HOST:PORT,HOST:PORT")  # fmt: skip
     kind = KINDS[variant]
     login, _, hosts = parts.netloc.rpartition("@")
@@ -138,6 +144,18 @@ def parse(url: str) -> Place:
     if HIDDEN in (options.get("password"), options.get("sentinel_password")):
         raise ValueError("the password is hidden here, as `hitherto config` prints it; write the real one")
     return Place(kind, found, master, dict(options))
+
+
+def _unix(url: str) -> Place:
+    parts = urlsplit(url)
+    if parts.hostname or len(parts.path) < 2:
+        raise ValueError("the socket's absolute path is missing; write unix:///run/redis/redis.sock")
+    if unknown := parse_qs(parts.query, keep_blank_values=True).keys() - {"db"}:
+        raise ValueError(f"{min(unknown)} cannot be set in the URL of a unix socket; only db can, as in unix:///PATH?db=1")
+    options = dict(parse_url(url))
+    if options.get("password") == HIDDEN:
+        raise ValueError("the password is hidden here, as `hitherto config` prints it; write the real one")
+    return Place("unix", [], "", options)
 
 
 def without_password(url: str) -> str:
@@ -167,6 +185,8 @@ def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Redis:
         "socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": Retry(NoBackoff(), 0),
         "protocol": 2, "client_name": "hitherto", **place.options,
     }  # fmt: skip
+    if place.kind == "unix":
+        return Redis.from_pool(ConnectionPool(**options))
     if place.kind == "single":
         host, port = place.hosts[0]
         return Redis.from_pool(ConnectionPool(host=host, port=port, **options))

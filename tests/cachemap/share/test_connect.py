@@ -22,6 +22,12 @@ def test_the_three_kinds():
     assert "secret" not in str(one) and str(two) == "a:1,b:26379 (sentinel main)"
 
 
+def test_a_socket_of_this_machine():
+    one = parse("unix://me:secret@/run/redis.sock?db=3")
+    assert one.kind == "unix" and (one.options["path"], one.options["username"], one.options["password"], one.options["db"]) == ("/run/redis.sock", "me", "secret", 3)
+    assert str(one) == "/run/redis.sock (unix socket)" and without_password("unix://me:secret@/run/redis.sock") == "unix://me:********@/run/redis.sock"
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [
@@ -36,6 +42,9 @@ def test_the_three_kinds():
         ("redis://h?socket_timeout=60", "socket_timeout cannot be set"),
         ("redis://h?decode_responses=yes", "decode_responses cannot be set"),
         ("redis://:********@h", "the password is hidden here"),
+        ("unix://", "the socket's absolute path is missing"),
+        ("unix://run/redis.sock", "the socket's absolute path is missing; write unix:///"),
+        ("unix:///run/redis.sock?protocol=3", "protocol cannot be set"),
     ],
 )
 def test_a_wrong_url_says_what_is_right(url, why):

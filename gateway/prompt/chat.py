@@ -23,6 +23,7 @@ class Chat:
     special: bool = False                  # the tokenizer adds its special tokens to the rendered text
     by_schema: bool = True                 # see conversation()
     roles: tuple[str, ...] | None = None   # where each message is found to be nothing but a known role and a text
+    body: bytes = b""                      # the request that it came in
 
 
 _ABOUT_RENDERING = frozenset({"add_generation_prompt", "continue_final_message", "documents", "reasoning_effort",

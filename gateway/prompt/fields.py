@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from .offload import TakesLong, event_loop
 from .prompt import PromptError
 from .structure import MOST_OBJECTS, MOST_VALUES, arguments_too_much, too_much
 
@@ -23,6 +24,7 @@ _NAMES = ("model", "cache_salt", "session_id", "prompt_cache_key", "user")
 _MAX_TOKEN_ID = 0xFFFFFFFF
 _BEYOND_64_BITS = 2.0**63
 _LEAST, _MOST = -(2**63), 2**64 - 1        # vLLM takes no integer beyond; older ones fail with a 5xx
+_BRIEF_IDS = 4096                          # ids or prompts: 0.6 us each
 _LONGEST_NUMBER = 100                      # characters; 64 bits take 20
 # What engines read as an integer and the gateway only passes on.
 _INTEGERS = frozenset({
@@ -136,6 +138,8 @@ def prompts_of(given: Any, key: str) -> list[str | bytes]:
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:
+        if len(given) > _BRIEF_IDS and event_loop.holds:
+            raise TakesLong
         if not isinstance(given[0], (str, list)):
             return [packed(given, key)]
         if all(isinstance(one, str) for one in given):

@@ -26,6 +26,7 @@ from .conversation import Multimodal, has_media
 from .fields import Rounded, bad, boolean, bounded_integers, count, integer, packed, parse, parse_exactly, prompts_of
 from .forward import LEAST_TOKENS, kind_of
 from .model import ModelFiles, load_model
+from .offload import TakesLong
 from .prefixes import Found, Prefixes
 from .prompt import LONGEST_RESPONSE_ID, Prompt, PromptError
 from .reading import Reading, Readings
@@ -34,9 +35,9 @@ from .template import ChatTemplate, TemplateError
 from .tokenizer import Tokenizer, TooLong
 from .versions import NEWEST, ways
 
-# A body larger than this should be prepared off the event loop. Text never seen before costs about 9 us per kB on
-# a 2-core cloud machine with Qwen3's template and tokenizer (tokens 3.7, hashes 2, JSON 0.7), so here lie 360 us at
-# worst; of a long conversation most is known, and 32 kB of it take 115.
+# A body larger than this is prepared off the event loop without a try; a smaller one may turn out to take long, too
+# (offload.py). Prose never seen before costs about 9 us per kB on a 2-core cloud machine with Qwen3's template and
+# tokenizer (tokens 3.7, hashes 2, JSON 0.7); of a long conversation most is known, and 32 kB of it take 115.
 OFFLOAD_BYTES = 40 * 1024
 # Those that prepare long prompts. Each has a cache of the tokenizer's own, 30 MB, and competes with the event loop for the
 # interpreter; a second one, since a prompt of a million tokens takes 50 ms, without fastokens seconds.
@@ -266,7 +267,7 @@ class Pipeline:
                 adapters: Collection[str] = ()) -> Prompt:
         """One request -> Prompt. `headers` have lower-case names; `adapters` are the LoRA names served.
 
-        Raises PromptError for the client's faults only.
+        Raises PromptError for the client's faults only, and TakesLong within `with event_loop:`.
         """
         if path not in PATHS:
             return Prompt(path, "", mode="load", note="this path is routed by load alone")
@@ -286,15 +287,15 @@ class Pipeline:
             why = ""
             try:
                 try:
-                    self._fill(prompt, request)
+                    self._fill(prompt, request, body)
                 except Rounded:
                     request = parse_exactly(body)
-                    self._fill(prompt, request)
+                    self._fill(prompt, request, body)
             except _Inexact as inexact:
                 why = str(inexact)
             if why:
                 return self._as_text(prompt, request, why)
-        except PromptError:
+        except (PromptError, TakesLong):
             raise
         except TooLong as error:
             if "truncate_prompt_tokens" in request or "truncation" in request:
@@ -311,27 +312,28 @@ class Pipeline:
         return PromptError(400, f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has {tokens}: shorten it",
                            param="messages" if path in _CONVERSATIONS else "prompt", code="context_length_exceeded")
 
-    def _fill(self, prompt: Prompt, request: dict[str, Any]) -> None:
+    def _fill(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> None:
         salt = request.get("cache_salt")
         seed = chain_seed(self.served_name, self.block_size, prompt.adapter, salt)
         path = prompt.path
         if path == _EMBEDDINGS and request.get("padding") not in (None, "do_not_pad"):
             raise Unroutable("a prompt that is padded")
         if path in _CONVERSATIONS or (path == _EMBEDDINGS and "messages" in request):
-            roles = self._conversation(prompt, request, seed)
+            roles = self._conversation(prompt, request, body, seed)
         else:
             roles = None
             self._plain_prompt(prompt, request, seed)
         if prompt.tokens >= LEAST_TOKENS:
             prompt.kind = kind_of(path, request, "tool_use" if request.get("tools") and "tool_use" in self.renderers else "default", roles)
 
-    def _conversation(self, prompt: Prompt, request: dict[str, Any], seed: int) -> tuple[str, ...] | None:
+    def _conversation(self, prompt: Prompt, request: dict[str, Any], body: bytes, seed: int) -> tuple[str, ...] | None:
         """Returns the roles, where messages have nothing else but a text each."""
         ids = _forwarded_ids(request, self._ways.forwards_past_media) if "kv_transfer_params" in request else None
         chat = None
         if ids is None:
             self._must_be_exact(prompt)
             chat = self._chat(prompt.path, request)
+            chat.body = body
             prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
         else:
             prompt.token_ids, prompt.hashes = ids, self._hashed(ids, seed)
@@ -382,7 +384,9 @@ class Pipeline:
             raise Unroutable(self._files.no_tokenizer)
         if isinstance(prompts[0], str):
             self._must_be_exact(prompt)
-        ids = [self.tokenizer.encode(one, special) if isinstance(one, str) else one for one in prompts]
+            ids = self.tokenizer.encode_each(prompts, special)
+        else:
+            ids = prompts
         keep = request.get("truncate_prompt_tokens")
         if keep is not None:
             ids = [self._truncated(one, keep, request, prompt, special and isinstance(text, str))

@@ -95,10 +95,11 @@ class Prefixes:
             found.append(tokens)
             packed.append(new)
             known += 1
-        self.hit_chars += chars
         hashes = array("Q", b"".join(packed))
+        hit = chars
         if known < len(segments):
             chars = self._add(key, segments[known:], slots, found, hashes, seed, end, tail, chars)
+        self.hit_chars += hit
         self.all_chars += chars
         return Found(b"".join(found), hashes, chars)
 

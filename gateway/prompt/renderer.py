@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -18,9 +19,11 @@ import orjson
 from .chat import Chat
 from .conversation import PLAIN_ROLES, conversation, is_plain
 from .fields import require_exact
+from .offload import TakesLong, event_loop
 from .plan import Compiled, Piece, Plan, fits
 from .prefixes import Found, Mismatch, Prefixes
 from .shape import describe
+from .structure import more_values
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
 
@@ -28,6 +31,10 @@ log = logging.getLogger(__name__)
 
 _FIRST_CHECKED = 32
 _CHECK_MASK = 255
+# What the event loop may render with Jinja and compile: some 5 ms at worst. Compiling takes 100 us a text, and 2 us and more
+# for each value of tools, variables or what else there may be in messages.
+_BRIEF_TEXTS = 64
+_BRIEF_VALUES = 1500
 _SHORT = 256      # bytes of tools and variables that a shape holds as they are; of more, their SHA-256
 _EXPONENT = re.compile(rb"\de\+?\d\d")     # as orjson writes what is rounded: 1.8446744073709552e+19
 
@@ -49,7 +56,7 @@ class Renderer:
         self.by_jinja = 0
 
     def tokens(self, seed: int, chat: Chat, lead: bytes = b"") -> Found:
-        """Raises PromptError, Multimodal, TemplateError, or whatever the tokenizer raises.
+        """Raises PromptError, Multimodal, TemplateError, TakesLong on the event loop, or whatever the tokenizer raises.
 
         `lead` are special tokens put before the text.
         """
@@ -58,6 +65,7 @@ class Renderer:
         known = _plain(chat.messages)
         talk = None
         if known is None:
+            _weigh(chat)
             talk = self._conversation(chat)
             known = describe(talk)
         else:
@@ -67,10 +75,12 @@ class Renderer:
         for plan in self.compiled.plans(shape):
             result = self._by_plan(plan, seed, slots, lead)
             if result is not None:
-                self._runs += 1
-                if self._runs <= _FIRST_CHECKED or not self._runs & _CHECK_MASK:
-                    return self._checked(result, plan, seed, slots, chat, lead)
+                runs = self._runs + 1
+                if runs <= _FIRST_CHECKED or not runs & _CHECK_MASK:
+                    result = self._checked(result, plan, seed, slots, chat, lead)
+                self._runs = runs          # last: what is given up on the event loop is checked in a thread
                 return result
+        _weigh(chat, slots)
         if talk is None:
             talk = self._conversation(chat)
         variables = DEFAULTS if variables is None else variables
@@ -81,7 +91,8 @@ class Renderer:
         return self._prefixes.tokens(seed, self._pieces(text), (), lead)
 
     def text(self, chat: Chat) -> str:
-        """The rendered text, by plain Jinja."""
+        """The rendered text, by plain Jinja. Raises TakesLong on the event loop."""
+        _weigh(chat, chat.messages if isinstance(chat.messages, list) else ())
         variables = DEFAULTS if chat.variables is None else chat.variables
         return self.template.render(self._conversation(chat), chat.tools, variables)
 
@@ -128,6 +139,12 @@ class Renderer:
 
 # What vLLM passes when a chat request says nothing.
 DEFAULTS: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False}
+
+
+def _weigh(chat: Chat, texts: Sequence[Any] = ()) -> None:
+    """Raises TakesLong where the event loop is not to render this."""
+    if event_loop.holds and (len(texts) > _BRIEF_TEXTS or more_values(chat.body, _BRIEF_VALUES)):
+        raise TakesLong
 
 
 def _dumped(tools: Any, variables: Any) -> bytes:

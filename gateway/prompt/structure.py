@@ -18,6 +18,7 @@ import numpy as np
 MOST_OBJECTS = 250_000     # objects, lists and names of members
 MOST_VALUES = 2_000_000    # values of lists and objects
 _PIECE = 256 * 1024
+_VALUES = (b",", b"[", b"{")
 
 
 def too_much(text: bytes) -> bool:
@@ -26,6 +27,13 @@ def too_much(text: bytes) -> bool:
         return False
     # A first look does not tell strings apart; prose has no 250,000 brackets and colons in less than 10 MB.
     return _exceeds(_bytes_of(text)) and _exceeds(_outside_strings(text))
+
+
+def more_values(text: bytes, most: int) -> bool:
+    """Whether a short JSON text holds more than so many values, roughly: what separates and what begins them is counted."""
+    if sum(map(text.count, _VALUES)) <= most:
+        return False
+    return sum(sum(map(piece.count, _VALUES)) for piece in _outside_strings(text)) > most
 
 
 def arguments_too_much(request: dict[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from array import array
 from pathlib import Path
@@ -17,9 +18,23 @@ import fastokens
 import tokenizers
 
 from .model import ModelError
+from .offload import TakesLong, event_loop
 from .reading import Reading
 
 log = logging.getLogger(__name__)
+
+# `tokenizers` would hand each text to a pool of threads, as many per process as there are cores.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Bytes of new text that the event loop may tokenize: some 5 ms however they read. At worst (random letters, one letter over and
+# over, rare Chinese) fastokens takes 0.2 us a byte, and `tokenizers` 1 us (a quiet 2-core cloud machine).
+_BRIEF = {"fastokens": 24 * 1024, "tokenizers": 5 * 1024}
+_CHAR_BYTES = 3            # nearly no text has more of them, and what does is no work
+# A text of more characters per token of the context is counted before it is tokenized: prose and code have 3 to 5.
+_UNLIKELY = 6
+# Texts are counted in slices of so many characters. Where one is cut in two, its parts may make a few tokens more than it does.
+_SLICE = 16 * 1024
+_CUT_TOKENS = 64
 
 _WARM_UP = "Hello, world! 12345 \n\n\tdef f(x): return x  # na\u00efve \u4f60\u597d \U0001f600 <|end|>"
 
@@ -78,32 +93,67 @@ class Tokenizer:
         self._normalizes = not _changes_nothing(settings.get("normalizer"))
         self._splits_special_tokens = splits
         self._longest = _longest_token(settings)
-        self._most_chars = sys.maxsize
+        self._takes_blanks = any(token["lstrip"] or token["rstrip"] for token in self.added_tokens)
+        self.bound(None)
 
     def bound(self, tokens: int | None) -> None:
-        """Refuse texts that are certain to be longer than so many tokens, before any work on them (None: refuse none)."""
+        """Refuse texts that are certain to be longer than so many tokens, before most of the work on them (None: refuse none)."""
+        self._context = tokens or sys.maxsize
         self._most_chars = tokens * self._longest if tokens and self._longest else sys.maxsize
+        self._unchecked = min(_BRIEF[self.backend] // _CHAR_BYTES, self._most_chars)
 
-    def _check(self, chars: int) -> None:
+    def _check(self, texts: list[str], chars: int) -> None:
+        """Of texts that are not short. Raises TooLong, or TakesLong on the event loop."""
         if chars > self._most_chars:
             raise TooLong(chars, -(-chars // self._longest))
+        self._weigh(texts)
+        # An added token that takes all blanks beside it makes one token of any number of them: parts say nothing then.
+        if chars // _UNLIKELY > self._context and not self._takes_blanks:
+            self._count(texts, chars)
+
+    def _weigh(self, texts: list[str]) -> None:
+        """Raises TakesLong on the event loop, if they are not for it."""
+        if event_loop.holds and sum(len(one) if one.isascii() else len(one.encode("utf-8", "replace")) for one in texts) > _BRIEF[self.backend]:
+            raise TakesLong
+
+    def _count(self, texts: list[str], chars: int) -> None:
+        """Raises TooLong as soon as it is certain. What has too many tokens costs no more than what fits, then."""
+        tokens = 0
+        for text in texts:
+            for at in range(0, len(text), _SLICE):
+                tokens += len(self._ids(text[at:at + _SLICE], False)) // 4 - (_CUT_TOKENS if at else 0)
+                if tokens > self._context:
+                    raise TooLong(chars, tokens)
 
     def encode(self, text: str, special: bool = False) -> bytes:
-        """Ids of `text` as uint32 LE bytes; `special` adds what the post-processor adds (BOS, EOS). Raises TooLong."""
-        self._check(len(text))
+        """Ids of `text` as uint32 LE bytes; `special` adds what the post-processor adds (BOS, EOS).
+
+        Raises TooLong, or TakesLong on the event loop."""
+        if len(text) > self._unchecked:
+            self._check([text], len(text))
+        return self._ids(text, special)
+
+    def _ids(self, text: str, special: bool) -> bytes:
         if self._fast is not None:
             return self._fast.encode_batch_flat([text], add_special_tokens=special)[0]
-        return _pack(self._slow.encode(text, add_special_tokens=special).ids)
+        # In a batch of one: `encode` keeps the interpreter for itself until it is done, 0.4 s for 380 kB.
+        return _pack(self._slow.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def encode_many(self, texts: list[str]) -> list[bytes]:
-        """Ids of each text, without special tokens. Raises TooLong.
+        """Ids of each text, without special tokens. Raises TooLong, or TakesLong on the event loop.
 
         One by one: the batch call of either backend wakes a thread pool, which costs more than the
         texts of a turn (three of 340 characters: 30 us of CPU against 8).
         """
+        if (chars := sum(map(len, texts))) > self._unchecked:
+            self._check(texts, chars)
+        return [self._ids(text, False) for text in texts]
+
+    def encode_each(self, texts: list[str], special: bool) -> list[bytes]:
+        """Ids of texts that are prompts of their own. Raises TooLong if one is, or TakesLong on the event loop."""
         if len(texts) > 1:
-            self._check(sum(map(len, texts)))
-        return [self.encode(text) for text in texts]
+            self._weigh(texts)
+        return [self.encode(text, special) for text in texts]
 
     def added_around(self) -> tuple[int, int]:
         """How many special tokens `special` puts before and behind a text."""

@@ -1,13 +1,14 @@
 """Prompts so long that a thread prepares them: they go through, and hold up nobody."""
 
 import asyncio
+import functools
 import threading
 from array import array
 
 import orjson
 import pytest
 
-from gateway.dispatch import decisions
+from gateway.dispatch import decisions, preparation
 from gateway.dispatch.life import Failure
 from gateway.dispatch.preparation import LARGE
 from gateway.prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS, Pipeline
@@ -80,6 +81,52 @@ async def test_others_are_answered_while_huge_prompts_are_prepared(gated):
         for talk in huge:
             assert (await talk.response())[0] == 200
         await eventually(s.idle)
+
+
+async def test_what_takes_less_is_prepared_first_even_if_it_came_last(gated, monkeypatch):
+    """20 prompts of 380 kB, and one of 50 kB behind them."""
+    monkeypatch.setattr(preparation, "PATIENCE", 1.0)  # a second a byte: however slowly they arrive
+    monkeypatch.setattr(preparation, "LARGE", 1 << 30)
+    async with stack(answers(), pipeline=gated) as s:
+        longer = [await s.talk() for _ in range(20)]
+        for talk in longer:
+            await talk.say(post(chat("x" * 380_000)))
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.dispatcher.lives) == len(longer))
+        honest = await s.talk()
+        await honest.say(post(HUGE))
+        await eventually(lambda: len(s.dispatcher.lives) == len(longer) + 1)
+        gated.gate.set()
+        for talk in (honest, *longer):
+            assert (await talk.response())[0] == 200
+        assert HUGE in gated.begun[OFFLOAD_THREADS : OFFLOAD_THREADS + 2]
+
+
+async def test_what_takes_long_waits_no_longer_for_less_than_its_patience_lasts(monkeypatch):
+    monkeypatch.setattr(preparation, "PATIENCE", 1e-12)  # none left when the next one comes
+    long, gate, order = preparation.LongPrompts(), threading.Event(), []
+    first = [long.submit(1, gate.wait) for _ in range(OFFLOAD_THREADS)]
+    waiting = [long.submit(size, functools.partial(order.append, size)) for size in (200_000, 1, 150_000, 2)]
+    gate.set()
+    await asyncio.gather(*first, *waiting)
+    assert sorted(order[:2]) == [1, 200_000] and sorted(order[2:]) == [2, 150_000]
+
+
+async def test_a_short_body_that_takes_long_is_prepared_in_a_thread():
+    pipeline = Pipeline(sim_model_dir(), "m", 16)
+    threads, encode = [], pipeline.tokenizer.encode_many
+    pipeline.tokenizer.encode_many = lambda texts: [encode(texts), threads.append(threading.current_thread())][0]
+    body = chat("x" * (OFFLOAD_BYTES - 2000))
+    async with stack(answers(), pipeline=pipeline) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post(body))
+            assert (await talk.response())[0] == 200
+        assert len(threads) == 1 and threads[0] is not threading.current_thread()
+        assert [s.metrics.stage_seconds.count(stage) for stage in ("prepare", "prepare_offloaded")] == [1, 1]  # the second time it is known
+        d = decisions.Decisions(s.dispatcher)
+        external = await d.decide("/v1/chat/completions", chat("y" * 39_000), {})
+        assert len(threads) == 2 and threads[1] is not threading.current_thread()
+        await d.done(external["id"], b"")
 
 
 async def test_prompts_that_fill_a_context_leave_a_thread_for_lesser_ones(gated):

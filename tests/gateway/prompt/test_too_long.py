@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.prompt import PromptError
+from gateway.prompt import PromptError, tokenizer as module
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.tokenizer import Tokenizer, TooLong, _longest_token
 from replicas.simulated.model import sim_model_dir
@@ -21,11 +21,17 @@ class Untouched:
         raise AssertionError("it was tokenized")
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    return Pipeline(sim_model_dir(), "m", 16)
+
+
 @pytest.fixture
-def pipeline(monkeypatch):
-    made = Pipeline(sim_model_dir(), "m", 16, max_model_len=CONTEXT)
-    monkeypatch.setattr(made.tokenizer, "_fast", Untouched())
-    return made
+def pipeline(loaded, monkeypatch):
+    loaded.max_model_len = CONTEXT
+    monkeypatch.setattr(loaded.tokenizer, "_fast", Untouched())
+    yield loaded
+    loaded.max_model_len = None
 
 
 @pytest.mark.parametrize(
@@ -55,8 +61,8 @@ def test_a_prompt_that_is_to_be_truncated_may_be_too_long(pipeline):
     assert prompt.mode == "load"
 
 
-def test_the_context_may_become_known_later():
-    pipeline = Pipeline(sim_model_dir(), "m", 16)
+def test_the_context_may_become_known_later(loaded):
+    pipeline = loaded
     body = orjson.dumps({"model": "m", "prompt": TEXT})
     assert pipeline.prepare("/v1/completions", body).tokens > CONTEXT
     pipeline.max_model_len = CONTEXT
@@ -85,6 +91,54 @@ def test_no_text_that_fits_is_refused(text, tokenizer):
         tokenizer.encode_many([text[:9], text[9:]])
     finally:
         tokenizer.bound(None)
+
+
+class Counting:
+    """In place of what tokenizes: adds up what it was given."""
+
+    def __init__(self, real):
+        self.real, self.chars = real, 0
+
+    def encode_batch_flat(self, texts, **options):
+        self.chars += sum(map(len, texts))
+        return self.real.encode_batch_flat(texts, **options)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": TEXT * 8}),
+        ("/v1/completions", {"prompt": ["short", TEXT * 8]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT * 8}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT[:2000]}] * 200}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": TEXT * 8}], "max_tokens": 1}),
+        ("/v1/responses", {"input": TEXT * 8}),
+    ],
+)
+def test_what_is_too_long_is_tokenized_no_further_than_the_context(pipeline, monkeypatch, tokenizer, path, body):
+    """380 kB, 90,000 tokens: not so many that no tokenizer could fit them in."""
+    pipeline.max_model_len = 4000
+    counting = Counting(tokenizer._fast)
+    monkeypatch.setattr(pipeline.tokenizer, "_fast", counting)
+    pipeline.prefixes.forget()
+    with pytest.raises(PromptError, match="maximum context length is 4000 tokens, but the prompt has at least 4"):
+        pipeline.prepare(path, orjson.dumps({"model": "m", **body}))
+    assert counting.chars < 40_000
+    assert pipeline.prefixes.stats()["segments"] == 0  # nor does it put out of the memo what others will ask for
+
+
+SMALL_SLICES = {"_BRIEF": {"fastokens": 0}, "_UNLIKELY": 1, "_SLICE": 200, "_CUT_TOKENS": 8}
+
+
+@given(text=st.text(" \n-=*#x1\u4f60\u0301\U0001f600", max_size=3000) | st.sampled_from([BLANKS * 40, "=" * 2000, "x" * 3000, "12" * 1500, "\u4f60\u597d" * 900]))
+def test_no_text_that_fits_is_refused_for_what_its_slices_hold(text, tokenizer):
+    ids = tokenizer.encode(text)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL_SLICES.items():
+            patch.setattr(module, name, value)
+        tokenizer.bound(max(len(ids) // 4, 1))
+        assert tokenizer.encode(text) == tokenizer.encode_many([text])[0] == ids
+    tokenizer.bound(None)
 
 
 def test_a_text_is_refused_when_no_token_is_long_enough(tokenizer):

@@ -24,14 +24,14 @@ from pathlib import Path
 import numpy as np
 
 from bench.conversations import DATA, MTBENCH, TAU, missing
-from loadgen.arrivals import conversation_starts
-from loadgen.client import Client
-from loadgen.drive import Asking, Run
-from loadgen.records import Record
-from loadgen.report import machine
-from loadgen.tiny_model import tiny_model
-from loadgen.traces import conversation_file
-from loadgen.workloads import Conversation
+from loadgen.demo.tiny_model import tiny_model
+from loadgen.drive.client import Client
+from loadgen.drive.records import Record
+from loadgen.drive.run import Asking, Run
+from loadgen.report.summary import machine
+from loadgen.workload.arrivals import conversation_starts
+from loadgen.workload.conversations import Conversation
+from loadgen.workload.traces import conversation_file
 from replicas import ports
 from replicas.simulated.model import sim_model_dir
 from replicas.simulated.profile import load_profile

@@ -22,9 +22,9 @@ from typing import Protocol
 
 import orjson
 
-from loadgen.client import Client
-from loadgen.records import Record
-from loadgen.stack import die_with_parent, free_ports
+from loadgen.drive.client import Client
+from loadgen.drive.records import Record
+from loadgen.drive.stack import die_with_parent, free_ports
 from tests.vllm.engines import heard
 
 PEERS_HOME = Path(os.environ.get("PEERS_HOME", Path(tempfile.gettempdir(), "peers")))
@@ -51,7 +51,7 @@ class Contender:
     command: str  # {port}, {aux}, {urls}, {replicas}, {events}, {replays}, {model}, {name}: see `argv`
     session: bool = False  # gets a session header
     workers: str = ""  # path that lists the workers, for peers that accept requests before they know all
-    rule: str = ""  # the same rule, as `loadgen.field` calls it, for those that it has
+    rule: str = ""  # the same rule, as `loadgen.simulate.field` calls it, for those that it has
 
     @property
     def missing(self) -> str:

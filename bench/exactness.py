@@ -30,7 +30,7 @@ import tokenizers
 
 from bench.conversations import MTBENCH, TAU, conversations, missing, turns
 from gateway.prompt.pipeline import Pipeline
-from loadgen.stack import Stack
+from loadgen.drive.stack import Stack
 from replicas.simulated.model import sim_model_dir
 
 CONCURRENT = 8

@@ -31,7 +31,7 @@ from typing import Any
 import redis
 
 from bench.simulated import engines
-from loadgen.report import machine
+from loadgen.report.summary import machine
 from tests.gateway.test_gateways import LOAD, Clients, ahead, gateways, settled, together
 from tests.redis_server import Cluster, Proxy, RedisServer, Sentinels
 from tests.redis_server import running as redis_running

@@ -35,10 +35,9 @@ import numpy as np
 import policies
 from bench import field_tables
 from bench.field_cells import CELLS, SLOS, Cell, files, saturated, setting, work, working_set
-from loadgen import field
-from loadgen.records import Record
-from loadgen.report import machine, meets
-from loadgen.simulate import Outcome, simulate
+from loadgen.drive.records import Record
+from loadgen.report.summary import machine, meets
+from loadgen.simulate import Outcome, field, simulate
 from policies import costs, ledger
 
 RESULTS = Path(__file__).with_name("results") / "field.json"

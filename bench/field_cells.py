@@ -6,14 +6,14 @@ import random
 from dataclasses import dataclass, replace
 
 from bench.conversations import DATA, TAU
-from loadgen.arrivals import conversation_starts
-from loadgen.datasets import DATASETS
-from loadgen.fleet_size import by_tokens
-from loadgen.generators import say
+from loadgen.plan.fleet_size import by_tokens
 from loadgen.simulate import Outage, Setting, simulate
 from loadgen.simulate.prompts import Prompts, Said
-from loadgen.synthetic import VOCABULARY
-from loadgen.workloads import Conversation, Turn, Workload, span
+from loadgen.workload.arrivals import conversation_starts
+from loadgen.workload.conversations import Conversation, Turn, Workload, span
+from loadgen.workload.datasets import DATASETS
+from loadgen.workload.generators import say
+from loadgen.workload.synthetic import VOCABULARY
 from replicas.simulated.profile import Profile, load_profile
 
 MOONCAKE, AZURE = "mooncake_conversation_blk512.jsonl.gz", "azure2023_conv.csv.gz"

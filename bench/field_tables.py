@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from statistics import fmean, stdev
 
-from loadgen import field
+from loadgen.simulate import field
 
 OURS, ORACLE = "least_time", field.Oracle.name
 _WORTH = 0.03          # further behind than this is a loss that one names

@@ -22,7 +22,7 @@ import uvloop
 
 from bench.native import GENERATOR_CORE, Generator, generator
 from bench.native.fronts import available, running
-from loadgen.report import machine
+from loadgen.report.summary import machine
 
 FRONTS = "nginx,hitherto,sglang-router,vllm-router,smg"
 RUST = ("sglang-router", "vllm-router", "smg")

@@ -41,13 +41,13 @@ from bench.real_engines import BLOCK, Work, prompts_of
 from bench.share import counters
 from bench.simulated import empty, engines
 from gateway.prompt.pipeline import Pipeline
-from loadgen.arrivals import conversation_starts
-from loadgen.client import Client
-from loadgen.drive import CHAT, Asking, Run
-from loadgen.records import Record
-from loadgen.report import machine, spread, summarise
-from loadgen.traces import conversation_file
-from loadgen.workloads import Turn
+from loadgen.drive.client import Client
+from loadgen.drive.records import Record
+from loadgen.drive.run import CHAT, Asking, Run
+from loadgen.report.summary import machine, spread, summarise
+from loadgen.workload.arrivals import conversation_starts
+from loadgen.workload.conversations import Turn
+from loadgen.workload.traces import conversation_file
 from replicas.simulated.model import sim_model_dir
 from tests.gateway.running import Running, running
 from tests.redis_server import RedisServer

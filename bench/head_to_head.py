@@ -10,13 +10,13 @@ from pathlib import Path
 from time import perf_counter
 
 from bench.contenders import Backend, Contender, running
-from loadgen.client import Client
-from loadgen.drive import Asking, Run
-from loadgen.engines import parse_counts
-from loadgen.records import Record
-from loadgen.report import summarise
-from loadgen.sse import Reply
-from loadgen.workloads import Conversation
+from loadgen.drive.client import Client
+from loadgen.drive.engines import parse_counts
+from loadgen.drive.records import Record
+from loadgen.drive.run import Asking, Run
+from loadgen.drive.sse import Reply
+from loadgen.report.summary import summarise
+from loadgen.workload.conversations import Conversation
 
 _ANSWERED = re.compile(rb"^vllm:request_success_total\{[^}]*\} ([0-9.eE+]+)", re.MULTILINE)
 

@@ -41,7 +41,7 @@ from bench.large_load import BODY, Bodies, Client, body
 from bench.large_parts import MODEL
 from bench.workers import cpu_seconds, started
 from gateway.prompt.pipeline import Pipeline
-from loadgen.stack import free_ports
+from loadgen.drive.stack import free_ports
 from replicas.simulated.model import sim_model_dir
 
 ALL = "memory,million,most,load"

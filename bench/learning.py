@@ -16,15 +16,16 @@ import json
 import platform
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from bench.play import Conversation, backlog, pace
 from gateway.dispatch.shadow import Seen, Shadows, told
 from gateway.telemetry.metrics import Metrics
-from loadgen.simulate import Conversation, Fleet, Record, Turn, backlog, pace
+from loadgen.simulate import Fleet, Record, Turn
 from policies import Costs
 from replicas.simulated.profile import Profile, StepDurations, load_profile
 

@@ -3,7 +3,7 @@
     python -m bench.peers [--quick] [--loads trace,agents] [--gateways A,B] [--json FILE]
 
 Four engines as processes, started afresh for each run, and a gateway that knows nothing; open loop, chat with words. Where
-`loadgen.field` (or ours) has the gateway's rule, the same load is played by `loadgen simulate` too, with the same engines on a
+`loadgen.simulate.field` (or ours) has the gateway's rule, the same load is played by `loadgen simulate` too, with the same engines on a
 virtual clock: figures read "wall / virtual", so that one sees whether the rules simulated are those that real gateways follow.
 
 trace    90 s of Mooncake's conversation trace, 2.6 times as fast: long prompts, little to share. Replies are cut to OUTPUT
@@ -38,15 +38,15 @@ from bench.contenders import Contender, choose, say_hello
 from bench.conversations import DATA
 from bench.head_to_head import head_to_head
 from bench.simulated import NAME, engines
-from loadgen import synthetic
-from loadgen.arrivals import conversation_starts
-from loadgen.client import Client
-from loadgen.datasets import DATASETS
-from loadgen.drive import Asking
-from loadgen.generators import agents
-from loadgen.report import machine, summarise
+from loadgen.drive.client import Client
+from loadgen.drive.run import Asking
+from loadgen.report.summary import machine, summarise
 from loadgen.simulate import Setting, simulate
-from loadgen.workloads import Conversation, Message, Turn, Workload
+from loadgen.workload import synthetic
+from loadgen.workload.arrivals import conversation_starts
+from loadgen.workload.conversations import Conversation, Message, Turn, Workload
+from loadgen.workload.datasets import DATASETS
+from loadgen.workload.generators import agents
 from replicas.simulated.profile import PROFILES, Profile, load_profile
 
 ENGINES, PROFILE, SEED = 4, "gpu-8b", 1

@@ -35,14 +35,14 @@ from bench.contenders import Contender, choose, say_hello
 from bench.conversations import DATA, TAU, missing
 from bench.head_to_head import head_to_head
 from gateway.prompt.pipeline import Pipeline
-from loadgen.arrivals import conversation_starts
-from loadgen.client import Client
-from loadgen.drive import CHAT, Asking
-from loadgen.records import Record
-from loadgen.report import machine
-from loadgen.tiny_model import tiny_model
-from loadgen.traces import conversation_file
-from loadgen.workloads import Conversation
+from loadgen.demo.tiny_model import tiny_model
+from loadgen.drive.client import Client
+from loadgen.drive.records import Record
+from loadgen.drive.run import CHAT, Asking
+from loadgen.report.summary import machine
+from loadgen.workload.arrivals import conversation_starts
+from loadgen.workload.conversations import Conversation
+from loadgen.workload.traces import conversation_file
 from tests.vllm.engines import Engine
 
 REPLICAS, BLOCK, CACHES = 2, 16, 1.0

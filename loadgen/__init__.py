@@ -1,8 +1,8 @@
 """The load-test CLI: workloads, arrivals in open and closed loop, reports, virtual-time simulation.
 
-`workloads` says what a load is; `traces` and `generators` make one, `datasets` by its name; `arrivals` says when, `client` asks
-and notes the times, `drive` runs a whole load (`processes` several at once), `report` turns its records into figures and `show`
-into words. Everything here speaks
-plain OpenAI over HTTP: Hitherto's own response headers add columns when they are there, and
-nothing depends on them.
+`workload` says what is asked and when; `drive` sends it and notes the times; `report` turns what came back into figures, words
+and files; `simulate` plays the same load on a virtual clock; `plan` searches there for the replicas that an SLO needs. Each knows
+only those before it. `run`, `compare`, `sweep` and `demo` are the verbs that ask servers; `cli` has them all.
+Everything here speaks plain OpenAI over HTTP: Hitherto's own response headers add columns when they are there, and nothing
+depends on them.
 """

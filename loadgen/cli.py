@@ -13,18 +13,20 @@ from typing import NoReturn
 import uvloop
 from rich.console import Console
 
-from loadgen import compare, datasets, demo, options, plan, show, sweep
-from loadgen.client import BadURL, Client
-from loadgen.kv_space import BadModel
-from loadgen.processes import ProcessFailed
-from loadgen.progress import watched
-from loadgen.report import BadSLO, setting, summarise
-from loadgen.scenes import NoEngines
-from loadgen.serving import Unreachable, load_of, model_of, stop_on_interrupt
-from loadgen.simulate import verb as simulated
-from loadgen.sources import BadSource
-from loadgen.stack import StackFailed
-from loadgen.workloads import BadWorkload
+from loadgen import compare, run, sweep
+from loadgen.demo import verb as demo
+from loadgen.demo.scenes import NoEngines
+from loadgen.drive.client import BadURL
+from loadgen.drive.processes import ProcessFailed
+from loadgen.drive.stack import StackFailed
+from loadgen.drive.target import Unreachable
+from loadgen.options import BadOption
+from loadgen.plan import verb as plan
+from loadgen.plan.kv_space import BadModel
+from loadgen.report.summary import BadSLO
+from loadgen.simulate import verb as simulate
+from loadgen.workload.conversations import BadWorkload
+from loadgen.workload.documents import BadSource
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,7 +42,7 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
     try:
         # with --json - standard output is the JSON's alone
         return uvloop.run(args.act(args, Console(highlight=False, stderr=str(args.json) == "-")))
-    except (options.BadOption, BadModel, BadSLO, BadSource, BadURL, BadWorkload) as error:
+    except (BadOption, BadModel, BadSLO, BadSource, BadURL, BadWorkload) as error:
         print(f"{prog} {args.verb}: {error}", file=sys.stderr)
         return 2
     except (NoEngines, ProcessFailed, StackFailed, Unreachable) as error:
@@ -65,36 +67,11 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-async def run_verb(args: argparse.Namespace, console: Console) -> int:
-    options.check(args)
-    datasets.check(args)
-    work = datasets.workload(args)
-    show.print_notes(console, work.notes)
-    client = Client(args.base_url, options.headers(args), args.timeout)
-    asking = datasets.asking(args, await model_of(client, args.model))
-    load = load_of(args, work, client, asking)
-    stop_on_interrupt(load)
-    await watched(load, console, client.base_url)
-    client.close()
-    report = {"target": client.base_url, "model": asking.model, **summarise(load, options.slo(args)),
-              "setting": setting(["loadgen", *sys.argv[1:]], args.seed), "workload": datasets.describe(args, work)}
-    show.print_report(console, report)
-    options.write_json(args.json, report, console)
-    options.write_reports(args, {client.base_url: report}, {client.base_url: load.done}, console)
-    return 0 if report["completed"] else 1
-
-
-def run_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_target(parser)
-    datasets.add_workload(parser)
-    options.add_report(parser)
-
-
 VERBS = (
-    ("run", run_arguments, run_verb, "one load against one OpenAI endpoint"),
+    ("run", run.add_arguments, run.run_verb, "one load against one OpenAI endpoint"),
     ("compare", compare.add_arguments, compare.compare_verb, "the same load against several endpoints or policies"),
     ("plan", plan.add_arguments, plan.plan_verb, "what a model's KV cache holds, and the replicas that a load needs to keep an SLO"),
-    ("simulate", simulated.add_arguments, simulated.simulate_verb, "the same load in virtual time: any number of engines, gateways and policies"),
+    ("simulate", simulate.add_arguments, simulate.simulate_verb, "the same load in virtual time: any number of engines, gateways and policies"),
     ("sweep", sweep.add_arguments, sweep.sweep_verb, "the highest request rate at which an SLO is kept"),
     ("demo", demo.add_arguments, demo.demo_verb, "two policies side by side, live, in about two minutes"),
 )

@@ -4,7 +4,6 @@ A rate keeps it when at least a share, `--attainment`, of its requests is answer
 as not. From the first rate on the rate is doubled while that is so, or halved until it is; then the gap between the highest rate that
 kept it and the lowest that did not is halved (by factors), until they are within `--precision` of each other. All steps ask the
 same load, its starts moved together or apart, with other tokens, so that no step finds the caches warm from the one before.
-`highest` does the same for anything that can be measured at a rate, a simulation too.
 """
 
 from __future__ import annotations
@@ -12,22 +11,23 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from loadgen import datasets, options, show
-from loadgen.client import Client
-from loadgen.progress import watched
-from loadgen.report import setting, summarise
-from loadgen.serving import load_of, model_of, stop_on_interrupt
-from loadgen.workloads import Workload
+from loadgen import options, run
+from loadgen.drive import target
+from loadgen.drive.client import Client
+from loadgen.options import ATTAINMENT, BadOption
+from loadgen.report import files, show
+from loadgen.report.summary import Records, Report, setting, summarise
+from loadgen.workload import datasets
+from loadgen.workload.conversations import Workload
 
-Report = Mapping[str, object]
-ATTAINMENT, PRECISION = 0.9, 0.05
+PRECISION = 0.05
 _MOST_STEPS, _MOST_HALVINGS = 16, 5
 _LEAST_SECONDS = 5.0  # what is sent in less is a burst and no rate
 
@@ -101,18 +101,10 @@ class Sweep:
                 "answer": self.answer, "stopped": self.search.stopped, "steps": self.steps}
 
 
-def highest(measure: Callable[[float], Report], search: Search, slo: Mapping[str, float], attainment: float = ATTAINMENT) -> Sweep:
-    """Search with `measure`, which gives the report (`report.summarise`, with `slo`) of a load at some rate."""
-    sweep = Sweep(search, slo, attainment, [])
-    while (rate := search.rate) is not None:
-        sweep.add(rate, measure(rate))
-    return sweep
-
-
 def own_rate(work: Workload) -> float:
     """Requests a second that a load's own starts ask for. Raises BadOption where all begin at once."""
     if not work.starts or work.starts[-1] <= work.starts[0]:
-        raise options.BadOption("a sweep needs a load whose conversations begin at different times: more of them (--num-prompts), "
+        raise BadOption("a sweep needs a load whose conversations begin at different times: more of them (--num-prompts), "
                                 "and a finite --request-rate")
     return work.requests * (len(work.starts) - 1) / len(work.starts) / (work.starts[-1] - work.starts[0])
 
@@ -124,28 +116,23 @@ def at_rate(work: Workload, rate: float) -> Workload:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_target(parser)
+    target.add_target(parser)
     group = parser.add_argument_group("sweep", "from the load's own rate (--request-rate, or a trace's) to the highest that keeps --goodput")
-    group.add_argument("--attainment", type=attainment, default=ATTAINMENT, metavar="SHARE",
+    group.add_argument("--attainment", type=options.attainment, default=ATTAINMENT, metavar="SHARE",
                        help="share of the requests that must be within the limits (default %(default)g)")
     group.add_argument("--precision", type=options.positive, default=PRECISION, metavar="P",
                        help="stop where kept and missed rates are this near, as a share (default %(default)g)")
     datasets.add_workload(parser)
-    options.add_report(parser)
-
-
-def attainment(text: str) -> float:
-    return options.share(text) if text != "1" else 1.0
+    files.add_report(parser)
 
 
 def check(args: argparse.Namespace) -> None:
-    options.check(args)
-    datasets.check(args)
+    run.check(args)
     if not args.slo:
-        raise options.BadOption("a sweep needs an SLO, e.g. --goodput ttft:500ms,tpot:50ms")
+        raise BadOption("a sweep needs an SLO, e.g. --goodput ttft:500ms,tpot:50ms")
     for flag in ("users", "max_concurrency", "ramp_up_strategy"):
         if getattr(args, flag):
-            raise options.BadOption(f"--{flag.replace('_', '-')}: a sweep is an open loop, and sets the rate itself")
+            raise BadOption(f"--{flag.replace('_', '-')}: a sweep is an open loop, and sets the rate itself")
 
 
 async def sweep_verb(args: argparse.Namespace, console: Console) -> int:
@@ -155,14 +142,12 @@ async def sweep_verb(args: argparse.Namespace, console: Console) -> int:
     show.print_notes(console, work.notes)
     if isinstance(work.conversations[0].turns[0].messages[-1].get("content"), str):
         show.print_notes(console, ["The texts of this load are the same in every step, so caches may be warm from the step before."])
-    sweep = Sweep(Search(args.request_rate or own, args.precision, own * work.starts[-1] / _LEAST_SECONDS), options.slo(args), args.attainment, [])
-    client = Client(args.base_url, options.headers(args), args.timeout)
-    model, records = await model_of(client, args.model), {}
+    sweep = Sweep(Search(args.request_rate or own, args.precision, own * work.starts[-1] / _LEAST_SECONDS), files.slo(args), args.attainment, [])
+    client = Client(args.base_url, target.headers(args), args.timeout)
+    model, records = await target.model_of(client, args.model), {}
     while (rate := sweep.search.rate) is not None:
         other_tokens = argparse.Namespace(**{**vars(args), "seed": args.seed + len(sweep.steps)})
-        load = load_of(args, at_rate(work, rate), client, datasets.asking(other_tokens, model))
-        stop_on_interrupt(load)
-        await watched(load, console, f"{rate:.4g}/s")
+        load = await run.ask(args, console, at_rate(work, rate), client, target.asking(other_tokens, model), f"{rate:.4g}/s")
         if load.interrupted:
             sweep.search.stopped = "Stopped early, by hand."
             break
@@ -190,18 +175,18 @@ def name(step: Mapping[str, object]) -> str:
     return f"{step['rate']:.4g}/s"
 
 
-def conclude(args: argparse.Namespace, console: Console, sweep: Sweep, records: options.files.Records, about: Mapping[str, object]) -> None:
+def conclude(args: argparse.Namespace, console: Console, sweep: Sweep, records: Records, about: Mapping[str, object]) -> None:
     console.print(table(sweep))
     console.print(f"[bold]{sweep.answer}[/]\n[dim]{sweep.search.stopped}[/]", soft_wrap=True)
     for step in sweep.steps:
         if trouble := show.errors(step["report"]) or show.caution(step["report"]):
             console.print(f"\n[bold]{name(step)}[/]")
             console.print(trouble)
-    options.write_json(args.json, {**about, "sweep": sweep.figures()}, console)
-    if sweep.steps:
-        steps = sorted(sweep.steps, key=lambda step: step["rate"])
-        options.write_reports(args, {name(step): step["report"] for step in steps}, {name(step): records[name(step)] for step in steps},
-                              console, {**about, "sweep": {**sweep.figures(), "steps": steps}})
+    figures, steps = {**about, "sweep": sweep.figures()}, sorted(sweep.steps, key=lambda step: step["rate"])
+    if not steps:
+        return files.write_json(args.json, figures, console)
+    files.write(args, figures, {name(step): step["report"] for step in steps}, {name(step): records[name(step)] for step in steps}, console,
+                {**about, "sweep": {**sweep.figures(), "steps": steps}})
 
 
 def table(sweep: Sweep) -> Table:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import orjson
 
-from loadgen.stack import die_with_parent
+from loadgen.drive.stack import die_with_parent
 
 HERE = Path(__file__).parent
 SOURCES = ("generator.c", "engine.c", "streams.c")

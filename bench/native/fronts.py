@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.contenders import PEERS_HOME
 from bench.native import GATEWAY_CORE, on_core
-from loadgen.stack import free_ports
+from loadgen.drive.stack import free_ports
 from replicas.simulated.model import sim_model_dir
 
 READY_SECONDS = 60.0

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from loadgen import field
 from policies import Ledger
-from replicas.simulated.engine import Engine, EngineRequest, Output
+from replicas.simulated.engine import EngineRequest, Output
 from replicas.simulated.profile import Profile
 
+from .field import make
 from .gateway import Gateway, Sent, Wire
 from .replica import Replica
 from .truth import Truth
@@ -42,7 +42,7 @@ class _Live:
 
 
 class Fleet:
-    """One simulated run. `profiles`: one per replica, all of the same block size; `policy`: a name that `loadgen.field.make`
+    """One simulated run. `profiles`: one per replica, all of the same block size; `policy`: a name that `loadgen.simulate.field.make`
     knows; `keep`: keep the records of requests that ended, with their hashes."""
 
     def __init__(self, profiles: Sequence[Profile], policy: str, seed: int = 0, event_delay: float | None = 0.005, *,
@@ -54,7 +54,7 @@ class Fleet:
         ledger = Ledger()
         truth = Truth(self.replicas, lambda: self.now)
         wire = Wire(event_delay, event_loss, losses_unseen)
-        self.gateways = [Gateway(self.names, profiles, field.make(policy, seed + number, truth),
+        self.gateways = [Gateway(self.names, profiles, make(policy, seed + number, truth),
                                  ledger if shared_ledger else Ledger(), wire, truth, seed + number) for number in range(gateways)]
         self._tells = event_delay is not None
         self._random = random.Random(seed).random
@@ -64,20 +64,6 @@ class Fleet:
         self._order, self._ids = count(), count(1)
         self._keep = keep
         self.result = Result()
-
-    # --- what one gateway sees, for those who ask of the only one
-
-    @property
-    def engines(self) -> list[Engine]:
-        return [replica.engine for replica in self.replicas]
-
-    @property
-    def ledger(self) -> Ledger:
-        return self.gateways[0].ledger
-
-    @property
-    def candidates(self) -> list:
-        return self.gateways[0].candidates
 
     # --- time
 

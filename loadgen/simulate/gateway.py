@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from loadgen.field import Asked
+from loadgen.simulate.field import Asked
 from policies import Candidate, CostGroup, Ledger, Policy, Reservation
 from replicas.simulated.engine import Cleared, Removed, Stored
 from replicas.simulated.profile import Profile

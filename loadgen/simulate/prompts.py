@@ -15,9 +15,9 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from cachemap.hashing import TOKEN_BYTES, chain_seed, hash_blocks
-from loadgen import synthetic
-from loadgen.workloads import Message, Span, spans_of
-from loadgen.workloads import Turn as Asked
+from loadgen.workload import synthetic
+from loadgen.workload.conversations import Message, Span, spans_of
+from loadgen.workload.conversations import Turn as Asked
 from replicas.simulated.model import sim_model_dir
 from replicas.simulated.tokens import Tokens
 

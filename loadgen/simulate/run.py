@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from loadgen import records, synthetic
-from loadgen.workloads import Conversation, Workload
+from loadgen.drive import records
+from loadgen.workload import synthetic
+from loadgen.workload.conversations import Conversation, Workload
 from replicas.simulated.profile import Profile
 
 from .fleet import Fleet
@@ -158,7 +159,7 @@ def _told(record: Record, conversation: str, number: int, due: float, fleet: Fle
     return records.Record(
         conversation, number, due, sent=record.sent, first=record.first or None, last=record.end,
         status=200 if answered or record.error == "stream_error" else int(record.error.removeprefix("http_")),
-        error=record.error, detail=record.detail, finish_reason="length" if answered else None,
+        error=record.error, detail=record.detail,
         prompt_tokens=record.tokens if answered else None, output_tokens=record.output if answered else None,
         cached_tokens=record.cached if answered else None, predicted_tokens=record.predicted if answered else None,
         replica=fleet.names[record.replica] if record.replica >= 0 else None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from loadgen.field import Asked
+from loadgen.simulate.field import Asked
 from policies.least_time import _INTERFERENCE as INTERFERENCE
 
 from .replica import Replica

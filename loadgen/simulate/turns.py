@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -16,8 +15,6 @@ class Turn:
     think: float = 0.0     # seconds between the reply before and this request
     text: bool = False     # the prompt comes as text: an engine with a profile of that takes longer to read it
 
-Conversation = Sequence[Turn]      # sent one after the other, each after the reply before it
-
 
 @dataclass(slots=True)
 class Record:
@@ -30,7 +27,7 @@ class Record:
     cached: int = 0                # cached tokens the engine found
     first: float = 0.0
     end: float = 0.0
-    error: str | None = None       # named as `loadgen.records` names it
+    error: str | None = None       # named as `loadgen.drive.records` names it
     detail: str = ""
     tried: tuple[int, ...] = ()    # replicas that were lost before they answered
 
@@ -47,23 +44,3 @@ class Record:
 class Result:
     records: list[Record] = field(default_factory=list)
     seconds: float = 0.0           # virtual time until the last request ended
-
-
-def ideal_hit_rate(records: Sequence[Record], block_size: int = 16) -> float:
-    """Share of prompt tokens one infinite cache would have had, seeing these requests as sent.
-
-    A request's blocks count from the moment it is sent, its reply's from the moment it ends.
-    """
-    sent = [(r.sent, 0, n) for n, r in enumerate(records)] + [(r.end, 1, n) for n, r in enumerate(records)]
-    seen: set[int] = set()
-    hit = total = 0
-    for _, ended, number in sorted(sent):
-        turn = records[number].turn
-        if ended:
-            seen.update(turn.all_hashes)
-            continue
-        held = next((n for n, h in enumerate(turn.hashes) if h not in seen), len(turn.hashes))
-        hit += min(held, (turn.tokens - 1) // block_size) * block_size
-        total += turn.tokens
-        seen.update(turn.hashes)
-    return hit / total if total else 0.0

@@ -14,11 +14,14 @@ from time import perf_counter
 from rich.console import Console
 
 import policies
-from loadgen import compare, datasets, field, options, show
-from loadgen.report import setting, summarise
-from loadgen.workloads import Workload
+from loadgen import options
+from loadgen.report import comparison, files, show
+from loadgen.report.summary import setting, summarise
+from loadgen.workload import datasets
+from loadgen.workload.conversations import Workload
 from replicas.simulated.profile import Profile, load_profile
 
+from .field import NAMES
 from .run import Outage, Outcome, Setting, simulate
 
 _WRITTEN = ("--json", "--result-filename", "--html", "--png", "--csv")
@@ -27,8 +30,8 @@ _WRITTEN = ("--json", "--result-filename", "--html", "--png", "--csv")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(backend="openai-chat")      # nothing is asked over HTTP: any load will do, and any reply
     group = parser.add_argument_group("fleet")
-    group.add_argument("--policies", type=partial(options.names, known=(*policies.NAMES, *field.NAMES)), default=[policies.DEFAULT], metavar="A,B",
-                       help=f"any of {', '.join(policies.NAMES)}; of the field, {', '.join(field.NAMES)} (default {policies.DEFAULT})")
+    group.add_argument("--policies", type=partial(options.names, known=(*policies.NAMES, *NAMES)), default=[policies.DEFAULT], metavar="A,B",
+                       help=f"any of {', '.join(policies.NAMES)}; of the field, {', '.join(NAMES)} (default {policies.DEFAULT})")
     group.add_argument("--replicas", type=options.whole, default=8, metavar="N", help="simulated engines (default %(default)s)")
     group.add_argument("--profile", default="gpu-8b", metavar="NAME|FILE",
                        help="how fast and how large an engine is: gpu-8b, cpu-tiny or a YAML file (default %(default)s)")
@@ -49,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="of the batches of events; what is lost comes with the next one, by replay (default %(default)g)")
     group.add_argument("--losses-unseen", action="store_true", help="lost events are never missed, nor replayed")
     datasets.add_workload(parser)
-    options.add_report(parser)
+    files.add_report(parser)
 
 
 def _speeds(text: str) -> list[float]:
@@ -90,12 +93,12 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
 
 
 async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
-    options.check_report(args)
+    files.check(args)
     datasets.check(args)
     fleets = settings(args)
     work = datasets.workload(args)
     show.print_notes(console, work.notes)
-    slo = options.slo(args)
+    slo = files.slo(args)
     reports, records = {}, {}
     began = perf_counter()
     for policy, outcome in zip(fleets, played(work, list(fleets.values()), args.processes)):
@@ -103,13 +106,10 @@ async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
         records[policy] = outcome.done
         console.print(f"[dim]{policy}: {len(outcome.done):,} requests, {outcome.ended:,.1f} s of virtual time, "
                       f"{perf_counter() - began:,.1f} s after the start[/]")
-    console.print(show.comparison_table(reports))
-    compare.say_ratios(console, reports)
-    compare.say_troubles(console, reports)
-    about = {"void": compare.void_because(reports), "workload": datasets.describe(args, work), "fleet": described(args, next(iter(fleets.values()))),
+    comparison.print_comparison(console, reports)
+    about = {"void": comparison.void_because(reports), "workload": datasets.describe(args, work), "fleet": described(args, next(iter(fleets.values()))),
              "setting": setting(["loadgen", *asked(sys.argv[1:])], args.seed)}
-    options.write_json(args.json, {"targets": reports, **about}, console)
-    options.write_reports(args, reports, records, console, about)
+    files.write(args, {"targets": reports, **about}, reports, records, console, about)
     return 0 if all(report["completed"] for report in reports.values()) else 1
 
 

@@ -4,15 +4,17 @@ import json
 import math
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from loadgen import cli, datasets, sweep
+from loadgen import cli, sweep
 from loadgen.options import BadOption
-from loadgen.report import summarise
+from loadgen.report.summary import summarise
 from loadgen.simulate import Setting, simulate
-from loadgen.sweep import Search, Sweep, at_rate, highest, own_rate
-from loadgen.workloads import Conversation, Turn, Workload
+from loadgen.sweep import Search, Sweep, at_rate, own_rate
+from loadgen.workload import datasets
+from loadgen.workload.conversations import Conversation, Turn, Workload
 from replicas.simulated.profile import load_profile
 
 RATES = st.floats(0.01, 1e4)
@@ -20,6 +22,14 @@ RATES = st.floats(0.01, 1e4)
 
 def report(met: int, of: int = 100, **fields) -> dict:
     return {"goodput": {"share": met / of}, "requests": of, "completed": of, "errors": {}, "generator": {"core_was_full": False}, **fields}
+
+
+def highest(measure, search: Search, slo: dict) -> Sweep:
+    """Search with `measure`, which gives the report of a load at some rate."""
+    sweep = Sweep(search, slo, 0.9, [])
+    while (rate := search.rate) is not None:
+        sweep.add(rate, measure(rate))
+    return sweep
 
 
 def searched(first: float, capacity: float, **how) -> Sweep:

@@ -14,10 +14,11 @@ import urllib.request
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from loadgen.tiny_model import KV_BYTES_PER_TOKEN, MAX_POSITION, lora, tiny_model
+from loadgen.demo.tiny_model import KV_BYTES_PER_TOKEN, MAX_POSITION, tiny_model
 from replicas import ports
 
 from ..gateway.running import Running, running
+from .adapters import lora
 
 __all__ = ["Engine", "block_size", "gateway", "lora", "tiny_model", "version"]
 

@@ -7,8 +7,8 @@ from statistics import fmean
 
 import pytest
 
-from loadgen.datasets import DATASETS
 from loadgen.simulate import Setting, simulate
+from loadgen.workload.datasets import DATASETS
 from replicas.simulated.profile import load_profile
 
 names = count()

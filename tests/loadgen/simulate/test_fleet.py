@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.simulate import Fleet, Turn, backlog, ideal_hit_rate, pace, play
+from bench.play import backlog, ideal_hit_rate, pace, play
+from loadgen.simulate import Fleet, Turn
 from replicas.simulated.profile import StepDurations, load_profile
 
 PROFILE = load_profile("gpu-8b", num_blocks=4096)
@@ -54,7 +55,7 @@ def test_every_request_ends_and_the_ledger_reads_zero(policy):
     records = fleet.result.records
     assert len(records) == sum(map(len, work))
     assert all(r.sent < r.first < r.end <= fleet.result.seconds for r in records)
-    total = fleet.ledger.total()
+    total = fleet.gateways[0].ledger.total()
     assert (total.requests, total.prefill_tokens, total.context_tokens) == (0, 0, 0)
 
 
@@ -67,7 +68,7 @@ def test_a_prompt_that_an_engine_refuses_while_it_computes_holds_up_nobody_else(
     answered = [r for r in fleet.result.records if r.turn is not long]
     assert [r.error for r in refused] == ["http_400"] * 40
     assert len(answered) == 80 and all(r.error is None and r.first < r.end for r in answered)
-    assert fleet.ledger.total().requests == 0
+    assert fleet.gateways[0].ledger.total().requests == 0
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not():
@@ -134,14 +135,15 @@ def test_a_replica_that_turns_slow_is_noticed_and_used_less():
     fleet = Fleet([PROFILE] * 3, "least_time", 1)
 
     def turn_slow():
-        fleet.engines[0].durations = StepDurations(replace(PROFILE, speedup=0.2))
+        fleet.replicas[0].engine.durations = StepDurations(replace(PROFILE, speedup=0.2))
     fleet.at(6.0, turn_slow)
     pace(fleet, work, 40.0, 20, 1)
     before = [r.replica for r in fleet.result.records if r.sent < 6.0]
     after = [r.replica for r in fleet.result.records if r.sent > 9.0]
     assert before.count(0) / len(before) > 0.2
     assert after.count(0) / len(after) < 0.15
-    assert fleet.candidates[0].costs.ttft.value > 1.5 * fleet.candidates[1].costs.ttft.value
+    costs = [candidate.costs for candidate in fleet.gateways[0].candidates]
+    assert costs[0].ttft.value > 1.5 * costs[1].ttft.value
 
 
 def test_backlog_measures_a_rate_that_more_replicas_raise():

@@ -2,14 +2,13 @@
 import random
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen import generators
 from loadgen.simulate import Fleet, Outage, Setting, Turn, simulate
 from loadgen.simulate.prompts import Prompts, Said
-from loadgen.workloads import Workload
+from loadgen.workload import generators
+from loadgen.workload.conversations import Workload
 from replicas.simulated.profile import load_profile
 
 PROFILE = load_profile("gpu-8b", num_blocks=1024)

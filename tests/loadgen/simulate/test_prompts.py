@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from cachemap.hashing import chain_seed, hash_blocks
-from loadgen import generators, traces
-from loadgen.drive import COMPLETIONS, Asking
+from loadgen.drive.run import COMPLETIONS, Asking
 from loadgen.simulate.prompts import Prompts, Said
+from loadgen.workload import generators, traces
 from replicas.simulated.model import sim_model_dir
 from replicas.simulated.tokens import Tokens
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.field import Asked
 from loadgen.simulate import Fleet, Turn
+from loadgen.simulate.field import Asked
 from replicas.simulated.profile import load_profile
 
 PROFILE = load_profile("gpu-8b", num_blocks=4096)

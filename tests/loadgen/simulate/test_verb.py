@@ -56,9 +56,9 @@ def test_a_closed_loop_keeps_its_users_busy(figures):
 
 
 def test_no_more_than_the_bound_are_in_flight():
-    from loadgen.generators import random_tokens
     from loadgen.simulate import Setting, simulate
-    from loadgen.workloads import Workload
+    from loadgen.workload.conversations import Workload
+    from loadgen.workload.generators import random_tokens
     from replicas.simulated.profile import load_profile
     load = Workload(random_tokens(random.Random(1), 40), [0.0] * 40)
     done = simulate(load, Setting("least_load", [load_profile("gpu-8b")] * 2, max_concurrency=4)).done

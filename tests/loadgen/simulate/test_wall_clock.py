@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.client import Client
-from loadgen.drive import COMPLETIONS, Asking, Run
-from loadgen.generators import prefix_repetition
-from loadgen.report import summarise
+from loadgen.drive.client import Client
+from loadgen.drive.run import COMPLETIONS, Asking, Run
+from loadgen.drive.stack import Stack
+from loadgen.report.summary import summarise
 from loadgen.simulate import Setting, simulate
-from loadgen.stack import Stack
-from loadgen.workloads import Workload
+from loadgen.workload.conversations import Workload
+from loadgen.workload.generators import prefix_repetition
 from policies import least_time
 from replicas.simulated.profile import load_profile
 

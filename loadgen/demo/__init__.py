@@ -1,0 +1,1 @@
+"""`loadgen demo`: two policies side by side, on engines of its own."""

@@ -1,0 +1,108 @@
+"""The demo's view of a run while it goes on: engines, a few conversations, the figures so far.
+
+On a terminal it is redrawn in place; elsewhere a plain line comes every few seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+
+import numpy as np
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from loadgen.drive.records import Record
+from loadgen.drive.run import Run
+from loadgen.report import progress
+
+_FRAME_SECONDS = 0.2
+_CONVERSATIONS = 4
+
+
+@contextmanager
+def starting(console: Console, policy: str, engines: int) -> Iterator[Callable[[int], None]]:
+    """A status line while engines start; yields what to call with the number that are ready."""
+    text = f"{policy}: starting {engines} engines and the gateway"
+    if not console.is_terminal:
+        console.print(f"{text} …")
+        yield lambda ready: None
+        return
+    with console.status(text) as status:
+        yield lambda ready: status.update(f"{text} · {ready} ready")
+
+
+async def watched(run: Run, console: Console, policy: str, which: str) -> list[Record]:
+    """Run to the end while showing what goes on."""
+    return await progress.watched(run, console, policy, View(run, policy, which), _FRAME_SECONDS)
+
+
+class View(progress.View):
+    """Draws a round of the demo."""
+
+    def __init__(self, run: Run, policy: str, which: str):
+        super().__init__(run, policy)
+        self.which = which
+        self.shown: list[Record] = []
+
+    def frame(self, width: int, now: float | None = None) -> RenderableType:
+        self.count()
+        head = Text.assemble((self.label, "bold"), (f"  {self.which}", "dim"))
+        foot = self._foot(width, perf_counter() if now is None else now)
+        return Group(head, Text(), self.replicas("engine", "streaming now"), Text(), *self._talk(width), Text(), foot)
+
+    def _talk(self, width: int) -> Iterator[Text]:
+        """A few conversations, each kept until it is answered so that it can be read."""
+        now = list(self.run.inflight.values())
+        alive = {id(record) for record in now}
+        self.shown = [record for record in self.shown if id(record) in alive]
+        known = {id(record) for record in self.shown}
+        self.shown += [record for record in now if id(record) not in known][:_CONVERSATIONS - len(self.shown)]
+        for row in range(_CONVERSATIONS):
+            if row < len(self.shown):
+                yield one_line("? ", self.shown[row].question, "cyan", width)
+                yield one_line("  ", self.shown[row].text, "dim", width, end=True)
+            else:  # so that nothing jumps
+                yield from (Text(), Text())
+
+    def _foot(self, width: int, now: float) -> RenderableType:
+        prompt, cached = sum(self.prompt.values()), sum(self.cached.values())
+        text = Text(self.clock(now))
+        if prompt and self.ttft:
+            text.append(f"   hit rate {cached / prompt * 100:.0f} %   TTFT p50 {np.median(self.ttft):,.0f} ms", "bold")
+        return self.bar(width - 60, text)
+
+
+def one_line(mark: str, text: str, style: str, width: int, end: bool = False) -> Text:
+    """`text` on one line, its beginning or its end where it is too long."""
+    room = width - cell_len(mark)
+    plain = "".join(letter if letter.isprintable() else " " for letter in (text[-width:] if end else text[:width + 1]))
+    if cell_len(plain) > room:
+        kept = _first_cells(reversed(plain) if end else plain, room - 1)
+        plain = "…" + kept[::-1] if end else kept + "…"
+    return Text(mark + plain, style, no_wrap=True, overflow="ellipsis")
+
+
+def _first_cells(letters: Iterable[str], room: int) -> str:
+    """As many letters as fit into `room` terminal cells; some take two."""
+    kept = []
+    for letter in letters:
+        room -= cell_len(letter)
+        if room < 0:
+            break
+        kept.append(letter)
+    return "".join(kept)
+
+
+def result(policy: str, report: Mapping[str, object]) -> Text:
+    """What stays on the screen of a round that is over."""
+    rate, ttft = report["cache"]["hit_rate"], report["ttft_ms"] or {}
+    text = Text.assemble(("✓ ", "green"), (f"{policy:<12}", "bold"))
+    text.append(f" {report['completed']} answered in {report['duration_s']:.0f} s")
+    if rate is not None:
+        text.append(f" · hit rate {rate * 100:.0f} %")
+    if ttft:
+        text.append(f" · TTFT p50 {ttft['p50']:,.0f} ms, p99 {ttft['p99']:,.0f} ms")
+    return text

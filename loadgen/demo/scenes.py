@@ -1,0 +1,126 @@
+"""What `loadgen demo` plays: which engines, texts and caches of which size, and a load that suits them.
+
+SIMULATED: four engines with the step times of an 8B model on one GPU, at SPEED times Dynamo's figures, sized so that two
+cores carry them, the gateway and the generator, about 40 s a round: 10 requests/s of 4,000 tokens, 40-token replies. On
+a virtual clock (`loadgen.simulate`, 240 requests) hit rates are .35 and .90 where .90 is possible, TTFT p50 224 and 105 ms, and
+queues under neither policy that would only measure saturation.
+
+`real`: two vLLM processes on the CPU with a random model of two layers. 5,300 tokens are 0.26 s of prefill there, so 4
+requests a second keep two cores half busy without caches.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadgen.demo.tiny_model import KV_BYTES_PER_TOKEN, tiny_model
+
+SPEED = 0.5
+NEEDED_BYTES = 4 << 30  # two engines take 1.3 GB each, gateway and generator the rest
+REAL_LENGTH = 8192  # tokens of the longest prompt and its reply
+
+
+class NoEngines(Exception):
+    """This machine cannot run the scene's engines; the message says why and what does run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    engines: int
+    about: str  # what is real and what is not
+    profile: str  # of the launch, YAML; {blocks} and {bytes} are each engine's cache
+    texts: int
+    text_chars: int
+    chars_per_token: float
+    requests: int
+    rate: float
+    block: int
+    ready_seconds: float = 90.0
+    model: Path | None = None
+    folder: Path | None = None  # where the profile is kept for later; None: it ships with the product
+
+    turns: int = 4
+    think: float = 1.0
+    reply_tokens: int = 40
+    pressure: float = 1.5  # all caches together / all texts: one alone can't hold them, all can
+    running: int = 4  # conversations an engine has at a time,
+    talk_tokens: int = 500  # and their tokens besides the text
+
+    def launch_profile(self, num_blocks: int) -> str:
+        return self.profile.format(blocks=num_blocks, bytes=2 * num_blocks * self.block * KV_BYTES_PER_TOKEN)
+
+
+SIMULATED = Scene(
+    engines=4,
+    about="The gateway, its tokens, KV events and HTTP are real. The engines are simulated: vLLM's scheduler and "
+          "prefix cache, with the step times of an 8B model on one GPU (Dynamo's figures, at half their speed); "
+          "their replies are nonsense in real tokens.",
+    profile=f"engine: sim\ntiming: gpu-8b\nspeedup: {SPEED}\nnum_blocks: {{blocks}}\n",
+    texts=24, text_chars=16_000, chars_per_token=4.0, requests=220, rate=10.0, block=16,
+)  # fmt: skip
+
+_VLLM = """# Made by `loadgen demo --vllm`: vLLM on the CPU with a cache that is too small for all texts.
+engine: vllm
+executable: {executable}
+device: cpu
+dtype: bfloat16
+block_size: 32
+max_model_len: {length}
+num_gpu_blocks_override: {{blocks}}
+kv_cache_memory_bytes: {{bytes}}
+enforce_eager: true
+distributed_executor_backend: uni
+env: {{{{VLLM_ENABLE_V1_MULTIPROCESSING: "0", VLLM_NO_USAGE_STATS: "1"}}}}
+start_timeout_s: 300
+"""
+
+
+def real(environment: Path) -> Scene:
+    """Two vLLM engines from an environment that has one; the tiny model is made on first use. Raises NoEngines."""
+    executable = environment.expanduser().resolve() / "bin" / "vllm"
+    if not executable.is_file():
+        raise NoEngines(f"{executable} is not there; `make demo-vllm` sets vLLM's CPU build up, and `make demo` needs none")
+    free = available_bytes()
+    if free is not None and free < NEEDED_BYTES:
+        raise NoEngines(f"two vLLM engines need {NEEDED_BYTES >> 30} GiB of free memory, this machine has "
+                        f"{free / (1 << 30):.1f}; `make demo` shows the same with simulated engines")
+    folder = cache_folder()
+    return Scene(
+        engines=2,
+        about="Everything is real but the model: vLLM's own processes on this machine's CPU, their scheduler, prefix cache "
+              "and KV events. The model has two layers and random weights, so replies are nonsense.",
+        profile=_VLLM.format(executable=executable, length=REAL_LENGTH),
+        texts=16, text_chars=16_000, chars_per_token=3.0, requests=140, rate=4.0, block=32,
+        ready_seconds=300.0, model=kept_model(folder), folder=folder, pressure=1.3,
+    )  # fmt: skip
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hitherto"
+
+
+def kept_model(folder: Path) -> Path:
+    """The tiny model in the user's cache folder, built once; it appears by a rename, so it is whole."""
+    target = folder / "models" / "tiny-llama"
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tiny-") as made:
+            built = tiny_model(Path(made, "model"))
+            try:
+                built.rename(target)
+            except OSError:
+                if not target.is_dir():  # else somebody else was first
+                    raise
+    return target
+
+
+def available_bytes() -> int | None:
+    """Memory that processes can still get; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)

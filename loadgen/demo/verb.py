@@ -1,0 +1,190 @@
+"""`loadgen demo` (`make demo`, `make demo-vllm`): the same conversations under two policies, side by side.
+
+Gateway, tokens, block hashes, KV events and HTTP are real in any case; the engines are simulated ones, or with `--vllm` real
+ones (`scenes`). The caches together hold all texts, one alone does not: the situation in which it matters where a
+request goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from loadgen import options
+from loadgen.demo import live
+from loadgen.demo.scenes import SIMULATED, Scene, real
+from loadgen.drive import engines
+from loadgen.drive.client import Client
+from loadgen.drive.run import Asking, Run
+from loadgen.drive.stack import Stack
+from loadgen.drive.target import model_of, stop_on_interrupt
+from loadgen.report import files, show
+from loadgen.report.comparison import comparison
+from loadgen.report.summary import Report, Reports, setting, summarise
+from loadgen.workload.arrivals import conversation_starts
+from loadgen.workload.conversations import Conversation
+from loadgen.workload.documents import Document, documents, read_text
+from loadgen.workload.texts import multi_turn
+
+POLICIES = ("round_robin", "least_time")
+LEAST_CHARS = 2000  # of a text cut from a short file
+QUESTION = "Which module reads CSV?"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--file", type=Path, metavar="FILE",
+                        help="a text to talk about (default: the standard library's documentation)")
+    parser.add_argument("--num-prompts", type=options.whole, metavar="N",
+                        help=f"requests per policy (default {SIMULATED.requests}, fewer with --vllm)")
+    parser.add_argument("--vllm", type=Path, metavar="FOLDER",
+                        help="real engines: an environment with vLLM for the CPU (`make demo-vllm` makes one)")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same conversations (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+
+
+@dataclass(slots=True)
+class Plan:
+    scene: Scene
+    documents: list[Document]
+    num_blocks: int  # per engine
+
+    @property
+    def tokens(self) -> int:
+        return int(sum(len(document.text) for document in self.documents) / self.scene.chars_per_token)
+
+    @property
+    def profile(self) -> str:
+        """The launch profile, YAML."""
+        return self.scene.launch_profile(self.num_blocks)
+
+
+def plan(path: Path | None, scene: Scene = SIMULATED) -> Plan:
+    """The texts, and caches sized to them. Raises BadSource."""
+    length = scene.text_chars
+    if path is not None:  # a short file is cut into shorter texts, so that there are still several
+        length = min(length, max(LEAST_CHARS, len(read_text(path)) // scene.texts))
+    texts = documents(path, scene.texts, length)
+    tokens = sum(len(document.text) for document in texts) / scene.chars_per_token
+    longest = max(len(document.text) for document in texts) / scene.chars_per_token
+    least = scene.running * (longest + scene.talk_tokens)  # what the running conversations need in any case
+    return Plan(scene, texts, math.ceil(max(scene.pressure * tokens / scene.engines, least) / scene.block))
+
+
+def load(planned: Plan, requests: int, seed: int) -> tuple[list[Conversation], list[float]]:
+    rng, scene = random.Random(seed), planned.scene
+    conversations = multi_turn(planned.documents, requests, scene.turns, scene.think, scene.reply_tokens, rng)
+    return conversations, conversation_starts([len(item.turns) for item in conversations], scene.rate, rng)
+
+
+async def demo_verb(args: argparse.Namespace, console: Console) -> int:
+    files.check_writable(args.json)
+    scene = real(args.vllm) if args.vllm else SIMULATED
+    planned, requests = plan(args.file, scene), args.num_prompts or scene.requests
+    introduce(console, planned, args.file, requests)
+    reports: dict[str, Report] = {}
+    with tempfile.TemporaryDirectory(prefix="loadgen-demo-") as folder:
+        profile = Path(scene.folder or folder, "demo.yaml")
+        profile.write_text(planned.profile)
+        for number, policy in enumerate(POLICIES, 1):
+            which = f"{number} of {len(POLICIES)}"
+            report = reports[policy] = await play(console, planned, requests, args.seed, policy, profile, which)
+            console.print(live.result(policy, report), soft_wrap=True)
+            if report["interrupted"]:
+                break
+    conclude(console, reports)
+    next_steps(console, scene)
+    files.write_json(args.json, {"targets": reports, "setting": setting(["loadgen", *sys.argv[1:]], args.seed)}, console)
+    whole = len(reports) == len(POLICIES) and all(report["completed"] for report in reports.values())
+    return 0 if whole else 1
+
+
+async def play(console: Console, planned: Plan, requests: int, seed: int, policy: str, profile: Path,
+               which: str) -> Report:
+    """One round: fresh engines, the load, the figures."""
+    scene = planned.scene
+    with live.starting(console, policy, scene.engines) as on_progress:
+        stack = Stack(policy, scene.engines, str(profile), True, on_progress, scene.model, scene.ready_seconds)
+        await stack.__aenter__()
+    try:
+        conversations, starts = load(planned, requests, seed)
+        client = Client(stack.base_url)
+        asking = Asking((await model_of(client, None)).name, engine_replies=True, ignore_eos=scene.model is not None)
+        run = Run(conversations, starts, client, asking)
+        stop_on_interrupt(run)
+        before = await engines.cache_counts(stack.admin)
+        await live.watched(run, console, policy, which)
+        counted = engines.between(before, await engines.cache_counts(stack.admin))
+        client.close()
+        return {**summarise(run), "engines": counted}
+    finally:
+        await stack.__aexit__()
+
+
+def introduce(console: Console, planned: Plan, file: Path | None, requests: int) -> None:
+    scene, texts = planned.scene, len(planned.documents)
+    about = escape(str(file)) if file else "Python's standard library"
+    held = planned.num_blocks * scene.block / max(planned.tokens, 1)
+    room = f"the cache of one holds {held * 100:.0f} % of the texts" if held < 1 else \
+        "the cache of one holds all the texts, so policies will differ less than with a longer file"
+    console.print()
+    console.print("[bold]Hitherto[/]  each request goes to the replica that already holds its prefix")
+    console.print()
+    console.print(
+        f"{requests} questions in conversations about {texts} texts from {about}, some "
+        f"{planned.tokens // max(texts, 1):,} tokens each. {scene.engines} engines; {room}. "
+        f"The same conversations run twice, on fresh engines: first dealt out in "
+        f"turn ({POLICIES[0]}), then by {POLICIES[1]}.", width=min(console.width, 92))
+    console.print(f"[dim]{scene.about}[/]", width=min(console.width, 92))
+    console.print()
+
+
+def conclude(console: Console, reports: Reports) -> None:
+    console.print(show.comparison_table(reports, show.DEMO_ROWS))
+    if len(reports) == len(POLICIES):
+        base, other = POLICIES
+        console.print(show.bullets(comparison(other, reports[other], base, reports[base])), width=min(console.width, 96))
+    show.print_troubles(console, reports)
+
+
+def next_steps(console: Console, scene: Scene) -> None:
+    hitherto, loadgen, name = command("hitherto"), command("loadgen"), scene.model.name if scene.model else "sim"
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
+    before = ("put it before your own vLLM", f"{hitherto} serve --replica-url http://HOST:8000 http://HOST:8001")
+    launch = ("or before simulated engines", f"{hitherto} serve --launch 4 --profile sim")
+    again = f"{loadgen} demo --file FILE"
+    if scene.model:
+        fleet = f"--launch {scene.engines} --profile {scene.folder / 'demo.yaml'}"
+        launch = ("start these engines again", f"{hitherto} serve {fleet} --model {scene.model}")
+        again = "make demo-vllm ARGS='--file FILE'"
+    steps = [
+        *((launch, before) if scene.model else (before, launch)),
+        ("talk to it", f"curl -i http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' -d '{body}'"),
+        ("send it a load", f"{loadgen} run --base-url http://127.0.0.1:8080"),
+        ("see where a request would go, and why", f"echo '{body}' | {hitherto} explain -"),
+        ("compare other policies", f"{loadgen} compare --policies least_load,prefix_affinity,least_time"),
+        ("talk about a text of your own", again),
+    ]
+    console.print()
+    console.print("[bold]What to type next[/]")
+    for what, typed in steps:
+        console.print(f"  [dim]{what:<38}[/] {escape(typed)}", soft_wrap=True)
+    console.print()
+
+
+def command(name: str) -> str:
+    """How to type a command from here: its bare name if that finds this installation's."""
+    here = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if found and Path(found).resolve() == here.resolve() or not here.exists():
+        return name
+    return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)

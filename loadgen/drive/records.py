@@ -1,0 +1,63 @@
+"""What is known about one request after it ended: the vocabulary of this room.
+
+Times are seconds on one monotonic clock (`time.perf_counter`); lengths are tokens as the server
+counts them, None where it does not say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Record:
+    """One request. TTFT and the rest are defined as `vllm bench serve` defines them, from `sent`."""
+
+    conversation: str
+    turn: int
+    due: float  # when the schedule wanted it sent
+    question: str = ""  # the last user words, for the live view
+    sent: float = 0.0  # when it was sent; includes the wait for a connection in what follows
+    first: float | None = None  # first chunk that carries output
+    last: float = 0.0  # last chunk, or the failure
+    gaps: list[float] = field(default_factory=list)  # between chunks that carry output
+    pieces: list[str] = field(default_factory=list)  # the text as it came
+    status: int = 0
+    error: str | None = None  # class: connect, timeout, closed, truncated, stream_error, http_503, ...
+    detail: str = ""
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None  # reported by the engine
+    predicted_tokens: int | None = None  # predicted by a gateway, from its response header
+    replica: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first is None else self.first - self.sent
+
+    @property
+    def e2e(self) -> float:
+        return self.last - self.sent
+
+    @property
+    def lateness(self) -> float:
+        """0 when sent a little early: uvloop counts whole milliseconds, so a timer may be half of one ahead."""
+        return max(0.0, self.sent - self.due)
+
+    @property
+    def outputs(self) -> int:
+        """Output tokens; where the server gives no usage, the number of chunks that carried some."""
+        if self.output_tokens is not None:
+            return self.output_tokens
+        return len(self.gaps) + (self.first is not None)
+
+    @property
+    def tpot(self) -> float | None:
+        """(E2E - TTFT) / (output tokens - 1); None for replies of one token."""
+        if self.first is None or self.outputs < 2:
+            return None
+        return (self.last - self.first) / (self.outputs - 1)

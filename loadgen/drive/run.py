@@ -1,0 +1,182 @@
+"""Runs a load: sends each conversation's turns when they are due and collects the records.
+
+Open loop: conversations begin when the schedule says. Closed loop (`users`): each user begins one when its last has ended, so
+a slow server is asked less often. In both, what is sent later than due is the generator's doing, and is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+import orjson
+
+from loadgen.drive.client import Client
+from loadgen.drive.records import Record
+from loadgen.workload import synthetic
+from loadgen.workload.conversations import Conversation, Message, Turn
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_LEAD_SECONDS = 0.05  # a body is made this long before it is due: 12,000 tokens take 0.5 ms
+
+
+@dataclass(slots=True)
+class Asking:
+    """How a request is put, the same for all of a run."""
+
+    model: str
+    endpoint: str = CHAT
+    completions: bool = False  # the body carries `prompt` rather than `messages`
+    engine_replies: bool = False  # append what the engine answered, rather than what the file says
+    ignore_eos: bool = False
+    extra: Mapping[str, object] = field(default_factory=dict)  # merged last; None removes a field
+    salt: int = 0  # of tokens made from names
+    vocabulary: int = synthetic.VOCABULARY
+
+    def put(self, message: Message) -> Message:
+        """A message with words, or with token ids where completions are asked, in the place of spans."""
+        if not isinstance(spans := message.get("content"), tuple):
+            return message
+        return {**message, "content": synthetic.token_ids(spans, self.salt, self.vocabulary) if self.completions
+                else synthetic.text(spans, self.salt)}
+
+    def body(self, messages: list[Message], turn: Turn, extra: Mapping[str, object]) -> bytes:
+        said: dict[str, object] = {"model": self.model}
+        contents = [message.get("content") for message in messages]
+        if self.completions and any(isinstance(content, np.ndarray) for content in contents):
+            said["prompt"] = np.concatenate(contents)
+        elif self.completions:
+            said["prompt"] = "\n\n".join(str(content or "") for content in contents)
+        else:
+            said["messages"] = messages
+        said |= {"max_tokens": turn.max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+        if self.ignore_eos:
+            said["ignore_eos"] = True
+        said |= {**extra, **self.extra}
+        return orjson.dumps({key: value for key, value in said.items() if value is not None}, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def answer(self, turn: Turn, record: Record) -> Message:
+        """What stands in the conversation after this turn.
+
+        A reply of the file that calls tools is kept in any case: the tool results that follow name
+        its calls.
+        """
+        if turn.reply is not None and (not self.engine_replies or turn.reply.get("tool_calls")):
+            return self.put(turn.reply)
+        return {"role": "assistant", "content": record.text}
+
+
+class Run:
+    """One load against one server. A view may look at `done` and `inflight` while `go` runs."""
+
+    processes = 1
+
+    def __init__(self, conversations: Sequence[Conversation], starts: Sequence[float], client: Client, asking: Asking,
+                 max_concurrency: int | None = None, users: int | None = None):
+        self.conversations, self.starts, self.client, self.asking = conversations, starts, client, asking
+        self.total = sum(conversation.requests for conversation in conversations)
+        self.done: list[Record] = []
+        self.inflight: dict[int, Record] = {}
+        self.began = self.ended = 0.0
+        self.cpu_seconds = 0.0
+        self.busiest_second = 0.0  # share of a core
+        self.interrupted = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.max_concurrency, self.users = max_concurrency, users
+        self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
+
+    @property
+    def not_sent(self) -> int:
+        """Turns that never went out: their conversation had failed before, or the run was stopped."""
+        return self.total - len(self.done) if self.ended else 0
+
+    @property
+    def connections(self) -> int:
+        return self.client.opened
+
+    async def go(self, at: float | None = None) -> list[Record]:
+        """Run to the end, from now or from the moment `at` of the monotonic clock on."""
+        gc.collect()
+        gc.freeze()  # prompts are many and stay; a full collection in mid-run would make sends late
+        cpu, self.began = time.process_time(), at or perf_counter()
+        watch = asyncio.create_task(self._watch_itself())
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._spawn(group, self._arrivals(group) if self.users is None else self._closed_loop(group))
+        finally:
+            watch.cancel()
+            gc.unfreeze()
+        self.ended, self.cpu_seconds = perf_counter(), time.process_time() - cpu
+        return self.done
+
+    def stop(self) -> None:
+        """End early, keeping what is known."""
+        self.interrupted = True
+        for task in self._tasks:
+            task.cancel()
+
+    def _spawn(self, group: asyncio.TaskGroup, coroutine: Coroutine[None, None, None]) -> None:
+        task = group.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch_itself(self) -> None:
+        while True:
+            wall, cpu = perf_counter(), time.process_time()
+            await asyncio.sleep(1)
+            self.busiest_second = max(self.busiest_second, (time.process_time() - cpu) / (perf_counter() - wall))
+
+    async def _arrivals(self, group: asyncio.TaskGroup) -> None:
+        for conversation, start in zip(self.conversations, self.starts, strict=True):
+            due = self.began + start
+            if (wait := due - _LEAD_SECONDS - perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            self._spawn(group, self._converse(group, conversation, due, []))
+
+    async def _closed_loop(self, group: asyncio.TaskGroup) -> None:
+        if (wait := self.began - perf_counter()) > 0:
+            await asyncio.sleep(wait)
+        waiting = iter(self.conversations)
+        for _ in range(self.users):
+            self._spawn(group, self._user(group, waiting))
+
+    async def _user(self, group: asyncio.TaskGroup, waiting: Iterator[Conversation]) -> None:
+        for conversation in waiting:
+            await self._converse(group, conversation, perf_counter(), [])
+
+    async def _converse(self, group: asyncio.TaskGroup, conversation: Conversation, due: float, messages: list[Message]) -> None:
+        """Send a conversation's turns after the `messages` said so far; forks get a copy of what was said."""
+        for number, turn in enumerate(conversation.turns):
+            messages += map(self.asking.put, turn.messages)
+            body = self.asking.body(messages, turn, conversation.extra)
+            if (wait := due - perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            record = await self._ask(body, Record(conversation.id, number, due, _last_words(turn)))
+            if record.error and (self.asking.engine_replies or turn.reply is None):
+                return  # there is no reply to go on from
+            messages.append(self.asking.answer(turn, record))
+            for fork in turn.forks:
+                self._spawn(group, self._converse(group, fork, record.last + fork.turns[0].think, list(messages)))
+            if number + 1 < len(conversation.turns):
+                due = record.last + conversation.turns[number + 1].think
+
+    async def _ask(self, body: bytes, record: Record) -> Record:
+        self.inflight[id(record)] = record
+        try:
+            async with self._slots:
+                await self.client.ask(self.asking.endpoint, body, record)
+        finally:
+            del self.inflight[id(record)]
+        self.done.append(record)
+        return record
+
+
+def _last_words(turn: Turn) -> str:
+    content = turn.messages[-1].get("content")
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,126 @@
+"""Reads one OpenAI reply, streamed as server-sent events or whole, into a Record.
+
+No I/O and no clock: bytes and their arrival times come in, `Record` fields come out. Output is
+whatever a choice carries as text, content, reasoning or tool calls; the chunk that only names the
+role is not the first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import orjson
+
+from loadgen.drive.records import Record
+
+_MAX_DETAIL = 300
+_OTHER_OUTPUT = ("reasoning_content", "reasoning", "tool_calls", "refusal")
+
+
+class Reply:
+    """Fed by the client: begin(status, headers), feed(bytes, now)..., end(now), settle(error, now)."""
+
+    def __init__(self, record: Record):
+        self.record = record
+        self.started = False  # headers came
+        self.streaming = False
+        self.done = False  # [DONE] or a finish reason came
+        self.body: list[bytes] = []
+        self.rest = b""
+        self.data: list[bytes] = []
+        self.chunk = 0.0  # when output last came
+
+    def begin(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        record = self.record
+        self.started, record.status = True, status
+        self.streaming = status == 200 and headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        replica = headers.get(b"x-hitherto-replica")
+        record.replica = replica.decode("latin-1") if replica else None
+        predicted = headers.get(b"x-hitherto-cached-tokens", b"")
+        record.predicted_tokens = int(predicted) if predicted.isdigit() else None
+
+    def feed(self, data: bytes, now: float) -> None:
+        if not self.streaming:
+            self.body.append(data)
+            return
+        lines = (self.rest + data if self.rest else data).split(b"\n")
+        self.rest = lines.pop()
+        for line in lines:
+            line = line.rstrip(b"\r")
+            if line.startswith(b"data:"):
+                self.data.append(line[5:].lstrip(b" "))
+            elif not line and self.data:
+                self._event(b"\n".join(self.data), now)
+                self.data = []
+
+    def end(self, now: float) -> None:
+        """The body is complete."""
+        record = self.record
+        if self.streaming:
+            if self.data:  # an event whose empty line never came
+                self._event(b"\n".join(self.data), now)
+            if not self.done and record.error is None:
+                record.error, record.detail = "truncated", "the stream ended without [DONE]"
+            return
+        body = b"".join(self.body)
+        if record.status != 200:
+            record.error = f"http_{record.status}"
+            record.detail = body[:_MAX_DETAIL].decode("utf-8", "replace")
+            return
+        record.last = now
+        self._message(body, now)
+
+    def settle(self, error: str | None, now: float) -> None:
+        """The exchange is over; `error` is what the connection says of it."""
+        record = self.record
+        if error is not None:
+            record.error = error
+        if record.error is None:
+            record.detail = ""  # of a first try on a connection that had been closed meanwhile
+        if record.error is not None or not record.last:
+            record.last = now
+
+    def _event(self, payload: bytes, now: float) -> None:
+        if payload == b"[DONE]":
+            self.done = True
+            return
+        self.record.last = now
+        self._message(payload, now)
+
+    def _message(self, payload: bytes, now: float) -> None:
+        record = self.record
+        try:
+            message = orjson.loads(payload)
+            if "error" in message and message["error"]:
+                record.error, record.detail = "stream_error", str(message["error"])[:_MAX_DETAIL]
+                return
+            for choice in message.get("choices") or ():
+                self._choice(choice, now)
+            if usage := message.get("usage"):
+                self._usage(usage)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            record.error = "protocol"
+            record.detail = f"not an OpenAI reply: {payload[:_MAX_DETAIL].decode('utf-8', 'replace')}"
+
+    def _choice(self, choice: dict, now: float) -> None:
+        record = self.record
+        part = choice.get("delta") or choice.get("message") or choice
+        text = part.get("content") or choice.get("text")
+        if text:
+            record.pieces.append(text)
+        if text or any(part.get(key) for key in _OTHER_OUTPUT):
+            if record.first is None:
+                record.first = now
+            else:
+                record.gaps.append(now - self.chunk)
+            self.chunk = now
+        if choice.get("finish_reason"):
+            self.done = True
+
+    def _usage(self, usage: dict) -> None:
+        record = self.record
+        record.prompt_tokens = usage.get("prompt_tokens")
+        record.output_tokens = usage.get("completion_tokens")
+        details = usage.get("prompt_tokens_details")
+        if details:
+            record.cached_tokens = details.get("cached_tokens")

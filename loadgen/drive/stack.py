@@ -1,0 +1,117 @@
+"""A gateway of one's own for a while: `hitherto serve --launch N` as a child, ready and then gone.
+
+Policies are compared on fresh engines: one stack each, one after the other, so none finds a cache
+that another has filled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+from loadgen.drive.client import Client
+from loadgen.drive.engines import replicas
+
+READY_SECONDS = 90.0
+STOP_SECONDS = 20.0
+_POLL_SECONDS = 0.1
+_TAIL_LINES = 15
+_PR_SET_PDEATHSIG = 1
+
+
+class StackFailed(Exception):
+    """The gateway did not come up; the message holds the end of its log."""
+
+
+class Stack:
+    """`async with Stack("least_time", 4) as stack:` gives `base_url` and `admin` once all replicas are ready.
+
+    `isolated` keeps the surroundings' HITHERTO_* variables and ./hitherto.yaml out of it.
+    """
+
+    def __init__(self, policy: str, launch: int, profile: str = "sim", isolated: bool = False,
+                 on_progress: Callable[[int], None] = lambda ready: None, model: Path | None = None,
+                 ready_seconds: float | None = None):
+        self.policy, self.launch, self.profile, self.isolated = policy, launch, profile, isolated
+        self.on_progress, self.ready_seconds = on_progress, ready_seconds or READY_SECONDS
+        port, admin_port = free_ports(2)
+        self.base_url = f"http://127.0.0.1:{port}"
+        self._token = secrets.token_hex(16)  # of its own, whatever the environment has
+        self.admin = Client(f"http://127.0.0.1:{admin_port}", {"Authorization": f"Bearer {self._token}"}, timeout=5)
+        self._argv = [sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", str(port), "--cached-tokens-header",
+                      "--admin-port", str(admin_port), "--policy", policy, "--launch", str(launch),
+                      "--profile", profile, *(["--model", str(model)] if model else [])]
+        self._folder = tempfile.TemporaryDirectory(prefix="loadgen-")
+        self._log = Path(self._folder.name, "gateway.log")
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Stack:
+        env = dict(os.environ)
+        if self.isolated:
+            env = {name: value for name, value in env.items() if not name.startswith("HITHERTO_")}
+        env["HITHERTO_ADMIN_TOKEN"] = self._token
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=env,
+                cwd=self._folder.name if self.isolated else None, preexec_fn=die_with_parent)
+        try:
+            await self._until_ready()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stop()
+
+    async def _until_ready(self) -> None:
+        deadline = perf_counter() + self.ready_seconds
+        while perf_counter() < deadline:
+            if self._process.returncode is not None:
+                raise StackFailed(f"`hitherto serve` ended with exit code {self._process.returncode}:\n{self._tail()}")
+            states = [str(item.get("state")) for item in await replicas(self.admin)]
+            self.on_progress(states.count("ready"))
+            if states.count("ready") >= self.launch:
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+        raise StackFailed(f"{self.launch} replicas were not ready within {self.ready_seconds:g} s:\n{self._tail()}")
+
+    async def _stop(self) -> None:
+        self.admin.close()
+        process = self._process
+        if process is not None and process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), STOP_SECONDS)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        self._folder.cleanup()
+
+    def _tail(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n".join(f"  {line}" for line in lines) or "  (it wrote nothing)"
+
+
+def die_with_parent() -> None:
+    """In the child: get SIGTERM when the generator dies in whatever way (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports nobody listens on right now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [server.getsockname()[1] for server in sockets]
+    for server in sockets:
+        server.close()
+    return ports

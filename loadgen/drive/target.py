@@ -1,0 +1,150 @@
+"""Whom a load asks and how: the flags, the server's model, who sends, and a way to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from loadgen.drive.client import Client
+from loadgen.drive.processes import Processes, Share
+from loadgen.drive.run import CHAT, COMPLETIONS, Asking, Run
+from loadgen.options import BadOption, positive
+from loadgen.workload import datasets
+from loadgen.workload.conversations import Workload
+
+
+class Unreachable(Exception):
+    """The server can't be used; the message says why and what to do."""
+
+
+class Model(NamedTuple):
+    """The model that a load asks for, and how many token ids it has if that can be known."""
+
+    name: str
+    vocabulary: int | None = None
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("target")
+    group.add_argument("--base-url", default="http://127.0.0.1:8080", metavar="URL",
+                       help="server or gateway to ask, with or without /v1 (default %(default)s)")
+    add_asking(group)
+
+
+def add_asking(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", help="model name (default: the first in /v1/models)")
+    group.add_argument("--backend", choices=("openai-chat", "openai", "vllm"),
+                       help="openai-chat asks chat completions, openai or vllm asks completions (default: completions with token ids "
+                            "where the load has no text, else chat)")
+    group.add_argument("--endpoint", metavar="PATH", help="path to ask (default: the backend's own)")
+    group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE",
+                       help="request header, repeatable; OPENAI_API_KEY from the environment becomes a bearer token")
+    group.add_argument("--extra-body", type=_object, default={}, metavar="JSON",
+                       help="fields to merge into every request; null removes one")
+    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction,
+                       help="ask for full-length replies, a vLLM extension (default: for traces with times)")
+    group.add_argument("--timeout", type=positive, default=600.0, metavar="S",
+                       help="give a request up after this many seconds (default %(default)g)")
+
+
+def headers(args: argparse.Namespace) -> dict[str, str]:
+    """The flags' headers. Raises BadOption."""
+    found = {}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        found["authorization"] = f"Bearer {key}"
+    for item in args.header:
+        name, equals, value = item.partition("=")
+        if not equals or not name.strip() or "\n" in item or "\r" in item:
+            raise BadOption(f"--header {item!r}: expected NAME=VALUE")
+        found[name.strip().lower()] = value
+    return found
+
+
+def _object(text: str) -> dict[str, object]:
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("expected a JSON object")
+    return value
+
+
+async def model_of(client: Client, asked: str | None) -> Model:
+    """The model to ask for: as given, else the first the server lists. Raises Unreachable."""
+    status, body, problem = await client.get("/v1/models")
+    if asked:
+        return Model(asked, _vocabulary(body, asked))
+    if problem:
+        raise Unreachable(f"{client.base_url} does not answer ({problem}). Is the server up, and the port right?")
+    try:
+        told = orjson.loads(body)
+        if status == 503:  # a gateway whose engines are not up yet says so, and which
+            raise Unreachable(f"{client.base_url} answers 503: {told['error']['message']}")
+        name = told["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        raise Unreachable(f"{client.base_url} answers {status} to /v1/models and lists no model; "
+                          "name one with --model") from None
+    return Model(name, _vocabulary(body, name))
+
+
+def _vocabulary(models: bytes, name: str) -> int | None:
+    """How many token ids the model has, by the config.json of what the engine was started with: a folder that is here, too,
+    or what is in the hub's cache. `models`: the server's /v1/models."""
+    try:
+        cards = {card["id"]: card for card in orjson.loads(models)["data"]}
+        card = cards.get(name, {})
+        origin = str((cards.get(card.get("parent")) or card).get("root") or name)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        origin = name
+    try:
+        config = json.loads(_config(origin).read_text(encoding="utf-8"))
+        size = config.get("vocab_size") or config["text_config"]["vocab_size"]
+        return size if isinstance(size, int) and size > 0 else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _config(origin: str) -> Path:
+    """Where that model's config.json is, or would be."""
+    file = Path(origin) / "config.json"
+    if file.is_file() or origin.startswith((".", "/", "~")) or origin.count("/") != 1:
+        return file
+    from huggingface_hub import try_to_load_from_cache  # a slow import, needed only here
+
+    cached = try_to_load_from_cache(origin, "config.json")
+    return Path(cached) if isinstance(cached, str) else file
+
+
+def asking(args: argparse.Namespace, model: Model) -> Asking:
+    """How this load's requests are put to that model."""
+    ask_completions = datasets.completions(args)
+    ignore_eos = args.ignore_eos if args.ignore_eos is not None else datasets.has_times(args)
+    return Asking(model.name, args.endpoint or (COMPLETIONS if ask_completions else CHAT), ask_completions, args.replies == "engine",
+                  ignore_eos, args.extra_body, datasets.salt(args), datasets.vocabulary(args, model.vocabulary))
+
+
+def load_of(args: argparse.Namespace, work: Workload, client: Client, asking: Asking) -> Run | Processes:
+    """What will send the work: this process, or as many as asked for."""
+    if args.processes == 1:
+        return Run(work.conversations, work.starts, client, asking, args.max_concurrency, args.users)
+    share = Share(work, client.base_url, headers(args), args.timeout, asking, args.max_concurrency, args.users)
+    return Processes(share, args.processes)
+
+
+def stop_on_interrupt(load: Run | Processes) -> None:
+    """Ctrl-C ends the load and still gives the report; a second Ctrl-C ends the program."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        load.stop()
+
+    loop.add_signal_handler(signal.SIGINT, stop)

@@ -1,0 +1,65 @@
+"""A model's config.json and what its weights weigh, from its folder or by its name from Hugging Face's hub or cache."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadgen.plan.kv_space import BadModel, Shape, read
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    name: str
+    shape: Shape
+    weights: int | None  # bytes of all its tensors; None where no file says
+
+
+def find(name: str) -> Checkpoint:
+    """`name`: a folder, a config.json or a model's name. Raises BadModel."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        path = _fetched(name)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return Checkpoint(name, read(_json(file)), _weights(file.parent))
+    except BadModel as error:
+        raise BadModel(f"--model {name}: {error}") from None
+
+
+def _json(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadModel(f"can't read {path.name}: {error.strerror}") from None
+    except ValueError as error:
+        raise BadModel(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BadModel(f"{path.name} is not a JSON object")
+    return found
+
+
+def _weights(folder: Path) -> int | None:
+    """As the index of the shards says, else the size of the files themselves."""
+    if (folder / _INDEX).is_file():
+        about = _json(folder / _INDEX).get("metadata")
+        total = about.get("total_size") if isinstance(about, dict) else None
+        return int(total) if isinstance(total, int | float) else None  # written as 16060522496.0 by some
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None
+
+
+def _fetched(name: str) -> Path:
+    """The two small files of a model on the hub, or in its cache where the hub can't be reached. Raises BadModel."""
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise BadModel(f"--model {name}: there is no such folder; give the one with config.json, or a name like Qwen/Qwen3-8B")
+    from huggingface_hub import snapshot_download  # a slow import, needed only here
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json", _INDEX]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise BadModel(f"--model {name} can't be fetched ({type(error).__name__}): set HF_TOKEN if it is gated, or give the folder "
+                       "with its config.json") from None  # fmt: skip

@@ -1,0 +1,274 @@
+"""`hitherto plan`, `loadgen plan`: what a model's KV cache holds, and how many replicas a load needs to keep an SLO.
+
+The first is arithmetic (`kv_space`), the second is searched for in virtual time (`fleet_size`) and comes with all that was tried
+and all that was assumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import asdict
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+import policies
+from loadgen.options import ATTAINMENT, BadOption, attainment, positive, whole
+from loadgen.plan import checkpoints
+from loadgen.plan.checkpoints import Checkpoint
+from loadgen.plan.fleet_size import Fleet, Point, Size, by_tokens, search
+from loadgen.plan.kv_space import RESERVE, UTILIZATION, KvSpace, memory_for_kv
+from loadgen.report import files, show
+from loadgen.report.show import count, percent
+from loadgen.report.summary import setting
+from loadgen.simulate import Setting, field
+from loadgen.simulate.verb import asked
+from loadgen.workload import datasets
+from replicas.simulated.profile import Profile, load_profile
+
+GIB = 1 << 30
+BLOCK = 16  # tokens; vLLM's default on GPUs
+
+
+def size(text: str) -> int:
+    """`80GiB`, `80G` or `80GB`: bytes, binary in any case, as memory is sold."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; it reads 80GiB or 512MiB")
+    return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
+
+
+def utilization(text: str) -> float:
+    value = positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text} is more than the whole GPU")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model and GPU")
+    model.add_argument("--model", metavar="NAME", help="folder with config.json, or a name on Hugging Face's hub")
+    model.add_argument("--gpu-memory", type=size, metavar="SIZE", help="memory of one GPU, e.g. 80GiB")
+    model.add_argument("--gpu-memory-utilization", type=utilization, default=UTILIZATION, metavar="R",
+                       help="share of it that the engine takes (default %(default)g, vLLM's)")
+    model.add_argument("--weights", type=size, metavar="SIZE", help="of the whole model (default: its safetensors files)")
+    model.add_argument("--kv-cache-memory-bytes", type=size, metavar="SIZE",
+                       help='for the cache on each GPU, instead of these three: "Available KV cache memory" in vLLM\'s log')
+    model.add_argument("--tensor-parallel-size", "-tp", type=whole, default=1, metavar="N", help="GPUs of a replica (default 1)")
+    model.add_argument("--decode-context-parallel-size", "-dcp", type=whole, default=1, metavar="N",
+                       help="of these, GPUs that share out the context (default 1)")
+    model.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="auto, fp8, ... (default auto)")
+    model.add_argument("--block-size", type=whole, metavar="N", help=f"tokens (default {BLOCK}, and the profile's)")
+    model.add_argument("--max-model-len", type=whole, metavar="N", help="longest request (default: the model's)")
+    parser.set_defaults(backend="openai-chat")  # nothing is asked over HTTP: any load will do, and any reply
+    fleet = parser.add_argument_group("fleet", "with --slo: the fewest replicas that keep it for the load below")
+    fleet.add_argument("--attainment", type=attainment, default=ATTAINMENT, metavar="SHARE",
+                       help="share of the requests that must be within the limits (default %(default)g)")
+    fleet.add_argument("--kv-tokens", type=sizes, metavar="A,B",
+                       help="tokens of KV cache in a replica to try (default: half, once and twice the model's, or the profile's)")
+    fleet.add_argument("--max-replicas", type=whole, default=64, metavar="N", help="never try more (default %(default)s)")
+    fleet.add_argument("--profile", default="gpu-8b", metavar="NAME|FILE", help="how fast an engine is; `hitherto calibrate` measures yours (default %(default)s)")
+    fleet.add_argument("--policy", choices=(*policies.NAMES, *field.NAMES), default=policies.DEFAULT, metavar="NAME",
+                       help="how requests are routed (default %(default)s)")
+    datasets.add_workload(parser)
+    files.add_report(parser)
+
+
+def sizes(text: str) -> list[int]:
+    return sorted({whole(part) for part in text.split(",")})
+
+
+async def plan_verb(args: argparse.Namespace, console: Console) -> int:
+    check(args)
+    about: dict[str, object] = {"setting": setting(["loadgen", *asked(sys.argv[1:])], args.seed)}
+    found = checkpoint = None
+    if args.model:
+        checkpoint = checkpoints.find(args.model)
+        found = arithmetic(args, checkpoint)
+        show.print_notes(console, checkpoint.shape.notes)
+        console.print(table(args, found))
+        about |= {"model": args.model, "notes": list(checkpoint.shape.notes), "kv_space": found}
+    if args.slo:
+        return plan_fleet(args, console, checkpoint, found, about)
+    files.write_json(args.json, about, console)
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises BadOption, BadSLO, BadWorkload."""
+    files.check(args)
+    datasets.check(args)
+    if not args.slo and (args.dataset_name or args.dataset_path):
+        raise BadOption("a load is planned for an SLO: say what would be good enough, as in --slo ttft:1s,tpot:50ms")
+    if not args.slo and args.model is None:
+        raise BadOption("there is nothing to plan: --model FOLDER for its KV cache, --slo ttft:1s and a load for the replicas it needs")
+    if not args.slo and (args.html or args.png or args.csv):
+        raise BadOption("--html, --png and --csv show how a fleet does; give --slo and a load")
+
+
+# ---- the arithmetic
+
+
+def arithmetic(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, dict[str, object]]:
+    """By type of the cache: the one asked for, and fp8 beside it. Raises BadModel, BadOption."""
+    memory = memory_of(args, checkpoint)
+    asked = args.kv_cache_dtype
+    others = ["auto"] if asked.startswith("fp8") else ["fp8"]
+    return {dtype: figures(space_of(args, checkpoint, dtype), args.max_model_len, memory) for dtype in (asked, *others)}
+
+
+def space_of(args: argparse.Namespace, checkpoint: Checkpoint, dtype: str) -> KvSpace:
+    return KvSpace(checkpoint.shape, dtype, args.block_size or BLOCK, args.tensor_parallel_size, args.decode_context_parallel_size)
+
+
+def memory_of(args: argparse.Namespace, checkpoint: Checkpoint) -> int | None:
+    """Bytes for the cache on each GPU; None where nothing was said about GPUs. Raises BadModel, BadOption."""
+    if args.kv_cache_memory_bytes or not args.gpu_memory:
+        return args.kv_cache_memory_bytes
+    weights = args.weights or checkpoint.weights
+    if weights is None:
+        raise BadOption(f"--gpu-memory: {checkpoint.name} has no safetensors files to tell the size of its weights: give --weights 16GiB, "
+                        "or --kv-cache-memory-bytes instead")  # fmt: skip
+    return memory_for_kv(args.gpu_memory, weights, args.tensor_parallel_size, args.gpu_memory_utilization)
+
+
+def figures(space: KvSpace, context: int | None, memory: int | None) -> dict[str, object]:
+    """Of one type of the cache, in bytes and tokens."""
+    context = context or space.shape.context
+    blocks = space.blocks(memory or GIB)
+    found: dict[str, object] = {"dtype": space.shape.dtype if space.dtype == "auto" else space.dtype, "bytes_per_token": space.token_bytes,
+                                "block_bytes": space.block_bytes, "groups": space.groups, "context": context, "memory": memory}  # fmt: skip
+    if memory is None:
+        return found | {"tokens_per_gib": space.kept(blocks)}
+    return found | {"blocks": blocks, "tokens": space.size(blocks, context), "tokens_kept": space.kept(blocks),
+                    "longest": space.longest(blocks, context), "at_once": round(blocks / space.needed(context), 2)}  # fmt: skip
+
+
+def table(args: argparse.Namespace, found: dict[str, dict[str, object]]) -> Table:
+    gpus = args.tensor_parallel_size
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", title=f"KV cache of one replica, {gpus} GPU{'s' * (gpus > 1)}", title_justify="left")
+    shown.add_column("")
+    for name, one in found.items():
+        shown.add_column(name if name == one["dtype"] else f"{name} ({one['dtype']})", justify="right")
+    context = next(iter(found.values()))["context"]
+    rows = (("bytes per token, each GPU", "bytes_per_token", count), ("tokens in each GiB", "tokens_per_gib", count),
+            ("memory for it, each GPU", "memory", lambda value: f"{value / GIB:,.2f} GiB"), (f"blocks of {args.block_size or BLOCK} tokens", "blocks", count),
+            ("tokens, as vLLM's log says", "tokens", count), ("tokens kept for later requests", "tokens_kept", count),
+            ("longest request", "longest", count), (f"requests of {context:,} at once", "at_once", lambda value: f"{value:,.2f}"))  # fmt: skip
+    for label, key, form in rows:
+        values = [one.get(key) for one in found.values()]
+        if values[0] is not None and not (key == "tokens_kept" and values[0] == found[args.kv_cache_dtype]["tokens"]):
+            shown.add_row(label, *map(form, values))
+    return shown
+
+
+# ---- the fleet
+
+
+def plan_fleet(args: argparse.Namespace, console: Console, checkpoint: Checkpoint | None, found: dict | None, about: dict[str, object]) -> int:
+    given = profile_of(args, checkpoint)
+    profile = by_tokens(given)
+    tried = [Size(tokens, args.max_replicas) for tokens in tokens_of(args, profile, found)]
+    work = datasets.workload(args)
+    show.print_notes(console, work.notes)
+    fleet = Fleet(Setting(args.policy, [], args.seed, engine_replies=args.replies == "engine", salt=datasets.salt(args),
+                          vocabulary=datasets.vocabulary(args), users=args.users, max_concurrency=args.max_concurrency),
+                  profile, files.slo(args), args.attainment)  # fmt: skip
+
+    def said(point: Point) -> None:
+        console.print(f"[dim]{point.replicas} × {point.tokens:,} tokens: {percent(point.share)} within the SLO[/]")
+    search(work, fleet, tried, args.processes, said)
+    assumed = assumptions(args, checkpoint, found, given)
+    answers = [answer(args, fleet, size) for size in tried]
+    console.print(curve(tried))
+    console.print(show.bullets(answers))
+    console.print("\nAssumed:", style="dim")
+    console.print(show.bullets(assumed), style="dim")
+    points = [asdict(point) for size in tried for _, point in sorted(size.points.items())]
+    plan = {"slo_ms": fleet.slo, "attainment": args.attainment, "policy": args.policy, "profile": profile.name,
+            "replicas": {str(size.tokens): size.kept for size in tried}, "answers": answers, "assumed": assumed, "points": points}  # fmt: skip
+    about |= {"workload": datasets.describe(args, work), "plan": plan}
+    files.write(args, about, {named(size): size.found.report for size in tried}, {named(size): size.records for size in tried}, console, about)
+    return 0 if any(size.kept for size in tried) else 1
+
+
+def profile_of(args: argparse.Namespace, checkpoint: Checkpoint | None) -> Profile:
+    """Raises BadOption."""
+    context = args.max_model_len or (checkpoint.shape.context if checkpoint else None)
+    try:
+        return load_profile(args.profile, max_model_len=context, block_size=args.block_size)
+    except ValueError as error:
+        raise BadOption(f"--profile {error}") from None
+
+
+def tokens_of(args: argparse.Namespace, profile: Profile, found: dict | None) -> list[int]:
+    """Sizes of the cache to try. Raises BadOption."""
+    if args.kv_tokens is None and found and found[args.kv_cache_dtype]["memory"] is None:
+        raise BadOption("to plan replicas of this model its KV cache must be known: give --gpu-memory 80GiB, --kv-cache-memory-bytes or --kv-tokens")
+    own = found[args.kv_cache_dtype]["tokens_kept"] if found and args.kv_tokens is None else profile.num_blocks * profile.block_size
+    tried = args.kv_tokens or [own // 2, own, 2 * own]
+    if tried[0] < (least := 2 * profile.block_size):
+        raise BadOption(f"a KV cache of {tried[0]:,} tokens is none: at least {least} are needed")
+    return tried
+
+
+def named(size: Size) -> str:
+    return f"{size.found.replicas} × {size.tokens:,} tokens"
+
+
+def answer(args: argparse.Namespace, fleet: Fleet, size: Size) -> str:
+    limits = show.limits(fleet.slo)
+    if size.kept is None:
+        best = size.found
+        return (f"With {size.tokens:,} tokens each, not even {size.missed} replicas keep {limits} for {args.attainment:.4g} of the requests: "
+                f"{percent(best.share)} there" + refused(best))  # fmt: skip
+    gpus = size.kept * args.tensor_parallel_size
+    text = f"{size.kept} replica{'s' * (size.kept > 1)} of {size.tokens:,} tokens"
+    text += f" ({gpus} GPUs)" if gpus > size.kept else ""
+    enough = size.found
+    text += f": {percent(enough.share)} within {limits}, hit rate {percent(enough.report['cache']['hit_rate'])}"
+    return text + (f"; {size.missed} would give {percent(size.points[size.missed].share)}" if size.missed else "") + refused(enough)
+
+
+def refused(point: Point) -> str:
+    """Requests that do not fit are the load's doing, and no number of replicas helps."""
+    too_long = point.report["errors"].get("http_400", 0)
+    return f"; {too_long} requests are longer than a replica takes" if too_long else ""
+
+
+def curve(tried: list[Size]) -> Table:
+    """Replicas down, sizes of the cache across: share within the SLO, and hit rate."""
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", title="Requests within the SLO, and hit rate", title_justify="left")
+    shown.add_column("replicas", justify="right")
+    for size in tried:
+        shown.add_column(f"{size.tokens:,} tokens", justify="right")
+    for number in sorted({number for size in tried for number in size.points}):
+        shown.add_row(str(number), *(_cell(size.points.get(number), number == size.kept) for size in tried))
+    return shown
+
+
+def _cell(point: Point | None, chosen: bool) -> str:
+    if point is None:
+        return ""
+    text = f"{percent(point.share)}  {percent(point.report['cache']['hit_rate']):>7}"
+    return f"[bold green]{text}[/]" if chosen else text
+
+
+def assumptions(args: argparse.Namespace, checkpoint: Checkpoint | None, found: dict | None, profile: Profile) -> list[str]:
+    """What the answer rests on."""
+    said = [f"engines as fast as the profile {profile.name} says" + (", whatever this model's size: `hitherto calibrate` measures yours" if checkpoint else ""),
+            f"one gateway, {args.policy}, with KV events; replicas neither fail nor come late; their caches are empty at the start",
+            "every request counts, the first ones too; what fails or is too long counts as not within the SLO"]  # fmt: skip
+    if by_tokens(profile) is not profile:
+        said.append("a decode step takes longer with the tokens in use, at the rate of that profile's own cache between empty and full")
+    if found and not args.kv_tokens:
+        one = found[args.kv_cache_dtype]
+        if not args.kv_cache_memory_bytes:
+            said.append(f"{args.gpu_memory_utilization:.0%} of each GPU's {args.gpu_memory / GIB:.4g} GiB for the engine, of which {RESERVE / GIB:.2g} GiB are for neither "
+                        "weights nor cache (a guess; vLLM's log has the memory that is left)")  # fmt: skip
+        if one["groups"] > 1:
+            said.append("every layer keeps every token, as it does for cached prefixes; running requests need less where layers have windows")
+    return said

@@ -1,0 +1,101 @@
+"""Two results put against each other in plain sentences; says "worse" as readily as "better"."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from loadgen.report import show
+from loadgen.report.summary import Report, Reports, fair_share
+
+# Smaller differences between single runs are noise (two seeds of one gateway differ by this much).
+SAME = 0.05
+
+
+def factor(ratio: float) -> str:
+    return f"{ratio:.0f} ×" if ratio >= 10 else f"{ratio:.1f} ×"
+
+
+def less_or_more(new: float, old: float, less: str, more: str, same: str = "about the same") -> str:
+    """`less_or_more(50, 100, "sooner", "later")` -> "2.0 × sooner"."""
+    if abs(new - old) <= SAME * old:
+        return same
+    if min(new, old) <= 0:
+        return f"{less if new < old else more} (from or to nothing, so no ratio)"
+    return f"{factor(old / new)} {less}" if new < old else f"{factor(new / old)} {more}"
+
+
+def comparison(name: str, report: Report, base_name: str, base: Report) -> list[str]:
+    """Sentences on `report` against `base`; what neither knows is left out."""
+    sentences = [_cache(name, report, base_name, base), _prefill(report, base), _ttft(report, base, base_name),
+                 _spread(report, base, base_name), _failures(name, report, base_name, base)]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _cache(name: str, report: Report, base_name: str, base: Report) -> str | None:
+    new, old = report["cache"]["hit_rate"], base["cache"]["hit_rate"]
+    if new is None or old is None:
+        return None
+    return (f"{name} found {new * 100:.0f} % of all prompt tokens in a cache, {base_name} {old * 100:.0f} %: "
+            f"{less_or_more(new, old, 'fewer', 'as many')}.")
+
+
+def _prefill(report: Report, base: Report) -> str | None:
+    new, old = report["cache"]["prefill_tokens"], base["cache"]["prefill_tokens"]
+    if new is None or old is None:
+        return None
+    return (f"Its engines computed {new:,} prompt tokens instead of {old:,}: "
+            f"{less_or_more(new, old, 'less work', 'more work')}.")
+
+
+def _ttft(report: Report, base: Report, base_name: str) -> str | None:
+    new, old = report["ttft_ms"], base["ttft_ms"]
+    if not new or not old:
+        return None
+    parts = [f"{new[key]:,.0f} ms at {key} ({base_name} {old[key]:,.0f} ms, "
+             f"{less_or_more(new[key], old[key], 'sooner', 'later')})" for key in ("p50", "p99")]
+    return f"The first token came after {' and '.join(parts)}."
+
+
+def _spread(report: Report, base: Report, base_name: str) -> str | None:
+    new, old = fair_share(report), fair_share(base)
+    if new is None or old is None:
+        return None
+    return f"The busiest replica got {new:.2f} × an even share of the requests ({base_name} {old:.2f} ×)."
+
+
+def _failures(name: str, report: Report, base_name: str, base: Report) -> str | None:
+    if not report["failed"] and not base["failed"]:
+        return None
+    return f"Requests failed: {report['failed']} with {name}, {base['failed']} with {base_name}."
+
+
+def void_because(reports: Reports) -> str | None:
+    """Return why the targets' figures cannot be compared, or None: their figures are of the requests that each answered.
+
+    A difference of at most 1 % of the requests moves no figure that a single run can tell, and the errors are in the report. An
+    interrupted run is cut where the user cut it, and says so itself.
+    """
+    if any(report["interrupted"] for report in reports.values()):
+        return None
+    answered = {name: report["completed"] for name, report in reports.items()}
+    if max(answered.values()) - min(answered.values()) <= 0.01 * max(report["requests"] for report in reports.values()):
+        return None
+    return "the targets did not answer the same requests: " + ", ".join(
+        f"{name} {count:,} of {reports[name]['requests'] + reports[name]['not_sent']:,}" for name, count in answered.items())
+
+
+def print_comparison(console: Console, reports: Reports) -> None:
+    """Print all there is to say of targets measured under the same load."""
+    console.print(show.comparison_table(reports))
+    say_ratios(console, reports)
+    show.print_troubles(console, reports)
+
+
+def say_ratios(console: Console, reports: Reports) -> None:
+    """Every later target in words against the first, and loudly if they did not do the same work."""
+    if void := void_because(reports):
+        console.print(f"\n[bold red]This comparison is void:[/] {void}. The figures of each are of what it answered.")
+    (base_name, base), *others = reports.items()
+    for name, report in others:
+        console.print()
+        console.print(show.bullets(comparison(name, report, base_name, base)))

@@ -1,0 +1,144 @@
+"""Reports as files, and the flags that ask for them: a page and plots for people, a line per request for whoever computes on.
+
+All come from the same two dictionaries by target or policy, its report (`report.summarise`) and its records, whether they
+were measured or simulated. matplotlib, an extra of the project, is loaded only when something is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+
+from loadgen.drive.records import Record
+from loadgen.options import BadOption
+from loadgen.report.summary import Records, Reports, began, parse_slo
+
+COLUMNS = ("target", "conversation", "turn", "due_s", "sent_s", "lateness_ms", "ttft_ms", "tpot_ms", "e2el_ms", "prompt_tokens",
+           "output_tokens", "cached_tokens", "predicted_tokens", "replica", "status", "error")
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("report")
+    group.add_argument("--slo", "--goodput", nargs="+", metavar="LIMIT", help="e.g. ttft:500ms,tpot:50ms: count what meets it")
+    group.add_argument("--json", "--result-filename", type=Path, metavar="FILE", help="write all figures (- for stdout)")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write a page with tables and plots (pip install 'hitherto[plots]')")
+    group.add_argument("--png", type=Path, metavar="FILE", help="write the plots alone")
+    group.add_argument("--csv", type=Path, metavar="FILE", help="write a line per request")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Find out before a run, not after it, what is wrong. Raises BadOption, BadSLO."""
+    slo(args)
+    for kind in ("json", "html", "png", "csv"):
+        check_writable(getattr(args, kind), f"--{kind}")
+    if (args.html or args.png) and not can_draw():
+        raise BadOption("--html and --png need matplotlib: pip install 'hitherto[plots]'")
+
+
+def slo(args: argparse.Namespace) -> dict[str, float] | None:
+    return parse_slo(" ".join(args.slo)) if args.slo else None
+
+
+def check_writable(path: Path | None, flag: str = "--json") -> None:
+    """Raises BadOption when a flag names a place that can't be written."""
+    if path is None or str(path) == "-":
+        return
+    folder = path.resolve().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise BadOption(f"{flag} {path}: can't be written; name a file in a folder that exists")
+
+
+def write_json(path: Path | None, report: object, console: Console) -> None:
+    if path is None:
+        return
+    data = orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n"
+    if str(path) == "-":
+        os.write(1, data)
+        return
+    path.write_bytes(data)
+    console.print(f"[dim]figures written to {path}[/]")
+
+
+def write(args: argparse.Namespace, figures: object, reports: Reports, records: Records, console: Console,
+          about: Mapping[str, object] | None = None) -> None:
+    """Write whatever was asked for: `figures` as JSON, the rest from reports and records by the name of target or policy.
+
+    `about` has the `setting` and the `workload` where they are not in the reports themselves.
+    """
+    write_json(args.json, figures, console)
+    if args.html or args.png:
+        draw(reports, records, about or {}, args.html, args.png)
+    if args.csv:
+        write_csv(args.csv, records)
+    for what, path in (("page", args.html), ("plots", args.png), ("requests", args.csv)):
+        if path:
+            console.print(f"[dim]{what} written to {path}[/]")
+
+
+def can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def draw(reports: Reports, records: Records, about: Mapping[str, object], html: Path | None, png: Path | None) -> None:
+    """Write the page, the sheet of plots, or both.
+
+    `about` has the `setting` and the `workload`, of a sweep (`loadgen.sweep`) its `sweep`, of a plan (`hitherto plan`) its `plan`;
+    without the first two those of the first report are taken.
+    """
+    from loadgen.report import page, plots  # matplotlib takes half a second, and may be missing
+
+    about = {key: next(iter(reports.values())).get(key) for key in ("setting", "workload")} | dict(about)
+    sweep, plan = about.get("sweep"), about.get("plan")
+    drawn = plots.lines(reports, ordered=bool(sweep or plan))
+    figures = plots.of_runs(reports, records, drawn)
+    if sweep:
+        figures = plots.of_sweep(sweep["steps"], sweep["slo_ms"], sweep["attainment"], sweep["rate"]) + figures[:1]
+    title = _title(reports, about)
+    if plan:
+        figures = plots.of_plan(plan["points"], plan["attainment"], drawn) + figures
+    if html:
+        html.write_text(page.page(title, reports, records, drawn, figures, about), encoding="utf-8")
+    if png:
+        plots.png(png, figures, drawn, title)
+
+
+def _title(reports: Reports, about: Mapping[str, object]) -> str:
+    load = (about.get("workload") or {}).get("dataset_name") or "load"
+    if about.get("sweep"):
+        return f"{load}: the highest rate that keeps the SLO"
+    if about.get("plan"):
+        return f"{load}: how many replicas keep the SLO"
+    return f"{load}: {' against '.join(reports)}" if len(reports) < 3 else f"{load}: {len(reports)} side by side"
+
+
+def write_csv(path: Path, records: Records) -> None:
+    """A line per request in the order of sending; what is not known is left empty."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(COLUMNS)
+        for name, done in records.items():
+            zero = began(done)
+            table.writerows(_row(name, record, zero) for record in sorted(done, key=lambda record: (record.sent, record.due)))
+
+
+def _row(name: str, record: Record, zero: float) -> tuple[object, ...]:
+    failed = record.error is not None
+    return (name, record.conversation, record.turn, _seconds(record.due - zero), _seconds(record.sent - zero),
+            _milliseconds(record.lateness), _milliseconds(record.ttft), _milliseconds(None if failed else record.tpot),
+            _milliseconds(record.e2e), record.prompt_tokens, record.outputs, record.cached_tokens, record.predicted_tokens,
+            record.replica, record.status or None, record.error)
+
+
+def _seconds(value: float) -> float:
+    return round(value, 6)
+
+
+def _milliseconds(value: float | None) -> float | None:
+    return None if value is None else round(value * 1000, 3)

@@ -1,0 +1,197 @@
+"""From records to figures: one dictionary, the same that `--json` writes.
+
+TTFT, ITL, TPOT and E2E are defined as `vllm bench serve` defines them; percentiles interpolate
+linearly. Everything in milliseconds says so in its name, other times are seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+
+from loadgen.drive.processes import Processes
+from loadgen.drive.records import Record
+from loadgen.drive.run import Run
+
+# The generator is suspected when it kept a core this busy, or when its lateness at p50 or p99 is more than
+# LATE_MS and more than this share of the TTFT there.
+BUSY_CORE = 0.85
+LATE_MS, LATE_SHARE = 10.0, 0.1
+_SLO_KEYS = ("ttft", "tpot", "e2el")
+_UNITS = {"ms": 1.0, "s": 1000.0, "": 1.0}
+
+
+Report = Mapping[str, object]  # as `summarise` makes it
+Reports = Mapping[str, Report]  # by target or policy
+Records = Mapping[str, Sequence[Record]]
+
+
+class BadSLO(ValueError):
+    """The SLO can't be read; the message says which part."""
+
+
+def parse_slo(text: str) -> dict[str, float]:
+    """`ttft:500ms,tpot:50ms` -> {"ttft": 500.0, "tpot": 50.0}, in milliseconds. Raises BadSLO.
+
+    A bare number is milliseconds and blanks separate as commas do, which is how
+    `vllm bench serve --goodput` writes it.
+    """
+    slo = {}
+    for part in text.replace(",", " ").split():
+        key, _, value = part.partition(":")
+        key = {"e2e": "e2el"}.get(key, key)
+        number = value.rstrip("ms")
+        try:
+            limit = float(number) * _UNITS[value[len(number):]]
+        except (ValueError, KeyError):
+            limit = -1.0
+        if key not in _SLO_KEYS or not limit > 0:
+            raise BadSLO(f"{part!r}: an SLO reads ttft:500ms, tpot:50ms or e2el:10s, joined by commas")
+        slo[key] = limit
+    if not slo:
+        raise BadSLO("an SLO reads ttft:500ms, tpot:50ms or e2el:10s, joined by commas")
+    return slo
+
+
+def began(records: Sequence[Record]) -> float:
+    """The zero of a run's times: when its first request was due."""
+    return min((record.due for record in records), default=0.0)
+
+
+def meets(record: Record, slo: Mapping[str, float]) -> bool:
+    """Whether a request that succeeded was answered within every limit (ms).
+
+    As in vLLM's benchmark a reply of one token counts with a TPOT of 0.
+    """
+    values = {"ttft": record.ttft or 0.0, "tpot": record.tpot or 0.0, "e2el": record.e2e}
+    return all(values[key] * 1000 <= limit for key, limit in slo.items())
+
+
+def spread(seconds: Iterable[float | None]) -> dict[str, float] | None:
+    """Mean, p50, p90, p99 and max in ms; None when there is nothing to describe."""
+    values = np.array([value for value in seconds if value is not None])
+    if not values.size:
+        return None
+    values *= 1000
+    p50, p90, p99 = np.percentile(values, (50, 90, 99))
+    return {"mean": round(float(values.mean()), 3), "p50": round(float(p50), 3), "p90": round(float(p90), 3),
+            "p99": round(float(p99), 3), "max": round(float(values.max()), 3)}
+
+
+def summarise(run: Run | Processes, slo: Mapping[str, float] | None = None) -> dict[str, object]:
+    """All figures of one run. Keys whose source was absent (usage, headers) hold None."""
+    good = [record for record in run.done if record.error is None]
+    seconds = max(run.ended - run.began, 1e-9)
+    failures = Counter(record.error for record in run.done if record.error)
+    examples = {record.error: record.detail for record in reversed(run.done) if record.error}
+    output = sum(record.outputs for record in good)
+    return {
+        "duration_s": round(seconds, 3), "interrupted": run.interrupted,
+        "requests": len(run.done), "completed": len(good), "failed": len(run.done) - len(good),
+        "not_sent": run.not_sent, "conversations": len(run.conversations),
+        "errors": dict(failures), "error_examples": examples,
+        "request_throughput": round(len(good) / seconds, 3),
+        "output_throughput": round(output / seconds, 3), "total_output_tokens": output,
+        "ttft_ms": spread(record.ttft for record in good),
+        "itl_ms": spread(gap for record in good for gap in record.gaps),
+        "tpot_ms": spread(record.tpot for record in good),
+        "e2el_ms": spread(record.e2e for record in good),
+        "ttft_from_due_ms": spread(record.ttft + record.lateness for record in good if record.first is not None),
+        "goodput": _goodput(good, len(run.done) + (0 if run.interrupted else run.not_sent), slo, seconds),
+        "cache": cache_figures(good),
+        "replicas": _replicas(run.done, getattr(run, "replicas", ())),
+        "generator": _generator(run, seconds),
+    }
+
+
+def _goodput(good: list[Record], requests: int, slo: Mapping[str, float] | None, seconds: float) -> dict[str, object] | None:
+    """`share`: of all `requests`; one that failed, or was never sent since the one before it failed, kept no limit."""
+    if not slo:
+        return None
+    met = sum(meets(record, slo) for record in good)
+    return {"slo_ms": dict(slo), "met": met, "share": round(met / requests, 4) if requests else 0.0,
+            "request_goodput": round(met / seconds, 3)}
+
+
+def cache_figures(records: list[Record]) -> dict[str, object]:
+    """Prompt tokens, and of them those cached: as the engine reports and as a gateway predicted.
+
+    Each rate is over the requests that tell; `prefill_tokens` is what engines had to compute.
+    """
+    told = [record for record in records if record.prompt_tokens is not None]
+    reported = [record for record in told if record.cached_tokens is not None]
+    predicted = [record for record in told if record.predicted_tokens is not None]
+    prompt = sum(record.prompt_tokens for record in reported)
+    cached = sum(record.cached_tokens for record in reported)
+    hoped_of, hoped = (sum(record.prompt_tokens for record in predicted),
+                       sum(record.predicted_tokens for record in predicted))
+    return {
+        "prompt_tokens": sum(record.prompt_tokens for record in told) if told else None,
+        "reported_on": len(reported), "predicted_on": len(predicted),
+        "cached_tokens": cached if reported else None,
+        "predicted_tokens": hoped if predicted else None,
+        "hit_rate": round(cached / prompt, 4) if prompt else None,
+        "predicted_hit_rate": round(hoped / hoped_of, 4) if hoped_of else None,
+        "prefill_tokens": prompt - cached if reported else None,
+    }
+
+
+def _replicas(records: list[Record], known: Iterable[str]) -> dict[str, dict[str, object]]:
+    """Requests and cache figures by `x-hitherto-replica`, and of those `known` that got none; empty where nothing names replicas."""
+    by_name: dict[str, list[Record]] = {name: [] for name in known}
+    for record in records:
+        if record.replica is not None:
+            by_name.setdefault(record.replica, []).append(record)
+    return {name: {"requests": len(mine), "failed": sum(record.error is not None for record in mine),
+                   **cache_figures([record for record in mine if record.error is None])}
+            for name, mine in sorted(by_name.items(), key=lambda item: (len(item[0]), item[0]))}
+
+
+def _generator(run: Run | Processes, seconds: float) -> dict[str, object]:
+    """How late the generator sent, how busy it was, and whether it, not the server, was the limit.
+
+    Of several processes the busiest one's CPU counts; a short run has no busiest second but its own share.
+    """
+    late = spread(record.lateness for record in run.done)
+    busy = run.cpu_seconds / seconds
+    ttft = spread(record.ttft for record in run.done if record.error is None)
+    matters = late and any(late[key] > max(LATE_MS, LATE_SHARE * ttft[key] if ttft else 0.0) for key in ("p50", "p99"))
+    full = max(busy, run.busiest_second) > BUSY_CORE
+    return {"loop": "closed" if run.users else "bounded" if run.max_concurrency else "open", "users": run.users,
+            "max_concurrency": run.max_concurrency, "lateness_ms": late, "cpu_share": round(busy, 3),
+            "cpu_busiest_second": round(max(busy, run.busiest_second), 3), "processes": run.processes,
+            "connections": run.connections, "was_the_limit": busy > BUSY_CORE or bool(matters), "core_was_full": full}
+
+
+def fair_share(report: Report) -> float | None:
+    """The busiest replica's requests over the mean; 1.0 is even."""
+    counts = [figures["requests"] for figures in report["replicas"].values()]
+    return max(counts) * len(counts) / sum(counts) if len(counts) > 1 and sum(counts) else None
+
+
+def setting(command: list[str], seed: int) -> dict[str, object]:
+    """Where and how figures were made: machine, versions, command, seed."""
+    versions = {"python": platform.python_version()}
+    for package in ("hitherto", "uvloop", "httptools"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "unknown"
+    return {"command": " ".join(command), "seed": seed, "machine": machine(), "versions": versions}
+
+
+def machine() -> str:
+    """One line: cores, processor, kernel."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
+    except OSError:
+        pass  # not Linux
+    return f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores, " \
+           f"{model}, {platform.system()} {platform.release()}"

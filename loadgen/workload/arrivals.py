@@ -1,0 +1,56 @@
+"""When requests are due. Pure: seconds from the start of the run, no clock.
+
+Open loop: the schedule is fixed before the first request is sent and never waits for an answer,
+so a slow server meets the load it would meet from strangers. What the generator itself adds, the
+lateness between due and sent, is measured by `drive` and reported: a large lateness means that
+the figures describe the generator (coordinated omission) and not the server.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """A rate that goes from `start` to `end` over the requests of a run, by equal steps or by equal factors."""
+
+    start: float
+    end: float
+    exponential: bool = False
+
+    def rate(self, progress: float) -> float:
+        if self.exponential:
+            return self.start * (self.end / self.start) ** progress
+        return self.start + (self.end - self.start) * progress
+
+
+def gap(rate: float, burstiness: float, rng: random.Random) -> float:
+    """Seconds to the next of `rate` events per second, gamma-distributed with shape `burstiness`.
+
+    1 makes a Poisson process, less makes bursts, more is more regular, infinity is constant: what `--burstiness` means to
+    vLLM's benchmark. An infinite rate puts all at once.
+    """
+    if math.isinf(rate):
+        return 0.0
+    if burstiness == 1:
+        return rng.expovariate(rate)
+    return 1 / rate if math.isinf(burstiness) else rng.gammavariate(burstiness, 1 / (rate * burstiness))
+
+
+def conversation_starts(turns: list[int], request_rate: float, rng: random.Random, burstiness: float = 1.0,
+                        ramp: Ramp | None = None) -> list[float]:
+    """Start times (s) for conversations of the given numbers of turns.
+
+    `request_rate` counts requests, as vLLM's benchmark does. Later turns follow their
+    conversation's replies, so what arrives as a process is the conversations, at
+    request_rate / mean turns. A `ramp` replaces the rate.
+    """
+    at, starts, all_turns = 0.0, [], sum(turns)
+    for index in range(len(turns)):
+        rate = ramp.rate(index / max(1, len(turns) - 1)) if ramp else request_rate
+        at += gap(rate * len(turns) / all_turns, burstiness, rng) if index else 0.0
+        starts.append(at)
+    return starts

@@ -1,0 +1,80 @@
+"""What is asked: conversations, each a list of turns.
+
+A turn names the messages it adds, so the prompt of turn k is everything before it plus these. What a message says is
+text, or spans of tokens that stand for text nobody has (a trace's, a generator's): these become token ids or words
+(`synthetic`) when a request is about to be sent, and a simulation needs neither. All randomness comes from the seed: the
+same seed asks the same questions of every target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+Message = dict[str, object]  # as OpenAI has it; "content" may also be a tuple of Spans
+
+
+class BadWorkload(ValueError):
+    """A workload file that can't be used; the message names the file, the line and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` tokens named by ids: each id stands for `block` of them, the last for what is left.
+
+    The same id stands for the same tokens wherever it comes; different ids share none.
+    """
+
+    ids: Sequence[int]
+    length: int
+    block: int
+
+
+def span(name: int, length: int) -> Span:
+    """`length` tokens with one name: a system prompt, a document, a reply."""
+    return Span((name,), length, max(1, length))
+
+
+@dataclass(slots=True)
+class Turn:
+    messages: list[Message]  # what this turn adds to the conversation
+    max_tokens: int
+    reply: Message | None = None  # what the file says was answered
+    think: float = 0.0  # seconds between the last reply and this turn
+    forks: tuple[Conversation, ...] = ()  # begin when this turn is answered, and go on from there on their own
+
+
+@dataclass(slots=True)
+class Conversation:
+    id: str
+    turns: list[Turn]
+    extra: dict[str, object] = field(default_factory=dict)  # fields for every request, e.g. tools
+    with_last: bool = False  # begins at the very moment the conversation before it begins
+
+    @property
+    def requests(self) -> int:
+        return sum(1 + sum(fork.requests for fork in turn.forks) for turn in self.turns)
+
+
+@dataclass(slots=True)
+class Workload:
+    """A whole load: what `drive` sends on the wall clock and what a simulation plays on a virtual one."""
+
+    conversations: list[Conversation]
+    starts: list[float]  # seconds from the beginning of the run, one for each conversation, ascending
+    notes: list[str] = field(default_factory=list)  # what is worth knowing of its file: what was left out, and why
+
+    @property
+    def requests(self) -> int:
+        return sum(conversation.requests for conversation in self.conversations)
+
+    def share(self, index: int, of: int) -> Workload:
+        """Every `of`-th conversation, for one process of several."""
+        return Workload(self.conversations[index::of], self.starts[index::of])
+
+
+def spans_of(messages: Sequence[Message]) -> Iterator[Span]:
+    """The spans that messages say, in order; text is passed over."""
+    for message in messages:
+        if isinstance(content := message.get("content"), tuple):
+            yield from content

@@ -1,0 +1,250 @@
+"""Which load is meant: a table of names, the flags each takes, and when its requests are due.
+
+A load is a function (rng, requests, **flags) -> Workload. Its keyword arguments are the flags it takes, by their names and
+with their defaults; a flag it has no use for is refused. Names and flags are those of `vllm bench serve` where it has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import random
+import zlib
+from collections.abc import Callable
+from functools import partial, wraps
+from pathlib import Path
+
+from loadgen.options import BadOption, positive, rate, seconds, share, whole
+from loadgen.workload import generators, texts, traces
+from loadgen.workload.arrivals import Ramp, conversation_starts
+from loadgen.workload.conversations import Conversation, Workload
+from loadgen.workload.documents import documents
+from loadgen.workload.files import Reader
+from loadgen.workload.synthetic import VOCABULARY
+
+REQUESTS, RATE = 200, 4.0  # where neither flags nor a trace say
+_SHAPE = ("dataset_path", "turns", "think_time", "num_prefixes", "prefix_len", "suffix_len", "output_len", "range_ratio", "zipf",
+          "documents_per_prompt", "forks", "best_of", "trace_start", "trace_seconds", "trace_speed", "trace_jitter",
+          "timed_trace_chunk_hash_size", "timed_trace_sec_multiplier", "bad_lines", "disable_shuffle")  # fmt: skip
+
+
+def _multi_turn(rng: random.Random, requests: int | None, *, dataset_path: Path | None = None, num_prefixes: int = 12,
+                prefix_len: int = 2000, turns: int = 5, think_time: float = 1.0, output_len: int = 64) -> Workload:
+    about = documents(dataset_path, num_prefixes, prefix_len * texts.CHARS_PER_TOKEN)
+    return Workload(texts.multi_turn(about, requests or REQUESTS, turns, think_time, output_len, rng), [])
+
+
+def _shared_prefix(rng: random.Random, requests: int | None, *, dataset_path: Path | None = None, num_prefixes: int = 12,
+                   prefix_len: int = 2000, suffix_len: int = 128, output_len: int = 64) -> Workload:
+    about = documents(dataset_path, num_prefixes, prefix_len * texts.CHARS_PER_TOKEN)
+    return Workload(texts.shared_prefix(about, requests or REQUESTS, num_prefixes, suffix_len, output_len, rng), [])
+
+
+def _conversations(parse: Callable, rng: random.Random, requests: int | None, *, dataset_path: Path, think_time: float = 1.0,
+                   output_len: int | None = None, bad_lines: str = "stop", disable_shuffle: bool = False) -> Workload:
+    reader = Reader(dataset_path, bad_lines == "skip")
+    asked = traces.conversation_file(dataset_path, requests, output_len, think_time, rng, parse=parse, reader=reader,
+                                     shuffle=not disable_shuffle)
+    return Workload(asked, [], reader.notes())
+
+
+def _hash_trace(rng: random.Random, requests: int | None, *, dataset_path: Path, timed_trace_chunk_hash_size: int = 16,
+                timed_trace_sec_multiplier: float = 1.0, output_len: int | None = None, bad_lines: str = "stop",
+                trace_start: float = 0.0, trace_seconds: float = math.inf, trace_speed: float = 1.0,
+                trace_jitter: float = 0.0) -> Workload:
+    reader = Reader(dataset_path, bad_lines == "skip")
+    timed = traces.hash_trace(reader, timed_trace_chunk_hash_size, timed_trace_sec_multiplier, output_len)
+    return traces.replay(timed, reader, requests, rng, start=trace_start, seconds=trace_seconds, speed=trace_speed,
+                         jitter=trace_jitter)
+
+
+def _azure(rng: random.Random, requests: int | None, *, dataset_path: Path, output_len: int | None = None, bad_lines: str = "stop",
+           trace_start: float = 0.0, trace_seconds: float = math.inf, trace_speed: float = 1.0,
+           trace_jitter: float = 0.0) -> Workload:
+    reader = Reader(dataset_path, bad_lines == "skip")
+    return traces.replay(traces.azure_trace(reader, output_len), reader, requests, rng, start=trace_start, seconds=trace_seconds,
+                         speed=trace_speed, jitter=trace_jitter)
+
+
+def _made(generator: Callable[..., list[Conversation]]) -> Callable[..., Workload]:
+    @wraps(generator)
+    def load(rng: random.Random, requests: int | None, **shape: object) -> Workload:
+        return Workload(generator(rng, requests or REQUESTS, **shape), [])
+    return load
+
+
+_TEXTS: dict[str, Callable[..., Workload]] = {
+    "multi-turn": _multi_turn, "shared-prefix": _shared_prefix,
+    "conversations": partial(_conversations, traces.openai_messages), "sharegpt": partial(_conversations, traces.sharegpt),
+    "custom": partial(_conversations, traces.custom),
+}  # fmt: skip
+_TRACES: dict[str, Callable[..., Workload]] = {
+    "mooncake": partial(_hash_trace, timed_trace_chunk_hash_size=512, timed_trace_sec_multiplier=1e-3),
+    "bailian": _hash_trace, "timed_trace": _hash_trace, "azure": _azure,
+}  # fmt: skip
+_GENERATORS: dict[str, Callable[..., Workload]] = {
+    "prefix_repetition": _made(generators.prefix_repetition), "chat": _made(generators.chat), "rag": _made(generators.rag),
+    "agents": _made(generators.agents), "best-of-n": _made(generators.best_of_n),
+    "long-document-qa": _made(generators.long_document_qa), "random": _made(generators.random_tokens),
+}  # fmt: skip
+DATASETS = _TEXTS | _TRACES | _GENERATORS
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument("--dataset-name", choices=tuple(DATASETS), metavar="NAME",
+                       help=f"one of {', '.join(DATASETS)} (default: what the file is, else multi-turn)")
+    group.add_argument("--dataset-path", "--trace", type=Path, metavar="FILE",
+                       help="a trace, a file of conversations (.gz too), or a text to talk about "
+                            "(default: the standard library's documentation)")
+    group.add_argument("--num-prompts", "--requests", type=whole, metavar="N",
+                       help=f"requests in all; every turn is one (default {REQUESTS}, or the whole file)")
+    group.add_argument("--seed", type=int, default=0, help="same seed, same load (default %(default)s)")
+    group.add_argument("--replies", choices=("file", "engine"),
+                       help="whose replies stay in the conversation (default: the file's where it has them)")
+    group.add_argument("--bad-lines", choices=("stop", "skip"), help="what to do about lines of a file that are wrong (default stop)")
+    group.add_argument("--disable-shuffle", action="store_const", const=True, help="take a file's conversations in their order")
+    group.add_argument("--vocab-size", type=whole, metavar="N",
+                       help=f"token ids made up are below this (default: what the model has where its config.json is at hand, {VOCABULARY} at most)")
+    _add_arrivals(parser.add_argument_group("when"))
+    _add_shape(parser.add_argument_group("shape of the load, in tokens; each load has its own defaults"))
+
+
+def _add_arrivals(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--request-rate", type=rate, metavar="R",
+                       help=f"requests per second; inf sends all at once (default: the trace's own times, else {RATE:g})")
+    group.add_argument("--burstiness", type=rate, default=1.0, metavar="B",
+                       help="shape of the gamma-distributed gaps: 1 Poisson, less in bursts, inf constant (default %(default)g)")
+    group.add_argument("--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate rise or fall over the run")
+    group.add_argument("--ramp-up-start-rps", type=positive, metavar="R", help="rate of a ramp at its start")
+    group.add_argument("--ramp-up-end-rps", type=positive, metavar="R", help="and at its end")
+    group.add_argument("--users", type=whole, metavar="N", help="closed loop: N users, each with one conversation at a time")
+    group.add_argument("--max-concurrency", type=whole, metavar="N",
+                       help="never more requests in flight; the wait shows up as lateness")
+    group.add_argument("--processes", type=whole, default=1, metavar="N", help="spread the generator over N processes (default 1)")
+    group.add_argument("--trace-start", type=seconds, metavar="S", help="traces: leave out what comes before this second")
+    group.add_argument("--trace-seconds", type=positive, metavar="S", help="traces: and play so many seconds of it")
+    group.add_argument("--trace-speed", type=positive, metavar="X", help="traces: play it X times as fast (default 1)")
+    group.add_argument("--trace-jitter", type=seconds, metavar="S", help="traces: move each request by up to S seconds (default 0)")
+
+
+def _add_shape(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--turns", type=whole, metavar="N", help="mean turns of a conversation, or steps of an agent")
+    group.add_argument("--think-time", type=seconds, metavar="S",
+                       help="mean seconds between a reply and the next turn")
+    group.add_argument("--num-prefixes", "--prefix-repetition-num-prefixes", type=whole, metavar="N",
+                       help="different documents or system prompts")
+    group.add_argument("--prefix-len", "--prefix-repetition-prefix-len", type=whole, metavar="N", help="length of each")
+    group.add_argument("--suffix-len", "--prefix-repetition-suffix-len", "--random-input-len", type=whole, metavar="N",
+                       help="length of each question, task or tool result")
+    group.add_argument("--output-len", "--prefix-repetition-output-len", "--random-output-len", "--sharegpt-output-len",
+                       "--custom-output-len", type=whole, metavar="N", help="length of a reply (default: as in the file)")
+    group.add_argument("--range-ratio", "--random-range-ratio", type=share, metavar="R", help="lengths vary from 1-R to 1+R times these")
+    group.add_argument("--zipf", type=seconds, metavar="S", help="the k-th most popular document or system prompt is asked 1/k^S as often")
+    group.add_argument("--documents-per-prompt", type=whole, metavar="N", help="rag: passages before each question")
+    group.add_argument("--forks", type=whole, metavar="N", help="agents: sub-agents started at once")
+    group.add_argument("--best-of", type=whole, metavar="N", help="best-of-n: times each prompt is asked at once")
+    group.add_argument("--timed-trace-chunk-hash-size", type=whole, metavar="N", help="tokens of one hash id in a trace of another kind")
+    group.add_argument("--timed-trace-sec-multiplier", type=positive, metavar="X", help="and seconds of one unit of its timestamps")
+
+
+def dataset(args: argparse.Namespace) -> str:
+    """The load's name; a file says it by what it holds. Raises BadOption, BadWorkload."""
+    if args.dataset_name is None:
+        return args.dataset_path and traces.guess(args.dataset_path) or "multi-turn"
+    return args.dataset_name
+
+
+def shape(args: argparse.Namespace) -> dict[str, object]:
+    """The flags given that make the load what it is. Raises BadOption for those it has no use for."""
+    name = dataset(args)
+    takes = inspect.signature(DATASETS[name]).parameters
+    given = {key: value for key in _SHAPE if (value := getattr(args, key)) is not None}
+    if "think_time" not in takes:  # single requests: no pause is as good as any
+        given.pop("think_time", None)
+    for key in given:
+        if key not in takes:
+            raise BadOption(f"--{key.replace('_', '-')} means nothing to {name}")
+    if "dataset_path" in takes and takes["dataset_path"].default is inspect.Parameter.empty and args.dataset_path is None:
+        raise BadOption(f"--dataset-name {name} needs --dataset-path FILE")
+    return given
+
+
+def check(args: argparse.Namespace) -> None:
+    """Find out before a run, not after it, what does not go together. Raises BadOption, BadWorkload."""
+    name = dataset(args)
+    shape(args), _ramp(args)
+    if args.replies == "file" and name in ("multi-turn", "shared-prefix"):
+        raise BadOption("--replies file needs a file of conversations (--dataset-path FILE.jsonl)")
+    if args.replies == "engine" and completions(args) and name not in _TEXTS:
+        raise BadOption(f"--replies engine: {name} sends token ids, and replies are text; add --backend openai-chat")
+    if args.users and (args.request_rate or args.ramp_up_strategy or args.max_concurrency):
+        raise BadOption("--users is a closed loop: it goes without --request-rate, --ramp-up-strategy and --max-concurrency")
+
+
+def completions(args: argparse.Namespace) -> bool:
+    """Whether /v1/completions is asked: as said, else wherever prompts have no text and token ids are exact."""
+    return dataset(args) not in _TEXTS if args.backend is None else args.backend != "openai-chat"
+
+
+def has_times(args: argparse.Namespace) -> bool:
+    """Whether the load is a trace with times of its own."""
+    return dataset(args) in _TRACES
+
+
+def vocabulary(args: argparse.Namespace, known: int | None = None) -> int:
+    """Made-up token ids are below this; `known`: how many the model has. Above the default are often special tokens."""
+    return args.vocab_size or min(known or VOCABULARY, VOCABULARY)
+
+
+def salt(args: argparse.Namespace) -> int:
+    """Another seed, load or file: other tokens, or the second run would find what the first one left in the caches."""
+    return args.seed << 32 | zlib.crc32(f"{dataset(args)} {args.dataset_path.name if args.dataset_path else ''}".encode())
+
+
+def workload(args: argparse.Namespace) -> Workload:
+    """The whole load. Raises BadOption, BadSource, BadWorkload."""
+    rng = random.Random(args.seed)
+    load = DATASETS[dataset(args)](rng, args.num_prompts, **shape(args))
+    if not load.starts or args.users or args.request_rate or args.ramp_up_strategy:
+        load.starts = _starts(load.conversations, args, rng)
+    return load
+
+
+def _starts(conversations: list[Conversation], args: argparse.Namespace, rng: random.Random) -> list[float]:
+    """What belongs together arrives together; the rate counts requests."""
+    if args.users:
+        return [0.0] * len(conversations)
+    groups: list[list[Conversation]] = []
+    for conversation in conversations:
+        if conversation.with_last and groups:
+            groups[-1].append(conversation)
+        else:
+            groups.append([conversation])
+    turns = [sum(conversation.requests for conversation in group) for group in groups]
+    starts = conversation_starts(turns, args.request_rate or RATE, rng, args.burstiness, _ramp(args))
+    return [start for start, group in zip(starts, groups, strict=True) for _ in group]
+
+
+def _ramp(args: argparse.Namespace) -> Ramp | None:
+    ends = (args.ramp_up_start_rps, args.ramp_up_end_rps)
+    if args.ramp_up_strategy is None:
+        if any(ends):
+            raise BadOption("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+        return None
+    if not all(ends) or args.request_rate:
+        raise BadOption("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, and no --request-rate")
+    return Ramp(*ends, args.ramp_up_strategy == "exponential")
+
+
+def describe(args: argparse.Namespace, load: Workload) -> dict[str, object]:
+    """What made the load, defaults included, for the record."""
+    name = dataset(args)
+    defaults = {key: value.default for key, value in inspect.signature(DATASETS[name]).parameters.items() if key in _SHAPE}
+    names = ("num_prompts", "request_rate", "burstiness", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps", "users",
+             "max_concurrency", "processes", "seed", "replies")
+    return {"dataset_name": name, **{key: getattr(args, key) for key in names}, **defaults, **shape(args),
+            "dataset_path": str(args.dataset_path) if args.dataset_path else None, "notes": load.notes,
+            "conversations": len(load.conversations), "requests": load.requests,
+            "last_start_s": round(load.starts[-1], 3) if load.starts else 0.0}

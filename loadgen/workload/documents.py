@@ -1,0 +1,138 @@
+"""Text to talk about that needs no download: the documentation inside Python's standard library.
+
+Docstrings are read from the source files with `ast`; nothing is imported, so no module's side
+effects run and the same Python always gives the same text. A user's own file works as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+# Modules with 10,000 characters of docstrings or more come first, then shorter ones people know.
+MODULES = (
+    "typing", "logging/__init__", "difflib", "inspect", "ipaddress", "unittest/mock", "xml/etree/ElementTree",
+    "statistics", "tarfile", "threading", "http/cookiejar", "unittest/case", "email/message", "mailbox",
+    "configparser", "smtplib", "codecs", "_pydecimal", "pdb", "urllib/request", "http/server", "shutil", "imaplib",
+    "collections/__init__", "doctest", "ssl", "datetime", "subprocess", "urllib/parse", "socketserver", "traceback",
+    "zipfile", "enum", "pathlib", "http/client", "argparse", "json/__init__", "ftplib", "socket", "asyncio/tasks",
+    "random", "uuid", "fractions", "functools", "contextlib", "textwrap", "tempfile", "calendar", "queue", "heapq",
+)
+
+
+class BadSource(ValueError):
+    """A text source that can't be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    title: str
+    text: str
+    topics: tuple[str, ...]  # names or passages to ask about
+
+
+def documents(path: Path | None, number: int, length: int) -> list[Document]:
+    """Up to `number` documents of about `length` characters, from a file or the standard library. Raises BadSource."""
+    return stdlib_documents(number, length) if path is None else file_documents(path, length)[:number]
+
+
+def stdlib_documents(count: int, length: int) -> list[Document]:
+    """The first `count` modules with about `length` characters of documentation each.
+
+    Raises BadSource where this Python carries too few docstrings (it was started with sources removed).
+    """
+    documents = []
+    for module in MODULES:
+        if len(documents) == count:
+            break
+        document = _module_document(module, length)
+        if document is not None:
+            documents.append(document)
+    if not documents:
+        raise BadSource("this Python carries no documentation in its standard library; give a text file instead")
+    return documents
+
+
+@functools.cache
+def _module_document(module: str, length: int) -> Document | None:
+    path = Path(sysconfig.get_path("stdlib"), f"{module}.py")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError):
+        return None
+    title = module.removesuffix("/__init__").removeprefix("_py").replace("/", ".")
+    parts, topics, size = [f"# {title}\n\n{ast.get_docstring(tree) or ''}"], [], 0
+    for name, signature, text in _entries(tree, title):
+        parts.append(f"## {signature}\n\n{text}")
+        if not name.rpartition(".")[2].startswith("_"):
+            topics.append(name)
+        size += len(parts[-1])
+        if size > length:
+            break
+    if len(topics) < 4:
+        return None
+    return Document(title, "\n\n".join(parts)[:length], tuple(topics))
+
+
+def _entries(tree: ast.Module, title: str):
+    """Yield (name, signature, docstring) of each documented class, method and function."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            if text := ast.get_docstring(node):
+                yield f"{title}.{node.name}", f"class {title}.{node.name}", text
+            for inner in node.body:
+                yield from _function(inner, f"{title}.{node.name}")
+        else:
+            yield from _function(node, title)
+
+
+def _function(node: ast.stmt, prefix: str):
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (text := ast.get_docstring(node)):
+        yield f"{prefix}.{node.name}", f"{prefix}.{node.name}({ast.unparse(node.args)})", text
+
+
+def file_documents(path: Path, length: int) -> list[Document]:
+    """Cut a text file at paragraphs into documents of about `length` characters. Raises BadSource."""
+    text = read_text(path)
+    paragraphs = [piece for part in text.split("\n\n") if part.strip() for piece in _pieces(part.strip(), length)]
+    documents, part, size = [], [], 0
+    for paragraph in paragraphs:
+        if part and size + len(paragraph) > length:
+            documents.append(part)
+            part, size = [], 0
+        part.append(paragraph)
+        size += len(paragraph) + 2
+    if part:
+        documents.append(part)
+    if not documents:
+        raise BadSource(f"{path}: the file holds no text")
+    return [_passages(f"{path.name}, part {number}", part) for number, part in enumerate(documents, 1)]
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file's text. Raises BadSource."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadSource(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise BadSource(f"{path}: {error.strerror}") from None
+
+
+def _pieces(paragraph: str, length: int):
+    """A paragraph longer than `length`, cut at white space where there is some."""
+    while len(paragraph) > length:
+        cut = max(paragraph.rfind(" ", 1, length), paragraph.rfind("\n", 1, length))
+        cut = cut if cut > 0 else length
+        yield paragraph[:cut]
+        paragraph = paragraph[cut:].strip()
+    if paragraph:
+        yield paragraph
+
+
+def _passages(title: str, paragraphs: list[str]) -> Document:
+    topics = tuple(f"the passage that begins “{' '.join(paragraph.split()[:8])}”" for paragraph in paragraphs)
+    return Document(title, "\n\n".join(paragraphs), topics)

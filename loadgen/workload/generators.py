@@ -1,0 +1,153 @@
+"""Loads that are made up: what is shared, how often, and how conversations go.
+
+Each function makes about the same thing a class of users does, in spans (`workloads`), so that what can be shared is known
+to the token: same name, same tokens. Lengths are tokens. Keyword arguments are the flags of the same names, their defaults
+those of this load; `range_ratio` r draws each length evenly from (1 - r) to (1 + r) times it, and `zipf` s makes the k-th most
+popular of a kind 1/k^s as popular as the first (0: all alike). A tool's result is sent as a user's message, which every chat
+template takes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from itertools import accumulate, count
+
+from loadgen.workload.conversations import Conversation, Message, Span, Turn, span
+
+
+def say(role: str, *spans: Span) -> Message:
+    return {"role": role, "content": spans}
+
+
+class _Maker:
+    """Names nobody has had yet, lengths that vary, and popular choices: what all loads below draw from."""
+
+    def __init__(self, rng: random.Random, range_ratio: float, zipf: float = 0.0):
+        self.rng, self.ratio, self.zipf = rng, range_ratio, zipf
+        self.names = count()
+
+    def length(self, mean: int) -> int:
+        return self.rng.randint(max(1, math.ceil(mean * (1 - self.ratio))), max(1, math.floor(mean * (1 + self.ratio))))
+
+    def span(self, mean: int) -> Span:
+        return span(next(self.names), self.length(mean) if mean else 0)
+
+    def shelf(self, number: int, mean: int) -> Callable[[], Span]:
+        """`number` spans; each call draws one of them by popularity."""
+        spans = [self.span(mean) for _ in range(number)]
+        weights = list(accumulate(1 / rank ** self.zipf for rank in range(1, number + 1)))
+        return lambda: self.rng.choices(spans, cum_weights=weights)[0]
+
+    def think(self, mean: float) -> float:
+        return self.rng.expovariate(1 / mean) if mean else 0.0
+
+    def talk(self, opening: list[Message], turns: int, question: int, answer: int, think: float) -> list[Turn]:
+        """Turns of which each adds a message and is answered; the first adds `opening` before it."""
+        made = []
+        for _ in range(turns):
+            reply = self.span(answer)
+            made.append(Turn([say("user", self.span(question))], reply.length, say("assistant", reply), self.think(think)))
+        made[0].messages[:0] = opening
+        return made
+
+    def turns(self, requests: int, mean: int) -> Iterator[int]:
+        """Numbers of turns from half to one and a half times `mean` that make `requests` together."""
+        while requests > 0:
+            length = min(requests, self.rng.randint(max(1, mean // 2), mean + mean // 2))
+            requests -= length
+            yield length
+
+
+def prefix_repetition(rng: random.Random, requests: int, *, num_prefixes: int = 10, prefix_len: int = 256, suffix_len: int = 256,
+                      output_len: int = 128, zipf: float = 0.0, range_ratio: float = 0.0) -> list[Conversation]:
+    """Single requests behind shared system prompts."""
+    make = _Maker(rng, range_ratio, zipf)
+    prefix = make.shelf(num_prefixes, prefix_len)
+    return [Conversation(f"request-{number}", make.talk([say("system", prefix())], 1, suffix_len, output_len, 0.0))
+            for number in range(requests)]
+
+
+def random_tokens(rng: random.Random, requests: int, *, suffix_len: int = 1024, output_len: int = 128,
+                  range_ratio: float = 0.0) -> list[Conversation]:
+    """Nothing is shared at all: what a prefix cache can't help with."""
+    make = _Maker(rng, range_ratio)
+    return [Conversation(f"request-{number}", make.talk([], 1, suffix_len, output_len, 0.0)) for number in range(requests)]
+
+
+def chat(rng: random.Random, requests: int, *, num_prefixes: int = 10, prefix_len: int = 500, turns: int = 5, suffix_len: int = 100,
+         output_len: int = 200, think_time: float = 5.0, zipf: float = 1.0, range_ratio: float = 0.5) -> list[Conversation]:
+    """Conversations of several turns with time to think between them, behind some applications' system prompts."""
+    make = _Maker(rng, range_ratio, zipf)
+    prefix = make.shelf(num_prefixes, prefix_len)
+    return [Conversation(f"chat-{number}", make.talk([say("system", prefix())], length, suffix_len, output_len, think_time))
+            for number, length in enumerate(make.turns(requests, turns))]
+
+
+def rag(rng: random.Random, requests: int, *, num_prefixes: int = 500, prefix_len: int = 600, documents_per_prompt: int = 4,
+        suffix_len: int = 50, output_len: int = 150, zipf: float = 1.0, range_ratio: float = 0.3) -> list[Conversation]:
+    """Questions, each with some passages out of a collection before it.
+
+    Passages stand in the order of their retrieval, so two prompts share what they begin with: instructions (200 tokens) and,
+    if their best passages are the same, these.
+    """
+    make = _Maker(rng, range_ratio, zipf)
+    instructions, passage = span(next(make.names), 200), make.shelf(num_prefixes, prefix_len)
+    conversations = []
+    for number in range(requests):
+        found: dict[int, Span] = {}
+        while len(found) < min(documents_per_prompt, num_prefixes):
+            one = passage()
+            found.setdefault(one.ids[0], one)
+        question = say("user", *found.values(), make.span(suffix_len))
+        turn = Turn([say("system", instructions), question], make.length(output_len))
+        conversations.append(Conversation(f"question-{number}", [turn]))
+    return conversations
+
+
+def agents(rng: random.Random, requests: int, *, num_prefixes: int = 4, prefix_len: int = 3000, turns: int = 10, suffix_len: int = 300,
+           output_len: int = 80, think_time: float = 1.0, forks: int = 3, zipf: float = 1.0, range_ratio: float = 0.5) -> list[Conversation]:
+    """Agents that call a tool, read its result, and so on; every other one forks on its way.
+
+    `prefix_len` are instructions and tools of one kind of agent, `suffix_len` a task or a tool's result, `output_len` a
+    call, `think_time` what a tool takes. A fork starts `forks` sub-agents at once which go on from all that was said.
+    """
+    make = _Maker(rng, range_ratio, zipf)
+    kind = make.shelf(num_prefixes, prefix_len)
+    conversations: list[Conversation] = []
+    while requests > 0:
+        name = f"agent-{len(conversations)}"
+        steps = make.talk([say("system", kind())], next(make.turns(requests, turns)), suffix_len, output_len, think_time)
+        requests -= len(steps)
+        if forks and rng.random() < 0.5:
+            branches = []
+            for branch in range(forks):
+                length = min(requests, max(1, len(steps) // 2))
+                if length:
+                    branches.append(Conversation(f"{name}.{branch}", make.talk([], length, suffix_len, output_len, think_time)))
+                requests -= length
+            rng.choice(steps).forks = tuple(branches)
+        conversations.append(Conversation(name, steps))
+    return conversations
+
+
+def best_of_n(rng: random.Random, requests: int, *, best_of: int = 8, suffix_len: int = 1000, output_len: int = 200,
+              range_ratio: float = 0.3) -> list[Conversation]:
+    """The same prompt `best_of` times at the same moment, for an answer to be chosen."""
+    make = _Maker(rng, range_ratio)
+    conversations: list[Conversation] = []
+    while len(conversations) < requests:
+        prompt, group = say("user", make.span(suffix_len)), len(conversations)
+        for number in range(min(best_of, requests - group)):
+            turn = Turn([prompt], make.length(output_len))
+            conversations.append(Conversation(f"prompt-{group}.{number}", [turn], with_last=number > 0))
+    return conversations
+
+
+def long_document_qa(rng: random.Random, requests: int, *, num_prefixes: int = 20, prefix_len: int = 20_000, turns: int = 4,
+                     suffix_len: int = 50, output_len: int = 100, think_time: float = 10.0, zipf: float = 0.0,
+                     range_ratio: float = 0.3) -> list[Conversation]:
+    """Some questions one after the other about one of a few long documents."""
+    return chat(rng, requests, num_prefixes=num_prefixes, prefix_len=prefix_len, turns=turns, suffix_len=suffix_len,
+                output_len=output_len, think_time=think_time, zipf=zipf, range_ratio=range_ratio)

@@ -1,0 +1,87 @@
+"""Two loads about real text: single questions behind shared documents, and conversations about one document each.
+
+Lengths are given in tokens and made in characters at CHARS_PER_TOKEN, because the generator works against any server and so
+has no tokenizer; the report shows the lengths that the server counted.
+"""
+
+from __future__ import annotations
+
+import random
+
+from loadgen.workload.conversations import Conversation, Message, Turn
+from loadgen.workload.documents import Document
+
+CHARS_PER_TOKEN = 4
+
+# Preamble and questions are long and varied enough to read as a support assistant's.
+_GUIDE = (
+    "You are a patient guide to the text below. Answer from the text alone. Quote names exactly as they are "
+    "written there. When the text does not hold the answer, say so plainly and name the section that comes "
+    "nearest. Prefer short sentences, one example where an example helps, and no filler. If a question rests on "
+    "a misunderstanding, clear that up first. Never invent a parameter, a default or an exception."
+)
+_QUESTIONS = (
+    "What is {topic} for, and when would I reach for it?",
+    "Explain {topic} to somebody who has never used it.",
+    "Show the smallest useful example of {topic}.",
+    "Which mistakes do people make with {topic}?",
+    "What happens at the edges: empty input, wrong types, errors, for {topic}?",
+    "How does {topic} differ from {other}?",
+    "Would you use {topic} or {other} for a long-running service, and why?",
+    "Summarise what the text says about {topic} in three sentences.",
+)
+
+
+def shared_prefix(documents: list[Document], requests: int, prefixes: int, suffix_tokens: int,
+                  output_tokens: int, rng: random.Random) -> list[Conversation]:
+    """Single questions: each of `prefixes` system prompts is shared, each question is its own.
+
+    Prefixes are drawn evenly; the question is filled up with text to `suffix_tokens`.
+    """
+    shared = [_system(documents[index % len(documents)], index) for index in range(prefixes)]
+    conversations = []
+    for number in range(requests):
+        index = rng.randrange(prefixes)
+        question = _question(documents[index % len(documents)], rng)
+        filler = _excerpt(rng.choice(documents).text, suffix_tokens * CHARS_PER_TOKEN - len(question), rng)
+        user = {"role": "user", "content": f"{question}\n\n(Note {number}) {filler}".rstrip()}
+        conversations.append(Conversation(f"single-{number}", [Turn([shared[index], user], output_tokens)]))
+    return conversations
+
+
+def multi_turn(documents: list[Document], requests: int, turns: int, think: float, output_tokens: int,
+               rng: random.Random) -> list[Conversation]:
+    """Conversations of about `turns` turns about one document each; documents come up evenly.
+
+    The number of turns is drawn from half to one and a half times `turns`, the length of a reply
+    from half to one and a half times `output_tokens`, think times are exponential.
+    """
+    order: list[int] = []
+    conversations, left = [], requests
+    while left > 0:
+        if not order:
+            order = rng.sample(range(len(documents)), len(documents))
+        index = order.pop()
+        length = min(left, rng.randint(max(1, turns // 2), turns + turns // 2))
+        left -= length
+        asked = [Turn([{"role": "user", "content": _question(documents[index], rng)}],
+                      max(1, rng.randint(output_tokens // 2, output_tokens * 3 // 2)),
+                      think=rng.expovariate(1 / think) if think else 0.0) for _ in range(length)]
+        asked[0].messages.insert(0, _system(documents[index], index))
+        conversations.append(Conversation(f"{documents[index].title}-{len(conversations)}", asked))
+    return conversations
+
+
+def _system(document: Document, index: int) -> Message:
+    return {"role": "system", "content": f"{_GUIDE}\n\n[Text {index + 1}: {document.title}]\n\n{document.text}"}
+
+
+def _question(document: Document, rng: random.Random) -> str:
+    return rng.choice(_QUESTIONS).format(topic=rng.choice(document.topics), other=rng.choice(document.topics))
+
+
+def _excerpt(text: str, length: int, rng: random.Random) -> str:
+    if length <= 0:
+        return ""
+    start = rng.randrange(max(1, len(text) - length))
+    return text[start:start + length]

@@ -1,0 +1,254 @@
+"""Files of requests: public traces, which have times, and conversations, which have texts.
+
+Traces tell lengths, and by `hash_ids` what prompts share; no words. Each line becomes one request of one span (`workloads`),
+1.1 kB for a line of Mooncake's, so that a million can be held; tokens or text are made when a request is due.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+
+import orjson
+
+from loadgen.workload.conversations import BadWorkload, Conversation, Message, Span, Turn, Workload
+from loadgen.workload.files import BadLine, Reader
+from loadgen.workload.texts import CHARS_PER_TOKEN
+
+_NOBODY_ELSES = 1 << 63  # added to a line's number: the name of tokens that the trace does not name
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+Timed = tuple[float, Conversation]  # seconds on the trace's own clock
+
+
+def guess(path: Path) -> str | None:
+    """The format of a file by its first line, as `datasets` names it; None: a text. Raises BadWorkload."""
+    first = Reader(path).first_line()
+    try:
+        item = orjson.loads(first)
+    except orjson.JSONDecodeError:
+        if first.startswith(_AZURE[0].encode()):
+            return "azure"
+        if first.startswith(b"["):
+            return "sharegpt"
+        return "conversations" if first.startswith(b"{") or ".jsonl" in path.suffixes else None
+    if isinstance(item, dict):
+        for key, name in (("chat_id", "bailian"), ("hash_ids", "mooncake"), ("conversations", "sharegpt"), ("prompt", "custom")):
+            if key in item:
+                return name
+    elif isinstance(item, list) and item and isinstance(item[0], dict) and "conversations" in item[0]:
+        return "sharegpt"
+    return "conversations"
+
+
+def hash_trace(reader: Reader, block: int, unit: float, output_len: int | None) -> Iterator[Timed]:
+    """JSONL with `timestamp` (in `unit` seconds), `input_length`, `output_length` and `hash_ids` of `block` tokens.
+
+    Mooncake's and Bailian's are such. A last block that is partial may have an id or none; what has none is shared
+    with nobody. Requests of one chat (`chat_id`, `parent_chat_id`) carry its first one's id.
+    """
+    roots: dict[str, str] = {}
+
+    def parse(item: object, number: int) -> Timed:
+        at, length, output = _number(item, "timestamp"), _tokens(item, "input_length", 1), _tokens(item, "output_length", 0)
+        name = f"line-{number}"
+        if "chat_id" in item:
+            chat = str(item["chat_id"])
+            name = roots[chat] = roots.get(str(item.get("parent_chat_id")), chat)
+        return at * unit, _single(name, Span(_hash_ids(item.get("hash_ids"), length, block, number), length, block), output_len or output)
+
+    return reader.entries(parse)
+
+
+def _hash_ids(ids: object, length: int, block: int, number: int) -> array:
+    whole, rest = divmod(length, block)
+    if not ids:
+        whole, ids = 0, []  # no ids at all: nothing shared
+    elif not isinstance(ids, list) or len(ids) not in (whole, whole + bool(rest)):
+        there = f"{len(ids)} entries" if isinstance(ids, list) else "no list"
+        raise BadLine(f'"hash_ids" has {there}, but {length} tokens are {whole + bool(rest)} blocks of {block}')
+    alone = range(len(ids), -(-length // block))  # blocks without an id get names of their own
+    try:
+        return array("I" if max(ids, default=0) < 1 << 32 and not alone else "Q",
+                     [*ids, *(_NOBODY_ELSES + (number << 20) + place for place in alone)])
+    except (TypeError, OverflowError):
+        raise BadLine('"hash_ids" holds something that is no whole number') from None
+
+
+def azure_trace(reader: Reader, output_len: int | None) -> Iterator[Timed]:
+    """CSV with TIMESTAMP, ContextTokens and GeneratedTokens: times and lengths, nothing is shared."""
+    columns: list[int] = []
+
+    def parse(line: bytes, number: int) -> Timed | None:
+        cells = next(csv.reader([line.decode("utf-8", "replace")]))
+        if not columns:
+            if any(name not in cells for name in _AZURE):
+                raise BadWorkload(f"{reader.path}, line {number}: expected the columns {', '.join(_AZURE)}")
+            columns.extend(cells.index(name) for name in _AZURE)
+            return None
+        if len(cells) <= max(columns):
+            raise BadLine(f"{len(cells)} columns where {max(columns) + 1} are needed")
+        time, prompt, output = (cells[column] for column in columns)
+        try:
+            when = datetime.fromisoformat(time)
+        except ValueError:
+            raise BadLine(f"{time!r} is no time") from None
+        if not prompt.isdecimal() or not output.isdecimal() or not int(prompt):
+            raise BadLine(f"{prompt!r} and {output!r} are no lengths")
+        span = Span((_NOBODY_ELSES + number,), int(prompt), int(prompt))
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp(), _single(f"line-{number}", span, output_len or int(output))
+
+    return reader.rows(parse)
+
+
+def _single(name: str, prompt: Span, output: int) -> Conversation:
+    return Conversation(name, [Turn([{"role": "user", "content": (prompt,)}], max(1, output))])
+
+
+def replay(timed: Iterable[Timed], reader: Reader, requests: int | None, rng: random.Random, *, start: float = 0.0,
+           seconds: float = math.inf, speed: float = 1.0, jitter: float = 0.0) -> Workload:
+    """A trace's requests at their own times: the `seconds` from `start` on, `speed` times as fast.
+
+    Each is moved by up to `jitter` seconds of the trace, for traces whose clock is coarse. Reading stops where the slice
+    ends, so lines must be in order of time, to within that. Raises BadWorkload when nothing is left.
+    """
+    first, taken = None, []
+    for at, conversation in timed:
+        first = at if first is None else first
+        if at - first < start:
+            continue
+        if at - first - start >= seconds:
+            break
+        taken.append(((at - first - start + (rng.random() * jitter if jitter else 0.0)) / speed, conversation))
+        if len(taken) == requests:
+            break
+    if not taken:
+        raise BadWorkload(f"{reader.path}: no request in that part of it" + "".join(f"; {note}" for note in reader.notes()))
+    taken.sort(key=lambda one: one[0])
+    notes = reader.notes() + ([] if jitter else _coarse([at * speed for at, _ in taken]))
+    return Workload([conversation for _, conversation in taken], [at for at, _ in taken], notes)
+
+
+def _coarse(times: list[float]) -> list[str]:
+    distinct = sorted(set(times))
+    if len(distinct) * 3 > len(times) or len(distinct) < 2:
+        return []
+    step = Counter(round(later - earlier, 3) for earlier, later in pairwise(distinct)).most_common(1)[0][0]
+    return [f"{len(times):,} requests have {len(distinct):,} different times: --trace-jitter {step:g} spreads them over the steps"]
+
+
+def conversation_file(path: Path, requests: int | None, output_tokens: int | None, think: float, rng: random.Random, *,
+                      parse: Callable[[object, int, int | None], Conversation] | None = None, reader: Reader | None = None,
+                      shuffle: bool = True) -> list[Conversation]:
+    """Conversations with their texts, one a line (.gz too); OpenAI messages unless `parse` says otherwise.
+
+    Every assistant message becomes one turn; what stands before it since the last one is what the
+    turn adds. A conversation that ends with the user gets one more turn. `tools` of a line go with
+    its requests. Replies are as long as the file's unless `output_tokens` says otherwise.
+    Conversations are taken in an order drawn from `rng`, again from the start if `requests` needs more; no more are held
+    than can be needed. Raises BadWorkload with the place.
+    """
+    reader, parse = reader or Reader(path), parse or openai_messages
+    one_array = parse is sharegpt and reader.first_line().startswith(b"[")
+    read = reader.array if one_array else reader.entries
+    found = (conversation for conversation in read(lambda item, number: parse(item, number, output_tokens)) if conversation.turns)
+    held = _enough(found, requests, rng if shuffle else None)
+    if not held:
+        raise BadWorkload(f"{path}: no conversation in it has a message to answer" + "".join(f"; {note}" for note in reader.notes()))
+    wanted = requests if requests is not None else sum(len(conversation.turns) for conversation in held)
+    conversations, index = [], 0
+    while wanted > 0:
+        source, again = held[index % len(held)], index // len(held)
+        turns = [Turn(turn.messages, turn.max_tokens, turn.reply, rng.expovariate(1 / think) if think else 0.0)
+                 for turn in source.turns[:wanted]]
+        conversations.append(Conversation(f"{source.id}+{again}" if again else source.id, turns, source.extra))
+        wanted -= len(turns)
+        index += 1
+    return conversations
+
+
+def _enough(found: Iterator[Conversation], requests: int | None, rng: random.Random | None) -> list[Conversation]:
+    """What `requests` turns can need at most: the first ones, or with `rng` an even draw from all, in drawn order."""
+    held: list[Conversation] = []
+    turns = 0
+    for number, conversation in enumerate(found):
+        if requests is None or number < requests:
+            held.append(conversation)
+        elif (place := rng.randrange(number + 1)) < requests:
+            held[place] = conversation
+        turns += len(conversation.turns)
+        if rng is None and requests is not None and turns >= requests:
+            break
+    if rng is not None:
+        rng.shuffle(held)
+    return held
+
+
+def openai_messages(item: object, number: int, output_tokens: int | None) -> Conversation:
+    """`{"messages": [...]}` or `[...]`, with `id` and `tools` if there are any."""
+    if isinstance(item, list):
+        item = {"messages": item}
+    messages = item.get("messages") if isinstance(item, dict) else None
+    if not isinstance(messages, list):
+        raise BadLine('expected {"messages": [...]} with OpenAI messages')
+    turns, added = [], []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadLine('every message is an object with a "role"')
+        if message["role"] == "assistant" and added:
+            turns.append(Turn(added, output_tokens or _length(message), message))
+            added = []
+        else:
+            added.append(message)
+    if added and added[-1]["role"] != "assistant" and any(message["role"] == "user" for message in added):
+        turns.append(Turn(added, output_tokens or 128))
+    extra = {"tools": item["tools"]} if item.get("tools") else {}
+    return Conversation(str(item.get("id", f"line-{number}")), turns, extra)
+
+
+def sharegpt(item: object, number: int, output_tokens: int | None) -> Conversation:
+    """`{"conversations": [{"from": "human", "value": ...}, ...]}`; the whole conversation, not its first pair alone."""
+    said = item.get("conversations", item.get("conversation")) if isinstance(item, dict) else None
+    if not isinstance(said, list):
+        raise BadLine('expected {"conversations": [...]}')
+    messages = []
+    for message in said:
+        if not isinstance(message, dict) or not isinstance(message.get("from"), str) or not isinstance(message.get("value"), str):
+            raise BadLine('every message is an object with "from" and "value"')
+        messages.append({"role": _SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"]})
+    return openai_messages({"messages": messages, "id": item.get("id", f"entry-{number}")}, number, output_tokens)
+
+
+def custom(item: object, number: int, output_tokens: int | None) -> Conversation:
+    """`{"prompt": "...", "output_tokens": 10}`, as vLLM's benchmark reads it; 256 tokens where a line says nothing."""
+    if not isinstance(item, dict) or not isinstance(item.get("prompt"), str):
+        raise BadLine('expected {"prompt": "..."}')
+    length = output_tokens or (_tokens(item, "output_tokens", 1) if item.get("output_tokens") is not None else 256)
+    return Conversation(f"line-{number}", [Turn([{"role": "user", "content": item["prompt"]}], length)])
+
+
+def _length(message: Message) -> int:
+    written = message.get("content") if isinstance(message.get("content"), str) else ""
+    calls = orjson.dumps(message["tool_calls"]).decode() if message.get("tool_calls") else ""
+    return max(1, (len(written) + len(calls)) // CHARS_PER_TOKEN)
+
+
+def _number(item: object, key: str) -> float:
+    value = item.get(key) if isinstance(item, dict) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise BadLine(f'"{key}" is missing' if value is None else f'"{key}" is {value!r} and no number')
+    return value
+
+
+def _tokens(item: object, key: str, least: int) -> int:
+    value = _number(item, key)
+    if value != int(value) or value < least:
+        raise BadLine(f'"{key}" is {value!r} and no number of tokens')
+    return int(value)

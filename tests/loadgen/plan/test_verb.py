@@ -1,0 +1,141 @@
+"""The plan: what is printed and written of a model's cache, the search for the fewest replicas, and what is refused."""
+
+import json
+
+import pytest
+from markupsafe import escape
+
+from loadgen.cli import main
+from loadgen.plan.verb import size
+
+from .test_kv_space import DEEPSEEK_V3, GEMMA3_27B, LLAMA_8B
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def model(tmp_path):
+    """`model(config)` is a folder with it."""
+    def folder(config) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+    return folder
+
+
+def kv_space(capfd, *flags: str) -> dict:
+    assert main(["plan", *flags, "--json", "-"]) == 0
+    return json.loads(capfd.readouterr().out)["kv_space"]
+
+
+@pytest.mark.parametrize(("text", "number"), [("80GiB", 80 * GIB), ("80GB", 80 * GIB), ("1.5g", 3 * GIB // 2), ("512M", 512 << 20), ("4096", 4096)])
+def test_sizes(text, number):
+    assert size(text) == number
+
+
+def test_a_gpus_cache_and_what_fp8_gives(capfd, model):
+    found = kv_space(capfd, "--model", model(LLAMA_8B), "--gpu-memory", "80GiB", "--weights", "15GiB")
+    assert found["auto"]["memory"] == int(0.92 * 80 * GIB) - 17 * GIB
+    assert found["auto"] | {"dtype": "bfloat16", "blocks": 28_979, "tokens": 463_664, "longest": 131_072} == found["auto"]
+    assert found["fp8"]["tokens"] == 2 * found["auto"]["tokens"]
+
+
+def test_flags_of_the_engine_count(capfd, model):
+    flags = ("--model", model(DEEPSEEK_V3), "--kv-cache-memory-bytes", "10GiB", "-tp", "8", "--block-size", "64")
+    whole, split = (kv_space(capfd, *flags, *more)["auto"] for more in ((), ("-dcp", "8")))
+    assert whole["blocks"] == split["blocks"] == 10 * GIB // (70_272 * 64)
+    assert split["tokens_kept"] == 8 * whole["tokens_kept"]
+    short = kv_space(capfd, *flags, "--max-model-len", "4096")["auto"]
+    assert short["context"] == short["longest"] == 4096
+
+
+def test_without_a_gpu_it_says_what_a_gib_holds(capsys, model):
+    assert main(["plan", "--model", model(LLAMA_8B)]) == 0
+    out = capsys.readouterr().out
+    assert "tokens in each GiB" in out and "8,192" in out and "blocks of" not in out
+
+
+def test_what_is_not_simple_is_said(capsys, model):
+    assert main(["plan", "--model", model(GEMMA3_27B), "--kv-cache-memory-bytes", "20G"]) == 0
+    out = capsys.readouterr().out
+    assert "52 of 62 layers need only the last 1,024 tokens" in out and "tokens kept for later requests" in out
+
+
+LOAD = ("--dataset-name", "chat", "--num-prompts", "60", "--request-rate", "60", "--prefix-len", "256", "--suffix-len", "64", "--output-len", "20",
+        "--think-time", "0.1")  # fmt: skip
+
+
+def test_a_fleet_for_a_load(capsys, tmp_path):
+    flags = ("plan", *LOAD, "--slo", "ttft:60ms", "--kv-tokens", "64000,8000", "--attainment", "0.8", "--seed", "2", "--json")
+    assert main([*flags, str(tmp_path / "a.json")]) == 0
+    out = capsys.readouterr().out
+    plan = json.loads((tmp_path / "a.json").read_text())["plan"]
+    fewest = plan["replicas"]
+    assert list(fewest) == ["8000", "64000"] and f"{fewest['8000']} replicas of 8,000 tokens: " in out.replace("replica of", "replicas of")
+    for tokens, number in fewest.items():
+        shares = {point["replicas"]: point["share"] for point in plan["points"] if point["tokens"] == int(tokens)}
+        assert shares[number] >= 0.8 and (number == 1 or shares[number - 1] < 0.8)
+    assert "Assumed:" in out and "gpu-8b" in out and "empty at the start" in out and len(plan["assumed"]) == 4
+    assert main([*flags, str(tmp_path / "b.json")]) == 0
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_the_page_of_a_plan(capsys, tmp_path):
+    page, sheet, table = (tmp_path / name for name in ("plan.html", "plan.png", "plan.csv"))
+    flags = ("--slo", "ttft:60ms", "--kv-tokens", "512,64000", "--attainment", "0.8", "--max-replicas", "4", "--json", str(tmp_path / "plan.json"))
+    assert main(["plan", *LOAD, *flags, "--html", str(page), "--png", str(sheet), "--csv", str(table)]) == 0
+    plan, text = json.loads((tmp_path / "plan.json").read_text())["plan"], page.read_text()
+    for said in (*plan["answers"], *plan["assumed"]):
+        assert str(escape(said)) in text
+    assert text.count('<td class="yes">') + text.count('<td class="no">') == len(plan["points"])
+    assert plan["replicas"]["512"] is None and "<b>4 × 512 tokens</b>" in text and "Every fleet that was tried" in text
+    shown = {point["tokens"]: point["report"]["requests"] for point in plan["points"] if point["replicas"] == (plan["replicas"][str(point["tokens"])] or 4)}
+    assert len(table.read_text().splitlines()) == 1 + shown[512] + shown[64_000]
+    assert sheet.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_models_own_cache_half_of_it_and_twice(capfd, model):
+    gpu = ("--model", model(LLAMA_8B), "--gpu-memory", "24GiB", "--weights", "15GiB", "-tp", "2")
+    assert main(["plan", *gpu, *LOAD, "--slo", "ttft:5s", "--json", "-"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    own = found["kv_space"]["auto"]["tokens_kept"]
+    assert list(found["plan"]["replicas"]) == [str(own // 2), str(own), str(2 * own)]
+    assert any("2 GiB are for neither weights nor cache" in said for said in found["plan"]["assumed"])
+    assert "1 replica of" in found["plan"]["answers"][0] and "(2 GPUs)" in found["plan"]["answers"][0]
+
+
+def test_a_load_no_fleet_can_answer_in_time(capsys):
+    assert main(["plan", *LOAD, "--slo", "ttft:1ms", "--kv-tokens", "8000", "--max-replicas", "2"]) == 1
+    assert "With 8,000 tokens each, not even 2 replicas keep TTFT 1.0 ms for 0.9 of the requests: 0.0 % there" in " ".join(capsys.readouterr().out.split())
+
+
+def test_requests_longer_than_a_replica_takes_are_named(capsys):
+    assert main(["plan", *LOAD, "--slo", "ttft:1s", "--kv-tokens", "512", "--max-replicas", "1"]) == 1
+    assert "requests are longer than a replica takes" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("flags", "why"), [
+    ([*LOAD], "a load is planned for an SLO: say what would be good enough"),
+    (["--slo", "ttft:1s", "--model", "MODEL", *LOAD], "its KV cache must be known: give --gpu-memory 80GiB"),
+    (["--slo", "ttft:1s", "--kv-tokens", "16"], "a KV cache of 16 tokens is none: at least 32"),
+    (["--slo", "ttft:fast"], "an SLO reads ttft:500ms"),
+    (["--slo", "ttft:1s", "--profile", "gpu-9b"], "--profile no profile 'gpu-9b'"),
+    (["--model", "MODEL", "--png", "plan.png"], "--html, --png and --csv show how a fleet does"),
+    ([], "there is nothing to plan: --model FOLDER"),
+    (["--model", "/nowhere"], "there is no such folder"),
+    (["--model", "MODEL", "--gpu-memory", "80GiB"], "give --weights 16GiB, or --kv-cache-memory-bytes"),
+    (["--model", "MODEL", "--gpu-memory", "16GiB", "--weights", "15GiB"], "leave no room for a cache in 92% of 16 GiB"),
+    (["--model", "MODEL", "-tp", "3"], "8 KV heads can't be shared out over 3 GPUs"),
+    (["--model", "MODEL", "--kv-cache-dtype", "nvfp4"], "known are auto"),
+])  # fmt: skip
+def test_bad_use_is_refused_with_what_would_be_right(capsys, model, flags, why):
+    folder = model(LLAMA_8B)
+    assert main(["plan", *(folder if flag == "MODEL" else flag for flag in flags)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("loadgen plan: ") and why in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--gpu-memory", "80x"), ("--gpu-memory", "0G"), ("--gpu-memory-utilization", "1.2")])
+def test_bad_values_of_flags(capsys, flag, value):
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "--model", "m", flag, value])
+    assert caught.value.code == 2 and value in capsys.readouterr().err

@@ -11,13 +11,20 @@ its usage is read. A line break inside generated text is escaped in JSON, so a l
 from __future__ import annotations
 
 import re
+from enum import Enum
 
 import orjson
 
 # Chunk framing passes through untouched, so the size of the first chunk may come before the body.
 _BEGINS = re.compile(rb"(?:[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z))?\s*")
-# How an event of a stream begins: `data`, `event`, `id`, `retry`, or `:`, a comment that keeps the connection alive.
-_EVENT_BYTES = b"deir:"
+# How an event of a stream begins, the comment that keeps a connection alive included.
+_FIELD = re.compile(rb":|data:|event:|id:|retry:")
+# What an answer of each API cannot be without: a member of its JSON object, and its stream's first event. Quotes inside
+# generated text are escaped, so this is never part of one.
+_MEMBERS = {"chat": b'"choices"', "completions": b'"choices"', "responses": b'"output"', "messages": b'"content"', "embeddings": b'"embedding"', "tokenize": b'"tokens"'}
+_EVENTS = {"chat": b'"choices"', "completions": b'"choices"', "responses": b'"response.', "messages": b'"message_start"'}
+# What else an engine's answer may have instead: those of one API are often given for another's.
+_ANY_MEMBER = re.compile(rb'"(?:choices|output|content|embedding|results|tokens|prompt|text|usage)"\s*:')
 # OpenAI's chat and completions (`{"error": ...}`; before vLLM 0.10 `{"object": "error", ...}`), Responses, and Messages.
 _ERROR_OBJECT = rb'\{\s*"(?:error"\s*:\s*[{"]|(?:object|type)"\s*:\s*"(?:error|response\.failed)")'
 _ERROR_EVENT = re.compile(rb"\n(?:event: ?(?:error|response\.failed)\s|data: ?" + _ERROR_OBJECT + rb")")
@@ -26,7 +33,7 @@ _ERROR_BODY = re.compile(_BEGINS.pattern + _ERROR_OBJECT)
 _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?\r\n")
 _ERROR_MEMBER = re.compile(rb'"error"\s*:\s*[{"]|:\s*"(?:error|response\.failed)"')
 LONGEST_ERROR = 65_536  # of one event
-MOST_HELD_BACK = 16_384  # bytes of a first event; one that is longer is no error
+MOST_HELD_BACK = 2**18  # bytes in which nothing of an answer is; instructions stand in what announces a response
 # What servers answer to whatever they are asked: a list of models, or that they are well. No prompt gets that.
 _OTHER_ANSWER = re.compile(
     rb'\{\s*"(?:object"\s*:\s*"list"\s*,\s*"data"\s*:\s*\[\s*\{[^{}\[]{0,400}"object"\s*:\s*"model"|status"\s*:\s*"\w{1,20}"\s*\})'
@@ -38,8 +45,12 @@ _SHORT_TAIL = 256  # the last bytes of an answer that say nothing only for being
 _CODE = re.compile(rb'"(?:code|status)"\s*:\s*"?([45]\d\d)\b')
 _CLIENTS_FAULT = re.compile(rb'"(?:type|code)"\s*:\s*"\w*(?:bad_?request|invalid|not_?found|unprocessable|too_large|authentication|permission|rate_limit)', re.I)
 
-# Events of /v1/responses that come before the first token.
-_ANNOUNCEMENTS = (b"event: response.queued", b"event: response.created", b"event: response.in_progress")
+# Events of /v1/responses and /v1/messages that come before the first token, and chat's chunk that has only a role.
+_ANNOUNCEMENTS = (b"event: response.queued", b"event: response.created", b"event: response.in_progress", b"event: message_start", b"event: ping")
+_ONLY_ROLE = re.compile(
+    rb'"delta"\s*:\s*\{\s*"role"\s*:\s*"assistant"\s*(?:,\s*"(?:content|reasoning|reasoning_content|refusal|tool_calls|function_call)"\s*:\s*(?:""|null|\[\s*\])\s*)*\}'
+)
+_KEEPS_ALIVE = re.compile(rb"(?:^|\n)(?::|event: ping)")
 
 # Statuses that a server which is no inference engine gives to a prompt. Others (401, 413, 429, 502) may come from a proxy
 # before an engine, in whatever format it has.
@@ -53,37 +64,84 @@ def foreign_head(status: int, content_type: bytes) -> bool:
     return status in FOREIGN_STATUSES and bool(content_type) and not content_type.startswith(_TYPES)
 
 
-def foreign_body(data: bytes, content_type: bytes) -> bool:
-    """Whether a body that begins like this (b"": the whole body is empty) is no engine's answer to a prompt."""
-    at = data.find(b"\n", 0, 12) + 1
-    first = data[at : at + 1]  # behind the size of a chunk, if there is one
-    if first == b"{":
-        return _OTHER_ANSWER.match(data, at) is not None
-    if first == b"d" or first == b"e":  # nearly all others there are
-        return data.startswith(_DONE, at)  # a stream that ends before it has begun
-    if not data or data.startswith(b"0\r\n\r\n"):  # no byte, or the last chunk
-        return True
-    at = _BEGINS.match(data).end()
-    if at == len(data) or content_type.startswith(_TYPES[2:]):
-        return False  # nothing of it is there yet, or it is no text
-    if not content_type:
-        return data[at] == 0x3C  # <, of markup; else nothing says what it should be
-    return data[at] != 0x7B and data[at] not in _EVENT_BYTES  # 0x7B: {
+class Sight(Enum):
+    """What so much of a body of status 200 shows."""
+
+    ANSWER = "an answer, or an error"
+    EARLY = "nothing of an answer yet"
+    BLIND = "so much of what is no answer that it is held back no longer"
+    FOREIGN = "what no engine writes"
 
 
-def announces(data: bytes) -> bool:
-    """Whether so much of a stream tells only that an answer is going to be made. vLLM begins each stream of /v1/responses
-    like that, before it computes anything: measured with 0.32 at 21 ms, the first token at 200."""
-    last = data.rfind(b"\nevent: ") + 1
-    return data.startswith(_ANNOUNCEMENTS, last or _BEGINS.match(data).end())
-
-
-def incomplete(data: bytes, streams: bool) -> bool:
-    """Whether so much of a body does not tell yet what it is: an event whose end is missing, or only the size of a chunk.
-    Engines write an event in one piece; a proxy between may not, and an error in two pieces must not pass for a token."""
+def begins(label: str, data: bytes, streams: bool) -> bool:
+    """Whether an answer has begun. False: `look` tells why not. Called for each answer, so it is one search for nearly all."""
     if not streams:
-        return len(data) < 16 and _BEGINS.match(data).end() == len(data)
-    return len(data) < MOST_HELD_BACK and b"\n\n" not in data and b"\r\n\r\n" not in data
+        return _MEMBERS.get(label, b"") in data
+    if _EVENTS.get(label, b"") not in data:
+        return False
+    return not _is_announcement(label, data)
+
+
+def _is_announcement(label: str, data: bytes) -> bool:
+    """Whether the last complete event tells only that an answer is going to be made. vLLM begins each stream of /v1/responses
+    like that, before it computes anything: measured with 0.32 at 21 ms, the first token at 200."""
+    if label == "chat":
+        at = data.rfind(b'"role"')
+        if at < 0:
+            return False
+        behind = data.find(b"data:", at)
+        if behind >= 0:
+            return _last_end(data) < behind
+        return _last_end(data) < at or _ONLY_ROLE.search(data, data.rfind(b"data:", 0, at)) is not None
+    if label == "responses" or label == "messages":
+        return data.startswith(_ANNOUNCEMENTS, data.rfind(b"\nevent: ", 0, max(_last_end(data), 0)) + 1 or _BEGINS.match(data).end())
+    return False
+
+
+def _last_end(data: bytes) -> int:
+    """Where the last complete event ends; -1 without one."""
+    return max(data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n"))
+
+
+def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: bool) -> Sight:
+    """What the first bytes of a body show, or all of them (`whole`)."""
+    at = _BEGINS.match(data).end()
+    if at == len(data):
+        return Sight.FOREIGN if whole else Sight.EARLY
+    if streams:
+        return _look_at_stream(label, data, at, whole)
+    if content_type.startswith(_TYPES[2:]):
+        return Sight.ANSWER
+    if data[at] != 0x7B:  # {
+        return Sight.FOREIGN if content_type or data[at] == 0x3C else Sight.ANSWER  # <, of markup; else nothing says what it should be
+    if _OTHER_ANSWER.match(data, at):
+        return Sight.FOREIGN
+    if _MEMBERS.get(label, b"") in data or _ERROR_BODY.match(data) or _ANY_MEMBER.search(data):
+        return Sight.ANSWER
+    if whole:
+        return Sight.FOREIGN
+    return Sight.EARLY if len(data) < MOST_HELD_BACK else Sight.ANSWER
+
+
+def _look_at_stream(label: str, data: bytes, at: int, whole: bool) -> Sight:
+    if not whole and len(data) - at < len("event:"):
+        return Sight.EARLY
+    if not _FIELD.match(data, at) or data.startswith(_DONE, at):
+        return Sight.FOREIGN
+    events = data if whole else data[: max(_last_end(data), 0)]  # an error in two pieces must not pass for a token
+    if error_status(events, True):
+        return Sight.ANSWER
+    speaks = _EVENTS.get(label, b"") in events or _EVENT_MARKS.search(events) is not None
+    if whole:
+        return Sight.ANSWER if speaks else Sight.FOREIGN
+    if speaks and not _is_announcement(label, data):
+        return Sight.ANSWER
+    return Sight.EARLY if len(data) < MOST_HELD_BACK else Sight.BLIND
+
+
+def keeps_alive(data: bytes) -> bool:
+    """Whether comments or pings are in what was held back: the engine wants its client to know that it is alive."""
+    return _KEEPS_ALIVE.search(data) is not None
 
 
 def speaks_api(tail: bytes, whole: bool) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..wire.downstream import Downstream
 from ..wire.http import Request
 from ..wire.upstream import Head, Upstream, UpstreamError
-from .answers import announces, error_status, foreign_body, foreign_head, incomplete
+from .answers import Sight, begins, error_status, foreign_head, keeps_alive, look
 from .blame import Suspicion, agree, settled
 from .errors import JSON, error_body, error_event
 from .heads import request_head, response_lines
@@ -45,6 +45,8 @@ MOST_LOSSES = 2
 NO_RETRY = (b"x-should-retry", b"false")
 # vLLM that is asked to stop answers what it has with 200 and this, as far as it has come.
 ABORTED = b'"finish_reason":"abort"'
+# Comments that keep a connection alive are held back for so long, and then passed on: proxies give up after 60 s of silence.
+KEEP_ALIVE_SECONDS = 30.0
 # Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
 # chunk one by one, and each may be a read of its own. One more, should a read end within the usage.
 TAIL = 4
@@ -69,7 +71,7 @@ class Life:
         "state", "prompt", "backend", "upstream", "reservation", "overlap", "held", "status", "streams",
         # the status that an error behind a 200 amounts to, 0 without one
         "fault",
-        # first bytes of a body that were held back, since no token was in them
+        # first bytes of a body that were held back, since nothing of an answer was in them
         "announced",
         # retries; `losses`: replicas that went down or hung under it; `suspicions`: errors that it was answered with
         "tried", "last_error", "reconnected", "losses", "suspicions",
@@ -79,7 +81,7 @@ class Life:
         "sent_ids", "ids_refused",
         # the answer as it passes
         "tail", "pieces", "seen_pieces", "seen_at",
-        # times, monotonic seconds; the last: when its blocks were expected to be at `backend` soon
+        # times, monotonic seconds; `first_at`: of the answer itself, 0 if only other bytes were seen; the last: when its blocks were expected to be at `backend` soon
         "begun", "sent_at", "first_at", "expected_at",
     )  # fmt: skip
 
@@ -173,7 +175,10 @@ class Life:
                 where = f"replica {self.backend.id} sent" if self.backend else "no replica sent"
                 self.advance(Event.TIMED_OUT, Failure(504, f"{where} no byte of an answer within {self.dispatcher.request_timeout:g} s"))
             elif self.state is State.AWAITING:
-                if self.dispatcher.better_elsewhere(self, now):
+                if self.announced and now - self.sent_at > KEEP_ALIVE_SECONDS and keeps_alive(self.announced):
+                    data, self.announced = self.announced, b""
+                    self.advance(Event.ANSWERED, data)
+                elif self.dispatcher.better_elsewhere(self, now):
                     self.advance(Event.LOST, UpstreamError("hung", f"is {self.backend.replica.state} and sent no byte for {now - self.sent_at:.0f} s"))
                 elif not self.streams:
                     self.dispatcher.outcomes.assume_prefilled(self, now)
@@ -217,15 +222,11 @@ class Life:
 
     def _answered(self, data: bytes, whole: bool = False) -> None:
         """The first bytes of an answer's body, or all of it: they may tell that there will be none."""
-        if self.announced:
-            data, self.announced = self.announced + data, b""
+        held_back = self.announced
+        if held_back:
+            data, self.announced = held_back + data, b""
         if self.status == 200 and self.prompt is not None:
-            legible = self.held.get(b"content-encoding") is None
-            if legible and foreign_body(data, self.held.get(b"content-type") or b""):
-                self._foreign(f"answered 200 with {data[:40]!r}")
-                return
-            if not whole and ((legible and incomplete(data, self.streams)) or (self.label == "responses" and announces(data))):
-                self.announced = data  # held back like the head, and for the same reason
+            if (held_back or not begins(self.label, data, self.streams)) and self._kept(data, whole):
                 return
             self.fault = error_status(data, self.streams)
             if self.fault >= 500 and self._unsettled(ERROR_ANSWER):
@@ -235,10 +236,27 @@ class Life:
                 self.ids_refused = self.backend
                 self.advance(Event.UNWELL, UpstreamError("ids", f"answered 200 with an error that amounts to {self.fault}"))
                 return
-        if ABORTED in data and self.dispatcher.may_retry(self):
-            self.advance(Event.UNWELL, UpstreamError("aborted", "aborted it"))
-        else:
+        if ABORTED in data:
+            if self.dispatcher.may_retry(self):
+                self.advance(Event.UNWELL, UpstreamError("aborted", "aborted it"))
+                return
+            self.fault = 503
+            self.dispatcher.outcomes.failed(self.backend, "aborted")
+        self.first_at = monotonic()
+        self.advance(Event.ANSWERED, data)
+
+    def _kept(self, data: bytes, whole: bool) -> bool:
+        """Whether these bytes do not go to the client (now): nothing of an answer is in them, or no engine wrote them."""
+        if self.held.get(b"content-encoding") is not None:
+            return False  # illegible
+        sight = look(self.label, data, self.streams, self.held.get(b"content-type") or b"", whole)
+        if sight is Sight.FOREIGN:
+            self._foreign(f"answered 200 with {data[:40]!r}")
+        elif sight is Sight.EARLY:
+            self.announced = data
+        elif sight is Sight.BLIND:
             self.advance(Event.ANSWERED, data)
+        return sight is not Sight.ANSWER
 
     def _unsettled(self, kind: str) -> bool:
         """Whether to ask another replica, now that this one has answered with an error. Else the client gets that."""
@@ -344,10 +362,14 @@ class Life:
         dispatcher.choose(self)
 
     def _relay(self, data: bytes) -> None:
-        self.first_at = self.seen_at = monotonic()
         self.tail.append(data)
         self.pieces = 1
-        self.dispatcher.outcomes.first_byte(self)
+        if self.first_at:
+            self.seen_at = self.first_at
+            self.dispatcher.outcomes.first_byte(self)
+        else:  # what was held back, and shows nothing
+            self.seen_at = monotonic()
+            self.dispatcher.outcomes.undecided(self)
         if self.label == "responses" or self.response is not None:
             self.dispatcher.responses.answered(self, data)
         if self.prompt is None or not self.prompt.token_ids:  # else `forwarding` may ask about it

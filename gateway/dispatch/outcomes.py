@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .answers import error_status, speaks_api
 from .blame import REFUSALS, SAME, Suspicion, agree
 from .drift import TOLERATED
-from .life import ERROR_ANSWER, FOREIGN_ANSWER, RETRYABLE, TAIL, Failure, Life
+from .life import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, RETRYABLE, TAIL, TAIL_BYTES, Failure, Life
 from .together import Together
 from .usage import Usage, read_usage
 
@@ -129,6 +129,9 @@ class Outcomes:
             life.fault = fault  # it computed the prompt, and failed later
             if fault >= 500:
                 self.failed(life.backend, ERROR_ANSWER)
+        elif tail.find(ABORTED, -TAIL_BYTES) >= 0:  # the engine stopped in the middle of it
+            life.fault = 503
+            self.failed(life.backend, "aborted")
         elif self._is_foreign(life, tail, usage):
             life.fault = 502
             self.failed(life.backend, FOREIGN_ANSWER)
@@ -143,7 +146,7 @@ class Outcomes:
     @staticmethod
     def _is_foreign(life: Life, tail: bytes, usage: Usage) -> bool:
         """Whether its client was given a stream in which no event of an inference API was."""
-        if not life.streams or life.status != 200 or usage.prompt is not None or life.label not in STREAMING_APIS:
+        if life.first_at or not life.streams or life.status != 200 or usage.prompt is not None or life.label not in STREAMING_APIS:
             return False
         return not speaks_api(tail, life.pieces <= TAIL) and life.held.get(b"content-encoding") is None
 

@@ -22,7 +22,15 @@ SSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r
 EVENT = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
 
 
-def answers(body=b'{"ok":true}', status=b"200 OK", headers=b"", seen=None, close_after=False):
+# Of the shape that an engine's answer has: anything else is taken for another server's.
+ANSWER = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"hi"},"text":"hi","finish_reason":"stop"}]}'
+
+
+def reply(body=ANSWER, status=b"200 OK", headers=b""):
+    return b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%b\r\n%b" % (status, len(body), headers, body)
+
+
+def answers(body=ANSWER, status=b"200 OK", headers=b"", seen=None, close_after=False):
     """A replica that gives this answer to every request."""
 
     async def script(reader, writer):
@@ -30,7 +38,7 @@ def answers(body=b'{"ok":true}', status=b"200 OK", headers=b"", seen=None, close
             request = await read_request(reader)
             if seen is not None:
                 seen.append(request)
-            writer.write(b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%b\r\n%b" % (status, len(body), headers, body))
+            writer.write(reply(body, status, headers))
             if close_after:
                 return
 

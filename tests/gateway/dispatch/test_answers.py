@@ -6,15 +6,16 @@ from time import monotonic
 
 import pytest
 
-from gateway.dispatch.answers import announces, error_status, foreign_body, foreign_head
+from gateway.dispatch.answers import Sight, begins, error_status, foreign_head, keeps_alive, look
 from replicas import State
 
 from ..wire.talk import eventually, free_port, read_request
-from .replies import LONG, answers, chunk, post, streams
+from .replies import ANSWER, LONG, answers, chunk, post, reply, streams
 from .stack import stack
 
 DONE = b"data: [DONE]\n\n"
 TOKEN = b'data: {"choices":[{"index":0,"text":"x"}]}\n\n'
+DIED = b'data: {"error":{"message":"died","type":"InternalServerError","code":500}}\n\n'
 # As real engines write them; (format, event, status it amounts to).
 ERRORS = [
     (b"/v1/completions", b'data: {"error": {"message": "Token id 99999999 is out of vocabulary", "type": "BadRequestError", "param": null, "code": 400}}\n\n', 400),
@@ -48,22 +49,76 @@ def test_an_error_object_with_status_200_is_an_error():
     assert error_status(b'{"error": "no idea"}', False) == 500
 
 
-def test_what_no_engine_writes_is_told_by_type_and_first_byte():
+def test_what_no_engine_writes_is_told_by_its_type():
     assert foreign_head(200, b"text/html") and foreign_head(404, b"text/html; charset=utf-8") and foreign_head(302, b"text/plain")
     assert not foreign_head(200, b"application/json; charset=utf-8") and not foreign_head(502, b"text/html") and not foreign_head(200, b"")
-    for body in (b"<html>", b"  <html>", b"6\r\n<html>\r\n", b"ok", b""):
-        assert foreign_body(body, b"application/json"), body
-    for body in (b'{"id":1}', b' \n{"id":1}', b'8\r\n{"id":1}\r\n', b"data: {}", b"e\r\n: ping\n\n", b"1f", b"1f\r\n"):
-        assert not foreign_body(body, b"application/json"), body
-    assert foreign_body(b"<html>", b"") and not foreign_body(b"ok", b"") and not foreign_body(b"\x00\x01", b"application/octet-stream")
+
+
+ANSWERS = {
+    "chat": b'{"id":"1","choices":[]}', "completions": b'{ "choices" : []}', "responses": b'{"id":"r","output":[]}', "messages": b'{"type":"message","content":[]}',
+    "embeddings": b'{"object":"list","data":[{"object":"embedding","embedding":[0.1]}]}', "tokenize": b'{"count":1,"tokens":[1]}', "detokenize": b'{"any":1}',
+}  # fmt: skip
+JUNK = [b"{}", b'{"ok":true}', b'{"status":"ok"}', b'{"error":null}', b'"ok"', b"ok", b"[]", b"<html>", b"  <html>", b"6\r\n<html>\r\n", b"", b"0\r\n\r\n", b"2\r\n{}\r\n0\r\n\r\n"]
+
+
+def sight(label, data, streams=False, whole=True, content_type=b"application/json"):
+    """As a request takes it."""
+    return Sight.ANSWER if begins(label, data, streams) else look(label, data, streams, content_type, whole)
+
+
+@pytest.mark.parametrize("label", ANSWERS)
+def test_an_answer_has_its_apis_shape(label):
+    for framed in (ANSWERS[label], chunk(ANSWERS[label]), b" \n" + ANSWERS[label], b'{"error":{"message":"x"}}'):
+        assert sight(label, framed) is Sight.ANSWER
+    assert sight(label, b'{"choices":[]}') is Sight.ANSWER, "engines give one API's answers for another's"
+    assert sight(label, b"\x00\x01{}", content_type=b"application/octet-stream") is Sight.ANSWER
+    if label != "detokenize":  # whose answers have no name in common
+        for junk in JUNK:
+            assert sight(label, junk) is Sight.FOREIGN, junk
+
+
+def test_an_object_whose_members_are_still_to_come_is_waited_for():
+    for part in (b"", b"1f", b"1f\r\n", b"{", b'{"id":"1","mod', b'{"status":"ok"'):
+        assert sight("chat", part, whole=False) is Sight.EARLY, part
+    assert sight("chat", b'{"instructions":"' + b"x" * 2**18, whole=False) is Sight.ANSWER, "not for ever"
+    assert sight("chat", b"ok", content_type=b"") is Sight.ANSWER and sight("chat", b"<html>", content_type=b"") is Sight.FOREIGN
+
+
+STREAM = b"text/event-stream"
+ROLE = b'data: {"id":"1","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
+PINGS = [b": ping\n\n", b":\n\n", b'event: ping\ndata: {"type": "ping"}\n\n']
+
+
+@pytest.mark.parametrize("frame", [bytes, chunk], ids=["plain", "chunked"])
+def test_a_stream_begins_with_something_of_the_answer(frame):
+    def seen(*events, whole=False, label="chat"):
+        return sight(label, b"".join(map(frame, events)), True, whole, STREAM)
+
+    assert seen(TOKEN) is seen(ROLE, TOKEN) is seen(PINGS[0], TOKEN) is seen(DIED) is seen(ROLE, DIED) is seen(b"data: {\"choices\":[") is Sight.ANSWER
+    assert {seen(ping) for ping in PINGS} | {seen(ROLE), seen(PINGS[0], ROLE), seen(b'data: {"ok":1}\n\n'), seen(b"da"), seen(DIED[:30]), seen(ROLE, DIED[:30])} == {Sight.EARLY}
+    assert seen(ROLE, whole=True) is Sight.ANSWER, "whatever it means, it is all there is"
+    assert {seen(*events, whole=True) for events in ([PINGS[0]], [b'data: {"ok":1}\n\n'], [])} == {Sight.FOREIGN}
+    assert {seen(first) for first in (DONE, b"<html>\n\n", b"error: what\n\n", b"deadbeef!\n\n")} == {Sight.FOREIGN}
+    assert seen(PINGS[0] * 50_000) is Sight.BLIND, "not for ever"
+    assert all(map(keeps_alive, map(frame, PINGS))) and not keeps_alive(frame(ROLE))
+
+
+@pytest.mark.parametrize("label", ["chat", "completions", "responses", "messages"])
+def test_a_message_with_a_role_and_a_text_is_a_first_token(label):
+    for delta in (b'{"role":"assistant","content":"x"}', b'{"content":"\\"role\\""}', b'{"role":"assistant","content":"","reasoning":"x"}', b'{"role":"assistant","tool_calls":[{"id":"1"}]}'):
+        assert sight(label, b'data: {"choices":[{"delta":%b}]}\n\n' % delta, True, False, STREAM) is Sight.ANSWER
 
 
 def test_what_comes_before_the_first_token_of_a_response():
     created = b'event: response.created\ndata: {"response":{"instructions":"\\nevent: response.output_text.delta"}}\n\n'
     progress = b"event: response.in_progress\ndata: {}\n\n"
-    assert announces(created) and announces(created + progress) and announces(chunk(created) + chunk(progress))
-    assert not announces(created + progress + b"event: response.output_item.added\ndata: {}\n\n")
-    assert not announces(b"event: error\ndata: {}\n\n") and not announces(TOKEN)
+    item = b'event: response.output_item.added\ndata: {"type":"response.output_item.added"}\n\n'
+    started = b'event: message_start\ndata: {"type":"message_start"}\n\n'
+    for early in (created, created + progress, chunk(created) + chunk(progress), created[:50], created.replace(b'"}}', b"x" * 100_000 + b'"}}')):
+        assert sight("responses", early, True, False, STREAM) is Sight.EARLY
+    assert sight("responses", created + progress + item, True, False, STREAM) is Sight.ANSWER
+    assert sight("messages", started, True, False, STREAM) is sight("messages", started + PINGS[2], True, False, STREAM) is Sight.EARLY
+    assert sight("messages", started + b'event: content_block_start\ndata: {"type":"content_block_start"}\n\n', True, False, STREAM) is Sight.ANSWER
 
 
 class Intake:
@@ -137,7 +192,7 @@ async def test_the_engines_own_error_is_tried_elsewhere_the_clients_is_told(path
 async def test_an_error_object_with_status_200_is_treated_alike():
     for code, faults in ((400, set()), (500, {"error answer"})):
         error = json.dumps({"error": {"message": "x", "code": code}}).encode()
-        async with stack(answers(error), answers(b'{"fine":1}')) as s:
+        async with stack(answers(error), answers()) as s:
             talk = await s.talk()
             for _ in range(2):
                 await talk.say(post())
@@ -153,7 +208,8 @@ HTML = b"<html><body>It works!</body></html>"
 @pytest.mark.parametrize(
     ("head", "body"),
     [(b"200 OK\r\nContent-Type: text/html", HTML), (b"200 OK", HTML), (b"200 OK\r\nContent-Type: application/json", b'"ok"'), (b"200 OK", b""),
-     (b"200 OK\r\nContent-Type: application/json", b'{"status":"ok"}'),
+     (b"200 OK\r\nContent-Type: application/json", b'{"status":"ok"}'), (b"200 OK\r\nContent-Type: application/json", b"{}"),
+     (b"200 OK\r\nContent-Type: application/json", b'{"ok":true}'), (b"200 OK\r\nContent-Type: text/event-stream", b"error: no such page\n\n"),
      (b"200 OK\r\nContent-Type: application/json", b'{"object":"list","data":[{"id":"m","object":"model","created":1}]}'),
      (b"404 Not Found\r\nContent-Type: text/html", HTML), (b"405 Not Allowed\r\nContent-Type: text/html", HTML), (b"302 Found\r\nContent-Type: text/html", b"")],
 )  # fmt: skip
@@ -163,11 +219,11 @@ async def test_what_no_engine_wrote_reaches_no_client_and_counts_as_a_failure(he
             await read_request(reader)
             writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
 
-    async with stack(other, answers(b'{"fine":1}')) as s:
+    async with stack(other, answers()) as s:
         talk = await s.talk()
         for _ in range(2):
             await talk.say(post())
-            assert (await talk.response())[0::2] == (200, b'{"fine":1}')
+            assert (await talk.response())[0::2] == (200, ANSWER)
         assert set(s.faults) == {"foreign answer"} and s.metrics.upstream_errors.total() == len(s.faults)
         await eventually(s.idle)
     async with stack(other) as s:
@@ -221,7 +277,7 @@ async def test_a_replica_that_dies_with_a_kept_connection_and_is_gone_then_count
 
     async def once(reader, writer):
         await read_request(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+        writer.write(reply())
         await read_request(reader)
         (killed,) = (b for b in s.dispatcher.backends.values() if b.pool.port == writer.get_extra_info("sockname")[1])
         killed.pool.port = free_port()
@@ -239,14 +295,14 @@ async def test_a_replica_that_dies_with_a_kept_connection_and_is_gone_then_count
 
 
 async def test_a_degraded_replica_is_tried_before_a_502():
-    async with stack(answers(b'{"fine":1}'), ports=[free_port()]) as s:
+    async with stack(answers(), ports=[free_port()]) as s:
         gone, ill = s.dispatcher.backends.values()
         ill.replica.state = State.DEGRADED
         s.dispatcher.changed()
         talk = await s.talk()
         for _ in range(2):
             await talk.say(post())
-            assert (await talk.response())[0::2] == (200, b'{"fine":1}')
+            assert (await talk.response())[0::2] == (200, ANSWER)
         assert s.metrics.retries.total() == 2 and s.metrics.replica_requests.total(replica=ill.id) == 2
 
 
@@ -309,9 +365,6 @@ async def test_a_replica_found_slow_is_tried_again_within_seconds_while_others_a
         assert chosen[0] == quick.id and chosen[-1] == slow.id and len(chosen) > 8
 
 
-DIED = b'data: {"error":{"message":"died","type":"InternalServerError","code":500}}\n\n'
-
-
 @pytest.mark.parametrize(("name", "pieces"), [
     ("an error event in two chunks", (chunk(DIED[:10]), chunk(DIED[10:]))),
     ("a chunk's size in a packet of its own", (b"%x\r\n" % len(DIED), DIED + b"\r\n")),
@@ -330,6 +383,64 @@ async def test_a_stream_that_fails_in_any_shape_is_tried_elsewhere(name, pieces)
         talk = await s.talk()
         bodies = [(await ask(s, b"/v1/chat/completions", talk))[2] for _ in range(2)]
         assert bodies == [TOKEN + DONE] * 2 and len(set(s.faults)) == 1
+
+
+@pytest.mark.parametrize(("path", "first"), [
+    (b"/v1/chat/completions", PINGS[0]), (b"/v1/chat/completions", ROLE), (b"/v1/completions", PINGS[1]),
+    (b"/v1/messages", b'event: message_start\ndata: {"type":"message_start"}\n\n' + PINGS[2]),
+])  # fmt: skip
+async def test_an_error_behind_what_only_announces_an_answer_is_tried_elsewhere(path, first):
+    """Each in a read of its own: the first is held back, so the client has nothing yet."""
+
+    async def until_it_is_held_back():
+        await eventually(lambda: any(life.announced for life in s.dispatcher.lives) or not s.dispatcher.lives)
+
+    async with stack(streams(chunk(first), chunk(DIED), pause=until_it_is_held_back), streams(chunk(first), chunk(TOKEN))) as s:
+        talk = await s.talk()
+        bodies = [(await ask(s, path, talk))[2] for _ in range(2)]
+        assert bodies == [first + TOKEN + DONE] * 2 and len(set(s.faults)) == 1
+
+
+async def test_pings_reach_a_client_that_waits_for_long_and_are_no_first_token():
+    go_on = asyncio.Event()
+    async with stack(streams(chunk(PINGS[0]), chunk(TOKEN), pause=go_on.wait), request_timeout=600.0) as s:
+        (backend,) = s.dispatcher.backends.values()
+        talk = await s.talk()
+        await talk.say(post(body_for(b"/v1/chat/completions")))
+        await eventually(lambda: any(life.announced for life in s.dispatcher.lives))
+        (life,) = s.dispatcher.lives
+        s.dispatcher.sweep(life.sent_at + 29)
+        assert life.unanswered
+        s.dispatcher.sweep(life.sent_at + 31)
+        assert PINGS[0] in await talk.until(PINGS[0])
+        go_on.set()
+        assert TOKEN in await talk.until(b"\r\n0\r\n\r\n")
+        await eventually(lambda: s.metrics.requests.total(status="2xx") == 1)
+        assert s.faults == [] and backend.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0
+        await eventually(s.idle)
+
+
+async def test_an_endless_stream_of_junk_teaches_nothing():
+    junk = chunk(b'data: {"tick":1}\n\n' * 20_000)
+    async with stack(streams(junk)) as s:
+        (backend,) = s.dispatcher.backends.values()
+        await ask(s, b"/v1/chat/completions")
+        assert s.faults == ["foreign answer"] and backend.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_an_answer_that_the_engine_gave_up_is_no_complete_one(streamed):
+    """vLLM that stops ends what it has begun with this."""
+    last = b'{"choices":[{"index":0,"text":"","delta":{},"finish_reason":"abort"}],"usage":{"prompt_tokens":9,"completion_tokens":1}}'
+    seen = asyncio.Event()
+    script = streams(chunk(TOKEN), chunk(b"data: " + last + b"\n\n"), pause=seen.wait) if streamed else answers(last)
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post(body_for(b"/v1/completions"), b"/v1/completions"))
+        seen.set()
+        assert last in (await talk.response())[2]
+        await eventually(lambda: s.metrics.requests.total() == 1)
+        assert s.metrics.requests.total(status="5xx") == 1 and s.faults == ["aborted"] and s.metrics.predictions.total() == 0
 
 
 async def test_an_empty_stream_is_no_answer():

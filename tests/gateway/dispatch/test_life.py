@@ -11,7 +11,7 @@ from replicas import State
 from replicas.simulated.model import sim_model_dir
 
 from ..wire.talk import eventually, read_request
-from .replies import BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, says, streams
+from .replies import ANSWER, BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, says, streams
 from .stack import stack
 
 
@@ -21,7 +21,7 @@ async def test_a_plain_answer_passes_and_says_where_it_came_from():
         talk = await s.talk()
         await talk.say(post(extra=b"Authorization: Bearer secret\r\nX-Custom: 1\r\nConnection: x-gone\r\nX-Gone: 1\r\n"))
         status, headers, body = await talk.response()
-        assert (status, body) == (200, b'{"ok":true}')
+        assert (status, body) == (200, ANSWER)
         assert headers["x-hitherto-replica"] in s.dispatcher.backends
         assert headers["x-hitherto-cached-tokens"] == "0"
         assert headers["x-request-id"]

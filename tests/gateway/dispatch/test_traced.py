@@ -14,7 +14,7 @@ from gateway.dispatch.traced import TracedLife
 
 from ..collector import collecting
 from ..wire.talk import eventually, free_port, read_request
-from .replies import EVENT, SSE_HEAD, USAGE, answers, chunk, post, says, streams
+from .replies import EVENT, SSE_HEAD, USAGE, answers, chunk, post, reply, says, streams
 from .stack import stack
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -249,7 +249,7 @@ async def test_a_kept_connection_that_died_is_an_attempt_of_its_own(monkeypatch)
         nonlocal served
         await read_request(reader)
         served += 1
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.write(reply())
         if served == 1:
             await read_request(reader)
             return

@@ -9,7 +9,7 @@ import pytest
 from gateway.wire import upstream
 from gateway.wire.http import end_to_end
 
-from ..dispatch.replies import SSE_HEAD, answers, chunk, post, says
+from ..dispatch.replies import ANSWER, SSE_HEAD, answers, chunk, post, says
 from ..dispatch.stack import stack
 from .talk import eventually, read_request
 
@@ -39,7 +39,7 @@ async def test_a_replica_that_does_not_answer_in_http_1_is_passed_over(line):
         talk = await s.talk()
         for _ in range(2):
             await talk.say(post())
-            assert (await talk.response())[0::2] == (200, b'{"ok":true}')
+            assert (await talk.response())[0::2] == (200, ANSWER)
 
 
 @pytest.mark.parametrize("between", [b"", b"\r\n"])
@@ -173,7 +173,7 @@ async def test_a_new_connection_that_is_closed_before_the_request_is_sent_is_a_r
         talk = await s.talk()
         for _ in range(2):
             await talk.say(post())
-            assert (await talk.response())[0::2] == (200, b'{"ok":true}')
+            assert (await talk.response())[0::2] == (200, ANSWER)
         assert s.faults and set(s.faults) == {"connect"}
         await eventually(s.idle)
 

@@ -17,7 +17,8 @@ from time import monotonic
 from replicas.deadline import within
 
 MOST_ADDRESSES = 8  # of one name, tried one after the other
-REMEMBERED_SECONDS = 600.0  # a name that comes back to an address within this time alternates
+REMEMBERED_SECONDS = 600.0  # a name that comes back to an address within this time may only alternate
+STEADY_SECONDS = 60.0  # for which it has to lead there before it is followed; twice as long each time that happens again
 
 
 def is_address(host: str) -> bool:
@@ -42,6 +43,8 @@ class HostName:
         self.addresses: tuple[str, ...] = (host,) if self.address else ()
         self._asking: asyncio.Future[tuple[str, ...]] | None = None
         self._left: dict[str, float] = {}  # addresses that were in use before, and when they were left
+        self._returns = 0  # how often it was followed back to one of them
+        self._steady_since = float("-inf")  # when it began to lead where it does
 
     @property
     def fixed(self) -> bool:
@@ -66,7 +69,10 @@ class HostName:
         except TimeoutError:
             raise TimeoutError(f"host name {self.host!r} was not resolved within {deadline:g} s") from None
         asked, self._asking = self._asking, None
-        self.addresses = asked.result()
+        now = monotonic()
+        if self.addresses != asked.result():
+            self.addresses, self._steady_since = asked.result(), now
+        self._left |= {one: now for one in self.addresses if self._was_left(one, now)}
         return self.addresses
 
     def to_try(self, in_use: bool) -> tuple[str, ...]:
@@ -80,9 +86,10 @@ class HostName:
 
     @property
     def alternates(self) -> bool:
-        """Whether the name leads back to an address that was left a short while ago."""
+        """Whether the name leads back to an address that was left a short while ago, and may be elsewhere again soon. One
+        that stays there has moved back: to the engine before an upgrade that was taken back, say."""
         now = monotonic()
-        return any(now - self._left.get(one, -REMEMBERED_SECONDS) < REMEMBERED_SECONDS for one in self.addresses)
+        return any(self._was_left(one, now) for one in self.addresses) and now - self._steady_since < min(STEADY_SECONDS * 2**self._returns, REMEMBERED_SECONDS)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -91,10 +98,16 @@ class HostName:
         same = [one for one in self.addresses if one != self.address and (":" in one) is family]
         return tuple(same) if self.address in self.addresses else self.addresses if self.alternates else ()
 
+    def _was_left(self, address: str, now: float) -> bool:
+        """A short while ago. Each time that the name leads there again counts as well."""
+        return now - self._left.get(address, float("-inf")) < REMEMBERED_SECONDS
+
     def use(self, address: str) -> None:
         """Take `address`, and remember when another one was left for it."""
         if self.address and address != self.address:
-            self._left[self.address] = monotonic()
+            now = monotonic()
+            self._returns = self._returns + 1 if self._was_left(address, now) else 0
+            self._left[self.address] = now
             while len(self._left) > MOST_ADDRESSES:
                 del self._left[next(iter(self._left))]
         self.address = address

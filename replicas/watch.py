@@ -77,7 +77,7 @@ class Watch:
         self._named_pid: int | None = None
         self._mark = ""  # what tells this incarnation from one at another address that began at the same time
         self._warmed_pid: int | None = None
-        self._facts_at = self._scraped_at = float("-inf")
+        self._facts_at = self._scraped_at = self._looked_at = float("-inf")
         self._asked_at, self._broken = float("-inf"), False  # the last full probe; a connection has broken since
         self._closes = False  # it closes the connection after each answer
 
@@ -89,6 +89,7 @@ class Watch:
                     await self.tick()
                 except Exception:  # a replica nobody watches would stay as it is for ever
                     log.exception("watching replica %s failed, trying again", self.replica.id)
+                self._looked_at = monotonic()
                 await self._pause()
         finally:
             await self.access.close()
@@ -100,7 +101,7 @@ class Watch:
             except TimeoutError:
                 return
         self._nudged.clear()
-        await asyncio.sleep(min(CLOSEST, self.interval))
+        await asyncio.sleep(min(CLOSEST, self.interval) - (monotonic() - self._looked_at))
 
     def _interval(self) -> float:
         """Our own engine on its way up is asked more often: it costs a refused connect."""
@@ -141,9 +142,9 @@ class Watch:
     def look(self, now: float) -> None:
         """A connection that was kept has broken, so another process may be there. Engines close idle ones as well, some
         sooner than we do: all that break within a second are one reason to look."""
-        self._broken = True
-        if now - self._asked_at >= FRESH_FACTS:
-            self._nudged.set()
+        if not self._broken:
+            self._broken = True
+            asyncio.get_running_loop().call_later(max(0.0, FRESH_FACTS - (now - self._asked_at)), self._nudged.set)
 
     def _doubt(self, reason: str) -> None:
         """No traffic until what answers there has shown that it is an engine."""

@@ -134,7 +134,7 @@ class View:
             "waiting": scrape.waiting if scrape else None,
             "kv_usage": scrape.kv_usage if scrape else None,
             "events": intake.state if intake else "off",
-            "events_reason": intake.reason if intake else None,
+            "events_reason": intake.reason if intake else _why_no_events(replica),
             "map_role": getattr(intake, "role", None),
             "map_role_reason": getattr(intake, "role_reason", None),
             "map_blocks": self._blocks(replica.id, blocks),
@@ -221,9 +221,17 @@ class View:
         return Load(*self.ledger.own(id))
 
 
+def _why_no_events(replica: Replica) -> str:
+    if replica.state not in HAS_EVENTS:
+        return f"the replica is {replica.state}: its events are followed when an engine answers there"
+    return "it is not known where the engine publishes KV events, if it does: its cache is guessed from what is sent there"
+
+
 def _seen(replica: Replica, intake: Any) -> list[str]:
     """What traffic and events showed to be amiss, beside what the engine tells of itself."""
     found = list(intake.problems) if intake else []
+    if replica.state is State.FAILED:
+        found.append(f"no engine is there, and nothing is sent there: {replica.reason}")
     if intake and intake.state == "unobserved":
         found.append(f"KV events are not followed, the cache is guessed from traffic: {intake.reason}")
     if replica.cached_tokens is False:

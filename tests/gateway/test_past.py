@@ -34,7 +34,8 @@ async def test_nothing_is_told_of_an_engine_that_is_gone():
         process.kill()
         status = await gateway.until(lambda status: status["replicas"][0]["state"] == "failed")
         told = status["replicas"][0]
-        past = ("models", "adapters", "version", "block_size", "num_blocks", "max_model_len", "running", "waiting", "kv_usage", "problems")
+        past = ("models", "adapters", "version", "block_size", "num_blocks", "max_model_len", "running", "waiting", "kv_usage")
         assert not any(told[name] for name in past) and told["events"] == "off" and status["models"] == []
+        assert told["events_reason"].startswith("the replica is failed") and told["problems"] == [f"no engine is there, and nothing is sent there: {told['reason']}"]
         page = (await gateway.admin.get("/metrics")).text
         assert "hitherto_events_state{" not in page and "hitherto_replica_kv_usage_ratio{" not in page

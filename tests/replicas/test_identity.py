@@ -71,6 +71,23 @@ async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(engi
         await fleet.stop()
 
 
+@pytest.mark.parametrize(("fresh", "closest"), [(0.2, 0.1), (0.0, 3600.0)], ids=["just asked", "asked long ago"])
+async def test_a_broken_connection_is_looked_at_without_waiting_for_the_next_turn(engine, comes, monkeypatch, fresh, closest):
+    """Not even for the pause between two looks, when the last one is longer ago than that."""
+    fleet = Fleet(interval=3600.0)
+    try:
+        replica = await comes(fleet.add(await engine()), READY)
+        watching = fleet.engines[replica.id].watch
+        monkeypatch.setattr(watch, "FRESH_FACTS", fresh)
+        monkeypatch.setattr(watch, "CLOSEST", closest)
+        watching._looked_at = float("-inf")
+        engine.html()
+        fleet.look(replica.id)
+        await comes(replica, WARMING)
+    finally:
+        await fleet.stop()
+
+
 async def test_an_engine_without_its_figures_is_asked_for_all(fleet, engine, comes):
     """As behind a proxy, which keeps its connections whatever is behind it."""
     replica = await comes(fleet.add(await engine()), READY)

@@ -6,7 +6,7 @@ import threading
 import pytest
 from aiohttp import web
 
-from replicas import State, watch
+from replicas import State, names, watch
 from replicas.names import HostName
 
 READY, FAILED = State.READY, State.FAILED
@@ -126,6 +126,35 @@ async def test_a_name_whose_answers_alternate_moves_once_and_no_more(fleet, host
     assert replica.address == B and replica.state is READY
     assert len([new for _, old, new in fleet.seen if old is READY and new is State.WARMING]) == 1
     await comes(replica, lambda one: any("leads to other addresses as well (127.0.0.2)" in problem for problem in one.problems))
+
+
+async def test_a_name_that_moves_back_and_stays_is_followed_later_each_time(monkeypatch):
+    """Traffic is moved to another engine and back again, while both run. A name that alternates looks like that at first."""
+    now, table = 1000.0, {}
+    monkeypatch.setattr(names, "monotonic", lambda: now)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *args, **more: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (table[host], 0))])
+    name = HostName("gpu.test")
+
+    async def leads_to(address):
+        """What is tried first."""
+        table["gpu.test"] = address
+        await name.look_up(5)
+        return name.to_try(in_use=True)[0]
+
+    name.use(await leads_to(A))
+    assert await leads_to(B) == B, "where it never led before"
+    name.use(B)
+    for address, other, patience in ((A, B, 60), (B, A, 120), (A, B, 240)):
+        assert await leads_to(address) == other and name.alternates
+        now += patience - 1
+        assert await leads_to(address) == other
+        now += 1
+        assert await leads_to(address) == address
+        name.use(address)
+    for _ in range(20):  # a name server that gives one after the other
+        for address in (B, A):
+            now += 30
+            assert await leads_to(address) == A
 
 
 async def test_a_name_that_moves_to_where_nobody_is_keeps_the_engine_that_answers(fleet, hosts, engines, comes, until):

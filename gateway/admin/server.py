@@ -191,7 +191,7 @@ class Admin:
         return answer({"ready": status["ready"], "why_not": why_not}, 200 if status["ready"] else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        page, content_type = self.gateway.metrics.exposition()
+        page, content_type = await self.gateway.metrics.exposition()
         return web.Response(body=page, headers={"Content-Type": content_type})
 
     async def status(self, request: web.Request) -> web.Response:

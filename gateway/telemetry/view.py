@@ -101,8 +101,25 @@ class View:
                 **self._sharing(),
             },
             "background_failures": self.background.recent() if self.background else {},
-            "replicas": [self._replica(replica, stats["slots"]) for replica in list(self.replicas.values())],
+            "replicas": self._each_replica(stats["slots"]),
         }
+
+    def _each_replica(self, blocks: Mapping[int, int]) -> list[dict[str, Any]]:
+        metrics = self.metrics
+        counters = {
+            "requests": metrics.replica_requests,
+            "prompt_tokens": metrics.prompt_tokens,
+            "predicted_cached_tokens": metrics.predicted_cached_tokens,
+            "reported_prompt_tokens": metrics.reported_prompt_tokens,
+            "reported_cached_tokens": metrics.reported_cached_tokens,
+        }
+        # For all replicas at once: each by itself would go through the series of all of them.
+        counted = {name: counter.by("replica") for name, counter in counters.items()}
+        counted["errors"] = metrics.upstream_errors.by("replica", kind="request")
+        return [
+            {**self._replica(one, blocks), **{name: sums.get(one.id, 0) for name, sums in counted.items()}}
+            for one in list(self.replicas.values())
+        ]
 
     def _replica(self, replica: Replica, blocks: Mapping[int, int]) -> dict[str, Any]:
         metrics, load, intake = self.metrics, self._load(replica.id), self._intake(replica)
@@ -138,12 +155,6 @@ class View:
             "map_role": getattr(intake, "role", None),
             "map_role_reason": getattr(intake, "role_reason", None),
             "map_blocks": self._blocks(replica.id, blocks),
-            "requests": metrics.replica_requests.total(replica=replica.id),
-            "errors": metrics.upstream_errors.total(replica=replica.id) - metrics.upstream_errors.total(replica=replica.id, kind="request"),
-            "prompt_tokens": metrics.prompt_tokens.total(replica=replica.id),
-            "predicted_cached_tokens": metrics.predicted_cached_tokens.total(replica=replica.id),
-            "reported_prompt_tokens": metrics.reported_prompt_tokens.total(replica=replica.id),
-            "reported_cached_tokens": metrics.reported_cached_tokens.total(replica=replica.id),
             "ttft_p50_seconds": metrics.ttft.quantile(0.5, replica.id),
             "ttft_p99_seconds": metrics.ttft.quantile(0.99, replica.id),
         }

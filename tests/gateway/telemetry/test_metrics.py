@@ -1,5 +1,7 @@
 """Counters and histograms: what they hold and what a scrape shows."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from gateway.telemetry.metrics import LATENCY_BUCKETS, READ, Histogram, Metrics
 
 
 def scrape(metrics: Metrics) -> dict[tuple, float]:
-    page = metrics.exposition()[0].decode()
+    page = asyncio.run(metrics.exposition())[0].decode()
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(page)
@@ -51,7 +53,8 @@ def test_histogram_agrees_with_prometheus_client(numbers):
         reference.observe(number)
         ours.observe("r", number)
     expected = {s.labels["le"]: s.value for f in registry.collect() for s in f.samples if s.name == "x_bucket"}
-    assert {s.labels["le"]: s.value for s in ours.collect({}).samples if s.name.endswith("_bucket")} == expected
+    (family,) = text_string_to_metric_families("".join(ours.lines({})))
+    assert {s.labels["le"]: s.value for s in family.samples if s.name.endswith("_bucket")} == expected
 
 
 @given(st.lists(st.floats(0, 299), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99]))
@@ -86,7 +89,7 @@ def test_what_can_be_counted_is_there_at_zero_before_it_happens():
         ("hitherto_shadow_decisions_total", ("choice", "same"), ("policy", "random")), ("hitherto_rejections_total", ("reason", "413")),
     ):  # fmt: skip
         assert page.get(series) == 0, series
-    empty = [metric.name for metric in metrics.all() if not metric.collect({"replica": replicas, "policy": ("random",)}).samples]
+    empty = [metric.name for metric in metrics.all() if len(list(metric.lines({"replica": replicas, "policy": ("random",)}))) < 2]
     assert empty == []
     replicas["r2"] = replicas.pop("r1")
     names = {value for key in scrape(metrics) for label, value in key[1:] if label == "replica"}
@@ -126,11 +129,44 @@ def test_what_others_know_is_read_at_scrape():
     assert page["hitherto_replica_state", ("replica", "r1"), ("state", "ready")] == 1
 
 
+async def test_the_event_loop_goes_on_while_a_page_is_made(monkeypatch):
+    monkeypatch.setattr("gateway.telemetry.metrics.SLICE_SECONDS", 0.0)
+    metrics = Metrics({"replica": [f"10.0.0.{i}:8000" for i in range(200)]})
+    turns = 0
+
+    async def others():
+        nonlocal turns
+        while True:
+            turns += 1
+            metrics.requests.inc("chat", "2xx")
+            metrics.ttft.observe(f"10.0.1.{turns}:8000", 0.1)  # replicas come while it is made
+            if turns == 5:
+                metrics.forget("10.0.0.7:8000")
+            await asyncio.sleep(0)
+
+    task = asyncio.get_running_loop().create_task(others())
+    page, _ = await metrics.exposition()
+    task.cancel()
+    assert turns > 50
+    for family in text_string_to_metric_families(page.decode()):
+        for sample in family.samples:
+            if sample.name == "hitherto_ttft_seconds_count" and sample.value:
+                assert f'hitherto_ttft_seconds_bucket{{le="+Inf",replica="{sample.labels["replica"]}"}} {sample.value}' in page.decode()
+
+
+def test_sums_by_a_label_are_those_of_each_value():
+    metrics = Metrics()
+    for replica, kind in (("r1", "connect"), ("r1", "request"), ("r2", "request"), ("r1", "hung")):
+        metrics.upstream_errors.inc(replica, kind)
+    assert metrics.upstream_errors.by("replica") == {"r1": 3, "r2": 1} and metrics.upstream_errors.by("replica", kind="request") == {"r1": 2}
+    assert metrics.upstream_errors.total(replica="r1", kind="hung") == 1 and metrics.upstream_errors.total(kind="request", replica="r3") == 0
+
+
 def test_a_reader_may_only_return_declared_names():
     metrics = Metrics()
     metrics.read_from(lambda: {"map_blokcs": 1})
     with pytest.raises(KeyError, match="map_blokcs"):
-        metrics.exposition()
+        scrape(metrics)
 
 
 def test_the_process_is_on_the_page_too_and_every_name_is_ours_or_pythons():

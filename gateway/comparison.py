@@ -46,6 +46,8 @@ async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | 
         if model is not None:
             body["model"] = model
         async with gate, session.post(url + "/tokenize", json=body, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as response:
+            if response.status in (401, 403):
+                raise Unanswered("/tokenize wants an API key, and the gateway has none of its own: let it be asked without one", final=True)
             if response.status != 200:
                 raise Unanswered(f"/tokenize answers {response.status}", response.status < 500)
             ids = (await response.json(content_type=None)).get("tokens")

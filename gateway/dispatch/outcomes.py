@@ -186,7 +186,9 @@ class Outcomes:
         if prompt.mode == "exact" and not prompt.several and usage.prompt not in (None, prompt.tokens):
             self._counted_otherwise(backend, prompt, usage.prompt)
         saved = predicted
-        if prompt.several or not backend.replica.takes_rank(prompt.path):
+        # What was guessed from text says nothing of a map that an engine's events keep.
+        guessed = prompt.mode == "text" and backend.intake is not None
+        if prompt.several or guessed or not backend.replica.takes_rank(prompt.path):
             backend.drift.aside()
         if not prompt.copies or not backend.replica.takes_rank(prompt.path) or (prompt.several and usage.cached is None):
             pass  # there is nothing to compare with
@@ -206,7 +208,7 @@ class Outcomes:
                 metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
             if prompt.hashes and not prompt.several:
                 self._dispatcher.map.learn(backend.slot, prompt.hashes, life.overlap // size, saved // size)
-                if backend.drift.reported(life.overlap, saved, prompt.tokens):
+                if not guessed and backend.drift.reported(life.overlap, saved, prompt.tokens):
                     self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
         metrics.prefill_saved_tokens.inc(name, by=saved)
 

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -96,6 +97,7 @@ class Worker:
         self._said: dict[str, dict[str, Any]] = {}  # what the control process was told of it last
         self._tasks: set[asyncio.Task[None]] = set()
         self._reading = asyncio.Lock()
+        self._follow: Callable[[], None] = lambda: None  # does with the pipeline what the control process said of it last
         self._models_asked: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
@@ -209,10 +211,11 @@ class Worker:
             self.server.limits = datapath.limits(self.settings, pipeline)
             self._spawn(self._read_tokenizer(pipeline, **tokenizer))
 
+        self._follow = follow
         follow()
         if model_dir != self.model_dir:
             self.model_dir = model_dir
-            self._spawn(self._load(model_dir, follow))
+            self._spawn(self._load(model_dir))
 
     async def _read_tokenizer(self, pipeline: Pipeline, how: str, confirmed: bool, differs: dict[str, str]) -> None:
         """What the control process has found by comparing tokenizers with the engines."""
@@ -221,12 +224,14 @@ class Worker:
                 verdict = await asyncio.get_running_loop().run_in_executor(None, pipeline.read_as, how)
                 pipeline.adopt(verdict, confirmed, differs)
 
-    async def _load(self, directory: str, follow) -> None:
-        """The replicas told what their model is."""
+    async def _load(self, directory: str) -> None:
+        """The replicas told what their model is. Loading takes seconds: what was heard last counts, not what was heard first."""
         loop = asyncio.get_running_loop()
         try:
-            self.dispatcher.pipeline = await loop.run_in_executor(None, datapath.pipeline, self.settings, Path(directory), self.served_name)
-            follow()
+            pipeline = await loop.run_in_executor(None, datapath.pipeline, self.settings, Path(directory), self.served_name)
+            if directory == self.model_dir:
+                self.dispatcher.pipeline = pipeline
+                self._follow()
         finally:
             self.channel.send({"do": "loaded", "model_dir": directory})
 

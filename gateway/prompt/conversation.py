@@ -9,11 +9,14 @@ versions do otherwise is in `versions.Ways`.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from .fields import bad, require_exact
+from .structure import arguments_of
 from .versions import NEWEST, Ways
 
+_SAFE_LEVELS = 500         # of nested JSON, that Python reads in any case
 # Claude Code's attribution line changes on every request; vLLM drops it from system text.
 _BILLING_HEADER = "x-anthropic-billing-header"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
@@ -216,16 +219,29 @@ def _arguments(given: Any, ways: Ways) -> Any:
     """`{}` when they are missing, null or no JSON; as a rule also when they are no object."""
     if isinstance(given, str) and given:
         try:
-            given = json.loads(given)
+            given = _read(given)
         except ValueError:
             return {}
-        except RecursionError:  # engines read them the same way, and answer 500
-            raise bad("the arguments of a tool call are nested too deeply: more than some 900 levels") from None
         if given is not None and not ways.arguments_are_objects:
             return given
     else:
         require_exact(given)
     return given if isinstance(given, dict) else {}
+
+
+def refuse_deep_arguments(request: dict[str, Any]) -> None:
+    """Of a request that is not rendered here, so that nobody has read the arguments of its tool calls."""
+    for text in arguments_of(request):
+        if text.count("[") + text.count("{") > _SAFE_LEVELS:
+            with suppress(ValueError):
+                _read(text)
+
+
+def _read(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except RecursionError:  # engines read them the same way, and answer 500
+        raise bad("the arguments of a tool call are nested too deeply: more than some 900 levels") from None
 
 
 def _ordered(given: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:

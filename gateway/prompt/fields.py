@@ -14,7 +14,7 @@ import orjson
 
 from .offload import TakesLong, event_loop
 from .prompt import PromptError
-from .structure import MOST_OBJECTS, MOST_VALUES, arguments_too_much, too_much
+from .structure import MOST_OBJECTS, MOST_STRINGS, MOST_VALUES, arguments_too_much, too_much
 
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
@@ -45,22 +45,25 @@ def bad(message: str, param: str | None = None) -> PromptError:
     return PromptError(400, message, param=param)
 
 
-def parse(body: bytes) -> tuple[dict[str, Any], str]:
-    """The object that the body holds, and what is unusual about it, or "". Raises PromptError."""
-    _bounded(too_much(body))
+def parse(body: bytes, context: int = 0) -> tuple[dict[str, Any], str]:
+    """The object that the body holds, and what is unusual about it, or "". Raises PromptError.
+
+    `context`: the most tokens that a prompt may have, as far as is known."""
+    if len(body) > MOST_OBJECTS:
+        _bounded(too_much(body, context), context)
     note = ""
     try:
         request = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         try:
-            request = _as_python_reads(body)
+            request = _as_python_reads(body, context)
         except (ValueError, RecursionError):
             raise bad(f"the body is not valid JSON: {error}") from None
         note = f"JSON that only Python reads ({error})"
     if type(request) is not dict:
         raise bad("the body must be a JSON object")
     if len(body) > MOST_OBJECTS:
-        _bounded(arguments_too_much(request))
+        _bounded(arguments_too_much(request, context), context)
     if note:
         for name in _NAMES:
             if isinstance(request.get(name), str):
@@ -68,18 +71,18 @@ def parse(body: bytes) -> tuple[dict[str, Any], str]:
     return request, note
 
 
-def _as_python_reads(body: bytes) -> Any:
+def _as_python_reads(body: bytes, context: int) -> Any:
     encoding = json.detect_encoding(body)
     if not encoding.startswith("utf-8"):
         body = body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
-        _bounded(too_much(body))
+        _bounded(too_much(body, context), context)
     return json.loads(body)
 
 
-def _bounded(too_much: bool) -> None:
+def _bounded(too_much: bool, context: int) -> None:
     if too_much:
-        raise bad(f"the body holds more than {MOST_OBJECTS:,} objects, lists and members, or more than {MOST_VALUES:,} other values: "
-                  "send fewer of them in a request")
+        raise bad(f"the body holds more than {MOST_OBJECTS:,} objects, lists and members, {MOST_STRINGS:,} strings or {MOST_VALUES + context:,} values "
+                  "in all: send fewer of them in a request")
 
 
 def parse_exactly(body: bytes) -> dict[str, Any]:

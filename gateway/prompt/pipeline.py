@@ -22,7 +22,7 @@ from cachemap import chain_seed, hash_blocks
 from .agreement import Answer, difference, fixed_texts
 from .anthropic import Habits, from_messages, habits
 from .chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
-from .conversation import Multimodal, has_media
+from .conversation import Multimodal, has_media, refuse_deep_arguments
 from .fields import Rounded, bad, boolean, bounded_integers, count, integer, packed, parse, parse_exactly, prompts_of
 from .forward import LEAST_TOKENS, kind_of
 from .model import ModelFiles, load_model
@@ -47,6 +47,7 @@ OFFLOAD_THREADS = 2
 SWITCH_SECONDS = 0.0005
 # What vLLM allows `n` to be unless VLLM_MAX_N_SEQUENCES says otherwise. It ignores `best_of` (0.28 and 0.32 tried).
 _MOST_SEQUENCES = 16_384
+_UNKNOWN_CONTEXT = 1_000_000               # tokens that a prompt may have where nothing tells how many
 _PREFIX_BYTES = 256 * 1024 * 1024
 # Characters of what a client wrote that outlive the body: of a longer session the SHA-256 stands for it.
 _LONG_SESSION = 256
@@ -271,12 +272,13 @@ class Pipeline:
         """
         if path not in PATHS:
             return Prompt(path, "", mode="load", note="this path is routed by load alone")
-        request, unusual = parse(body)
+        request, unusual = parse(body, self._max_model_len or _UNKNOWN_CONTEXT)
         made_by = self.made_by
         prompt = _header_fields(path, request, headers, adapters)
         prompt.made_by = made_by
         _refuse_beyond_limits(prompt, request, self.max_model_len)
         if path in _FREE:
+            refuse_deep_arguments(request)
             prompt.mode, prompt.note = "load", "needs no prefill"
             return prompt
         try:
@@ -299,10 +301,10 @@ class Pipeline:
             raise
         except TooLong as error:
             if "truncate_prompt_tokens" in request or "truncation" in request:
-                return _by_load(prompt, body, error)
+                return _by_load(prompt, request, body, error)
             raise self._too_long(path, f"at least {error.tokens}") from None
         except Exception as error:        # templates are foreign programs: any failure is theirs
-            return _by_load(prompt, body, error)
+            return _by_load(prompt, request, body, error)
         limit = self.max_model_len
         if limit is not None and len(prompt.token_ids) > 4 * limit:
             raise self._too_long(path, str(len(prompt.token_ids) // 4))
@@ -442,6 +444,7 @@ class Pipeline:
 
     def _as_text(self, prompt: Prompt, request: dict[str, Any], why: str) -> Prompt:
         """No tokens to go by: 4 bytes of text stand for a token, under a seed that no real token chain has."""
+        refuse_deep_arguments(request)
         said = request.get("messages", request.get("prompt", request.get("input", "")))
         head = [request.get("system"), request.get("instructions"), request.get("tools")]
         text = said.encode() if isinstance(said, str) else orjson.dumps([head, said])
@@ -537,8 +540,9 @@ def _forwarded_ids(request: dict[str, Any], past_media: bool) -> bytes | None:
     return packed(ids, "kv_transfer_params.prompt_token_ids") if isinstance(ids, list) and ids else None
 
 
-def _by_load(prompt: Prompt, body: bytes, error: Exception) -> Prompt:
+def _by_load(prompt: Prompt, request: dict[str, Any], body: bytes, error: Exception) -> Prompt:
     """Nothing exact is known: about 4 bytes of body to a token, for the load it will be."""
+    refuse_deep_arguments(request)
     prompt.mode = "load"
     if isinstance(error, Multimodal):
         note = f"media in the prompt ({error})"

@@ -2,11 +2,10 @@
 
 A parser holds the interpreter until it has built all that a text describes, in whatever thread it runs, and a text of
 two-byte lists takes forty times its size. So bodies are counted first, in pieces between which other threads have their
-turn: as many objects, lists and members as MOST_OBJECTS take 60 MB and 20 ms, as many other values as MOST_VALUES 160 MB
-and 60 ms where they are small integers, 150 ms of different floats, 200 to 400 ms of different strings of 20 bytes, the
-most where they have escapes, and 20 to 70 ms more to let go of them (orjson's CPU time, on a busy 2-core cloud machine).
-Ten thousand messages in parts with all their tool calls have some 100,000 of the one, a prompt of a million token ids
-has a million of the other.
+turn. What is allowed takes (orjson's CPU time, on a busy 2-core cloud machine) 20 ms and 60 MB as objects and lists, 85 ms
+as names of members, 45 ms as strings of 20 bytes, 85 if they have escapes, and 25 to 45 ms as 500,000 numbers; to let go of
+them takes another fifth. Ten thousand messages in parts with all their tool calls have some 100,000 objects and 200,000
+strings, and token ids that fit the context may always come.
 """
 from __future__ import annotations
 
@@ -16,17 +15,18 @@ from typing import Any
 import numpy as np
 
 MOST_OBJECTS = 250_000     # objects, lists and names of members
-MOST_VALUES = 2_000_000    # values of lists and objects
+MOST_STRINGS = 400_000     # names of members and values
+MOST_VALUES = 500_000      # values of lists and objects, and as many as there are tokens in the context
 _PIECE = 256 * 1024
 _VALUES = (b",", b"[", b"{")
 
 
-def too_much(text: bytes) -> bool:
+def too_much(text: bytes, context: int) -> bool:
     """Whether a JSON text holds more than that. Of one that is not valid: up to where it stops being so."""
     if len(text) <= MOST_OBJECTS:
         return False
     # A first look does not tell strings apart; prose has no 250,000 brackets and colons in less than 10 MB.
-    return _exceeds(_bytes_of(text)) and _exceeds(_outside_strings(text))
+    return _exceeds(_bytes_of(text), context) and _exceeds(_outside_strings(text), context)
 
 
 def more_values(text: bytes, most: int) -> bool:
@@ -36,18 +36,19 @@ def more_values(text: bytes, most: int) -> bool:
     return sum(sum(map(piece.count, _VALUES)) for piece in _outside_strings(text)) > most
 
 
-def arguments_too_much(request: dict[str, Any]) -> bool:
+def arguments_too_much(request: dict[str, Any], context: int) -> bool:
     """The same of the arguments of a conversation's tool calls: JSON texts within strings, which templates get parsed."""
-    return _exceeds(text.encode("utf-8", "replace") for text in _arguments_of(request))
+    return _exceeds((text.encode("utf-8", "replace") for text in arguments_of(request)), context)
 
 
-def _exceeds(pieces: Iterator[bytes]) -> bool:
-    objects = values = 0
+def _exceeds(pieces: Iterator[bytes], context: int) -> bool:
+    objects = quotes = values = 0
     for piece in pieces:
         data = np.frombuffer(piece, np.uint8)
         objects += sum(int(np.count_nonzero(data == one)) for one in b"[{:")
+        quotes += int(np.count_nonzero(data == ord('"')))
         values += int(np.count_nonzero(data == ord(",")))
-        if objects > MOST_OBJECTS or values > MOST_VALUES:
+        if objects > MOST_OBJECTS or quotes > 2 * MOST_STRINGS or values > MOST_VALUES + context:
             return True
     return False
 
@@ -58,7 +59,7 @@ def _bytes_of(text: bytes) -> Iterator[bytes]:
 
 
 def _outside_strings(text: bytes) -> Iterator[bytes]:
-    """What is not in a string. A backslash begins an escape of two bytes, which no piece ends within."""
+    """What is not in a string, with its quotes. A backslash begins an escape of two bytes, which no piece ends within."""
     at, inside = 0, 0          # `inside`: 1 within a string
     while at < len(text):
         piece = text[at:at + _PIECE]
@@ -66,11 +67,12 @@ def _outside_strings(text: bytes) -> Iterator[bytes]:
             piece = piece[:-1]
         at += len(piece)
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        yield b"".join(parts[inside::2])
+        yield b"".join(parts[inside::2]) + b'"' * (len(parts) - 1)
         inside = (inside + len(parts) - 1) % 2
 
 
-def _arguments_of(request: dict[str, Any]) -> Iterator[str]:
+def arguments_of(request: dict[str, Any]) -> Iterator[str]:
+    """The arguments of tool calls that are JSON texts: of /v1/chat/completions and of /v1/responses."""
     for key in ("messages", "input"):
         given = request.get(key)
         for item in given if isinstance(given, list) else ():

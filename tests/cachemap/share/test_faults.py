@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cachemap.share.shared import LEASE_SECONDS
 from tests.redis_server import Cluster, Proxy, Sentinels, certificate, running
 
 from ..publisher import publishing, removed
@@ -103,11 +104,15 @@ async def test_after_redis_was_stopped_for_longer_than_a_lease_the_writer_writes
         redis_server.freeze()
         await publisher.publish(event(1, 0, 6))
         await until(lambda: one.intakes["r"].journal is None or one.intakes["r"].journal.whole)
-        await asyncio.sleep(3.5)
+        since = one.shared.now()
+        await until(lambda: one.shared.now() - since > LEASE_SECONDS)  # Redis's clock goes on
         redis_server.thaw()
         await until(lambda: one.role("r") == "writer" and one.shared.usable and one.intakes["r"].journal and not one.intakes["r"].journal.whole, 4)
-        for _ in range(30):  # and goes on
-            await asyncio.sleep(0.05)
+        async with gateways(redis_server.url) as (other,):  # and goes on
+            other.follow("r", publisher)
+            await mirrored(other)
+            await publisher.publish(event(2, 0, 6))
+            await all_hold(prompt(2, 6)[1], one, other)
             assert one.role("r") == "writer"
 
 

@@ -15,18 +15,9 @@ from rich.console import Console
 
 from loadgen import compare, run, sweep
 from loadgen.demo import verb as demo
-from loadgen.demo.scenes import NoEngines
-from loadgen.drive.client import BadURL
-from loadgen.drive.processes import ProcessFailed
-from loadgen.drive.stack import StackFailed
-from loadgen.drive.target import Unreachable
-from loadgen.options import BadOption
+from loadgen.options import BadInput, Failed
 from loadgen.plan import verb as plan
-from loadgen.plan.kv_space import BadModel
-from loadgen.report.summary import BadSLO
 from loadgen.simulate import verb as simulate
-from loadgen.workload.conversations import BadWorkload
-from loadgen.workload.documents import BadSource
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,10 +33,10 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
     try:
         # with --json - standard output is the JSON's alone
         return uvloop.run(args.act(args, Console(highlight=False, stderr=str(args.json) == "-")))
-    except (BadOption, BadModel, BadSLO, BadSource, BadURL, BadWorkload) as error:
+    except BadInput as error:
         print(f"{prog} {args.verb}: {error}", file=sys.stderr)
         return 2
-    except (NoEngines, ProcessFailed, StackFailed, Unreachable) as error:
+    except Failed as error:
         print(f"{prog} {args.verb}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

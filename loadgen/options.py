@@ -1,4 +1,4 @@
-"""How the values of flags are read, for every verb; and what is raised where flags are wrong together."""
+"""How the values of flags are read, for every verb; and the two ways in which a verb gives up."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from collections.abc import Callable, Collection
 ATTAINMENT = 0.9  # share of the requests that must be within the limits, where no flag says
 
 
-class BadOption(ValueError):
-    """Flags that don't go together; the message names them."""
+class BadInput(ValueError):
+    """Something given can't be used; the message says what and why. Nothing was sent: exit code 2."""
+
+
+class Failed(Exception):
+    """A server, an engine or a process can't be used; the message says why and what to do: exit code 1."""
+
+
+class BadOption(BadInput):
+    """Flags that are wrong, or don't go together; the message names them."""
 
 
 def number(text: str, fits: Callable[[float], bool], otherwise: str) -> float:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Find out before a run, not after it, what is wrong. Raises BadOption, BadSLO, BadWorkload."""
+    """Find out before a run, not after it, what is wrong. Raises BadInput."""
     target.headers(args)
     files.check(args)
     datasets.check(args)

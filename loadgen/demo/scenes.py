@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadgen.demo.tiny_model import KV_BYTES_PER_TOKEN, tiny_model
+from loadgen.options import Failed
 
 SPEED = 0.5
 NEEDED_BYTES = 4 << 30  # two engines take 1.3 GB each, gateway and generator the rest
 REAL_LENGTH = 8192  # tokens of the longest prompt and its reply
 
 
-class NoEngines(Exception):
+class NoEngines(Failed):
     """This machine cannot run the scene's engines; the message says why and what does run."""
 
 

@@ -69,7 +69,7 @@ class Plan:
 
 
 def plan(path: Path | None, scene: Scene = SIMULATED) -> Plan:
-    """The texts, and caches sized to them. Raises BadSource."""
+    """The texts, and caches sized to them. Raises BadWorkload."""
     length = scene.text_chars
     if path is not None:  # a short file is cut into shorter texts, so that there are still several
         length = min(length, max(LEAST_CHARS, len(read_text(path)) // scene.texts))

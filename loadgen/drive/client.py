@@ -19,6 +19,7 @@ import httptools
 
 from loadgen.drive.records import Record
 from loadgen.drive.sse import Reply
+from loadgen.options import BadInput
 
 # vLLM's server closes connections idle for 5 s.
 IDLE_SECONDS = 4.0
@@ -27,7 +28,7 @@ _KEPT_HEADERS = frozenset((b"content-type", b"content-length", b"transfer-encodi
                            b"x-hitherto-replica", b"x-hitherto-cached-tokens"))
 
 
-class BadURL(ValueError):
+class BadURL(BadInput):
     """The base URL is not one; the message says what was wrong."""
 
 

@@ -21,6 +21,7 @@ import uvloop
 from loadgen.drive.client import Client
 from loadgen.drive.records import Record
 from loadgen.drive.run import Asking, Run
+from loadgen.options import Failed
 from loadgen.workload.conversations import Workload
 
 _LENGTH = struct.Struct("!Q")
@@ -28,7 +29,7 @@ _REPORT_SECONDS = 0.25
 _HEAD_START_SECONDS = 0.2  # for the word to reach every process before the first request is due
 
 
-class ProcessFailed(Exception):
+class ProcessFailed(Failed):
     """A process of the generator is gone; what it knew went with it."""
 
 

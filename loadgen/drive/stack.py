@@ -20,6 +20,7 @@ from time import perf_counter
 
 from loadgen.drive.client import Client
 from loadgen.drive.engines import replicas
+from loadgen.options import Failed
 
 READY_SECONDS = 90.0
 STOP_SECONDS = 20.0
@@ -28,7 +29,7 @@ _TAIL_LINES = 15
 _PR_SET_PDEATHSIG = 1
 
 
-class StackFailed(Exception):
+class StackFailed(Failed):
     """The gateway did not come up; the message holds the end of its log."""
 
 

@@ -15,12 +15,12 @@ import orjson
 from loadgen.drive.client import Client
 from loadgen.drive.processes import Processes, Share
 from loadgen.drive.run import CHAT, COMPLETIONS, Asking, Run
-from loadgen.options import BadOption, positive
+from loadgen.options import BadOption, Failed, positive
 from loadgen.workload import datasets
 from loadgen.workload.conversations import Workload
 
 
-class Unreachable(Exception):
+class Unreachable(Failed):
     """The server can't be used; the message says why and what to do."""
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from loadgen.options import BadInput
+
 KV_DTYPES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # bytes of a number in the cache
 _WEIGHT_DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16", "float32": "bfloat16", "float": "bfloat16"}
 _PACKED_LATENT = 656  # bytes: how vLLM stores an fp8 latent of 512 + 64 for sparse attention (`fp8_ds_mla`), scales included
@@ -23,7 +25,7 @@ _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}  # every 
 _FULL = ("full_attention", "attention", "chunked_attention")  # vLLM keeps chunked ones whole by default
 
 
-class BadModel(ValueError):
+class BadModel(BadInput):
     """A configuration this arithmetic does not know; the message says what is missing or unknown."""
 
 

@@ -98,7 +98,7 @@ async def plan_verb(args: argparse.Namespace, console: Console) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises BadOption, BadSLO, BadWorkload."""
+    """Raises BadInput."""
     files.check(args)
     datasets.check(args)
     if not args.slo and (args.dataset_name or args.dataset_path):

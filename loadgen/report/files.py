@@ -34,7 +34,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Find out before a run, not after it, what is wrong. Raises BadOption, BadSLO."""
+    """Find out before a run, not after it, what is wrong. Raises BadOption."""
     slo(args)
     for kind in ("json", "html", "png", "csv"):
         check_writable(getattr(args, kind), f"--{kind}")

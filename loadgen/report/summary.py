@@ -17,6 +17,7 @@ import numpy as np
 from loadgen.drive.processes import Processes
 from loadgen.drive.records import Record
 from loadgen.drive.run import Run
+from loadgen.options import BadOption
 
 # The generator is suspected when it kept a core this busy, or when its lateness at p50 or p99 is more than
 # LATE_MS and more than this share of the TTFT there.
@@ -31,12 +32,8 @@ Reports = Mapping[str, Report]  # by target or policy
 Records = Mapping[str, Sequence[Record]]
 
 
-class BadSLO(ValueError):
-    """The SLO can't be read; the message says which part."""
-
-
 def parse_slo(text: str) -> dict[str, float]:
-    """`ttft:500ms,tpot:50ms` -> {"ttft": 500.0, "tpot": 50.0}, in milliseconds. Raises BadSLO.
+    """`ttft:500ms,tpot:50ms` -> {"ttft": 500.0, "tpot": 50.0}, in milliseconds. Raises BadOption.
 
     A bare number is milliseconds and blanks separate as commas do, which is how
     `vllm bench serve --goodput` writes it.
@@ -51,10 +48,10 @@ def parse_slo(text: str) -> dict[str, float]:
         except (ValueError, KeyError):
             limit = -1.0
         if key not in _SLO_KEYS or not limit > 0:
-            raise BadSLO(f"{part!r}: an SLO reads ttft:500ms, tpot:50ms or e2el:10s, joined by commas")
+            raise BadOption(f"{part!r}: an SLO reads ttft:500ms, tpot:50ms or e2el:10s, joined by commas")
         slo[key] = limit
     if not slo:
-        raise BadSLO("an SLO reads ttft:500ms, tpot:50ms or e2el:10s, joined by commas")
+        raise BadOption("an SLO reads ttft:500ms, tpot:50ms or e2el:10s, joined by commas")
     return slo
 
 

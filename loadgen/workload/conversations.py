@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from loadgen.options import BadInput
+
 Message = dict[str, object]  # as OpenAI has it; "content" may also be a tuple of Spans
 
 
-class BadWorkload(ValueError):
-    """A workload file that can't be used; the message names the file, the line and the reason."""
+class BadWorkload(BadInput):
+    """A file or text that no load can be made of; the message names the file, the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,6 @@ from loadgen.workload.files import Reader
 from loadgen.workload.synthetic import VOCABULARY
 
 REQUESTS, RATE = 200, 4.0  # where neither flags nor a trace say
-_SHAPE = ("dataset_path", "turns", "think_time", "num_prefixes", "prefix_len", "suffix_len", "output_len", "range_ratio", "zipf",
-          "documents_per_prompt", "forks", "best_of", "trace_start", "trace_seconds", "trace_speed", "trace_jitter",
-          "timed_trace_chunk_hash_size", "timed_trace_sec_multiplier", "bad_lines", "disable_shuffle")  # fmt: skip
 
 
 def _multi_turn(rng: random.Random, requests: int | None, *, dataset_path: Path | None = None, num_prefixes: int = 12,
@@ -89,6 +86,9 @@ _GENERATORS: dict[str, Callable[..., Workload]] = {
     "long-document-qa": _made(generators.long_document_qa), "random": _made(generators.random_tokens),
 }  # fmt: skip
 DATASETS = _TEXTS | _TRACES | _GENERATORS
+_TAKES = {name: {key: flag.default for key, flag in inspect.signature(load).parameters.items() if flag.kind is flag.KEYWORD_ONLY}
+          for name, load in DATASETS.items()}  # the flags of each load, with their defaults
+_SHAPE = list(dict.fromkeys(key for takes in _TAKES.values() for key in takes))
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -159,14 +159,14 @@ def dataset(args: argparse.Namespace) -> str:
 def shape(args: argparse.Namespace) -> dict[str, object]:
     """The flags given that make the load what it is. Raises BadOption for those it has no use for."""
     name = dataset(args)
-    takes = inspect.signature(DATASETS[name]).parameters
+    takes = _TAKES[name]
     given = {key: value for key in _SHAPE if (value := getattr(args, key)) is not None}
     if "think_time" not in takes:  # single requests: no pause is as good as any
         given.pop("think_time", None)
     for key in given:
         if key not in takes:
             raise BadOption(f"--{key.replace('_', '-')} means nothing to {name}")
-    if "dataset_path" in takes and takes["dataset_path"].default is inspect.Parameter.empty and args.dataset_path is None:
+    if takes.get("dataset_path") is inspect.Parameter.empty and args.dataset_path is None:
         raise BadOption(f"--dataset-name {name} needs --dataset-path FILE")
     return given
 
@@ -204,7 +204,7 @@ def salt(args: argparse.Namespace) -> int:
 
 
 def workload(args: argparse.Namespace) -> Workload:
-    """The whole load. Raises BadOption, BadSource, BadWorkload."""
+    """The whole load. Raises BadOption, BadWorkload."""
     rng = random.Random(args.seed)
     load = DATASETS[dataset(args)](rng, args.num_prompts, **shape(args))
     if not load.starts or args.users or args.request_rate or args.ramp_up_strategy:
@@ -241,10 +241,9 @@ def _ramp(args: argparse.Namespace) -> Ramp | None:
 def describe(args: argparse.Namespace, load: Workload) -> dict[str, object]:
     """What made the load, defaults included, for the record."""
     name = dataset(args)
-    defaults = {key: value.default for key, value in inspect.signature(DATASETS[name]).parameters.items() if key in _SHAPE}
     names = ("num_prompts", "request_rate", "burstiness", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps", "users",
              "max_concurrency", "processes", "seed", "replies")
-    return {"dataset_name": name, **{key: getattr(args, key) for key in names}, **defaults, **shape(args),
+    return {"dataset_name": name, **{key: getattr(args, key) for key in names}, **_TAKES[name], **shape(args),
             "dataset_path": str(args.dataset_path) if args.dataset_path else None, "notes": load.notes,
             "conversations": len(load.conversations), "requests": load.requests,
             "last_start_s": round(load.starts[-1], 3) if load.starts else 0.0}

@@ -12,6 +12,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from loadgen.workload.conversations import BadWorkload
+
 # Modules with 10,000 characters of docstrings or more come first, then shorter ones people know.
 MODULES = (
     "typing", "logging/__init__", "difflib", "inspect", "ipaddress", "unittest/mock", "xml/etree/ElementTree",
@@ -23,10 +25,6 @@ MODULES = (
 )
 
 
-class BadSource(ValueError):
-    """A text source that can't be used; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class Document:
     title: str
@@ -35,14 +33,14 @@ class Document:
 
 
 def documents(path: Path | None, number: int, length: int) -> list[Document]:
-    """Up to `number` documents of about `length` characters, from a file or the standard library. Raises BadSource."""
+    """Up to `number` documents of about `length` characters, from a file or the standard library. Raises BadWorkload."""
     return stdlib_documents(number, length) if path is None else file_documents(path, length)[:number]
 
 
 def stdlib_documents(count: int, length: int) -> list[Document]:
     """The first `count` modules with about `length` characters of documentation each.
 
-    Raises BadSource where this Python carries too few docstrings (it was started with sources removed).
+    Raises BadWorkload where this Python carries too few docstrings (it was started with sources removed).
     """
     documents = []
     for module in MODULES:
@@ -52,7 +50,7 @@ def stdlib_documents(count: int, length: int) -> list[Document]:
         if document is not None:
             documents.append(document)
     if not documents:
-        raise BadSource("this Python carries no documentation in its standard library; give a text file instead")
+        raise BadWorkload("this Python carries no documentation in its standard library; give a text file instead")
     return documents
 
 
@@ -95,7 +93,7 @@ def _function(node: ast.stmt, prefix: str):
 
 
 def file_documents(path: Path, length: int) -> list[Document]:
-    """Cut a text file at paragraphs into documents of about `length` characters. Raises BadSource."""
+    """Cut a text file at paragraphs into documents of about `length` characters. Raises BadWorkload."""
     text = read_text(path)
     paragraphs = [piece for part in text.split("\n\n") if part.strip() for piece in _pieces(part.strip(), length)]
     documents, part, size = [], [], 0
@@ -108,18 +106,18 @@ def file_documents(path: Path, length: int) -> list[Document]:
     if part:
         documents.append(part)
     if not documents:
-        raise BadSource(f"{path}: the file holds no text")
+        raise BadWorkload(f"{path}: the file holds no text")
     return [_passages(f"{path.name}, part {number}", part) for number, part in enumerate(documents, 1)]
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file's text. Raises BadSource."""
+    """A UTF-8 file's text. Raises BadWorkload."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise BadSource(f"{path}: not UTF-8 text (byte {error.start})") from None
+        raise BadWorkload(f"{path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
-        raise BadSource(f"{path}: {error.strerror}") from None
+        raise BadWorkload(f"{path}: {error.strerror}") from None
 
 
 def _pieces(paragraph: str, length: int):

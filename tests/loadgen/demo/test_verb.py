@@ -10,7 +10,7 @@ from loadgen.cli import main
 from loadgen.demo import scenes
 from loadgen.demo import verb as demo
 from loadgen.demo.scenes import SIMULATED
-from loadgen.workload.documents import BadSource
+from loadgen.workload.conversations import BadWorkload
 from replicas import profile
 
 
@@ -37,7 +37,7 @@ def test_a_short_file_is_still_several_texts(tmp_path):
     longest = max(len(document.text) for document in planned.documents) // 4
     assert planned.num_blocks * SIMULATED.block >= SIMULATED.running * longest  # those that run at a time fit
     path.write_text(" ")
-    with pytest.raises(BadSource, match="no text"):
+    with pytest.raises(BadWorkload, match="no text"):
         demo.plan(path)
 
 

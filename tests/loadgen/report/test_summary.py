@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.drive.records import Record
+from loadgen.options import BadOption
 from loadgen.report.comparison import fair_share
-from loadgen.report.summary import BadSLO, cache_figures, machine, meets, parse_slo, setting, spread, summarise
+from loadgen.report.summary import cache_figures, machine, meets, parse_slo, setting, spread, summarise
 
 
 def record(ttft=0.1, gaps=(0.02, 0.02), sent=10.0, late=0.001, **fields) -> Record:
@@ -75,7 +76,7 @@ def test_slo(text, slo):
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:0", "itl:5ms", "ttft:5m", "ttft:5sm", "ttft:nan"])
 def test_a_bad_slo_is_refused(text):
-    with pytest.raises(BadSLO, match="an SLO reads ttft:500ms"):
+    with pytest.raises(BadOption, match="an SLO reads ttft:500ms"):
         parse_slo(text)
 
 

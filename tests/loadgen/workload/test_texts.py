@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.workload.documents import BadSource, Document, file_documents, stdlib_documents
+from loadgen.workload.conversations import BadWorkload
+from loadgen.workload.documents import Document, file_documents, stdlib_documents
 from loadgen.workload.texts import multi_turn, shared_prefix
 
 DOCUMENTS = [Document(f"d{number}", f"text {number} " * 300, ("d.a", "d.b", "d.c")) for number in range(5)]
@@ -70,7 +71,7 @@ def test_a_text_file_is_cut_at_paragraphs_and_nothing_is_lost(tmp_path_factory, 
     text = "\n\n".join(paragraphs)
     path.write_text(text, newline="")
     if not text.strip():
-        with pytest.raises(BadSource, match="no text"):
+        with pytest.raises(BadWorkload, match="no text"):
             file_documents(path, length)
         return
     documents = file_documents(path, length)
@@ -79,8 +80,8 @@ def test_a_text_file_is_cut_at_paragraphs_and_nothing_is_lost(tmp_path_factory, 
 
 
 def test_text_files_that_are_no_use(tmp_path):
-    with pytest.raises(BadSource, match="No such file"):
+    with pytest.raises(BadWorkload, match="No such file"):
         file_documents(tmp_path / "none.txt", 100)
     (tmp_path / "binary").write_bytes(b"ok \xff\xfe")
-    with pytest.raises(BadSource, match="not UTF-8 text .byte 3"):
+    with pytest.raises(BadWorkload, match="not UTF-8 text .byte 3"):
         file_documents(tmp_path / "binary", 100)

@@ -135,6 +135,7 @@ class Pipeline:
         self._readings = Readings(model_dir, files.config, files.settings)
         reading, self._doubt = self._readings.likeliest(self._ways.transformers)
         self._enter(self._loaded(reading))
+        self._readings.let_go()
 
     def _loaded(self, reading: Reading) -> _Loaded:
         """All that depends on the tokenizer: up to a second of work, which may be done in a thread."""
@@ -161,21 +162,30 @@ class Pipeline:
         why = difference(self.tokenizer, answers)
         if not why:
             return Verdict(self.reading.how)
-        for reading in self._readings.all():
-            if reading != self.reading and not difference((loaded := self._loaded(reading)).tokenizer, answers):
-                return Verdict(reading.how, loaded=loaded)
+        try:
+            for reading in self._readings.all():
+                if reading != self.reading and not difference((loaded := self._loaded(reading)).tokenizer, answers):
+                    return Verdict(reading.how, loaded=loaded)
+        finally:
+            self._readings.let_go()
         return Verdict(self.reading.how, f"the engine makes other tokens: {why}")
 
     def likeliest(self) -> Verdict:
         """The way of engines of the version that is followed. May take seconds."""
         reading, _ = self._readings.likeliest(self._ways.transformers)
-        return Verdict(reading.how, loaded=None if reading == self.reading else self._loaded(reading))
+        return self._verdict(reading)
 
     def read_as(self, how: str) -> Verdict:
         """What `judge` of another process has found. May take seconds."""
         if self.reading is None or how == self.reading.how:
             return Verdict(how)
-        return Verdict(how, loaded=next((self._loaded(one) for one in self._readings.all() if one.how == how), None))
+        return self._verdict(next((one for one in self._readings.all() if one.how == how), None), how)
+
+    def _verdict(self, reading: Reading | None, how: str = "") -> Verdict:
+        try:
+            return Verdict(reading.how if reading else how, loaded=self._loaded(reading) if reading and reading != self.reading else None)
+        finally:
+            self._readings.let_go()
 
     def adopt(self, verdict: Verdict, confirmed: bool, differs: Mapping[str, str]) -> None:
         """Read the tokenizer's files in that way from now on. `confirmed`: an engine does so; `differs`: why the tokens of

@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,15 @@ class Reading:
     """One way of reading a model's tokenizer files."""
 
     how: str                               # for people: AS_IT_IS, or the class that rebuilds it
-    content: str | None                    # what replaces the content of tokenizer.json; None: nothing has to
+    rebuilt: bytes                         # SHA-256 of what replaces the content of tokenizer.json; empty: nothing has to
     special_tokens: dict[str, str]         # named tokens that a template may print
-    splits_special_tokens: bool = False    # special tokens inside a text are ordinary text
+    splits_special_tokens: bool            # special tokens inside a text are ordinary text
+    make: Callable[[], str | None] = field(compare=False, repr=False)
+
+    @property
+    def content(self) -> str | None:
+        """What replaces the content of tokenizer.json; None: nothing has to. Nobody keeps its megabytes: it may be made again."""
+        return self.make() if self.rebuilt else None
 
 
 class Readings:
@@ -45,12 +53,12 @@ class Readings:
     def __init__(self, directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> None:
         """`config` is tokenizer_config.json, `settings` config.json; tokenizer.json must exist. Raises ModelError."""
         try:
-            text = (directory / "tokenizer.json").read_text(encoding="utf-8")
-            self._files = files = _Files(directory, config, json.loads(text))
+            byte_level = '"ByteLevel"' in (directory / "tokenizer.json").read_text(encoding="utf-8")
+            self._source = source = _Source(directory, config)
             self._told = _told(settings, config)
-            before, since = (_class_name(settings, self._told, '"ByteLevel"' in text, newer) for newer in (False, True))
-            self.before = _reading(files, before)              # by the rules of transformers before 5.22
-            self.since = self.before if since == before else _reading(files, since)
+            before, since = (_class_name(settings, self._told, byte_level, newer) for newer in (False, True))
+            self.before = source.reading(before)               # by the rules of transformers before 5.22
+            self.since = self.before if since == before else source.reading(since)
         except Exception as error:         # foreign files, and a foreign library that may refuse them in any way
             raise ModelError(f"can't read the tokenizer files in {directory}: {type(error).__name__}: {error}") from error
         # Whatever the files call a token, whether it is read as one or not.
@@ -71,7 +79,54 @@ class Readings:
         yield self.since
         yield self.before
         for name in dict.fromkeys((self._told, "")):
-            yield _reading(self._files, name)
+            yield self._source.reading(name)
+
+    def let_go(self) -> None:
+        """Free what was read of the files, some 10 times tokenizer.json; when it is needed once more, they are read again."""
+        self._source.let_go()
+
+
+class _Source:
+    """The files of one folder, kept from the first use until `let_go`."""
+
+    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+        self._directory, self._config = directory, config
+        self.let_go()
+
+    def let_go(self) -> None:
+        self._files: _Files | None = None
+        self._made: dict[str, str | None] = {}
+
+    def reading(self, name: str) -> Reading:
+        """`name`: the class of transformers, "" for one that uses tokenizer.json as it is."""
+        files = self._read()
+        printed = {key: str(value) for key, value in files.names(_defaults(name)).items() if str(value)}
+        content = self._content(name)
+        rebuilt = sha256(content.encode()).digest() if content is not None else b""
+        return Reading(f"rebuilt as {name}" if name in _CLASSES else AS_IT_IS, rebuilt, printed, bool(self._config.get("split_special_tokens")),
+                       partial(self._content, name))
+
+    def _read(self) -> _Files:
+        files = self._files
+        if files is None:
+            try:
+                text = (self._directory / "tokenizer.json").read_text(encoding="utf-8")
+                self._files = files = _Files(self._directory, self._config, json.loads(text))
+            except OSError as error:       # they may be gone since the gateway started
+                raise ModelError(f"can't read the tokenizer files in {self._directory}: {error}") from error
+        return files
+
+    def _content(self, name: str) -> str | None:
+        made = self._made
+        if name not in made:
+            files, known = self._read(), _CLASSES.get(name)
+            names = files.names(_defaults(name))
+            made[name] = _rebuilt(files, known, names) if known else _as_it_is(files, names)
+        return made[name]
+
+
+def _defaults(name: str) -> dict[str, str]:
+    return _CLASSES[name].defaults if name in _CLASSES else {}
 
 
 @dataclass(frozen=True)
@@ -292,15 +347,6 @@ class _Files:
         if padding and "pad_token" not in self.named and "pad_token" not in defaults:
             found["pad_token"] = padding.get("pad_token")
         return {key: value for key, value in (found | self.specific).items() if value is not None}
-
-
-def _reading(files: _Files, name: str) -> Reading:
-    known = _CLASSES.get(name)
-    names = files.names(known.defaults if known else {})
-    printed = {key: str(value) for key, value in names.items() if str(value)}
-    splits = bool(files.config.get("split_special_tokens"))
-    content = _rebuilt(files, known, names) if known else _as_it_is(files, names)
-    return Reading(f"rebuilt as {name}" if known else AS_IT_IS, content, printed, splits)
 
 
 def _as_it_is(files: _Files, names: dict[str, Any]) -> str | None:

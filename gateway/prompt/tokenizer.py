@@ -73,7 +73,7 @@ class Tokenizer:
                 self._fast.no_padding()
                 self._fast.encode(_WARM_UP)      # the first call compiles its patterns: 40 to 170 ms
             except Exception as error:           # any failure of an optional speed-up means: do without
-                log.warning("fastokens can't load %s (%s): using tokenizers, about 100 times slower", path, error)
+                log.warning("fastokens can't load %s (%s): using tokenizers, about 100 times slower", path, str(error))
                 self._fast = None
                 self.backend = "tokenizers"
         if self._fast is None:

@@ -1,10 +1,12 @@
 """Tokenizer files read as transformers reads them: `transformers.json` holds what 5.19 and 5.23 made of the folders in
 `folders` (recorded by `record_reading`)."""
 
+import gc
 import json
 
 import pytest
 
+from gateway.prompt.agreement import Answer
 from gateway.prompt.model import ModelError
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.reading import AS_IT_IS, Readings
@@ -83,6 +85,22 @@ def test_mistral_common_may_read_a_mistral(tmp_path):
     assert not readings(tmp_path).unknown
     (tmp_path / "tekken.json").write_text("{}")
     assert "mistral-common" in readings(tmp_path).unknown
+
+
+@pytest.mark.parametrize("name", ["llama_3", "r1_distill_llama", "tokens_in_config_only"])
+def test_files_are_not_kept_once_they_are_loaded(name, tmp_path):
+    """What is read of a large tokenizer.json is tens of megabytes."""
+    folder = write(name, tmp_path)
+    pipeline = Pipeline(folder, "m", 16)
+    pipeline.follow("0.32.0")
+    pipeline.read_as("of another process")
+    assert pipeline.judge([Answer("x", False, (999_999,))]).differs
+    gc.collect()
+    assert not any(type(one) is dict and "model" in one and "added_tokens" in one for one in gc.get_objects())
+    again = readings(folder)
+    made = [one.content for one in again.all()]
+    again.let_go()
+    assert [one.content for one in again.all()] == made
 
 
 def test_files_that_cannot_be_read_say_so(tmp_path):

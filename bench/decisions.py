@@ -23,7 +23,7 @@ import numpy as np
 from cachemap import CacheMap
 from gateway.dispatch.backend import Backend
 from gateway.dispatch.dispatcher import Dispatcher
-from policies import NAMES, CostGroup, Ledger, make
+from policies import NAMES, CostGroup, Ledger, Router, make
 from replicas import State
 
 REPLICAS = (2, 8, 16, 24, 32, 64, 256, 1024)
@@ -53,17 +53,16 @@ class Backends:
 
     def __init__(self, count: int):
         self.rng = random.Random(3)
-        self.ledger, self.costs, self.now = Ledger(), CostGroup(), time.monotonic()
+        self.ledger, self.now = Ledger(), time.monotonic()
         self.map = CacheMap((1 << 26) + count * (1 << 18))
         self.dispatcher = Dispatcher(
-            pipeline=SimpleNamespace(block_size=16), cachemap=self.map, policy=make("least_time"), metrics=None, ledger=self.ledger,
-            costs=self.costs, retries=1, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=None, ask_models=None,
+            pipeline=SimpleNamespace(block_size=16), router=Router(make("least_time"), self.map, self.ledger, CostGroup()), metrics=None, retries=1, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=None, ask_models=None,
         )  # fmt: skip
         for number in range(count):
             name = f"10.0.{number // 250}.{number % 250}:8000"
-            replica = SimpleNamespace(id=name, host="10.0.0.1", port=8000, rank=None, state=State.READY, models={"m": None}, serves=lambda model: True)
-            backend = Backend(replica, self.map.attach(name, 4096, True), self.ledger.add(name), self.costs.add(name))
-            backend.costs.ttft.value, backend.costs.step.value = self.rng.uniform(0.8, 1.2), self.rng.uniform(0.8, 1.2)
+            replica = SimpleNamespace(id=name, host="10.0.0.1", address="", port=8000, tls=None, url="http://10.0.0.1:8000", rank=None, state=State.READY, models={"m": None}, serves=lambda model: True)
+            backend = Backend(replica, self.dispatcher.router.add(name, self.map.attach(name, 4096, True)))
+            backend.candidate.costs.ttft.value, backend.candidate.costs.step.value = self.rng.uniform(0.8, 1.2), self.rng.uniform(0.8, 1.2)
             self.dispatcher.add(backend)
         self.names = [*self.dispatcher.backends]
         rng = np.random.default_rng(4)
@@ -87,7 +86,7 @@ class Backends:
         begun = self.waiting.pop(rng.randrange(len(self.waiting)))
         self.ledger.first_byte(begun, self.now)
         backend = self.dispatcher.backends[begun.replica]
-        backend.costs.observe_ttft(rng.uniform(0.05, 0.2), begun.uncached, 4096 - begun.uncached, begun.before, begun.at)
+        backend.candidate.costs.observe_ttft(rng.uniform(0.05, 0.2), begun.uncached, 4096 - begun.uncached, begun.before, begun.at)
         self.streams.append(begun)
         self.ledger.release(self.streams.pop(rng.randrange(len(self.streams))))
 
@@ -95,7 +94,7 @@ class Backends:
 def measure(count: int, turns: int) -> dict:
     backends = Backends(count)
     dispatcher, policies = backends.dispatcher, {name: make(name) for name in NAMES}
-    prompts = [SimpleNamespace(model="m", tokens=BLOCKS * 16 + 5, hashes=chain.tolist(), session=str(number), max_tokens=None, reads_cache=True)
+    prompts = [SimpleNamespace(model="m", tokens=BLOCKS * 16 + 5, hashes=chain.tolist(), session=str(number), max_tokens=None, reads_cache=True, path="/v1/completions")
                for number, chain in enumerate(backends.chains)]  # fmt: skip
     times: dict[str, list[float]] = {name: [] for name in ("match", "weigh", "loop", "one by one", *NAMES)}
 
@@ -109,8 +108,8 @@ def measure(count: int, turns: int) -> dict:
     gc.disable()
     for _ in range(turns):
         backends.turn()
-        timed("match", dispatcher.map.match, backends.rng.choice(prompts).hashes, time.monotonic())
-        demand, found, candidates = timed("weigh", dispatcher.weigh, backends.rng.choice(prompts))
+        timed("match", dispatcher.router.map.match, backends.rng.choice(prompts).hashes, time.monotonic())
+        demand, candidates = timed("weigh", weighed, dispatcher, backends.rng.choice(prompts))
         timed("least_time", policies["least_time"].choose, demand, candidates)
         for name, policy in policies.items():
             if name != "least_time":
@@ -118,10 +117,17 @@ def measure(count: int, turns: int) -> dict:
         listed = [*candidates]
         timed("one by one", policies["least_time"].choose, demand, listed)
         timed("loop", least_loaded, listed)
-        assert len(found) == count
+        assert len(candidates) == count
     gc.enable()
     times["decision"] = [sum(parts) for parts in zip(times["weigh"], times["least_time"])]
     return {"replicas": count} | {name: dict(zip(("p50_us", "p99_us"), np.percentile(all_, (50, 99)) * 1e6)) for name, all_ in times.items()}
+
+
+def weighed(dispatcher: Dispatcher, prompt):
+    """A request, and what each replica holds of it: all of a decision but the policy's choice."""
+    now = time.monotonic()
+    demand = dispatcher.demand(prompt, now)
+    return demand, dispatcher.router.weighed(demand, dispatcher.targets(prompt), now)
 
 
 def least_loaded(candidates) -> int:

@@ -86,26 +86,27 @@ def replay() -> None:
     from gateway.dispatch.backend import Backend
     from gateway.prompt.pipeline import Pipeline
     from gateway.telemetry.metrics import Metrics
-    from policies import CostGroup, Ledger, make
+    from policies import CostGroup, Ledger, Router, make
     from replicas import Replica, State
     from replicas.simulated.model import sim_model_dir
 
     module.monotonic = module.perf_counter = itertools.repeat(1000.0).__next__
-    cachemap, ledger, costs = CacheMap(1 << 26), Ledger(), CostGroup()
+    cachemap, ledger = CacheMap(1 << 26), Ledger()
+    router = Router(make("least_time"), cachemap, ledger, CostGroup())
     dispatcher = module.Dispatcher(
-        pipeline=Pipeline(sim_model_dir(), "m", 16), cachemap=cachemap, policy=make("least_time"), metrics=Metrics(), ledger=ledger, costs=costs,
-        retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
+        pipeline=Pipeline(sim_model_dir(), "m", 16), router=router, metrics=Metrics(), retries=2, request_timeout=60, idle_timeout=60,
+        response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
     )  # fmt: skip
     for port in range(9001, 9001 + REPLICAS):
         replica = Replica(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "127.0.0.1", port)
         replica.state, replica.models = State.READY, {"m": None}
-        dispatcher.add(Backend(replica, cachemap.attach(replica.id, 8192, True), ledger.add(replica.id), costs.add(replica.id)))
+        dispatcher.add(Backend(replica, router.add(replica.id, cachemap.attach(replica.id, 8192, True))))
         ledger.load(replica.id).scraped(0, 0.5)
     for load in bodies_of_both(bodies)[:WARM]:  # answered, and told of by events, but for the last: those decode
         request = Request(dispatcher.pipeline.prepare("/v1/chat/completions", load))
         dispatcher.choose(request)
         cachemap.store(request.backend.slot, request.prompt.hashes, request.prompt.hashes)
-        ledger.first_byte(request.reservation)
+        router.first_token(request.placement, None)
     count(dispatcher, bodies_of_both(bodies)[WARM:])
 
 
@@ -116,7 +117,7 @@ def bodies_of_both(bodies) -> list[bytes]:
 
 
 def count(dispatcher, loads: list[bytes]) -> None:
-    pipeline, cachemap, policy = dispatcher.pipeline, dispatcher.map, dispatcher.policy
+    pipeline, cachemap, policy = dispatcher.pipeline, dispatcher.router.map, dispatcher.router.policy
     gc.collect()
     gc.disable()
     ask = ask_valgrind()
@@ -126,7 +127,7 @@ def count(dispatcher, loads: list[bytes]) -> None:
     for prompt in prompts:
         cachemap.match(prompt.hashes, 1000.0)
     ask(DUMP_AT, b"match")
-    demand, _, candidates = dispatcher.weigh(prompts[-1])
+    demand, candidates, *_ = dispatcher.router.ask(dispatcher.demand(prompts[-1], 1000.0), dispatcher.targets(prompts[-1]), 1000.0)
     ask(ZERO)
     for _ in prompts:
         policy.choose(demand, candidates)

@@ -92,10 +92,10 @@ def cases() -> Iterator[Case]:
 def run(case: Case, fleet: str, work: Sequence[Conversation], rate: float, seed: int) -> list[Record]:
     made = Fleet([case.profile] * REPLICAS, "least_time" if fleet in FLEETS[:2] else fleet, seed)
     if fleet == "priors alone":
-        for candidate in made.candidates:
+        for candidate in made.gateways[0].candidates:
             candidate.costs = Unlearning(candidate.costs.group)
     if case.after is not None:
-        made.at(middle(work, rate), lambda: setattr(made.engines[0], "durations", StepDurations(case.after)))
+        made.at(middle(work, rate), lambda: setattr(made.replicas[0].engine, "durations", StepDurations(case.after)))
     return pace(made, work, rate, OPEN, seed).records
 
 

@@ -30,7 +30,7 @@ from gateway.wire import upstream as wire
 from gateway.wire.downstream import Downstream
 from gateway.wire.server import Server
 from gateway.wire.upstream import Upstream
-from policies import CostGroup, Ledger, make
+from policies import CostGroup, Ledger, Router, make
 from replicas import Replica, State
 from replicas.simulated.model import sim_model_dir
 
@@ -117,10 +117,10 @@ class Stopwatch:
 
 
 def build(shadows: list[str]) -> tuple[Server, Dispatcher]:
-    metrics, ledger, costs, cachemap = Metrics(), Ledger(), CostGroup(), CacheMap(1 << 28)
+    cachemap = CacheMap(1 << 28)
+    router = Router(make("least_time"), cachemap, Ledger(), CostGroup())
     dispatcher = Dispatcher(
-        pipeline=Pipeline(sim_model_dir(), "m", 16), cachemap=cachemap, policy=make("least_time"), metrics=metrics, ledger=ledger, costs=costs,
-        retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
+        pipeline=Pipeline(sim_model_dir(), "m", 16), router=router, metrics=Metrics(), retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
         shadows=shadows,
     )  # fmt: skip
     if dispatcher.shadows is not None:
@@ -128,7 +128,7 @@ def build(shadows: list[str]) -> tuple[Server, Dispatcher]:
     for port in (9001, 9002):
         replica = Replica(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "127.0.0.1", port)
         replica.state, replica.models = State.READY, {"m": None}
-        backend = Backend(replica, cachemap.attach(replica.id, 8192, False), ledger.add(replica.id), costs.add(replica.id))
+        backend = Backend(replica, router.add(replica.id, cachemap.attach(replica.id, 8192, False)))
         upstream = Upstream(backend.pool)
         upstream.connection_made(NoTransport())
         backend.pool.release(upstream)
@@ -145,15 +145,15 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
     server, dispatcher = build(shadows)
     watch = Stopwatch()
     if watched:
-        pipeline, policy = dispatcher.pipeline, dispatcher.policy
+        pipeline, policy = dispatcher.pipeline, dispatcher.router.policy
         watch.time(pipeline, "prepare", "prepare: JSON, render, tokens, hashes")
-        watch.time(dispatcher.map, "match", "match: who holds how much")
+        watch.time(dispatcher.router.map, "match", "match: who holds how much")
         watch.time(policy, "choose", "choose: least_time")
         if dispatcher.shadows is not None:
             watch.time(dispatcher.shadows, "see", "shadow: a copy of what the choice was made from")
             watch.time(dispatcher.shadows, "acted", "shadow: what others would choose, once it is sent")
-        watch.time(dispatcher.ledger, "reserve", "reserve")
-        watch.time(dispatcher.map, "expect", "expect: note what will be held")
+        watch.time(dispatcher.router.ledger, "reserve", "reserve")
+        watch.time(dispatcher.router.map, "expect", "expect: note what will be held")
         watch.time(life, "request_head", "request head")
         watch.time(life, "response_lines", "response head")
         watch.time(dispatcher.outcomes, "_settle", "settle: compare, count")

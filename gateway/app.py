@@ -196,8 +196,9 @@ class Gateway:
         if backend is None:
             observed = replica.events is not None
             slot = self.slots[replica.id] = self.map.attach(replica.id, replica.num_blocks, observed)
-            load = self.ledger.place(replica.id, slot) if self.workers else self.ledger.add(replica.id)
-            backend = Backend(replica, slot, load, self.costs.add(replica.id))
+            if self.workers:
+                self.ledger.place(replica.id, slot)
+            backend = Backend(replica, self.dispatcher.router.add(replica.id, slot, replica.rank is not None))
             self.dispatcher.add(backend)
         else:  # another process behind the same address: its cache is empty
             self.map.clear(backend.slot)
@@ -318,7 +319,7 @@ class Gateway:
             return
         seen[backend.id] = scrape.at
         self.ledger.scraped(backend.id, scrape.waiting, scrape.kv_usage)
-        idle = backend.load.requests == 0 and monotonic() - scrape.at < 0.5
+        idle = backend.candidate.load.requests == 0 and monotonic() - scrape.at < 0.5
         if backend.drift.counted(scrape.prefix_queries, scrape.prefix_hits, idle):
             self.dispatcher.outcomes.heal(backend, "the engine's own count of cached tokens differs from what was predicted")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from policies import Ledger, make
+from policies import CostGroup, Ledger, Router, make
 
 from .config import ConfigError, Settings
 from .dispatch.dispatcher import Dispatcher
@@ -24,6 +24,7 @@ from .telemetry.metrics import Metrics
 from .wire.http import Limits
 
 if TYPE_CHECKING:
+    from cachemap import CacheMap
     from cachemap.background import Background
 
     from .dispatch.shared import SharedLedger
@@ -54,14 +55,14 @@ def pipeline(settings: Settings, directory: Path | None, name: str) -> Pipeline:
     return made
 
 
-def dispatcher(settings: Settings, spans: Spans | None, kind: type[Dispatcher] = Dispatcher, **rooms: Any) -> Dispatcher:
+def dispatcher(settings: Settings, spans: Spans | None, kind: type[Dispatcher] = Dispatcher, *, cachemap: CacheMap, ledger: Ledger, costs: CostGroup, **rooms: Any) -> Dispatcher:
     access = _access if settings.access_log else None
     if spans is not None:
         from .dispatch.traced import TracedLife
 
         rooms["life"] = functools.partial(TracedLife, spans)
     return kind(
-        policy=make(settings.policy),
+        router=Router(make(settings.policy), cachemap, ledger, costs),
         retries=settings.retries,
         request_timeout=settings.request_timeout_s,
         idle_timeout=settings.idle_timeout_s,
@@ -127,9 +128,9 @@ async def explain(settings: Settings, dispatcher: Dispatcher, path: str, body: b
     from .explain import describe
 
     prompt = await dispatcher.preparation.prompt(path, body, headers)
-    demand, backends, candidates = dispatcher.weigh(prompt)
-    choice = dispatcher.policy.choose(demand, candidates, explain=True)
-    return describe(settings.policy, prompt, demand, candidates, choice)
+    now = monotonic()
+    asked = dispatcher.router.ask(dispatcher.demand(prompt, now), dispatcher.targets(prompt), now, explain=True)
+    return describe(settings.policy, prompt, asked)
 
 
 def _traced(then: Callable[[Life, str, Usage | None], None] | None, life: TracedLife, outcome: str, usage: Usage | None) -> None:
@@ -148,6 +149,6 @@ def _access(life: Life, outcome: str, usage: Usage | None) -> None:
         id=life.id.decode("latin-1"),
         trace_id=life.trace_id,
         tokens=prompt.tokens if prompt else None,
-        predicted=life.overlap if prompt else None,
+        predicted=life.placement.overlap if life.placement else None,
         cached=usage.cached if usage else None,
     )  # fmt: skip

@@ -16,23 +16,23 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url, known_urls
 from gateway.model import model_dir
 from gateway.prompt import Prompt, PromptError
-from policies import Candidate, Choice, CostGroup, Demand, Load, make
+from policies import Asked, CostGroup, Ledger, Load, Router, Targets, make
 
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
 REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
 
 
-def describe(policy: str, prompt: Prompt, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> dict[str, Any]:
+def describe(policy: str, prompt: Prompt, asked: Asked) -> dict[str, Any]:
     """One decision as plain data. `terms` are seconds and add up to `seconds`; policies that do not
     weigh seconds have none."""
+    demand, candidates, choice, _ = asked
     terms = choice.terms or [{}] * len(candidates)
     return {
         "path": prompt.path,
@@ -170,6 +170,7 @@ def _refusal(refused: urllib.error.HTTPError, admin: str) -> Exception:
 async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     """Work out the decision without a gateway. Raises ConfigError and PromptError."""
     from cachemap import CacheMap
+    from gateway.dispatch.dispatcher import demand_of
     from gateway.prompt.pipeline import Pipeline
     from replicas.access import Access
     from replicas.adopt import described
@@ -203,21 +204,18 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     if not up:
         raise PromptError(404, f"the model {prompt.model!r} does not exist", param="model", code="model_not_found")
 
-    cachemap, costs = CacheMap(settings.cache_budget), CostGroup()
+    cachemap = CacheMap(settings.cache_budget)
     slots = [cachemap.attach(one.id, one.num_blocks, one.events is not None) for one in up]
     await asyncio.gather(*(
         _replay(cachemap, slot, one.events, served or "model", size)
         for slot, one in zip(slots, up, strict=True)
         if one.events and one.events.replay
     ))  # fmt: skip
-    held = cachemap.match(prompt.hashes, 0.0).held if prompt.hashes and prompt.reads_cache else []
-    most = max(0, prompt.tokens - 1) // size  # the engine computes the last prompt token in any case
-    candidates = [
-        Candidate(one.id, min(held[slot], most) * size if held else 0, _load(one), costs.add(one.id))
-        for slot, one in zip(slots, up, strict=True)
-    ]
-    demand = Demand(prompt.tokens, size, prompt.hashes[0] if prompt.hashes else 0, prompt.session, prompt.max_tokens)
-    return describe(settings.policy, prompt, demand, candidates, make(settings.policy).choose(demand, candidates, explain=True))
+    router = Router(make(settings.policy), cachemap, Ledger(), CostGroup())
+    candidates = [router.add(one.id, slot) for slot, one in zip(slots, up, strict=True)]
+    for candidate, one in zip(candidates, up, strict=True):
+        candidate.load = _load(one)
+    return describe(settings.policy, prompt, router.ask(demand_of(prompt, size), Targets(candidates), 0.0, explain=True))
 
 
 def _load(replica: Any) -> Load:

@@ -15,8 +15,9 @@ from .prefix_affinity import PrefixAffinity
 from .random import Random
 from .roster import Roster
 from .round_robin import RoundRobin
+from .router import Asked, Decision, Placement, PrefixMap, Router, Targets
 from .load import UNTIMED, Load
-from .vocabulary import Candidate, Choice, Demand, Policy
+from .vocabulary import Candidate, Choice, Demand, Policy, hittable
 
 _POLICIES = {p.name: p for p in (RoundRobin, Random, LeastLoad, PowerOfTwo, ConsistentHash,
                                  PrefixAffinity, OverlapCost, LeastTime)}
@@ -32,5 +33,5 @@ def make(name: str) -> Policy:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(NAMES)}") from None
 
 
-__all__ = ["Candidate", "Choice", "Cost", "CostGroup", "Costs", "DEFAULT", "Demand", "Ledger", "Load",
-           "NAMES", "Policy", "Reservation", "Roster", "UNTIMED", "make"]
+__all__ = ["Asked", "Candidate", "Choice", "Cost", "CostGroup", "Costs", "DEFAULT", "Decision", "Demand", "Ledger", "Load", "NAMES",
+           "Placement", "Policy", "PrefixMap", "Reservation", "Roster", "Router", "Targets", "UNTIMED", "hittable", "make"]

@@ -19,6 +19,8 @@ class Demand:
     now: float = UNTIMED            # seconds, of whichever clock its ledger is told
     hashes: Sequence[int] = ()      # chained, of the prompt's full blocks
     draw: float = 0.0               # 0 <= draw < 1, drawn once per request: candidates that are equal are told apart by it
+    reads_cache: bool = True        # its prompt is found in a cache; of one with logprobs, say, all is computed
+    keeps_rank: bool = True         # it is computed by the rank of an engine that it is sent to
 
 
 @dataclass(slots=True)
@@ -29,6 +31,8 @@ class Candidate:
     load: Load
     costs: Costs
     lower: tuple[tuple[str, int], ...] = ()  # further tokens in slower tiers, after the overlap
+    slot: int = -1                           # where the map of prefixes has it; -1: nowhere, or no more
+    ranked: bool = False                     # one rank of an engine
 
 
 class Choice(NamedTuple):
@@ -38,6 +42,11 @@ class Choice(NamedTuple):
     lesson: Any = None                        # what the policy learns if this choice is made; its own, see `Policy.placed`
     among: Sequence[int] | None = None        # whom it is the least of by the policy's `cost`, for whoever knows a later load; None: it stands
     future: float = 0.0                       # the `future` of that cost
+
+
+def hittable(tokens: int, block_size: int) -> int:
+    """Return how many blocks of a prompt can be found in a cache: its last token is always computed."""
+    return (tokens - 1) // block_size
 
 
 def pick(equals: Sequence[int], draw: float) -> int:
@@ -53,8 +62,9 @@ class Policy(Protocol):
 
         def placed(self, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> None
 
-    told once per placement, after the request was reserved on candidate `choice.index`. One whose choice is the least of a
-    cost has that as `cost: least_cost.Cost`.
+    told once per placement, after the request was reserved on candidate `choice.index`; likewise `first(replica, demand)` at its
+    first token, `ended(replica, demand)` at its end and `gone(replica)` when a replica has lost all that it held. One whose choice is the least
+    of a cost has that as `cost: least_cost.Cost`.
     """
     name: str
 

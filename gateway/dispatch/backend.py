@@ -6,10 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from policies import Candidate, Roster
-
 from ..wire.upstream import Pool
 from .blame import Record
 from .drift import Drift
@@ -18,7 +14,7 @@ from .forwarding import Forwarding
 if TYPE_CHECKING:
     from cachemap import EventIntake
     from cachemap.background import Background
-    from policies import CostGroup, Costs, Ledger, Load
+    from policies import Candidate
     from replicas import Replica
     from replicas.replica import EventSource
 
@@ -30,16 +26,14 @@ MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "load", "costs", "candidate", "on_broken", "pool", "drift", "record", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "incarnation", "gone", "chosen", "chosen_at")
+    __slots__ = ("replica", "id", "slot", "candidate", "on_broken", "pool", "drift", "record", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "incarnation", "gone")
 
-    def __init__(self, replica: Replica, slot: int, load: Load, costs: Costs):
+    def __init__(self, replica: Replica, candidate: Candidate):
+        """`candidate`: as the router knows the replica."""
         self.replica = replica
         self.id = replica.id
-        self.slot = slot
-        self.load = load
-        self.costs = costs
-        # One Candidate for all requests: choosing is synchronous, so only its overlap changes from one to the next.
-        self.candidate = Candidate(replica=replica.id, overlap=0, load=load, costs=costs)
+        self.slot = candidate.slot
+        self.candidate = candidate
         self.on_broken: Callable[[], None] = lambda: None  # the replica closed a connection that was kept
         self.pool = self._new_pool()
         self.drift = Drift()
@@ -54,7 +48,6 @@ class Backend:
         if replica.rank is not None:
             self.host_line += b"x-data-parallel-rank: %d\r\n" % replica.rank
         self.incarnation: str | None = None
-        self.chosen, self.chosen_at = load.recent, 0.0  # the last count of choices that was looked at, and when it changed
         self.gone = False  # removed; what still runs on it settles without a trace
 
     def _new_pool(self) -> Pool:
@@ -118,12 +111,3 @@ class Backend:
         if self.forwarding.checking is not None:
             self.forwarding.checking.cancel()
 
-
-class Fleet(Roster):
-    """Many backends as a policy sees them, and where the map has each."""
-
-    def __init__(self, backends: list[Backend], ledger: Ledger, group: CostGroup):
-        super().__init__([backend.candidate for backend in backends], ledger, group)
-        self.backends = backends
-        self.slots = np.array([backend.slot for backend in backends])
-        self.none = np.zeros(len(backends))  # overlaps, where nobody holds anything

@@ -23,7 +23,7 @@ from .states import State
 from .usage import read_usage
 
 if TYPE_CHECKING:
-    from policies import Reservation
+    from policies import Placement
 
     from ..prompt import Prompt
     from .backend import Backend
@@ -38,7 +38,7 @@ MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
 class Decided:
     """As much of a `Life` as the dispatcher needs, for a request that is answered elsewhere."""
 
-    __slots__ = ("id", "prompt", "tried", "lease", "state", "streams", "backend", "reservation", "overlap", "begun", "sent_at", "first_at", "expected_at", "made", "timer", "size")
+    __slots__ = ("id", "prompt", "tried", "lease", "state", "streams", "backend", "placement", "begun", "sent_at", "first_at", "made", "timer", "size")
 
     response = None  # no answer passes here, so nobody knows who made one
     status, fault, pieces, suspicions = 200, 0, 0, ()  # what goes wrong is the caller's to see; the engine's own count tells how many there were
@@ -47,8 +47,7 @@ class Decided:
         self.id, self.prompt, self.tried, self.lease = id, prompt, tried, lease
         self.state, self.streams = State.CHOOSING, prompt.stream
         self.backend: Backend | None = None
-        self.reservation: Reservation | None = None
-        self.overlap = 0
+        self.placement: Placement | None = None
         self.begun = self.sent_at = monotonic()
         self.first_at = 0.0
         self.made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -91,17 +90,17 @@ class Decisions:
         try:
             await decided.made
         except asyncio.CancelledError:
-            dispatcher.release(decided)  # the shared ledger may have answered in the same turn
+            if decided.placement is not None:  # the shared ledger may have answered in the same turn
+                dispatcher.router.abandon(decided.placement)
             raise
         finally:
             decided.state = State.ENDED  # an answer of the shared ledger that comes for a caller who left is taken back
         self._open[decided.id] = decided
         self._bytes += decided.size
         self._renew(decided)
-        taken = decided.reservation
-        seconds = decided.backend.costs.ttft_seconds(taken.before, taken.uncached, decided.overlap, taken.at)
+        seconds = decided.placement.ttft
         if not decided.streams:  # no first byte to tell of: as `assume_prefilled`
-            asyncio.get_running_loop().call_later(seconds, dispatcher.ledger.first_byte, decided.reservation)
+            asyncio.get_running_loop().call_later(seconds, dispatcher.router.first_token, decided.placement, None)
         return self._told(decided, seconds)
 
     async def _prepared(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
@@ -114,16 +113,16 @@ class Decisions:
 
     def _told(self, decided: Decided, seconds: float) -> dict[str, Any]:
         backend, prompt = decided.backend, decided.prompt
-        held = f"{decided.overlap} of {prompt.tokens} prompt tokens held" if prompt.hashes else f"by load alone ({prompt.note or 'no full block'})"
+        held = f"{decided.placement.overlap} of {prompt.tokens} prompt tokens held" if prompt.hashes else f"by load alone ({prompt.note or 'no full block'})"
         return {
             "id": decided.id,
             "replica": backend.id,
             "url": backend.replica.url,
             "address": f"{bracketed(backend.pool.host)}:{backend.pool.port}",
             "headers": backend.replica.headers,
-            "reason": f"{self._dispatcher.policy.name}: {held}, {decided.reservation.before.requests} requests there, first token in {1e3 * seconds:.1f} ms as predicted",
+            "reason": f"{self._dispatcher.router.policy.name}: {held}, {decided.placement.reservation.before.requests} requests there, first token in {1e3 * seconds:.1f} ms as predicted",
             "tokens": prompt.tokens,
-            "cached_tokens": decided.overlap,
+            "cached_tokens": decided.placement.overlap,
             "ttft_seconds": seconds,
             "candidates": self._in_order(decided),
             "lease_seconds": decided.lease,
@@ -133,12 +132,11 @@ class Decisions:
         """Whom the gateway itself would try, one after the other."""
         order = [decided.backend.id]
         try:
-            demand, _, left = self._dispatcher.weigh(decided.prompt, (*decided.tried, decided.backend))
+            targets = self._dispatcher.targets(decided.prompt, (*decided.tried, decided.backend))
         except Failure:
             return order
-        while left and len(order) < MOST_CANDIDATES:
-            order.append(left.pop(self._dispatcher.policy.choose(demand, left).index).replica)
-        return order
+        now = monotonic()
+        return order + self._dispatcher.router.ranking(self._dispatcher.demand(decided.prompt, now), targets, now, MOST_CANDIDATES - 1)
 
     async def first_byte(self, id: str) -> dict[str, Any]:
         """The answer has begun. Told again it only renews the lease."""
@@ -152,13 +150,13 @@ class Decisions:
     async def done(self, id: str, answer: bytes) -> dict[str, Any]:
         """It has ended, however. `answer`: its last bytes, with the engine's usage, if that is to be learned from."""
         decided = self._find(id)
-        self._end(decided, "done")
-        usage = read_usage(answer)
+        self._close(decided, "done")
+        usage, dispatcher = read_usage(answer), self._dispatcher
         decided.streams &= decided.first_at > 0  # else nobody knows how long it decoded
-        if error_status(answer, True) or error_status(answer, False):
-            self._dispatcher.outcomes.refused(decided)
-        elif usage.prompt is not None and not decided.backend.gone:
-            self._dispatcher.outcomes.learn(decided, usage)
+        if usage.prompt is not None and not decided.backend.gone and not _is_error(answer):
+            dispatcher.outcomes.finish(decided, usage)
+        else:
+            dispatcher.router.abandon(decided.placement, computed=not _is_error(answer))
         return {"id": id, "done": True}
 
     def on(self) -> Counter[str]:
@@ -174,14 +172,21 @@ class Decisions:
     def _renew(self, decided: Decided) -> None:
         if decided.timer is not None:
             decided.timer.cancel()
-        decided.timer = asyncio.get_running_loop().call_later(decided.lease, self._end, decided, "expired")
+        decided.timer = asyncio.get_running_loop().call_later(decided.lease, self._expired, decided)
 
-    def _end(self, decided: Decided, outcome: str) -> None:
+    def _expired(self, decided: Decided) -> None:
+        self._close(decided, "expired")
+        self._dispatcher.router.abandon(decided.placement)
+
+    def _close(self, decided: Decided, outcome: str) -> None:
         del self._open[decided.id]
         self._bytes -= decided.size
         decided.timer.cancel()
-        self._dispatcher.release(decided)
         self._dispatcher.metrics.decisions.inc(outcome)
+
+
+def _is_error(answer: bytes) -> bool:
+    return bool(error_status(answer, True) or error_status(answer, False))
 
 
 def unknown(id: str) -> Failure:

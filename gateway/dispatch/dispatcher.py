@@ -9,24 +9,22 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from random import random
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import orjson
 
-from cachemap import CacheMap
-from policies import UNTIMED, Candidate, Choice, CostGroup, Demand, Ledger, Policy
+from policies import UNTIMED, Asked, Decision, Demand, Router, Targets
 from replicas import State as ReplicaState
+from replicas.replica import RANK_PATHS
 
 from ..prompt import Prompt
 from ..prompt.pipeline import Pipeline
 from ..wire.downstream import Downstream
 from ..wire.http import Headers, Request
-from .backend import Backend, Fleet
+from .backend import Backend
 from .errors import JSON, error_body
 from .forwarding import TokenIdForwarding
 from .life import Failure, Life
@@ -36,7 +34,7 @@ from .paths import PROMPT_PATHS, AllowedPaths, refusal
 from .preparation import Preparation
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
-from .shadow import Seen, Shadows
+from .shadow import Shadows
 from .states import State
 from .usage import Usage
 
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 
     from ..telemetry.metrics import Metrics
     from .decisions import Decided
-    from .shared import Decision, SharedLedger
+    from .shared import SharedLedger
 
 log = logging.getLogger("hitherto.dispatch")
 
@@ -53,20 +51,7 @@ METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 TAKE_TRAFFIC = (ReplicaState.READY, ReplicaState.DEGRADED)  # the second only for want of the first
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
-MANY = 16  # replicas from which they are weighed as arrays: below, one after the other is quicker
-PASSED_OVER_SECONDS = 2.0  # without a request, while others have some
 LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
-
-
-class _Asked(NamedTuple):
-    """What a placement was asked of, and what the policy answered. `overlap`: of the candidate it chose, in tokens."""
-
-    demand: Demand
-    backends: list[Backend]
-    candidates: Sequence[Candidate]
-    choice: Choice
-    overlap: int
-    seen: Seen | None
 
 
 class Dispatcher:
@@ -74,11 +59,8 @@ class Dispatcher:
         self,
         *,
         pipeline: Pipeline,
-        cachemap: CacheMap,
-        policy: Policy,
+        router: Router,
         metrics: Metrics,
-        ledger: Ledger,
-        costs: CostGroup,
         retries: int,
         request_timeout: float,
         idle_timeout: float,
@@ -94,12 +76,8 @@ class Dispatcher:
         life: Callable[[Dispatcher, Downstream, Request, bytes, str], Life] = Life,
     ):
         self.pipeline = pipeline
-        self.map = cachemap
-        self.policy = policy
-        self._tell_placed = getattr(policy, "placed", None)
+        self.router = router
         self.metrics = metrics
-        self.ledger = ledger
-        self.costs = costs
         self.retries = retries
         self.request_timeout = request_timeout
         self.idle_timeout = idle_timeout
@@ -119,16 +97,13 @@ class Dispatcher:
         self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, lambda: self.pipeline.made_by)
         self.lives: set[Life] = set()
         self.draining = False
-        self._rested_at = 0.0  # see `_rest`
         self.held_up_at = 0.0  # the last time at which the event loop went on after it had been held up
         self.preparation = Preparation(self)
         self._chosen: list[Life | Decided] | None = None  # while they are held back
         self.shared: SharedLedger | None = None  # with Redis
         self.models: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
-        self._serving: dict[str | None, list[Backend]] = {}
-        self._rosters: dict[str | None, Fleet] = {}
-        self._tiered = False  # some candidate has blocks in a slower tier from the last request
+        self._serving: dict[str | None, Targets] = {}
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._local = {"/v1/models": self._models, "/health": self._health}
 
@@ -142,24 +117,23 @@ class Dispatcher:
     def remove(self, replica: str) -> Backend | None:
         backend = self.backends.pop(replica, None)
         if backend is not None:
-            backend.stop(then=lambda: self.map.detach(backend.slot))
-            self.ledger.remove(replica)
-            self.costs.remove(replica)
+            slot = backend.slot
+            backend.stop(then=lambda: self.router.map.detach(slot))
+            self.router.remove(replica)
             self.changed()
         return backend
 
     def changed(self) -> None:
         """Some replica's state or models changed: who may serve what is found anew."""
         self._serving.clear()
-        self._rosters.clear()
-        self.models = {name: parent for b in self.serving(None) for name, parent in b.replica.models.items()}
+        self.models = {name: parent for backend in self._taking(None) for name, parent in backend.replica.models.items()}
         self.adapters = frozenset(name for name, parent in self.models.items() if parent)
 
-    def serving(self, model: str | None) -> list[Backend]:
+    def serving(self, model: str | None) -> Targets:
         """Replicas that may get a request for `model`: the ready ones; degraded ones only if none is ready."""
         found = self._serving.get(model)
         if found is None:
-            found = self._taking(model)
+            found = self.router.targets([backend.candidate for backend in self._taking(model)])
             if model is None or model in self.models:  # a client may ask for any name; those are not kept
                 self._serving[model] = found
         return found
@@ -178,7 +152,7 @@ class Dispatcher:
 
     def unheard_of(self, model: str) -> bool:
         """Replicas are ready and have told their models, and this is none of them."""
-        return model not in self.models and bool(model and self.models) and not self.serving(model)
+        return model not in self.models and bool(model and self.models) and not self._taking(model)
 
     # --- the wire's calls
 
@@ -225,74 +199,35 @@ class Dispatcher:
                 log.exception("the sweep failed on a request")
         for backend in self.backends.values():
             backend.pool.sweep(now)
-        self._rest(now)
-
-    def _rest(self, now: float) -> None:
-        """Replicas that nobody was sent to while others were used are on their way back to being tried."""
-        elapsed, self._rested_at = max(0.0, min(now - self._rested_at, 1.0)), now
-        for backend in self.backends.values():
-            if backend.chosen != backend.load.recent or backend.load.requests:
-                backend.chosen, backend.chosen_at = backend.load.recent, now
-        idle = [b.costs for b in self.backends.values() if now - b.chosen_at >= PASSED_OVER_SECONDS]
-        if 0 < len(idle) < len(self.backends):
-            self.costs.rest(idle, [b.costs for b in self.backends.values() if now - b.chosen_at < PASSED_OVER_SECONDS], elapsed)
+        self.router.rest(now)
 
     # --- a prompt gets a replica
 
-    def weigh(self, prompt: Prompt | None, tried: tuple[Backend, ...] = ()) -> tuple[Demand, list[Backend], Sequence[Candidate]]:
-        """What is asked for, and who could do it with what already held. Raises Failure when nobody can."""
+    def demand(self, prompt: Prompt | None, now: float) -> Demand:
+        """What is asked for."""
+        if prompt is None:
+            return Demand(tokens=0, draw=random())
+        alone = self.shared is None or not self.shared.joined  # else others change the load, and nobody tells when
+        return demand_of(prompt, self.pipeline.block_size, now if alone else UNTIMED, random())
+
+    def targets(self, prompt: Prompt | None, tried: tuple[Backend, ...] = ()) -> Targets:
+        """Who may get it now. Raises Failure when nobody can."""
         model = prompt.model or None if prompt is not None else None
-        backends = self.serving(model)
-        if not backends:
+        targets = self.serving(model)
+        if not targets:
             raise self._nobody(model)
         if tried:
-            backends = self.untried(prompt, tried)
-            if not backends:
+            targets = Targets([backend.candidate for backend in self.untried(prompt, tried)])
+            if not targets:
                 raise Failure(503, "no replica is left to try")
-        roster = self._roster(model, backends) if len(backends) >= MANY and not tried else None
-        if prompt is None:
-            demand = Demand(tokens=0, draw=random())
-            for backend in backends:
-                backend.candidate.overlap = 0
-                backend.candidate.lower = ()
-            if roster is not None:
-                roster.overlaps, roster.tiered = roster.none, False
-        else:
-            size = self.pipeline.block_size
-            hashes = prompt.hashes
-            now = monotonic()
-            alone = self.shared is None or not self.shared.joined  # else others change the load, and nobody tells when
-            demand = Demand(prompt.tokens, size, hashes[0] if hashes else 0, prompt.session, prompt.max_tokens, now if alone else UNTIMED, hashes, random())
-            match = self.map.match(hashes, now) if hashes and prompt.reads_cache else None
-            most = (prompt.tokens - 1) // size  # the last prompt token is always computed
-            if roster is not None:
-                roster.overlaps = np.minimum(np.array(array("d", match.held))[roster.slots], most) * size if match else roster.none
-                roster.tiered = bool(match and match.lower)
-            else:
-                for backend in backends:
-                    backend.candidate.overlap = min(match.held[backend.slot], most) * size if match else 0
-            if match and (match.lower or self._tiered):
-                self._tiered = bool(match.lower)
-                for backend in backends:
-                    runs = match.lower.get(backend.slot, ())
-                    backend.candidate.lower = tuple((tier, blocks * size) for tier, blocks in runs)
-        return demand, backends, [b.candidate for b in backends] if roster is None else roster
+        return targets
 
-    def _roster(self, model: str | None, backends: list[Backend]) -> Fleet:
-        """The same as long as `serving` gives the same."""
-        roster = self._rosters.get(model)
-        if roster is None or roster.backends is not backends:
-            roster = Fleet(backends, self.ledger, self.costs)
-            if self._serving.get(model) is backends:
-                self._rosters[model] = roster
-        return roster
-
-    def _weigh(self, life: Life | Decided) -> tuple[Demand, list[Backend], Sequence[Candidate]]:
-        """As `weigh`, with one candidate where only that can do it."""
-        demand, backends, candidates = self.weigh(life.prompt, life.tried)
-        maker = self.responses.maker(life.response)
-        only = next((backend for backend in backends if backend.id == maker), None) if maker is not None else None
-        return (demand, [only], [candidates[backends.index(only)]]) if only is not None else (demand, backends, candidates)
+    def _targets(self, life: Life | Decided) -> Targets:
+        """As `targets`, with one alone where only that can do it."""
+        targets = self.targets(life.prompt, life.tried)
+        if life.response is not None and (maker := self.responses.maker(life.response)) is not None:
+            return targets.only(maker) or targets
+        return targets
 
     def hold_back(self) -> None:
         """Whoever is chosen for from now on is sent on with `send_on`, when all are."""
@@ -306,68 +241,48 @@ class Dispatcher:
     def choose(self, life: Life | Decided) -> None:
         """Choose, and count the load at once: decision and reservation are one step, here or where the load
         of all gateways is known. Calls `life.chosen` or `life.unchosen`."""
-        begun = perf_counter()
+        begun, now = perf_counter(), monotonic()
         try:
-            demand, backends, candidates = self._weigh(life)
+            targets = self._targets(life)
         except Failure as failure:
             life.unchosen(failure)
             return
-        asked = self.ask(demand, backends, candidates)
+        demand = self.demand(life.prompt, now)
+        asked = self.router.ask(demand, targets, now)
+        seen = self.shadows.see(demand, asked.candidates) if self.shadows is not None else None
         if self.shared is not None:
             if self.shared.joined:
-                prompt = life.prompt
-                hashes = prompt.hashes if prompt is not None and prompt.reads_cache else ()
-                self.shared.decide(asked.choice, demand, candidates, hashes, lambda decision: self._decided(life, asked, begun, decision))
+                self.shared.decide(asked, lambda decision: self._decided(life, asked, seen, begun, decision))
                 return
             self.metrics.shared_decisions.inc("away")
-        self._place(life, asked)
+        self._place(life, asked, seen, now)
         self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
         if self._chosen is None:
             life.chosen()
         else:
             self._chosen.append(life)
 
-    def ask(self, demand: Demand, backends: list[Backend], candidates: Sequence[Candidate]) -> _Asked:
-        """What the policy would do by the loads known here. Nothing is done yet."""
-        choice = self.policy.choose(demand, candidates)
-        seen = self.shadows.see(demand, candidates) if self.shadows is not None else None
-        return _Asked(demand, backends, candidates, choice, candidates[choice.index].overlap, seen)
+    def _place(self, life: Life | Decided, asked: Asked, seen: Any, now: float, decision: Decision | None = None) -> None:
+        """Here, or as the shared ledger has decided."""
+        placement = life.placement = self.router.take(asked, now, decision)
+        life.backend = self.backends[placement.candidate.replica]
+        if seen is not None:
+            self.shadows.acted(seen, asked.choice.index if decision is None else decision.index)
 
-    def _place(self, life: Life | Decided, asked: _Asked, decision: Decision | None = None) -> None:
-        """Reserve what was chosen, here or by the shared ledger, and tell the policy: once per placement."""
-        demand, choice = asked.demand, asked.choice
-        if decision is None:
-            self._reserve(life, asked.backends[choice.index], asked.overlap, demand.tokens, now=demand.now if demand.now != UNTIMED else None)
-        else:
-            choice = choice._replace(index=decision.index)
-            self.ledger.others(decision.replica, decision.others)
-            self._reserve(life, asked.backends[choice.index], decision.overlap, decision.overlap + decision.uncached, decision.counted)
-        if self._tell_placed is not None:
-            self._tell_placed(demand, asked.candidates, choice)
-        if asked.seen is not None:
-            self.shadows.acted(asked.seen, choice.index)
-
-    def _decided(self, life: Life | Decided, asked: _Asked, begun: float, decision: Decision | None) -> None:
+    def _decided(self, life: Life | Decided, asked: Asked, seen: Any, begun: float, decision: Decision | None) -> None:
         """What the shared ledger answers; None: too late, or not at all, and the choice made here stands."""
         self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
         waiting = life.state is State.CHOOSING  # else the client left meanwhile
-        backend = asked.backends[decision.index if decision is not None else asked.choice.index]
-        there = waiting and backend.replica.state in TAKE_TRAFFIC and not backend.gone
+        candidate = asked.candidates[decision.index if decision is not None else asked.choice.index]
+        backend = self.backends.get(candidate.replica)
+        there = waiting and backend is not None and backend.candidate is candidate and backend.replica.state in TAKE_TRAFFIC
         if decision is not None and not there:
             self.shared.undo(decision)
         if there:
-            self._place(life, asked, decision)
+            self._place(life, asked, seen, monotonic(), decision)
             life.chosen()
         elif waiting:
             self.choose(life)  # the replica left while Redis was asked
-
-    def _reserve(self, life: Life | Decided, backend: Backend, overlap: int, tokens: int, counted: bool = False, now: float | None = None) -> None:
-        prompt = life.prompt
-        life.backend, life.overlap = backend, overlap
-        life.reservation = self.ledger.reserve(backend.id, tokens - overlap, tokens, counted, now)
-        if prompt is not None and prompt.hashes and backend.replica.takes_rank(prompt.path):
-            life.expected_at = monotonic()
-            self.map.expect(backend.slot, prompt.hashes, life.expected_at)
 
     def _nobody(self, model: str | None) -> Failure:
         known = self.models
@@ -375,10 +290,6 @@ class Dispatcher:
             return Failure(404, f"the model {model[:200]!r} does not exist; served here: {', '.join(sorted(known))}", param="model", code="model_not_found")
         states = "; ".join(f"{one.id} is {one.state}: {one.reason}" for one in self.replicas.values())
         return Failure(503, f"no replica is ready ({states or 'none is known'})")
-
-    def release(self, life: Life | Decided) -> None:
-        if life.reservation is not None:
-            self.ledger.release(life.reservation)
 
     def may_retry(self, life: Life) -> bool:
         """Whether a failing answer may be thrown away: an attempt and another replica are left."""
@@ -426,3 +337,9 @@ class Dispatcher:
         ready = bool(self.serving(None)) and not self.draining
         client.reply(200 if ready else 503, b"" if ready else error_body("", 503, "no replica is ready"), [] if ready else JSON)
 
+
+def demand_of(prompt: Prompt, block_size: int, now: float = UNTIMED, draw: float = 0.0) -> Demand:
+    """What a prompt asks of a replica."""
+    hashes = prompt.hashes
+    root = hashes[0] if hashes else 0
+    return Demand(prompt.tokens, block_size, root, prompt.session, prompt.max_tokens, now, hashes, draw, prompt.reads_cache, prompt.path in RANK_PATHS)

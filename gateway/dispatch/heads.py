@@ -34,7 +34,7 @@ def response_lines(life: Life, last: bool) -> bytes:
     if dispatcher.response_headers:
         lines += b"x-hitherto-replica: %b\r\n" % life.backend.id.encode()
     if dispatcher.cached_tokens_header and life.prompt is not None:
-        lines += b"x-hitherto-cached-tokens: %d\r\n" % life.overlap
+        lines += b"x-hitherto-cached-tokens: %d\r\n" % life.placement.overlap
     if last or life.held.until_close or not life.request.keep_alive:
         lines += b"connection: close\r\n"
     return lines

@@ -22,7 +22,7 @@ from .heads import request_head, response_lines
 from .states import TRANSITIONS, Action, Event, State
 
 if TYPE_CHECKING:
-    from policies import Reservation
+    from policies import Placement
 
     from ..prompt.pipeline import Prompt
     from .backend import Backend
@@ -68,7 +68,7 @@ class Life:
         # given
         "dispatcher", "client", "request", "id", "label",
         # found out
-        "state", "prompt", "backend", "upstream", "reservation", "overlap", "held", "status", "streams",
+        "state", "prompt", "backend", "upstream", "placement", "held", "status", "streams",
         # the status that an error behind a 200 amounts to, 0 without one
         "fault",
         # first bytes of a body that were held back, since nothing of an answer was in them
@@ -81,8 +81,8 @@ class Life:
         "sent_ids", "ids_refused",
         # the answer as it passes
         "tail", "pieces", "seen_pieces", "seen_at",
-        # times, monotonic seconds; `first_at`: of the answer itself, 0 if only other bytes were seen; the last: when its blocks were expected to be at `backend` soon
-        "begun", "sent_at", "first_at", "expected_at",
+        # times, monotonic seconds; `first_at`: of the answer itself, 0 if only other bytes were seen
+        "begun", "sent_at", "first_at",
     )  # fmt: skip
 
     trace_id: str | None = None  # with traces on
@@ -97,8 +97,7 @@ class Life:
         self.prompt: Prompt | None = None
         self.backend: Backend | None = None
         self.upstream: Upstream | None = None
-        self.reservation: Reservation | None = None
-        self.overlap = 0
+        self.placement: Placement | None = None
         self.held: Head | None = None
         self.status = self.fault = self.losses = 0
         self.announced = b""
@@ -114,7 +113,7 @@ class Life:
         self.pieces = self.seen_pieces = 0
         # The clock starts when the request is there: what its upload took is the client's.
         self.begun = self.seen_at = monotonic()
-        self.sent_at = self.first_at = self.expected_at = 0.0
+        self.sent_at = self.first_at = 0.0
 
     def advance(self, event: Event, detail: object = None) -> None:
         self.state, action = TRANSITIONS[self.state, event]
@@ -296,7 +295,7 @@ class Life:
         self.dispatcher.choose(self)
 
     def chosen(self) -> None:
-        """What the dispatcher calls when `backend` and `reservation` are there."""
+        """What the dispatcher calls when `backend` and `placement` are there."""
         self.advance(Event.CHOSEN)
 
     def unchosen(self, failure: Failure) -> None:
@@ -343,9 +342,7 @@ class Life:
             return
         if not error.kind.startswith(("status", "elsewhere", ERROR_ANSWER)):
             dispatcher.outcomes.failed(self.backend, error.kind)
-        dispatcher.release(self)
-        if error.kind in REFUSED:
-            dispatcher.outcomes.refused(self)
+        dispatcher.router.abandon(self.placement, computed=error.kind not in REFUSED)
         self.tried += (self.backend,)
         self.last_error = f"replica {self.backend.id}: {error}"
         # A refused connection is a loss as well if the one before it died with this request on it.
@@ -384,6 +381,7 @@ class Life:
 
     def _cut(self, error: UpstreamError) -> None:
         self._leave()
+        self._release()
         message = f"the answer broke off: replica {self.backend.id} {error}"
         # Only where the chunk before is whole can another one follow; else the cut itself must tell.
         if self.streams and self.tail[-1].endswith(b"\n\n\r\n") and self.held.get(b"transfer-encoding") == b"chunked":
@@ -400,6 +398,7 @@ class Life:
 
     def _report(self, failure: Failure) -> None:
         self._leave()
+        self._release()
         self.dispatcher.outcomes.undecided(self)
         self._forget_body()
         self.status = failure.status
@@ -415,6 +414,7 @@ class Life:
 
     def _abandon(self, _: object) -> None:
         self._leave()
+        self._release()
         self.dispatcher.outcomes.undecided(self)
         self._forget_body()
         self.dispatcher.outcomes.ended(self, "aborted")
@@ -426,12 +426,16 @@ class Life:
         self.client.release()
 
     def _leave(self) -> None:
-        """Whatever the end was: nothing stays reserved, connected or listed."""
+        """Whatever the end was: nothing stays connected or listed."""
         upstream, self.upstream = self.upstream, None
         if upstream is not None:
             upstream.drop()
-        self.dispatcher.release(self)
         self.dispatcher.lives.discard(self)
+
+    def _release(self) -> None:
+        """An end of another kind than that which `outcomes` settles."""
+        if self.placement is not None:
+            self.dispatcher.router.abandon(self.placement)
 
 
 DO = {

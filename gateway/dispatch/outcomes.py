@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from policies import hittable
+
 from .answers import error_status, speaks_api
 from .blame import REFUSALS, SAME, Suspicion, agree
 from .drift import TOLERATED
@@ -15,6 +17,8 @@ from .together import Together
 from .usage import Usage, read_usage
 
 if TYPE_CHECKING:
+    from policies import Placement
+
     from ..prompt import Prompt
     from .backend import Backend
     from .decisions import Decided
@@ -34,7 +38,7 @@ def _of_copies(prompt: Prompt, overlap: int, cached: int | None, size: int) -> i
     replica held, the others what the first has left, all but the last token's block. In a stream it is the first that is
     told of; else the one that ended last, whichever that is: the prediction is the one that it agrees with."""
     each = prompt.tokens * prompt.n // prompt.copies
-    left = min((each - 1) // size, len(prompt.hashes)) * size if prompt.reads_cache else 0
+    left = min(hittable(each, size), len(prompt.hashes)) * size if prompt.reads_cache else 0
     return left if cached == left and not prompt.stream else overlap
 
 
@@ -87,7 +91,6 @@ class Outcomes:
 
     def first_byte(self, life: Life | Decided) -> None:
         backend = life.backend
-        self._dispatcher.ledger.first_byte(life.reservation, life.first_at if life.streams else None)
         if life.status >= 500 or life.fault >= 500:
             if life.status >= 500 and life.status not in RETRYABLE:
                 self.suspect(life, "status 5xx")
@@ -96,22 +99,18 @@ class Outcomes:
             self._dispatcher.on_traffic(backend.id, None)
             if life.suspicions:
                 self._decide(life)
+        ours = life.sent_at < self._dispatcher.held_up_at  # part of that time we did not look
+        learns = not life.fault and life.streams and life.status == 200 and life.prompt is not None and not ours and backend.may_learn(life.first_at)
+        self._dispatcher.router.first_token(life.placement, life.first_at if life.streams else None, life.first_at - life.sent_at if learns else None)
         if life.fault:  # an error took this long, and no first token
             return
         if life.streams and not backend.gone:  # the first byte of an answer in one piece is its last as well
             self.metrics.ttft.observe(backend.id, life.first_at - life.begun)
-        ours = life.sent_at < self._dispatcher.held_up_at  # part of that time we did not look
-        if life.streams and life.status == 200 and life.prompt is not None and not ours and backend.may_learn(life.first_at):
-            taken = life.reservation
-            backend.costs.observe_ttft(life.first_at - life.sent_at, taken.uncached, life.overlap, taken.before, taken.at)
 
     def assume_prefilled(self, life: Life, now: float) -> None:
         """An answer that does not stream shows no first token: take its prefill for done when it should be."""
-        taken = life.reservation
-        if taken.stage == "prefill":
-            expected = life.backend.costs.ttft_seconds(taken.before, taken.uncached, life.overlap, taken.at)
-            if now - life.sent_at > expected:
-                self._dispatcher.ledger.first_byte(taken)
+        if life.placement.computing and now - life.sent_at > life.placement.ttft:
+            self._dispatcher.router.first_token(life.placement, None)
 
     def _settle_all(self, lives: list[Life]) -> None:
         for life in lives:
@@ -119,28 +118,31 @@ class Outcomes:
                 self._settle(life, b"".join(life.tail))
             except Exception:
                 log.exception("learning from an answer failed")
+                self._dispatcher.router.abandon(life.placement)
 
     def _settle(self, life: Life, tail: bytes) -> None:
         """A complete answer, which its client has: compare what was predicted with what was delivered."""
-        usage = read_usage(tail)
+        usage, router = read_usage(tail), self._dispatcher.router
         if life.fault:  # its first bytes said so
-            self.refused(life)
+            router.abandon(life.placement, computed=False)
         elif life.streams and life.status == 200 and (fault := error_status(tail, True)):
             life.fault = fault  # it computed the prompt, and failed later
+            router.abandon(life.placement)
             if fault >= 500:
                 self.failed(life.backend, ERROR_ANSWER)
         elif tail.find(ABORTED, -TAIL_BYTES) >= 0:  # the engine stopped in the middle of it
             life.fault = 503
+            router.abandon(life.placement)
             self.failed(life.backend, "aborted")
         elif self._is_foreign(life, tail, usage):
             life.fault = 502
+            router.abandon(life.placement, computed=False)
             self.failed(life.backend, FOREIGN_ANSWER)
-            self.refused(life)
         elif life.prompt is not None and life.status == 200 and not life.backend.gone:
-            self.learn(life, usage)
+            self.finish(life, usage)
             self._dispatcher.forwarding.settled(life, usage)
-        elif 400 <= life.status < 500:
-            self.refused(life)
+        else:
+            router.abandon(life.placement, computed=not 400 <= life.status < 500)
         self.ended(life, "failed" if life.fault else "complete", usage)
 
     @staticmethod
@@ -150,24 +152,18 @@ class Outcomes:
             return False
         return not speaks_api(tail, life.pieces <= TAIL) and life.held.get(b"content-encoding") is None
 
-    def refused(self, life: Life) -> None:
-        """The replica computed nothing for it, so its blocks are not going to be there."""
-        backend, prompt, dispatcher = life.backend, life.prompt, self._dispatcher
-        if prompt is not None and prompt.hashes and not backend.gone and backend.replica.takes_rank(prompt.path):
-            dispatcher.map.take_back(backend.slot, prompt.hashes, life.overlap // dispatcher.pipeline.block_size, life.expected_at)
-
-    def learn(self, life: Life | Decided, usage: Usage) -> None:
-        """From the complete answer to a prompt, which is released."""
+    def finish(self, life: Life | Decided, usage: Usage) -> None:
+        """The complete answer to a prompt: learn from it."""
         now = monotonic()
-        backend, prompt = life.backend, life.prompt
-        self._compare(life, backend, prompt, usage)
-        if backend.intake is not None and backend.replica.takes_rank(prompt.path):
-            backend.intake.request_finished(len(prompt.hashes) - life.overlap // self._dispatcher.pipeline.block_size)
+        backend, prompt, placement = life.backend, life.prompt, life.placement
+        tells_blocks = backend.replica.takes_rank(prompt.path)
         tokens = usage.completion or life.pieces
-        if life.streams and tokens > 8 and life.first_at > self._dispatcher.held_up_at and backend.may_learn(now):
-            load = backend.load
-            # itself included: it decoded until now
-            backend.costs.observe_itl((now - life.first_at) / (tokens - 1), load.decoding + 1, load.context_tokens + prompt.tokens)
+        learns = life.streams and tokens > 8 and life.first_at > self._dispatcher.held_up_at and backend.may_learn(now)
+        reported = usage.cached if tells_blocks and prompt.copies and not prompt.several else None
+        self._dispatcher.router.finish(placement, reported, (now - life.first_at) / (tokens - 1) if learns else None)
+        self._compare(placement, backend, prompt, usage)
+        if backend.intake is not None and tells_blocks:
+            backend.intake.request_finished(len(prompt.hashes) - placement.held)
 
     def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int) -> None:
         """The replica computed other tokens than it was chosen by. Counted each time, said the first time."""
@@ -177,11 +173,10 @@ class Outcomes:
                       backend.id, counted, prompt.tokens, prompt.path)  # fmt: skip
         self.metrics.prompt_mismatches.inc(backend.id)
 
-    def _compare(self, life: Life | Decided, backend: Backend, prompt: Prompt, usage: Usage) -> None:
-        metrics, name = self.metrics, backend.id
+    def _compare(self, placement: Placement, backend: Backend, prompt: Prompt, usage: Usage) -> None:
+        metrics, name, overlap = self.metrics, backend.id, placement.overlap
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
-        size = self._dispatcher.pipeline.block_size
-        predicted = life.overlap if prompt.copies < 2 else _of_copies(prompt, life.overlap, usage.cached, size)
+        predicted = overlap if prompt.copies < 2 else _of_copies(prompt, overlap, usage.cached, placement.demand.block_size)
         metrics.predicted_cached_tokens.inc(name, by=predicted)
         if prompt.mode == "exact" and not prompt.several and usage.prompt not in (None, prompt.tokens):
             self._counted_otherwise(backend, prompt, usage.prompt)
@@ -193,8 +188,8 @@ class Outcomes:
         if not prompt.copies or not backend.replica.takes_rank(prompt.path) or (prompt.several and usage.cached is None):
             pass  # there is nothing to compare with
         elif usage.cached is None:
-            backend.drift.unreported(life.overlap, prompt.tokens)
-            if life.overlap and usage.prompt is not None and backend.replica.cached_tokens is None:
+            backend.drift.unreported(overlap, prompt.tokens)
+            if overlap and usage.prompt is not None and backend.replica.cached_tokens is None:
                 backend.replica.cached_tokens = False
         else:
             saved = usage.cached
@@ -206,10 +201,8 @@ class Outcomes:
             metrics.predictions.inc(name, outcome)
             if error:
                 metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
-            if prompt.hashes and not prompt.several:
-                self._dispatcher.map.learn(backend.slot, prompt.hashes, life.overlap // size, saved // size)
-                if not guessed and backend.drift.reported(life.overlap, saved, prompt.tokens):
-                    self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
+            if prompt.hashes and not prompt.several and not guessed and backend.drift.reported(overlap, saved, prompt.tokens):
+                self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
         metrics.prefill_saved_tokens.inc(name, by=saved)
 
     def heal(self, backend: Backend, why: str) -> None:
@@ -220,7 +213,7 @@ class Outcomes:
         if backend.intake is not None:
             backend.intake.resync()
         else:
-            self._dispatcher.map.clear(backend.slot)
+            self._dispatcher.router.map.clear(backend.slot)
 
     def ended(self, life: Life, outcome: str, usage: Usage | None = None) -> None:
         metrics = self.metrics

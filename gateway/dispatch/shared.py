@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cachemap.background import Background, Failures
 from cachemap.share.connect import FAILURES, Line, Script, describe
 from cachemap.share.keys import SCHEMA, scope
-from policies import Candidate, Choice, Cost, Demand, Ledger
+from policies import Asked, Candidate, Choice, Cost, Decision, Demand, Ledger, hittable
 from policies.ledger import NOTHING
 from policies.load import FAR
 
@@ -57,18 +57,6 @@ _CANDIDATE = struct.Struct("<9d")
 _NO_COST = "local function cost() return 0 end"
 # Numbers of blocks at which a prompt's prefix is made known to other gateways: all up to 8, then four an octave.
 _COUNTS = (1, 2, 3, *(part << octave for octave in range(20) for part in (4, 5, 6, 7)))
-
-
-class Decision(NamedTuple):
-    """`index` into the candidates; prompt tokens held there and not; `others`: what other gateways have on it;
-    `counted`: the reservation is in the sums under the token of now."""
-
-    index: int
-    replica: str
-    overlap: int
-    uncached: int
-    others: tuple[int, ...]
-    counted: bool
 
 
 Answer = Callable[[Decision | None], None]
@@ -138,14 +126,15 @@ class SharedLedger:
 
     # --- decisions
 
-    def decide(self, choice: Choice, demand: Demand, candidates: Sequence[Candidate], hashes: Sequence[int], answer: Answer) -> None:
-        """Choose one of the candidates and count the request there; `choice` is what the policy would do by the loads known here.
-        `hashes` are those of the prompt's blocks, none if it does not read the cache. `answer` is called once: with None, the
-        caller's own choice stands."""
+    def decide(self, asked: Asked, answer: Answer) -> None:
+        """Choose one of the candidates and count the request there. `answer` is called once: with None, the choice that was made
+        by the loads known here stands."""
         if not self.joined:
             self._observe("away", 0.0)
             answer(None)
             return
+        demand, candidates, choice, _ = asked
+        hashes = demand.hashes if demand.reads_cache else ()
         chosen = self._among(choice, demand, candidates)
         cost, tokens, replicas = self._cost, demand.tokens, [candidates[i].replica for i in chosen]
         slack = cost.slack if cost is not None else (1.0, 0.0)
@@ -186,7 +175,7 @@ class SharedLedger:
         counts = [*_COUNTS[bisect_right(_COUNTS, least) : bisect_right(_COUNTS, blocks)]]
         if blocks not in counts[-1:] and blocks > least:
             counts.append(blocks)
-        most = (demand.tokens - 1) // size  # the last prompt token is always computed
+        most = hittable(demand.tokens, size)
         held = [min(count, most) * size for count in counts]
         return struct.pack(f"<{len(held)}d", *held), struct.pack(f"<{len(counts)}Q", *[hashes[count - 1] for count in counts])
 

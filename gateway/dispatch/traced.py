@@ -91,9 +91,8 @@ class TracedLife(Life):
     def _begin_attempt(self) -> None:
         attempt = Attempt(self.trace.child(), self.backend, monotonic())
         if self.prompt is not None and self.prompt.tokens:
-            taken = self.reservation
-            attempt.cached = self.overlap
-            attempt.ttft = self.backend.costs.ttft_seconds(taken.before, taken.uncached, self.overlap)
+            attempt.cached = self.placement.overlap
+            attempt.ttft = self.placement.ttft
         self.attempts.append(attempt)
 
     def _end_attempt(self, attempt: Attempt, error: UpstreamError | Failure | None) -> None:
@@ -164,7 +163,7 @@ class TracedLife(Life):
             "http.request.resend_count": number or None,
             "error.type": str(status) if refused else kind,
             "hitherto.replica": attempt.backend.id,
-            "hitherto.policy": self.dispatcher.policy.name,
+            "hitherto.policy": self.dispatcher.router.policy.name,
             "hitherto.retry_reason": self.attempts[number - 1].kind if number else None,
             "hitherto.cached_tokens.predicted": attempt.cached,
             "hitherto.cached_tokens.observed": usage.cached if usage is not None else None,

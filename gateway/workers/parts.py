@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import monotonic
 
-from ..dispatch.backend import Backend
+from policies import Demand
+
 from ..dispatch.dispatcher import Dispatcher
 from ..prompt import Prompt
 from ..wire.downstream import Downstream
@@ -15,14 +15,13 @@ from .ledger import Board, WorkerLedger
 class WorkerDispatcher(Dispatcher):
     """Chooses by what all workers have sent."""
 
-    ledger: WorkerLedger
-
-    def weigh(self, prompt: Prompt | None, tried: tuple[Backend, ...] = ()):
+    def demand(self, prompt: Prompt | None, now: float) -> Demand:
+        ledger: WorkerLedger = self.router.ledger
         if self.shared is None or not self.shared.joined:
-            self.ledger.catch_up(monotonic())
+            ledger.catch_up(now)
         else:  # Redis tells of siblings as it does of other gateways
-            self.ledger.lose_sight()
-        return Dispatcher.weigh(self, prompt, tried)  # super() takes 1,000 instructions
+            ledger.lose_sight()
+        return Dispatcher.demand(self, prompt, now)  # super() takes 1,000 instructions
 
 
 class Followed:

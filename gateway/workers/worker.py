@@ -169,7 +169,8 @@ class Worker:
             backend = None
         self.map.place(slot, replica.id, replica.num_blocks, observed)
         if backend is None:
-            backend = Backend(replica, slot, self.ledger.place(replica.id, slot), self.costs.add(replica.id))
+            self.ledger.place(replica.id, slot)
+            backend = Backend(replica, self.dispatcher.router.add(replica.id, slot, replica.rank is not None))
             backend.follow_incarnation()
             self.dispatcher.add(backend)
         elif backend.incarnation != replica.incarnation:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from policies import Ledger
+from policies import Ledger, Placement
 from replicas.simulated.engine import EngineRequest, Output
 from replicas.simulated.profile import Profile
 
 from .field import make
-from .gateway import Gateway, Sent, Wire
+from .gateway import Gateway, Wire
 from .replica import Replica
 from .truth import Truth
 from .turns import Record, Result, Turn
@@ -38,7 +38,7 @@ class _Live:
     gateway: Gateway
     session: str | None
     on_end: Callable[[], None] | None
-    sent: Sent | None = None
+    placement: Placement | None = None
 
 
 class Fleet:
@@ -95,13 +95,13 @@ class Fleet:
 
     def _dispatch(self, request: int, live: _Live) -> None:
         record, turn = live.record, live.record.turn
-        sent = live.sent = live.gateway.choose(turn, live.session, self.now, record.tried)
-        if sent is None:
+        placement = live.placement = live.gateway.place(turn, live.session, self.now, record.tried)
+        if placement is None:
             answered = ("http_502", "no replica is left to try") if record.tried else ("http_503", "no replica is ready")
             self.at(self.now, self._ended, live, *answered)
             return
-        index = record.replica = sent.index
-        record.predicted, record.expected_ttft = sent.overlap, sent.expected
+        index = record.replica = placement.candidate.slot
+        record.predicted, record.expected_ttft = placement.overlap, placement.ttft
         self._live[index][request] = live
         replica = self.replicas[index]
         asked = EngineRequest(request, turn.hashes, turn.tokens, turn.output, turn.all_hashes.__getitem__)
@@ -120,7 +120,7 @@ class Fleet:
             begins = replica.add(asked, self.now)
         except ValueError as error:      # too long for it: as the engine's answer of 400, which is not tried again
             live = self._live[index].pop(asked.id)
-            live.gateway.release(live.sent)
+            live.gateway.abandon(live.placement, computed=False)
             self.at(self.now, self._ended, live, "http_400", str(error))
             begins = False      # the others there are woken at the end of the step under way, as after any arrival
         if begins:
@@ -162,16 +162,16 @@ class Fleet:
         record = live.record
         if output.first:
             record.first, record.cached = self.now, output.cached_tokens
-            live.gateway.first(live.sent, self.now)
+            live.gateway.first(live.placement, self.now)
         if output.finished:
             del self._live[index][output.id]
-            live.gateway.complete(live.sent, self.now - record.first, record.output, record.cached)
+            live.gateway.complete(live.placement, self.now - record.first, record.output, record.cached)
             self._ended(live, None)
 
     def _scrape(self) -> None:
         """What gateways read off /metrics, as old as it would be."""
         self._scrape_at = self.now + _SCRAPE_SECONDS
-        ledgers = {id(gateway.ledger): gateway.ledger for gateway in self.gateways}.values()
+        ledgers = {id(gateway.router.ledger): gateway.router.ledger for gateway in self.gateways}.values()
         for name, replica in zip(self.names, self.replicas):
             for ledger in ledgers:
                 ledger.scraped(name, replica.engine.waiting, replica.engine.kv_usage)
@@ -188,7 +188,7 @@ class Fleet:
             gateway.lost(index)
         lives, self._live[index] = self._live[index], {}
         for request, live in lives.items():
-            live.gateway.release(live.sent)
+            live.gateway.abandon(live.placement)
             record = live.record
             record.tried += (index,)
             if record.first:

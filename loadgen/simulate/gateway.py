@@ -1,7 +1,6 @@
 """One gateway of a simulated fleet: its map, its policy, its learned costs, and the load it knows of.
 
-What it does with a request is what `gateway.dispatch` does: match, choose, reserve, expect; the first token moves the
-reservation and teaches the costs, the end releases it and teaches them again. Each gateway gets the engines' events on its
+Requests are placed by the Router that the gateway has. Each gateway gets the engines' events on its
 own connections, so each may miss others. What a lost batch held comes with the next one (its number shows the gap, and the
 gateway asks for a replay), or never, if losses go unseen. The gateway's rule for healing a map that is wrong is not here.
 """
@@ -14,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from loadgen.simulate.field import Asked
-from policies import Candidate, CostGroup, Ledger, Policy, Reservation
+from policies import CostGroup, Demand, Ledger, Placement, Policy, Router, Targets
 from replicas.simulated.engine import Cleared, Removed, Stored
 from replicas.simulated.profile import Profile
 
@@ -36,91 +34,59 @@ class Wire:
     unseen: bool = False
 
 
-@dataclass(slots=True)
-class Sent:
-    """A gateway's choice for one request."""
-    index: int
-    asked: Asked
-    reservation: Reservation
-    overlap: int
-    expected: float        # seconds to the first token, by the costs
-    at: float
-
-
 class Gateway:
     def __init__(self, names: Sequence[str], profiles: Sequence[Profile], policy: Policy, ledger: Ledger, wire: Wire, truth: Truth,
                  seed: int) -> None:
-        self.policy, self.ledger, self.group, self.truth = policy, ledger, CostGroup(), truth
         self.holders = Holders([profile.num_blocks for profile in profiles], wire.delay is not None)
-        self.candidates = [Candidate(name, 0, ledger.add(name), self.group.add(name)) for name in names]
-        self.up = list(range(len(names)))
-        self._size = profiles[0].block_size
-        self._hooks = {name: getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")}
+        self.router = Router(policy, self.holders, ledger, CostGroup())
+        self.candidates = [self.router.add(name, index) for index, name in enumerate(names)]
+        self.truth, self._size = truth, profiles[0].block_size
         self._wire, self._random, self._order = wire, random.Random(f"events {seed}").random, count()
         self._draw = random.Random(seed).random    # of its own: which events get lost must not decide which replica is chosen
         self._coming: list[tuple[float, int, int, Events]] = []
         self._lost: dict[int, Events] = {}
         self._last = [0.0] * len(names)      # when the latest batch of each arrives: they keep their order
+        self._be_up(list(range(len(names))))
 
-    def choose(self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...]) -> Sent | None:
-        """Choose and reserve; None if no replica is left to try."""
+    def place(self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...]) -> Placement | None:
+        """None if no replica is left to try."""
         self._catch_up(now)
-        up = [index for index in self.up if index not in tried] if tried else self.up
+        up, targets = self._up, self._targets
+        if tried:
+            up = [index for index in up if index not in tried]
+            targets = Targets([self.candidates[index] for index in up])
         if not up:
             return None
-        held, confirmed = self.holders.match(turn.hashes, now)
-        size, most = self._size, (turn.tokens - 1) // self._size      # the last prompt token is never a hit
-        candidates = [self.candidates[index] for index in up]
-        for candidate, index in zip(candidates, up):
-            blocks = held[index]
-            candidate.overlap = (blocks if blocks < most else most) * size      # `min` would be most of what this costs
-        asked = Asked(turn.tokens, size, turn.hashes[0] if turn.hashes else 0, session, turn.output, now, turn.hashes, self._draw())
         self.truth.among = up
-        choice = self.policy.choose(asked, candidates)
-        if hear := self._hooks["placed"]:
-            hear(asked, candidates, choice)
-        chosen, index = candidates[choice.index], up[choice.index]
-        uncached = turn.tokens - chosen.overlap
-        expected = chosen.costs.ttft_seconds(chosen.load, uncached, chosen.overlap, now)
-        reservation = self.ledger.reserve(chosen.replica, uncached, turn.tokens, now=now)
-        self.holders.expect(index, turn.hashes, confirmed[index], now)
-        return Sent(index, asked, reservation, chosen.overlap, expected, now)
+        root = turn.hashes[0] if turn.hashes else 0
+        return self.router.place(Demand(turn.tokens, self._size, root, session, turn.output, now, turn.hashes, self._draw()), targets, now)
 
-    def first(self, sent: Sent, now: float) -> None:
-        taken = sent.reservation
-        self.ledger.first_byte(taken, now)
-        if hear := self._hooks["first"]:
-            hear(taken.replica, sent.asked)
-        self.candidates[sent.index].costs.observe_ttft(now - sent.at, taken.uncached, sent.overlap, taken.before, taken.at)
+    def first(self, placement: Placement, now: float) -> None:
+        self.router.first_token(placement, now, now - placement.at)
 
-    def complete(self, sent: Sent, seconds: float, output: int, cached: int) -> None:
+    def complete(self, placement: Placement, seconds: float, output: int, cached: int) -> None:
         """All of the reply is out, `seconds` after its first token; the engine reports how much was `cached`."""
-        taken = sent.reservation
-        self.holders.learn(sent.index, sent.overlap // self._size, cached // self._size)
-        if output > _LEAST_OUTPUT:
-            load = taken.load
-            self.candidates[sent.index].costs.observe_itl(seconds / (output - 1), load.decoding, load.context_tokens)
-        self.release(sent)
+        self.router.finish(placement, cached, seconds / (output - 1) if output > _LEAST_OUTPUT else None)
 
-    def release(self, sent: Sent) -> None:
-        self.ledger.release(sent.reservation)
-        if hear := self._hooks["ended"]:
-            hear(sent.reservation.replica, sent.asked)
+    def abandon(self, placement: Placement, computed: bool = True) -> None:
+        self.router.abandon(placement, computed)
 
     # --- replicas
 
     def lost(self, index: int) -> None:
         """A replica is gone: every connection to it broke."""
-        self.up.remove(index)
+        self._be_up([one for one in self._up if one != index])
         self.holders.clear(index)
         self._coming = [batch for batch in self._coming if batch[2] != index]
         heapq.heapify(self._coming)
         self._lost.pop(index, None)
-        if hear := self._hooks["gone"]:
-            hear(self.candidates[index].replica)
+        self.router.lost(self.candidates[index].replica)
 
     def back(self, index: int) -> None:
-        self.up = sorted((*self.up, index))
+        self._be_up(sorted((*self._up, index)))
+
+    def _be_up(self, up: list[int]) -> None:
+        self._up, self._targets = up, Targets([self.candidates[index] for index in up])
 
     # --- their events
 

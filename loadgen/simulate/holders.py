@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import repeat
 
 from cachemap.chains import EngineModel
-from cachemap.map import PREDICTED_SECONDS
+from cachemap.map import PREDICTED_SECONDS, Match
 from cachemap.routed import Routed
 
 
@@ -25,17 +25,19 @@ class Holders:
         self._routed = Routed(PREDICTED_SECONDS)
         self._models = [] if observed else [EngineModel(capacity) for capacity in capacities]
         self._none = [0] * len(capacities)
+        self._last: tuple[list[int], list[int]] = ([], self._none)
 
-    def match(self, hashes: list[int], now: float) -> tuple[list[int], list[int]]:
+    def match(self, hashes: list[int], now: float) -> Match:
         """How many leading blocks each replica holds: for any reason, and by its events alone."""
         if self._models:
-            return [model.reach(hashes) for model in self._models], self._none
+            return Match([model.reach(hashes) for model in self._models], self._none, {})
         confirmed = self._confirmed(hashes)
         held = confirmed.copy()
         if self._routed:
             for replica, reach in self._routed.reach(hashes, now, confirmed).items():
                 held[replica] = self._further(replica, hashes, confirmed[replica], reach)
-        return held, confirmed
+        self._last = hashes, confirmed
+        return Match(held, confirmed, {})
 
     def _confirmed(self, hashes: list[int]) -> list[int]:
         lengths = self._none.copy()
@@ -60,14 +62,22 @@ class Holders:
                 reach += 1
         return reach
 
-    def expect(self, replica: int, hashes: list[int], confirmed: int, now: float) -> None:
-        """A prompt was just sent there; `confirmed` of its blocks are known to be held."""
+    def expect(self, replica: int, hashes: list[int], now: float) -> None:
+        """A prompt was just sent there, after `match` of the same."""
+        last, confirmed = self._last
         if self._models:
             self._models[replica].add(hashes)
-        elif confirmed < len(hashes):
+        elif last is not hashes or confirmed[replica] < len(hashes):
             self._routed.add(replica, hashes, now)
 
-    def learn(self, replica: int, predicted: int, reported: int) -> None:
+    def take_back(self, replica: int, hashes: list[int], held: int, now: float) -> None:
+        """It was not computed there."""
+        if self._models:
+            self._models[replica].take_back(hashes, held)
+        else:
+            self._routed.take_back(replica, hashes, held, now)
+
+    def learn(self, replica: int, hashes: list[int], predicted: int, reported: int) -> None:
         """The engine told how many blocks of a prompt it had."""
         if self._models:
             self._models[replica].learn(predicted, reported)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from loadgen.simulate.field import Asked
+from policies import Demand
 from policies.least_time import _INTERFERENCE as INTERFERENCE
 
 from .replica import Replica
@@ -24,7 +24,7 @@ class Truth:
         self._replicas, self._now = replicas, now
         self.among: Sequence[int] = range(len(replicas))
 
-    def seconds(self, index: int, asked: Asked) -> float:
+    def seconds(self, index: int, asked: Demand) -> float:
         replica = self._replicas[self.among[index]]
         engine, profile, now = replica.engine, replica.engine.profile, self._now()
         hits = engine.cached(asked.hashes, asked.tokens)

@@ -20,7 +20,6 @@ from .session_hash import SessionHash
 from .sglang import SglangChars, SglangTokens
 from .smg_spill import SmgSpill
 from .vllm_kv_aware import VllmKvAware
-from .vocabulary import Asked, Rule
 
 _RULES = {rule.name: rule for rule in (SglangChars, SglangTokens, SmgSpill, VllmKvAware, Dynamo, LlmdWeights, LlmdSticky,
                                        Aibrix, RayPrefix, KubeAi, PrebleE2, Mooncake, SessionHash)}
@@ -43,4 +42,4 @@ def make(name: str, seed: int = 0, truth: Truth | None = None) -> policies.Polic
     return Oracle(seed, truth)
 
 
-__all__ = ["Asked", "NAMES", "Rule", "SOURCES", "Truth", "make"]
+__all__ = ["NAMES", "SOURCES", "Truth", "make"]

@@ -14,11 +14,10 @@ from __future__ import annotations
 from math import sqrt
 from typing import Sequence
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
 from .guess import Guess
 from .least import Least
-from .vocabulary import Asked
 
 _TIMES, _GAP, _DEVIATIONS = 2.0, 8, 1
 _TABLE = 400_000
@@ -31,7 +30,7 @@ class Aibrix:
     def __init__(self, seed: int = 0) -> None:
         self._table, self._least = Guess(_TABLE), Least(seed)
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         loads = [candidate.load.requests for candidate in candidates]
         low, high, mean = min(loads), max(loads), sum(loads) / len(loads)
         looked = list(range(len(loads)))
@@ -47,7 +46,7 @@ class Aibrix:
         best = [index for index in fit if percents[index] == most]
         return Choice(best[self._least([loads[index] for index in best])], f"{most} % matched")
 
-    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+    def placed(self, asked: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
         self._table.add(candidates[choice.index].replica, asked.hashes)
 
     def gone(self, replica: str) -> None:

@@ -14,10 +14,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Sequence
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
 from .least import Least
-from .vocabulary import Asked
 
 _CREDIT = {"cpu": 0.75, "disk": 0.25, "remote": 0.25}
 
@@ -31,7 +30,7 @@ class Dynamo:
         self._active: dict[str, dict[int, int]] = {}     # replica -> block -> active requests that have it
         self._partial: dict[str, int] = {}               # replica -> active prompts with a block not full
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         costs = []
         for candidate in candidates:
             credit = candidate.overlap
@@ -42,21 +41,21 @@ class Dynamo:
         index = self._least(costs)
         return Choice(index, f"cost {costs[index]:.0f} blocks, {candidates[index].overlap} tokens held")
 
-    def _blocks(self, replica: str, asked: Asked) -> int:
+    def _blocks(self, replica: str, asked: Demand) -> int:
         """Active blocks if this prompt were sent there."""
         active, hashes = self._active.get(replica, {}), asked.hashes
         # An active chain is active from its first block on.
         shared = bisect_left(hashes, True, key=lambda block: block not in active) if active else 0
         return len(active) + self._partial.get(replica, 0) + len(hashes) - shared + bool(asked.tokens % asked.block_size)
 
-    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+    def placed(self, asked: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
         replica = candidates[choice.index].replica
         active = self._active.setdefault(replica, {})
         for block in asked.hashes:
             active[block] = active.get(block, 0) + 1
         self._partial[replica] = self._partial.get(replica, 0) + bool(asked.tokens % asked.block_size)
 
-    def ended(self, replica: str, asked: Asked) -> None:
+    def ended(self, replica: str, asked: Demand) -> None:
         if (active := self._active.get(replica)) is None:
             return    # the replica has gone in between, and its requests with it
         for block in asked.hashes:

@@ -15,9 +15,8 @@ from typing import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
-from .vocabulary import Asked
 
 _BOUND = 1.25
 _POINTS = 256
@@ -31,7 +30,7 @@ class KubeAi:
         self._of: tuple[str, ...] = ()
         self._ring: list[tuple[int, int]] = []     # (point, index into the candidates)
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         names = tuple([candidate.replica for candidate in candidates])
         if names != self._of:
             self._of = names
@@ -51,5 +50,5 @@ class KubeAi:
             place = (place + 1) % len(self._ring)
         return Choice(self._ring[place][1], f"home has {loads[home]} requests, bound {bound:.2f}")
 
-    def _key(self, asked: Asked) -> int:
+    def _key(self, asked: Demand) -> int:
         return asked.root if asked.session is None else xxh3_64_intdigest(asked.session.encode())

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
 from .least import Least
 from .llmd_weights import held
-from .vocabulary import Asked
 
 _STICKY = 0.8
 _PENALTY = 18.0            # seconds
@@ -32,7 +31,7 @@ class LlmdSticky:
     def __init__(self, seed: int = 0) -> None:
         self._least = Least(seed)
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         sticky = [held(asked, candidate) >= _STICKY for candidate in candidates]
         kept = [index for index, holds in enumerate(sticky) if holds]
         why = "sticky"

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
 from .least import Least
-from .vocabulary import Asked
 
 _QUEUE, _USAGE, _PREFIX = 2, 2, 3
 
@@ -27,7 +26,7 @@ class LlmdWeights:
     def __init__(self, seed: int = 0) -> None:
         self._least = Least(seed)
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         queues = [candidate.load.prefilling for candidate in candidates]
         low, high = min(queues), max(queues)
         scores = []
@@ -39,7 +38,7 @@ class LlmdWeights:
         return Choice(index, f"score {scores[index]:.2f}, {candidates[index].overlap} tokens held")
 
 
-def held(asked: Asked, candidate: Candidate) -> float:
+def held(asked: Demand, candidate: Candidate) -> float:
     """The share of the prompt's full blocks that a replica holds: what llm-d calls the prefix score."""
     blocks = asked.tokens // asked.block_size
     return candidate.overlap // asked.block_size / blocks if blocks else 0.0

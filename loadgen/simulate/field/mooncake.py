@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
 from .least import Least
-from .vocabulary import Asked
 
 
 class Mooncake:
@@ -25,7 +24,7 @@ class Mooncake:
     def __init__(self, seed: int = 0) -> None:
         self._least = Least(seed)
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         seconds = []
         for candidate in candidates:
             load, costs = candidate.load, candidate.costs

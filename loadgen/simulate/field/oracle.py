@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Protocol, Sequence
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
 from .least import Least
-from .vocabulary import Asked
 
 
 class Truth(Protocol):
-    def seconds(self, index: int, asked: Asked) -> float:
+    def seconds(self, index: int, asked: Demand) -> float:
         """Time to the first token on candidate `index`, and the delay this puts on others there."""
         ...
 
@@ -28,7 +27,7 @@ class Oracle:
     def __init__(self, seed: int, truth: Truth) -> None:
         self._least, self._truth = Least(seed), truth
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         seconds = [self._truth.seconds(index, asked) for index in range(len(candidates))]
         index = self._least(seconds)
         return Choice(index, f"{seconds[index] * 1e3:.1f} ms in truth")

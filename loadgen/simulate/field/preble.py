@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Sequence
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
 from .least import Least
-from .vocabulary import Asked
 
 _WINDOW = 180.0
 _WORSE = 2.0
@@ -67,7 +66,7 @@ class PrebleE2:
         self._ttfts: dict[tuple[int, str], _Halves] = {}
         self._heard: deque[tuple[float, tuple[int, str]]] = deque()
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         self._pass(asked.now)
         work = [self._work.get(candidate.replica, 0.0) for candidate in candidates]
         longest = max(candidate.overlap for candidate in candidates)
@@ -84,7 +83,7 @@ class PrebleE2:
                  for spent, candidate in zip(work, candidates)]
         return Choice(self._least(costs), f"explores, {why}")
 
-    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+    def placed(self, asked: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
         candidate = candidates[choice.index]
         costs, output = candidate.costs, asked.max_tokens or _OUTPUT
         _, per_stream, per_token = costs.group.step.coefficients
@@ -93,7 +92,7 @@ class PrebleE2:
         self._sent.append((asked.now, candidate.replica, seconds))
         self._work[candidate.replica] = self._work.get(candidate.replica, 0.0) + seconds
 
-    def first(self, replica: str, asked: Asked) -> None:
+    def first(self, replica: str, asked: Demand) -> None:
         key = asked.root, replica
         self._ttfts.setdefault(key, _Halves()).add(self._now, self._now - asked.now)
         self._heard.append((self._now, key))

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
 from .guess import Guess
 from .least import Least
-from .vocabulary import Asked
 
 _MATCH = 0.1
 _TREE = 2**20
@@ -29,7 +28,7 @@ class RayPrefix:
     def __init__(self, seed: int = 0) -> None:
         self._tree, self._least = Guess(_TREE), Least(seed)
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         matches = [self._tree.blocks(candidate.replica, asked.hashes) for candidate in candidates]
         longest = max(matches)
         if longest and longest * asked.block_size >= _MATCH * asked.tokens:
@@ -40,7 +39,7 @@ class RayPrefix:
             among, why = [i for i, size in enumerate(sizes) if size == smallest], f"smallest tree, {smallest} blocks"
         return Choice(among[self._least([candidates[index].load.requests for index in among])], why)
 
-    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+    def placed(self, asked: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
         self._tree.add(candidates[choice.index].replica, asked.hashes)
 
     def gone(self, replica: str) -> None:

@@ -13,9 +13,8 @@ from typing import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
-from .vocabulary import Asked
 
 
 class SessionHash:
@@ -25,7 +24,7 @@ class SessionHash:
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed).random
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         if asked.session is not None:
             key = xxh3_64_intdigest(asked.session.encode())
         elif asked.root:

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
 from .guess import Guess
-from .vocabulary import Asked
 
 _MATCH, _APART, _TIMES = 0.3, 64, 1.5
 _TREE = 2**26
@@ -31,7 +30,7 @@ class SglangChars:
     def __init__(self, seed: int = 0) -> None:
         self._tree = Guess(_TREE // self.units // 16)
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         loads = [candidate.load.requests for candidate in candidates]
         low, high = min(loads), max(loads)
         if high - low > _APART and high > _TIMES * low:
@@ -42,7 +41,7 @@ class SglangChars:
             return Choice(matches.index(longest), f"was sent {longest} of its blocks")
         return Choice(loads.index(low), f"no match above {_MATCH:.0%}, {low} requests there")
 
-    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+    def placed(self, asked: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
         self._tree.add(candidates[choice.index].replica, asked.hashes)
 
     def gone(self, replica: str) -> None:

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Sequence
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
 from .guess import Guess
 from .least import Least
-from .vocabulary import Asked
 
 _MATCH, _APART, _TIMES = 0.3, 64, 1.5
 _HOLDERS = 8
@@ -33,7 +32,7 @@ class SmgSpill:
         self._tree, self._least = Guess(_TREE), Least(seed)
         self._ever: Counter[str] = Counter()
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         loads = [candidate.load.requests for candidate in candidates]
         fewest = min(range(len(loads)), key=lambda i: (loads[i], self._ever[candidates[i].replica]))
         matches = [self._tree.blocks(candidate.replica, asked.hashes) for candidate in candidates]
@@ -47,7 +46,7 @@ class SmgSpill:
             return Choice(fewest, f"spilled, its holder has {loads[home]} requests, the mean is {mean:.1f}")
         return Choice(home, f"was sent {longest} of its blocks")
 
-    def placed(self, asked: Asked, candidates: Sequence[Candidate], choice: Choice) -> None:
+    def placed(self, asked: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
         self._ever[candidates[choice.index].replica] += 1
         self._tree.add(candidates[choice.index].replica, asked.hashes)
 

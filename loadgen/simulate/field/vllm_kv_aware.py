@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from policies import Candidate, Choice
+from policies import Candidate, Choice, Demand
 
 from .least import Least
-from .vocabulary import Asked
 
 _CREDIT = {"cpu": 0.8, "remote": 0.6, "disk": 0.3}
 
@@ -27,7 +26,7 @@ class VllmKvAware:
     def __init__(self, seed: int = 0) -> None:
         self._least = Least(seed)
 
-    def choose(self, asked: Asked, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+    def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         costs = []
         for candidate in candidates:
             load, cached = candidate.load, float(candidate.overlap)

@@ -11,7 +11,7 @@ from gateway.prompt.pipeline import Pipeline
 from gateway.telemetry.metrics import Counter, Metrics
 from gateway.wire.http import Limits
 from gateway.wire.server import Server
-from policies import CostGroup, Ledger, make
+from policies import CostGroup, Ledger, Router, make
 from replicas import Replica, State
 
 from ..wire.talk import Talker, scripted
@@ -30,7 +30,7 @@ class Stack:
 
     def idle(self) -> bool:
         """Nothing reserved, nothing in flight."""
-        total = self.dispatcher.ledger.total()
+        total = self.dispatcher.router.ledger.total()
         return not self.dispatcher.lives and not any((total.requests, total.prefilling, total.prefill_tokens, total.decoding, total.context_tokens))
 
 
@@ -38,8 +38,8 @@ def backend_for(dispatcher: Dispatcher, port: int, models=("m",)) -> Backend:
     replica = Replica(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "127.0.0.1", port)
     replica.state = State.READY
     replica.models = dict.fromkeys(models)
-    slot = dispatcher.map.attach(replica.id, 1000, False)
-    backend = Backend(replica, slot, dispatcher.ledger.add(replica.id), dispatcher.costs.add(replica.id))
+    slot = dispatcher.router.map.attach(replica.id, 1000, False)
+    backend = Backend(replica, dispatcher.router.add(replica.id, slot))
     dispatcher.add(backend)
     return backend
 
@@ -72,8 +72,8 @@ async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_tim
 
     async with AsyncExitStack() as resources:
         dispatcher = Dispatcher(
-            pipeline=pipeline or Pipeline(None, "m", 16), cachemap=CacheMap(1 << 24), policy=make(policy), metrics=Metrics(), ledger=Ledger(),
-            costs=CostGroup(), retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True, replicas={},
+            pipeline=pipeline or Pipeline(None, "m", 16), router=Router(make(policy), CacheMap(1 << 24), Ledger(), CostGroup()), metrics=Metrics(),
+            retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True, replicas={},
             on_traffic=traffic, **{"ask_models": nothing_new, **options},
         )  # fmt: skip
         for port in ports:

@@ -152,10 +152,10 @@ async def test_a_stream_that_is_an_error_teaches_nothing_and_counts_as_what_it_i
         backend.intake = Intake()
         got, _, body = await ask(s, path)
         assert (got, body) == (200, event + DONE)  # the last replica's word stands
-        assert backend.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0 and s.metrics.predictions.total() == 0
+        assert backend.candidate.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0 and s.metrics.predictions.total() == 0
         assert backend.intake.finished == 0, "nothing was computed, so no event must come"
         prompt = s.dispatcher.pipeline.prepare(path.decode(), body_for(path))
-        assert s.dispatcher.map.match(prompt.hashes, 0.0).held[backend.slot] == 0
+        assert s.dispatcher.router.map.match(prompt.hashes, 0.0).held[backend.slot] == 0
         kind = f"{status // 100}xx"
         assert s.metrics.requests.total(status=kind) == 1 and s.metrics.replica_requests.total(replica=backend.id, status=kind) == 1
         assert s.faults == [] and s.unconfirmed == s.metrics.upstream_errors.total(kind="error answer") * [backend.id] == (status >= 500) * [backend.id]
@@ -173,7 +173,7 @@ async def test_a_stream_that_fails_after_its_first_token_counts_as_failed_too(pa
         seen.set()
         assert event in await talk.until(b"\r\n0\r\n\r\n")
         await eventually(lambda: s.metrics.requests.total() > 0)
-        assert backend.costs.count == 1, "the first token came, and took what it took"
+        assert backend.candidate.costs.count == 1, "the first token came, and took what it took"
         assert backend.intake.finished == 0 and s.metrics.requests.total(status=f"{status // 100}xx") == 1
         assert s.faults == (["error answer"] if status >= 500 else [])
 
@@ -352,7 +352,7 @@ async def test_an_error_event_for_ids_of_ours_is_no_word_to_the_client():
 async def test_a_replica_found_slow_is_tried_again_within_seconds_while_others_are_used():
     async with stack(streams(chunk(TOKEN)), streams(chunk(TOKEN)), policy="least_time") as s:
         slow, quick = s.dispatcher.backends.values()
-        slow.costs.ttft.value, now = 5.0, monotonic() + 1000
+        slow.candidate.costs.ttft.value, now = 5.0, monotonic() + 1000
         talk, chosen = await s.talk(), []
         for number in range(100):  # four a second, that share nothing
             await talk.say(post(json.dumps({"model": "m", "prompt": f"{number} " * 20, "stream": True}).encode(), b"/v1/completions"))
@@ -416,7 +416,7 @@ async def test_pings_reach_a_client_that_waits_for_long_and_are_no_first_token()
         go_on.set()
         assert TOKEN in await talk.until(b"\r\n0\r\n\r\n")
         await eventually(lambda: s.metrics.requests.total(status="2xx") == 1)
-        assert s.faults == [] and backend.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0
+        assert s.faults == [] and backend.candidate.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0
         await eventually(s.idle)
 
 
@@ -425,7 +425,7 @@ async def test_an_endless_stream_of_junk_teaches_nothing():
     async with stack(streams(junk)) as s:
         (backend,) = s.dispatcher.backends.values()
         await ask(s, b"/v1/chat/completions")
-        assert s.faults == ["foreign answer"] and backend.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0
+        assert s.faults == ["foreign answer"] and backend.candidate.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0
 
 
 @pytest.mark.parametrize("streamed", [True, False])

@@ -4,7 +4,7 @@ import asyncio
 
 from cachemap.background import Background
 from gateway.dispatch.backend import Backend
-from policies import CostGroup, Ledger
+from policies import Candidate, CostGroup, Ledger
 from replicas.replica import Replica
 
 
@@ -28,7 +28,7 @@ class Intake:
 
 def backend():
     replica = Replica(id="127.0.0.1:1", url="http://127.0.0.1:1", host="127.0.0.1", port=1)
-    return Backend(replica, 0, Ledger().add(replica.id), CostGroup().add(replica.id))
+    return Backend(replica, Candidate(replica.id, 0, Ledger().add(replica.id), CostGroup().add(replica.id), slot=0))
 
 
 async def settled():

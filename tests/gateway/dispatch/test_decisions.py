@@ -108,7 +108,7 @@ async def test_there_are_only_so_many(monkeypatch):
         assert failure.status == 429 and "POST /decide/ID/done" in failure.message
         await d.done(made[1]["id"], b"")
         assert (await d.decide(PATH, chat(), {}))["id"] not in [one["id"] for one in made]
-        assert sum(d.on().values()) == s.dispatcher.ledger.total().requests == 3
+        assert sum(d.on().values()) == s.dispatcher.router.ledger.total().requests == 3
 
 
 async def test_they_are_bounded_in_bytes_too(monkeypatch):
@@ -136,7 +136,7 @@ async def test_what_is_told_is_learned_from():
             await d.first_byte(made["id"])
             await d.done(made["id"], ANSWER % (made["tokens"], 20, made["cached_tokens"]))
         assert s.metrics.predictions.values == {(backend.id, "equal"): 2} and s.metrics.ttft.count(backend.id) == 2
-        assert backend.costs.count == 2 and backend.costs.group.step.count == 2
+        assert backend.candidate.costs.count == 2 and backend.candidate.costs.group.step.count == 2
         assert made["cached_tokens"] > 0 and s.metrics.reported_cached_tokens.total() == made["cached_tokens"]
 
 

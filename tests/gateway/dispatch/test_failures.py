@@ -50,7 +50,7 @@ def held(s) -> list[int]:
     """Blocks of LONG that each replica is taken to hold."""
     hashes = s.dispatcher.pipeline.prepare("/v1/chat/completions", LONG).hashes
     assert len(hashes) > 3
-    return [s.dispatcher.map.match(hashes, monotonic()).held[backend.slot] for backend in s.dispatcher.backends.values()]
+    return [s.dispatcher.router.map.match(hashes, monotonic()).held[backend.slot] for backend in s.dispatcher.backends.values()]
 
 
 @pytest.mark.parametrize("observed", [False, True])
@@ -58,7 +58,7 @@ def held(s) -> list[int]:
 async def test_a_prompt_that_is_refused_is_not_taken_to_be_cached(status, observed):
     async with stack(answers(b"{}", status)) as s:
         (backend,) = s.dispatcher.backends.values()
-        s.dispatcher.map.observed(backend.slot, observed)
+        s.dispatcher.router.map.observed(backend.slot, observed)
         talk = await s.talk()
         await talk.say(post(LONG))
         assert (await talk.response())[0] == int(status[:3])
@@ -73,7 +73,7 @@ async def test_a_prompt_is_taken_to_be_cached_only_where_it_went_in_the_end(full
     first = {"ports": [free_port()]} if not full else {}
     async with stack(*[answers(status=b"503 Service Unavailable")] * full, answers(), **first) as s:
         for backend in s.dispatcher.backends.values():
-            s.dispatcher.map.observed(backend.slot, observed)
+            s.dispatcher.router.map.observed(backend.slot, observed)
         talk = await s.talk()
         for _ in range(2):  # one of them meets the first one first
             await talk.say(post(LONG))

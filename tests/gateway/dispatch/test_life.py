@@ -258,16 +258,20 @@ async def test_blocks_in_a_slower_tier_reach_the_policy_for_that_request_only():
     async with stack(answers(), answers()) as s:
         dispatcher = s.dispatcher
         slow, _ = dispatcher.backends.values()
-        dispatcher.map.observed(slow.slot, True)
+        dispatcher.router.map.observed(slow.slot, True)
         prompt = dispatcher.pipeline.prepare("/v1/chat/completions", LONG)
         keys = list(range(1, len(prompt.hashes) + 1))
-        dispatcher.map.store(slow.slot, prompt.hashes[:2], keys[:2])
-        dispatcher.map.store(slow.slot, prompt.hashes, keys, "cpu")
-        _, _, candidates = dispatcher.weigh(prompt)
+        dispatcher.router.map.store(slow.slot, prompt.hashes[:2], keys[:2])
+        dispatcher.router.map.store(slow.slot, prompt.hashes, keys, "cpu")
+
+        def candidates_for(prompt):
+            return dispatcher.router.ask(dispatcher.demand(prompt, 0.0), dispatcher.targets(prompt), 0.0).candidates
+
+        candidates = candidates_for(prompt)
         size = dispatcher.pipeline.block_size
         assert (candidates[0].overlap, candidates[0].lower) == (2 * size, (("cpu", (len(keys) - 2) * size),))
         assert candidates[1].lower == ()
-        _, _, candidates = dispatcher.weigh(dispatcher.pipeline.prepare("/v1/chat/completions", LONG.replace(b"hi ", b"ho ")))
+        candidates = candidates_for(dispatcher.pipeline.prepare("/v1/chat/completions", LONG.replace(b"hi ", b"ho ")))
         assert candidates[0].lower == ()
 
 

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from cachemap import CacheMap
-from gateway.dispatch import dispatcher as module
 from gateway.dispatch.dispatcher import Dispatcher
-from policies import CostGroup, Ledger, Roster, make
+from policies import CostGroup, Ledger, Roster, Router, make, router
 
 from .stack import backend_for, nothing_new
 
@@ -17,13 +16,13 @@ COUNT = 40
 
 def fleet(policy="least_time"):
     dispatcher = Dispatcher(
-        pipeline=SimpleNamespace(block_size=16), cachemap=CacheMap(1 << 24), policy=make(policy), metrics=None, ledger=Ledger(), costs=CostGroup(),
+        pipeline=SimpleNamespace(block_size=16), router=Router(make(policy), CacheMap(1 << 24), Ledger(), CostGroup()), metrics=None,
         retries=2, request_timeout=5, idle_timeout=5, response_headers=True, replicas={}, on_traffic=None, ask_models=nothing_new,
     )  # fmt: skip
     for number in range(COUNT):
         backend_for(dispatcher, 9000 + number)
     for backend in dispatcher.backends.values():
-        dispatcher.map.observed(backend.slot, True)
+        dispatcher.router.map.observed(backend.slot, True)
     return dispatcher
 
 
@@ -31,7 +30,7 @@ def life(rng, chains, dispatcher):
     chain = rng.choice(chains)[: rng.randrange(2, 60)]
     prompt = SimpleNamespace(model="m", tokens=16 * len(chain) + 3, hashes=chain, session=None, max_tokens=None, reads_cache=True, path="/v1/completions")
     tried = tuple(rng.sample([*dispatcher.backends.values()], 2)) if rng.random() < 0.2 else ()
-    return SimpleNamespace(prompt=prompt, tried=tried, backend=None, overlap=None, reservation=None, response=None)
+    return SimpleNamespace(prompt=prompt, tried=tried)
 
 
 def lived(policy="least_time"):
@@ -43,18 +42,21 @@ def lived(policy="least_time"):
     told, rosters, running = [], 0, []
     for number in range(300):
         one = life(rng, chains, dispatcher)
-        demand, backends, candidates = dispatcher.weigh(one.prompt, one.tried)
-        rosters += isinstance(candidates, Roster)
-        demand.now, demand.draw = number * 0.01, rng.random()
-        dispatcher._place(one, dispatcher.ask(demand, backends, candidates))
-        told.append((one.backend.id, one.overlap, one.reservation.uncached))
+        now, place = number * 0.01, dispatcher.router
+        demand = dispatcher.demand(one.prompt, now)
+        demand.draw = rng.random()
+        asked = place.ask(demand, dispatcher.targets(one.prompt, one.tried), now)
+        rosters += isinstance(asked.candidates, Roster)
+        placement = place.take(asked, now)
+        told.append((placement.candidate.replica, placement.overlap, placement.reservation.uncached))
         tier = "cpu" if number in range(100, 110) else "gpu"
-        dispatcher.map.store(one.backend.slot, one.prompt.hashes, [h + one.backend.slot for h in one.prompt.hashes], tier)
-        running.append(one.reservation)
+        slot = placement.candidate.slot
+        dispatcher.router.map.store(slot, one.prompt.hashes, [h + slot for h in one.prompt.hashes], tier)
+        running.append(placement.reservation)
         if rng.random() < 0.7:
-            dispatcher.ledger.first_byte(rng.choice(running), number * 0.01)
+            dispatcher.router.ledger.first_byte(rng.choice(running), number * 0.01)
         if len(running) > 60:
-            dispatcher.ledger.release(running.pop(rng.randrange(60)))
+            dispatcher.router.ledger.release(running.pop(rng.randrange(60)))
         if number == 200:
             dispatcher.remove(f"127.0.0.1:{9000 + 7}")
     return told, rosters
@@ -63,6 +65,6 @@ def lived(policy="least_time"):
 @pytest.mark.parametrize("policy", ["least_time", "overlap_cost", "prefix_affinity", "round_robin"])
 def test_requests_go_where_they_would_go_one_by_one(policy, monkeypatch):
     many, rosters = lived(policy)
-    monkeypatch.setattr(module, "MANY", 1 << 30)
+    monkeypatch.setattr(router, "MANY", 1 << 30)
     assert (many, 0) == lived(policy) and rosters > 200
     assert sum(overlap > 0 for _, overlap, _ in many) > 100

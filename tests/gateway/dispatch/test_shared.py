@@ -13,7 +13,7 @@ import uvloop
 
 from cachemap.share.connect import Ways, parse
 from gateway.dispatch.shared import LEASE, SharedLedger
-from policies import Candidate, CostGroup, Demand, Ledger, make
+from policies import Asked, Candidate, CostGroup, Demand, Ledger, make
 from policies.ledger import NOTHING
 from tests.poison import poisons
 from tests.redis_server import Cluster, Proxy, certificate, running
@@ -62,9 +62,9 @@ class Gateway:
                 self.open.append(self.ledger.reserve(replica, decision.uncached, tokens, decision.counted))
             routed.set_result((index, decision.overlap if decision is not None else 0))
 
-        demand = Demand(tokens, SIZE, hashes[0] if hashes else 0, draw=random.random())
+        demand = Demand(tokens, SIZE, hashes[0] if hashes else 0, hashes=hashes, draw=random.random())
         choice = self.policy.choose(demand, self.candidates)
-        self.shared.decide(choice, demand, self.candidates, hashes, answer)
+        self.shared.decide(Asked(demand, self.candidates, choice, self.candidates[choice.index].overlap), answer)
         return await routed
 
     def end_all(self):

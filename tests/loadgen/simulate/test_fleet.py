@@ -55,7 +55,7 @@ def test_every_request_ends_and_the_ledger_reads_zero(policy):
     records = fleet.result.records
     assert len(records) == sum(map(len, work))
     assert all(r.sent < r.first < r.end <= fleet.result.seconds for r in records)
-    total = fleet.gateways[0].ledger.total()
+    total = fleet.gateways[0].router.ledger.total()
     assert (total.requests, total.prefill_tokens, total.context_tokens) == (0, 0, 0)
 
 
@@ -68,7 +68,7 @@ def test_a_prompt_that_an_engine_refuses_while_it_computes_holds_up_nobody_else(
     answered = [r for r in fleet.result.records if r.turn is not long]
     assert [r.error for r in refused] == ["http_400"] * 40
     assert len(answered) == 80 and all(r.error is None and r.first < r.end for r in answered)
-    assert fleet.gateways[0].ledger.total().requests == 0
+    assert fleet.gateways[0].router.ledger.total().requests == 0
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not():

@@ -55,7 +55,7 @@ def test_every_request_ends_once_and_every_ledger_reads_zero(policy, gateways, s
     records = fleet.result.records
     assert len(ended) == len(records) == len(load.conversations) and {id(turn) for turn in ended} == {id(r.turn) for r in records}
     for gateway in fleet.gateways:
-        assert gateway.ledger.total().requests == gateway.ledger.total().prefill_tokens == gateway.ledger.total().context_tokens == 0
+        assert gateway.router.ledger.total().requests == gateway.router.ledger.total().prefill_tokens == gateway.router.ledger.total().context_tokens == 0
     for record in records:
         assert record.error or (record.first > record.sent and record.end >= record.first and record.replica not in record.tried)
     assert lost or not any(record.error for record in records)

@@ -10,7 +10,7 @@ chains = st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(1, 8))    #
 events = st.one_of(
     st.tuples(st.just("store"), st.integers(0, 2), chains, st.integers(0, 7)),
     st.tuples(st.just("remove"), st.integers(0, 2), chains, st.integers(0, 7)),
-    st.tuples(st.just("expect"), st.integers(0, 2), chains, st.floats(0, 3)),
+    st.tuples(st.sampled_from(["expect", "refuse"]), st.integers(0, 2), chains, st.floats(0, 3)),
     st.tuples(st.just("clear"), st.integers(0, 2), chains, st.just(0)))
 
 
@@ -27,15 +27,19 @@ def test_matches_are_those_of_the_cache_map(script, asked, observed):
 
     def same(hashes):
         match = real.match(hashes, now)
-        held, confirmed = ours.match(hashes, now)
-        assert ([match.held[slot] for slot in slots], [match.confirmed[slot] for slot in slots]) == (held, confirmed)
-        return confirmed
+        found = ours.match(hashes, now)
+        assert ([match.held[slot] for slot in slots], [match.confirmed[slot] for slot in slots]) == (found.held, found.confirmed)
+        return found.held
     for kind, replica, chain, detail in script:
         hashes = blocks(chain)
-        if kind == "expect":
+        if kind in ("expect", "refuse"):
             now += detail
-            ours.expect(replica, hashes, same(hashes)[replica], now)
+            held = same(hashes)[replica]
+            ours.expect(replica, hashes, now)
             real.expect(slots[replica], hashes, now)
+            if kind == "refuse":
+                ours.take_back(replica, hashes, held, now)
+                real.take_back(slots[replica], hashes, held, now)
         elif kind == "clear":
             ours.clear(replica)
             real.clear(slots[replica])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.simulate import Fleet, Turn
-from loadgen.simulate.field import Asked
+from policies import Demand
 from replicas.simulated.profile import load_profile
 
 PROFILE = load_profile("gpu-8b", num_blocks=4096)
@@ -30,7 +30,7 @@ def test_the_time_to_the_first_token_is_as_told(seed, busy, blocks, again):
     told, truth = [], fleet.gateways[0].truth
 
     def ask():
-        told.append(truth.seconds(0, Asked(asked.tokens, 16, asked.hashes[0], None, 4, fleet.now, asked.hashes)))
+        told.append(truth.seconds(0, Demand(asked.tokens, 16, asked.hashes[0], None, 4, fleet.now, asked.hashes)))
         told.append(fleet.send(asked))
     fleet.at(0.35, ask)
     fleet.run()
@@ -42,7 +42,7 @@ def test_the_time_to_the_first_token_is_as_told(seed, busy, blocks, again):
 
 def test_an_idle_engine_is_told_to_the_microsecond():
     fleet, asked = Fleet([PROFILE] * 2, "round_robin"), turn(random.Random(2), 100, 4)
-    seconds = fleet.gateways[0].truth.seconds(0, Asked(asked.tokens, 16, asked.hashes[0], None, 4, 0.0, asked.hashes))
+    seconds = fleet.gateways[0].truth.seconds(0, Demand(asked.tokens, 16, asked.hashes[0], None, 4, 0.0, asked.hashes))
     record = fleet.send(asked)
     fleet.run()
     assert seconds == pytest.approx(record.first - record.sent, rel=1e-9)

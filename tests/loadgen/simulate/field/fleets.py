@@ -4,8 +4,8 @@ from itertools import count
 
 from xxhash import xxh3_64_intdigest
 
-from loadgen.simulate.field import Asked, make
-from policies import Candidate, Choice, CostGroup, Load
+from loadgen.simulate.field import make
+from policies import Candidate, Choice, CostGroup, Demand, Load
 
 _fresh = count(1)
 
@@ -24,7 +24,7 @@ def chain(blocks, after=()):
 
 def asked(hashes=(), tokens=None, **rest):
     hashes = list(hashes)
-    return Asked(tokens or 16 * len(hashes) or 10, root=hashes[0] if hashes else 0, hashes=hashes, **rest)
+    return Demand(tokens or 16 * len(hashes) or 10, root=hashes[0] if hashes else 0, hashes=hashes, **{"now": 0.0, **rest})
 
 
 def send(policy, request, candidates, index):

@@ -1,0 +1,261 @@
+"""Router: from a request to the replica that gets it, and what is learned from how it fares there.
+
+A placement is one step: the map says who holds how much of the prompt, the policy chooses, the load that this makes is
+counted, and the blocks that it will leave are expected. What becomes of it is told in three steps, each of which may come
+again or never: `first_token`, when its prefill is done, then `finish` if the answer is complete and `abandon` if not.
+
+The proxy, decisions for another proxy, several gateways on one Redis and the simulation all place requests here, so a rule
+behaves the same in each. No I/O and no clock: `now` is in seconds of the caller's. Not thread safe.
+"""
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from .costs import CostGroup
+from .ledger import Ledger, Reservation
+from .load import UNTIMED
+from .roster import Roster
+from .vocabulary import Candidate, Choice, Demand, Policy, hittable
+
+MANY = 16                     # candidates from which they are weighed as arrays: below, one after the other is quicker
+PASSED_OVER_SECONDS = 2.0     # without a request, while others have some
+
+
+class Match(Protocol):
+    """How many leading blocks of a prompt each slot of a map holds, and what follows in lower tiers, in runs."""
+    held: Sequence[int]
+    lower: Mapping[int, Sequence[tuple[str, int]]]
+
+
+class PrefixMap(Protocol):
+    """Who holds which prefix. A replica is a slot here, a prompt the hashes of its blocks."""
+
+    def match(self, hashes: Sequence[int], now: float) -> Match: ...
+
+    def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
+        """The prompt was just sent there, after `match` of the same."""
+
+    def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
+        """It was not computed there: what was expected at `now`, beyond the `held` blocks, will not come."""
+
+    def learn(self, slot: int, hashes: Sequence[int], predicted: int, reported: int) -> None:
+        """The engine told how many of its blocks it had found."""
+
+
+class Targets:
+    """Who may get a request, in an order that stays; of many the same object should serve for as long as they are the same."""
+    __slots__ = ("candidates", "roster", "slots", "nothing")
+
+    def __init__(self, candidates: Sequence[Candidate], roster: Roster | None = None) -> None:
+        self.candidates, self.roster = candidates, roster
+        if roster is not None:
+            self.slots = np.array([one.slot for one in candidates])
+            self.nothing = np.zeros(len(candidates))
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    def without(self, replicas: Collection[str]) -> Targets:
+        return Targets([one for one in self.candidates if one.replica not in replicas])
+
+    def only(self, replica: str) -> Targets:
+        return Targets([one for one in self.candidates if one.replica == replica])
+
+
+class Asked(NamedTuple):
+    """What the policy would do with a request by the loads known here. Nothing is done yet. `overlap`: prompt tokens that
+    the candidate it chose holds."""
+    demand: Demand
+    candidates: Sequence[Candidate]
+    choice: Choice
+    overlap: int
+
+
+class Decision(NamedTuple):
+    """What a ledger that several gateways share has chosen and counted: `index` into the candidates, prompt tokens held there
+    and not, what other gateways have on it, and whether the reservation is in the sums that count now."""
+    index: int
+    replica: str
+    overlap: int
+    uncached: int
+    others: tuple[int, ...]
+    counted: bool
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """A request on a replica, from the choice to its end. `overlap`: prompt tokens that are taken to be held there."""
+    candidate: Candidate
+    demand: Demand
+    overlap: int
+    reservation: Reservation
+    at: float
+    expects: bool = False     # whether the map was told that its blocks will be there
+
+    @property
+    def held(self) -> int:
+        """Blocks."""
+        return self.overlap // self.demand.block_size
+
+    @property
+    def computing(self) -> bool:
+        """Its prompt, as far as is known."""
+        return self.reservation.stage == "prefill"
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from sending it to its first token, as predicted by the load that it met."""
+        taken = self.reservation
+        return self.candidate.costs.ttft_seconds(taken.before, taken.uncached, self.overlap, taken.at)
+
+
+class Router:
+    def __init__(self, policy: Policy, prefixes: PrefixMap, ledger: Ledger, costs: CostGroup) -> None:
+        self.policy, self.map, self.ledger, self.costs = policy, prefixes, ledger, costs
+        self.candidates: dict[str, Candidate] = {}
+        # What a policy may want to be told, see `Policy`.
+        self._placed, self._first, self._ended, self._gone = [getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")]
+        self._tiered = False    # some candidate has blocks in a slower tier from the last request
+        self._used: dict[str, tuple[float, float]] = {}    # of each replica its count of choices when last looked at, and when it changed
+        self._rested_at = 0.0
+
+    # --- replicas
+
+    def add(self, replica: str, slot: int, ranked: bool = False) -> Candidate:
+        """A replica that requests may be placed on, the same object until `remove`; `slot` is where the map has it. `ranked`: it
+        is one rank of an engine, which a request reaches only at paths that take ranks."""
+        candidate = Candidate(replica, 0, self.ledger.add(replica), self.costs.add(replica), slot=slot, ranked=ranked)
+        self.candidates[replica] = candidate
+        return candidate
+
+    def remove(self, replica: str) -> None:
+        """What is still placed there settles without a trace in the map."""
+        if (candidate := self.candidates.pop(replica, None)) is not None:
+            candidate.slot = -1
+        self._used.pop(replica, None)
+        self.ledger.remove(replica)
+        self.costs.remove(replica)
+        self.lost(replica)
+
+    def lost(self, replica: str) -> None:
+        """Its incarnation has ended, and with it all that it held."""
+        if self._gone is not None:
+            self._gone(replica)
+
+    def targets(self, candidates: Sequence[Candidate]) -> Targets:
+        return Targets(candidates, Roster(candidates, self.ledger, self.costs) if len(candidates) >= MANY else None)
+
+    def rest(self, now: float) -> None:
+        """Called now and then: replicas that nobody was placed on while others were are on their way back to being tried."""
+        elapsed, self._rested_at = max(0.0, min(now - self._rested_at, 1.0)), now
+        idle, used = [], []
+        for name, candidate in self.candidates.items():
+            load = candidate.load
+            chosen, since = self._used.get(name, (0.0, 0.0))
+            if chosen != load.recent or load.requests:
+                self._used[name], since = (load.recent, now), now
+            (idle if now - since >= PASSED_OVER_SECONDS else used).append(candidate.costs)
+        if idle and used:
+            self.costs.rest(idle, used, elapsed)
+
+    # --- a request is placed
+
+    def place(self, demand: Demand, targets: Targets, now: float) -> Placement:
+        return self.take(self.ask(demand, targets, now), now)
+
+    def ask(self, demand: Demand, targets: Targets, now: float, explain: bool = False) -> Asked:
+        """What would be done; asked again at once it is the same."""
+        candidates = self.weighed(demand, targets, now)
+        choice = self.policy.choose(demand, candidates, explain)
+        return Asked(demand, candidates, choice, candidates[choice.index].overlap)
+
+    def take(self, asked: Asked, now: float, decision: Decision | None = None) -> Placement:
+        """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was made
+        by the load of all gateways, of the same candidates."""
+        demand, candidates, choice, overlap = asked
+        if decision is None:
+            candidate = candidates[choice.index]
+            reservation = self.ledger.reserve(candidate.replica, demand.tokens - overlap, demand.tokens, now=demand.now if demand.now != UNTIMED else None)
+        else:
+            choice, overlap = choice._replace(index=decision.index), decision.overlap
+            candidate = candidates[choice.index]
+            self.ledger.others(decision.replica, decision.others)
+            reservation = self.ledger.reserve(candidate.replica, decision.uncached, overlap + decision.uncached, decision.counted)
+        placement = Placement(candidate, demand, overlap, reservation, now)
+        if demand.hashes and (demand.keeps_rank or not candidate.ranked):
+            placement.expects = True
+            self.map.expect(candidate.slot, demand.hashes, now)
+        if self._placed is not None:
+            self._placed(demand, candidates, choice)
+        return placement
+
+    def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
+        """Whom one would try one after the other."""
+        left, order = [*self.weighed(demand, targets, now)], []
+        while left and len(order) < most:
+            order.append(left.pop(self.policy.choose(demand, left).index).replica)
+        return order
+
+    def weighed(self, demand: Demand, targets: Targets, now: float) -> Sequence[Candidate]:
+        """The candidates with what each holds of the prompt, until the next request is weighed."""
+        candidates, roster, size, hashes = targets.candidates, targets.roster, demand.block_size, demand.hashes
+        match = self.map.match(hashes, now) if hashes and demand.reads_cache else None
+        most = hittable(demand.tokens, size)
+        if roster is not None:
+            roster.overlaps = np.minimum(np.array(array("d", match.held))[targets.slots], most) * size if match else targets.nothing
+            roster.tiered = bool(match and match.lower)
+        elif match:
+            held = match.held
+            for one in candidates:
+                blocks = held[one.slot]
+                one.overlap = (blocks if blocks < most else most) * size    # `min` takes four times as long
+        else:
+            for one in candidates:
+                one.overlap = 0
+        if self._tiered or (match and match.lower):
+            self._tiered = bool(match and match.lower)
+            for one in candidates:
+                one.lower = tuple((tier, blocks * size) for tier, blocks in match.lower.get(one.slot, ())) if match else ()
+        return candidates if roster is None else roster
+
+    # --- what becomes of it
+
+    def first_token(self, placement: Placement, now: float | None, seconds: float | None = None) -> None:
+        """Its prefill is done, by `now` if that is known. `seconds` after it was sent there: given where it is to be learned from."""
+        reservation = placement.reservation
+        if reservation.stage != "prefill":
+            return
+        self.ledger.first_byte(reservation, now)
+        if self._first is not None:
+            self._first(reservation.replica, placement.demand)
+        if seconds is not None:
+            placement.candidate.costs.observe_ttft(seconds, reservation.uncached, placement.overlap, reservation.before, reservation.at)
+
+    def finish(self, placement: Placement, reported: int | None = None, per_token: float | None = None) -> None:
+        """Its answer is complete. `reported`: prompt tokens that the engine found in its cache; `per_token`: seconds from one token to
+        the next; both where they are told and to be learned from."""
+        candidate, demand, reservation = placement.candidate, placement.demand, placement.reservation
+        if per_token is not None and reservation.stage == "decode":
+            load = reservation.load    # with this request, which decoded until now
+            candidate.costs.observe_itl(per_token, load.decoding, load.context_tokens)
+        self._release(placement)
+        if reported is not None and demand.hashes and candidate.slot >= 0:
+            self.map.learn(candidate.slot, demand.hashes, placement.held, reported // demand.block_size)
+
+    def abandon(self, placement: Placement, computed: bool = True) -> None:
+        """It has ended otherwise. Unless it was `computed`, its blocks are not going to be there."""
+        self._release(placement)
+        if not computed and placement.expects and placement.candidate.slot >= 0:
+            placement.expects = False
+            self.map.take_back(placement.candidate.slot, placement.demand.hashes, placement.held, placement.at)
+
+    def _release(self, placement: Placement) -> None:
+        reservation = placement.reservation
+        if self._ended is not None and reservation.stage != "done":
+            self._ended(reservation.replica, placement.demand)
+        self.ledger.release(reservation)

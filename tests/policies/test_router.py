@@ -1,0 +1,194 @@
+"""A request is placed in one step, and however it ends nothing of it stays behind."""
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies import NAMES, CostGroup, Decision, Demand, Ledger, Router, Targets, hittable, make, router
+from policies.ledger import NOTHING
+
+SIZE = 16
+
+
+class Prefixes:
+    """A map in which one says who holds what; it notes what it is told."""
+
+    def __init__(self, *held, lower={}):
+        self.held, self.lower, self.told = list(held), lower, []
+
+    def match(self, hashes, now):
+        return SimpleNamespace(held=[min(blocks, len(hashes)) for blocks in self.held], lower=self.lower)
+
+    def expect(self, slot, hashes, now):
+        self.told.append(("expect", slot, len(hashes), now))
+
+    def take_back(self, slot, hashes, held, now):
+        self.told.append(("take back", slot, len(hashes), held, now))
+
+    def learn(self, slot, hashes, predicted, reported):
+        self.told.append(("learn", slot, predicted, reported))
+
+
+class Told:
+    """A policy that takes the candidate it is told to, and notes what it hears."""
+
+    name = "told"
+
+    def __init__(self, index=0):
+        self.index, self.heard = index, []
+
+    def choose(self, demand, candidates, explain=False):
+        return SimpleNamespace(index=self.index, _replace=lambda index: SimpleNamespace(index=index))
+
+    def placed(self, demand, candidates, choice):
+        self.heard.append(("placed", candidates[choice.index].replica))
+
+    def first(self, replica, demand):
+        self.heard.append(("first", replica))
+
+    def ended(self, replica, demand):
+        self.heard.append(("ended", replica))
+
+    def gone(self, replica):
+        self.heard.append(("gone", replica))
+
+
+def routing(policy, *held, **options):
+    made = Router(policy, Prefixes(*held, **options), Ledger(), CostGroup())
+    return made, made.targets([made.add(f"r{slot}", slot) for slot in range(len(held))])
+
+
+def prompt(blocks, extra=1, **more):
+    return Demand(SIZE * blocks + extra, SIZE, 1, hashes=range(1, blocks + 1), now=1.0, **more)
+
+
+def test_the_last_token_of_a_prompt_is_never_a_hit():
+    made, targets = routing(Told(), 9, 9)
+    assert made.place(prompt(4, extra=0), targets, 1.0).overlap == 3 * SIZE
+    assert made.place(prompt(4, extra=1), targets, 1.0).overlap == 4 * SIZE
+    assert [hittable(tokens, SIZE) for tokens in (1, 16, 17, 32, 33)] == [0, 0, 1, 1, 2]
+
+
+def test_what_a_placement_leaves_until_its_end():
+    made, targets = routing(policy := Told(1), 0, 2)
+    placed = made.place(demand := prompt(4), targets, 5.0)
+    assert (placed.candidate.replica, placed.overlap, placed.held, placed.at, placed.computing) == ("r1", 2 * SIZE, 2, 5.0, True)
+    assert made.ledger.own("r1") == (1, 1, demand.tokens - 2 * SIZE, 0, 0) and made.map.told == [("expect", 1, 4, 5.0)]
+    made.first_token(placed, 6.0)
+    assert made.ledger.own("r1") == (1, 0, 0, 1, demand.tokens) and not placed.computing
+    made.finish(placed, reported=3 * SIZE)
+    assert made.ledger.own("r1") == NOTHING and made.map.told[1:] == [("learn", 1, 2, 3)]
+    assert policy.heard == [("placed", "r1"), ("first", "r1"), ("ended", "r1")]
+
+
+def test_what_was_not_computed_is_not_expected_any_more():
+    made, targets = routing(Told(), 2)
+    made.abandon(made.place(prompt(4), targets, 5.0))
+    assert made.map.told == [("expect", 0, 4, 5.0)]
+    placed = made.place(prompt(4), targets, 6.0)
+    for _ in range(2):
+        made.abandon(placed, computed=False)
+    assert made.map.told[2:] == [("take back", 0, 4, 2, 6.0)]
+
+
+def test_an_engine_that_chooses_the_rank_itself_promises_nothing():
+    made = Router(Told(), Prefixes(0), Ledger(), CostGroup())
+    targets = made.targets([made.add("r0", 0, ranked=True)])
+    made.abandon(made.place(prompt(4, keeps_rank=False), targets, 1.0), computed=False)
+    assert made.map.told == []
+    made.place(prompt(4), targets, 2.0)
+    assert made.map.told == [("expect", 0, 4, 2.0)]
+
+
+def test_a_prompt_that_is_computed_whole_finds_nothing_but_leaves_its_blocks():
+    made, targets = routing(Told(), 4)
+    placed = made.place(prompt(4, reads_cache=False), targets, 1.0)
+    assert placed.overlap == 0 and made.map.told == [("expect", 0, 4, 1.0)]
+
+
+def test_what_ends_on_a_removed_replica_leaves_no_trace_in_the_map():
+    made, targets = routing(policy := Told(), 2, 2)
+    refused, complete = (made.place(prompt(4), targets, 1.0) for _ in range(2))
+    made.remove("r0")
+    made.map.told.clear()
+    made.abandon(refused, computed=False)
+    made.finish(complete, reported=16)
+    assert made.map.told == [] and not made.ledger.total().requests and "r0" not in made.candidates
+    assert ("gone", "r0") in policy.heard
+
+
+def test_the_decision_of_a_shared_ledger_is_counted_as_it_was_made():
+    made, targets = routing(policy := Told(0), 2, 2)
+    asked = made.ask(prompt(4), targets, 1.0)
+    placed = made.take(asked, 1.0, Decision(1, "r1", SIZE, 3 * SIZE + 1, (7, 0, 0, 7, 70), True))
+    assert (placed.candidate.replica, placed.overlap) == ("r1", SIZE) and policy.heard == [("placed", "r1")]
+    assert made.ledger.load("r1").requests == 8 and made.ledger.own("r1")[0] == 1
+
+
+def test_blocks_in_lower_tiers_are_those_of_one_request():
+    made, targets = routing(Told(), 1, 1, lower={1: [("cpu", 2)]})
+    assert [one.lower for one in made.ask(prompt(4), targets, 1.0).candidates] == [(), (("cpu", 2 * SIZE),)]
+    assert [one.lower for one in made.ask(Demand(9), targets, 1.0).candidates] == [(), ()]
+
+
+def test_those_left_out_are_not_chosen():
+    made, targets = routing(make("round_robin"), 0, 0, 0)
+    assert {made.place(prompt(2), targets.without({"r1"}), 1.0).candidate.replica for _ in range(9)} == {"r0", "r2"}
+    assert made.place(prompt(2), targets.only("r1"), 1.0).candidate.replica == "r1"
+    assert sorted(made.ranking(prompt(2), targets, 1.0, 9)) == ["r0", "r1", "r2"] and len(made.ranking(prompt(2), targets, 1.0, 2)) == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.floats(0, 0.99)), min_size=1, max_size=20), st.integers(0, 19))
+def test_asking_leaves_no_trace(name, script, at):
+    """Whoever is asked in between, and how often, what is placed goes where it goes otherwise."""
+
+    def lived(asks):
+        made, targets = routing(make(name), 0, 3, 1)
+        went = []
+        for number, (blocks, slot, draw) in enumerate(script):
+            made.map.held[slot % 3] = blocks
+            demand = prompt(blocks, draw=draw, session=str(slot))
+            for _ in range(asks if number >= at else 0):
+                again = made.ask(demand, targets, float(number), explain=True)
+                made.ranking(demand, targets, float(number), 3)
+            asked = made.ask(demand, targets, float(number))
+            assert not asks or number < at or again.choice.index == asked.choice.index
+            placed = made.take(asked, float(number))
+            went.append(placed.candidate.replica)
+            (made.first_token, made.abandon, made.finish)[slot % 3](placed, *[float(number)] * (slot % 3 == 0))
+        return went
+
+    assert lived(0) == lived(2)
+
+
+@given(st.lists(st.sampled_from(["first_token", "finish", "abandon"]), max_size=6))
+def test_told_again_or_out_of_order_it_is_counted_once(ends):
+    made, targets = routing(policy := Told(), 0)
+    placed = made.place(prompt(3), targets, 1.0)
+    for end in [*ends, "abandon"]:
+        getattr(made, end)(placed, *[2.0] * (end == "first_token"))
+    total = made.ledger.total()
+    assert (total.requests, total.prefilling, total.prefill_tokens, total.decoding, total.context_tokens) == NOTHING
+    assert policy.heard.count(("ended", "r0")) == 1 and policy.heard.count(("first", "r0")) <= 1
+
+
+def test_costs_learn_what_they_are_told_and_nothing_else():
+    made, targets = routing(Told(), 0)
+    placed = made.place(prompt(3), targets, 1.0)
+    costs = placed.candidate.costs
+    made.first_token(placed, 2.0)
+    made.finish(placed)
+    assert costs.count == 0 and costs.group.step.count == 0
+    placed = made.place(prompt(3), targets, 3.0)
+    made.first_token(placed, 4.0, seconds=1.0)
+    made.finish(placed, per_token=0.01)
+    assert costs.count == 1 and costs.group.step.count == 1
+
+
+def test_many_are_weighed_as_arrays():
+    made, targets = routing(Told(), *[1] * router.MANY)
+    assert targets.roster is not None and routing(Told(), *[1] * (router.MANY - 1))[1].roster is None
+    assert {one.overlap for one in made.ask(prompt(4), targets, 1.0).candidates} == {SIZE}
+    assert Targets(targets.candidates).roster is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -24,7 +24,6 @@ class Failures:
     last: str = ""
     at: float = 0.0  # monotonic
     logged_at: float = float("-inf")
-    taken: int = -1  # of `count`, how many were taken; -1: this kind was not told of yet
 
 
 class Background:
@@ -60,20 +59,6 @@ class Background:
         if now - failures.logged_at > LOG_SECONDS:
             failures.logged_at = now
             log.error("%s failed and is started again (failure %d): %s", kind, failures.count, failures.last, exc_info=error)
-
-    def take(self) -> list[tuple[str, int, str]]:
-        """What is new since this was last called, for `add` in another process: kinds, how often each failed, how last."""
-        news = [(kind, one.count - max(one.taken, 0), one.last) for kind, one in self.failures.items() if one.count != one.taken]
-        for one in self.failures.values():
-            one.taken = one.count
-        return news
-
-    def add(self, taken: Iterable[tuple[str, int, str]]) -> None:
-        """Count what failed in another process, which has logged it."""
-        for kind, by, last in taken:
-            failures = self.failures.setdefault(kind, Failures())
-            if by:
-                failures.count, failures.last, failures.at = failures.count + by, last, monotonic()
 
     def recent(self) -> dict[str, dict[str, Any]]:
         """What failed within the last minutes, for /status and the doctor."""

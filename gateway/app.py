@@ -9,39 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
+from collections.abc import Iterable
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
-
-import uvloop
 
 from cachemap import CacheMap, EventIntake
 from cachemap.background import Background
 from policies import CostGroup, Ledger
 from replicas import Fleet, Replica, State
 from replicas import profile as profiles
-from replicas.kept import KeptReplicas
-from replicas.names import bracketed
-from replicas.profile import Profile
 
-from . import __version__, datapath
+from . import datapath
 from .admin.guard import Guard
 from .admin.server import Admin
 from .comparison import TokenizerComparison
-from .config import ConfigError, Settings, known_urls, read_token
+from .config import ConfigError, Settings, kept_replicas, known_urls, read_token
 from .dispatch.backend import Backend
 from .dispatch.decisions import Decisions
 from .dispatch.outcomes import UNCONFIRMED
-from .model import SIM, model_dir
+from .lifetime import cannot_listen, greeting, run
+from .model import launch_profile, model_and_name, model_dir
 from .prompt.pipeline import Pipeline
-from .telemetry import log as lines
 from .telemetry import traces
 from .telemetry.metrics import Metrics, Reading
 from .telemetry.view import View
-from .wire.server import Server, allow_many_connections
-from .workers.control import Workers
+from .wire.server import Server
 
 if TYPE_CHECKING:
     from cachemap.share import SharedIntake, SharedMap
@@ -52,26 +45,26 @@ CARE = "care for replicas"  # of background work
 
 
 class Gateway:
-    """One gateway: `await start()`, `await stop()`; between them it serves."""
+    """One gateway: `await start()`, `await stop()`; between them it serves. A worker is one as well, and starts it in parts."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, costs: dict[str, Any] | None = None, decision_prefix: str = ""):
+        """`costs`: what another gateway has learned (`CostGroup.state`); `decision_prefix` begins the ids of its decisions."""
         self.settings = settings
         self.background = Background()
-        self.workers = Workers(self) if settings.workers > 1 else None
-        self.map = self.workers.map if self.workers else CacheMap(settings.cache_budget)
-        self.ledger = self.workers.ledger if self.workers else Ledger()
-        self.costs = CostGroup()
+        self.map = CacheMap(settings.cache_budget)
+        self.ledger = Ledger()
+        self.costs = CostGroup(costs)
         self.fleet = Fleet(self._inflight, self._waited, drain_timeout=settings.drain_timeout_s, model=settings.served_model_name, authorities=settings.replica_ca)
         self.metrics = Metrics({"replica": self.fleet.replicas, "policy": settings.shadow})
         self.fleet.on_change.append(self._replica_changed)
-        self.kept = _kept(settings)
+        self.kept = kept_replicas(settings)
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake | SharedIntake] = {}
         self.shared = _shared_map(settings, self.map, self.background)
-        self.profile = _profile(settings) if settings.launch else None
-        self.model_dir, self.served_name = _model(settings, self.profile)
+        self.profile = launch_profile(settings)
+        self.model_dir, self.served_name = model_and_name(settings, self.profile)
         self.receiver = traces.receiver()
-        self.spans = None if self.workers else traces.start()  # workers have their own
+        self.spans = traces.start()
         self.dispatcher = datapath.dispatcher(
             settings,
             self.spans,
@@ -84,21 +77,18 @@ class Gateway:
             on_traffic=self.traffic,
             ask_models=self.fleet.ask_models,
         )
-        self.server = self.workers or Server(self.dispatcher, datapath.limits(settings, self.dispatcher.pipeline))
-        self.decisions = self.workers.questions if self.workers else Decisions(self.dispatcher)
+        self.server = Server(self.dispatcher, datapath.limits(settings, self.dispatcher.pipeline))
+        self.decisions = Decisions(self.dispatcher, decision_prefix)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
         self.view.shared = self.shared
         self.view.background = self.background
-        self.view.workers = self.workers
-        # With workers each has a part of its own in the ledger of all gateways.
-        self.shared_ledger = None if self.workers else datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
-        self.dispatcher.shared = self.shared_ledger
-        self.view.shared_ledger = self.workers.shared_ledger if self.workers else self.shared_ledger
+        self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
+        self.dispatcher.shared = self.view.shared_ledger = self.shared_ledger
         self.metrics.read_from(self.view.reading)
-        self.metrics.read_from(self.workers.reading if self.workers else self._connections)
+        self.metrics.read_from(self._connections)
         self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
         self.port = self.admin_port = 0
-        self.comparison = TokenizerComparison(lambda: self.dispatcher.pipeline, self._prompts_changed)
+        self.comparison = TokenizerComparison(lambda: self.dispatcher.pipeline)
         self._learning: asyncio.Task[None] | None = None
         self._caring: asyncio.Task[None] | None = None
 
@@ -108,28 +98,46 @@ class Gateway:
     # --- start and stop
 
     async def start(self) -> None:
-        settings = self.settings
+        await self.listen()
         try:
-            self.port = await self.server.start(settings.host, settings.port)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}. "
-                              "Stop what holds the port, or give another with --port (and --host)") from None  # fmt: skip
-        try:
-            self.admin_port = await self.admin.start(settings.admin_host, settings.admin_port)
-            if self.shared is not None:
-                self.shared.start()
-            if self.shared_ledger is not None:
-                self.shared_ledger.start()
-            for url in known_urls(settings):
-                self.fleet.add(url)
-            if settings.launch:
-                await self.fleet.launch(settings.launch, self.profile, self.model_dir, self.served_name)
+            self.admin_port = await self.admin.start(self.settings.admin_host, self.settings.admin_port)
+            await self.begin(known_urls(self.settings))
         except BaseException as error:
             await self.stop(0)
             if isinstance(error, profiles.ProfileError):
                 raise ConfigError(f"--profile {error}") from None
             raise
+
+    async def listen(self, shared_port: bool = False) -> None:
+        """Take clients' connections. `shared_port`: beside other processes that listen on the same one."""
+        settings = self.settings
+        try:
+            self.port = await self.server.start(settings.host, settings.port, shared_port)
+        except OSError as error:
+            raise cannot_listen(settings, error) from None
+
+    async def begin(self, urls: Iterable[str]) -> None:
+        """Start whatever works in the background, and follow these replicas, besides those that are launched."""
+        settings = self.settings
+        if self.shared is not None:
+            self.shared.start()
+        if self.shared_ledger is not None:
+            self.shared_ledger.start()
+        for url in urls:
+            self.fleet.add(url)
+        if settings.launch:
+            await self.fleet.launch(settings.launch, self.profile, self.model_dir, self.served_name)
         self._caring = self.background.spawn(CARE, self._care)
+        if self.receiver is not None:
+            log.info("traces go to %s", self.receiver)
+
+    @property
+    def greeting(self) -> str:
+        return greeting(self.settings, self.port, self.admin_port)
+
+    async def cut(self) -> None:
+        """Close every connection now."""
+        await self.server.close()
 
     async def stop(self, seconds: float) -> None:
         """Refuse new work, let running requests end for up to `seconds`, then stop everything that was started."""
@@ -158,11 +166,11 @@ class Gateway:
         return self.ledger.own(replica)[0]
 
     def _waited(self, replica: str) -> float:
-        return self.workers.waited(replica) if self.workers else self.dispatcher.waited(replica, monotonic())
+        return self.dispatcher.waited(replica, monotonic())
 
-    def traffic(self, replica: str, fault: str | None, count: int = 1) -> None:
+    def traffic(self, replica: str, fault: str | None) -> None:
         if fault is None:
-            self.fleet.succeeded(replica, count)
+            self.fleet.succeeded(replica)
         elif fault == "reconnect":
             self.fleet.look(replica)
         elif fault == UNCONFIRMED:
@@ -178,8 +186,6 @@ class Gateway:
         elif new is State.READY:
             self._meet(replica)
         self.dispatcher.changed()
-        if self.workers:
-            self.workers.tell()
 
     def _meet(self, replica: Replica) -> None:
         """A replica is ready, for the first time or again: know it, and listen to its events."""
@@ -196,8 +202,6 @@ class Gateway:
         if backend is None:
             observed = replica.events is not None
             slot = self.slots[replica.id] = self.map.attach(replica.id, replica.num_blocks, observed)
-            if self.workers:
-                self.ledger.place(replica.id, slot)
             backend = Backend(replica, self.dispatcher.router.add(replica.id, slot, replica.rank is not None))
             self.dispatcher.add(backend)
         else:  # another process behind the same address: its cache is empty
@@ -237,13 +241,8 @@ class Gateway:
             self._learning = asyncio.create_task(self._learn_model(name, replica.root))
         self.comparison.compare(replica)
 
-    def _prompts_changed(self) -> None:
-        if self.workers:
-            self.workers.tell()
-
     def _bound_bodies(self) -> None:
-        if not self.workers:  # each bounds its own
-            self.server.limits = datapath.limits(self.settings, self.dispatcher.pipeline)
+        self.server.limits = datapath.limits(self.settings, self.dispatcher.pipeline)
 
     async def _learn_model(self, name: str, root: str | None) -> None:
         """No --model was given: try what a replica was started with, which is not here if its folders are its own, and
@@ -260,8 +259,6 @@ class Gateway:
             log.info("tokenizer and chat template of %s from %s", name, directory)
             for backend in self.dispatcher.backends.values():
                 self.comparison.compare(backend.replica)
-            if self.workers:
-                await self.workers.have_model()
         except ConfigError as error:
             log.error("no tokenizer: prompts are matched as text. %s", error)
         finally:
@@ -302,8 +299,6 @@ class Gateway:
         seen: dict[str, float] = {}
         while True:
             await asyncio.sleep(0.25)
-            if self.workers:
-                self.workers.tell()
             for backend in list(self.dispatcher.backends.values()):
                 try:
                     self._care_for(backend, seen)
@@ -343,31 +338,11 @@ class Gateway:
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
         """What would happen to this request now. Changes nothing: the policy asked is a copy."""
-        if self.workers:
-            return await self.workers.questions.explain(path, body, headers)
         return await datapath.explain(self.settings, self.dispatcher, path, body, headers)
 
 
 # what the wire and the lives call a failure -> what health calls it
 _FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout", "stalled": "timeout", "hung": "timeout", "aborted": "closed", "foreign answer": "foreign"}  # fmt: skip
-
-
-def _kept(settings: Settings) -> KeptReplicas | None:
-    if settings.replica_file is None:
-        return None
-    kept = KeptReplicas(settings.replica_file)
-    try:
-        kept.check()
-    except OSError as error:
-        raise ConfigError(f"replica_file: {kept.path} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there") from None
-    return kept
-
-
-def _profile(settings: Settings) -> Profile:
-    try:
-        return profiles.load(settings.profile)
-    except profiles.ProfileError as error:
-        raise ConfigError(f"--profile {error}") from None
 
 
 def _shared_map(settings: Settings, cachemap: CacheMap, background: Background) -> SharedMap | None:
@@ -379,41 +354,6 @@ def _shared_map(settings: Settings, cachemap: CacheMap, background: Background) 
     return SharedMap(parse(settings.redis_url), settings.deployment, cachemap, background)
 
 
-def _model(settings: Settings, profile: Profile | None) -> tuple[Path | None, str]:
-    """The model directory (None: to be learned from the replicas) and the name that launched engines serve it by."""
-    name = settings.model
-    if name is None and profile is not None and profile.engine == "sim":
-        name = SIM
-    if name is None:
-        return None, settings.served_model_name or "model"
-    return model_dir(name), settings.served_model_name or os.path.basename(name.rstrip("/"))
-
-
-async def _main(settings: Settings) -> None:
-    gateway = Gateway(settings)
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    await gateway.start()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    log.info("hitherto %s serves http://%s:%d, policy %s; admin side http://%s:%d",
-             __version__, bracketed(settings.host), gateway.port, settings.policy, bracketed(settings.admin_host), gateway.admin_port)  # fmt: skip
-    if gateway.receiver is not None:
-        log.info("traces go to %s", gateway.receiver)
-    datapath.started()
-    await stop.wait()
-    log.info("stopping: new requests are refused, running ones get %g s; a second signal cuts them", settings.drain_timeout_s)
-    stopping = asyncio.ensure_future(gateway.stop(settings.drain_timeout_s))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: asyncio.ensure_future(gateway.server.close()))
-    await stopping
-
-
 def serve(settings: Settings) -> int:
-    """Run until a signal; returns the exit code. Raises ConfigError before anything is started."""
-    allow_many_connections()
-    outbox = lines.setup(settings.log_level)
-    try:
-        uvloop.run(_main(settings))
-    finally:
-        outbox.close()
-    return 0
+    """Run one gateway until a signal; returns the exit code. Raises ConfigError before anything is started."""
+    return run(settings, lambda: Gateway(settings), datapath.started)

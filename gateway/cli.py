@@ -118,6 +118,10 @@ def serve(args: argparse.Namespace) -> int:
     if not settings.replica_url and not settings.launch and not settings.replica_file:
         raise ConfigError("there is no replica to send requests to. Give --replica-url http://HOST:PORT for engines "
                           "that run already, --launch 2 to start simulated ones, or --replica-file FILE to add them by POST /replicas")  # fmt: skip
+    if settings.workers > 1:
+        from gateway.workers import supervisor
+
+        return supervisor.serve(settings)
     from gateway import app
 
     return app.serve(settings)

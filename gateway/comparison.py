@@ -86,9 +86,8 @@ class _Engine:
 class TokenizerComparison:
     """Compares each engine once, and keeps the pipeline at what was found."""
 
-    def __init__(self, pipeline: Callable[[], Pipeline], changed: Callable[[], None]):
-        """`changed` is called after the pipeline makes other prompts than before."""
-        self._pipeline, self._changed = pipeline, changed
+    def __init__(self, pipeline: Callable[[], Pipeline]):
+        self._pipeline = pipeline
         self._engines: dict[str, _Engine] = {}
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by engine
         self._running: set[asyncio.Task[None]] = set()  # these, and those that only adopt
@@ -192,7 +191,6 @@ class TokenizerComparison:
                 verdict = await loop.run_in_executor(None, pipeline.read_as, how)
             if pipeline is self._pipeline():
                 pipeline.adopt(verdict, any(one.compared for one in known), self._differing(pipeline, how))
-                self._changed()
 
     def _differing(self, pipeline: Pipeline, how: str | None) -> dict[str, str]:
         """Why the tokens of these models are not the gateway's."""

@@ -12,6 +12,7 @@ import difflib
 import ipaddress
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,7 @@ class Settings(BaseModel):
     admin_token: Token | None = Field(None, repr=False, description="@FILE that holds the token which the admin side asks for; the environment and the configuration file may also have the token itself")
     admin_allow_host: HostNames = Field((), description="further host names that the admin side answers to, like gateway.example; its addresses and this machine's own name need no permission")
 
-    workers: int = Field(1, ge=1, le=64, description="processes that share the port, one a core")
+    workers: int = Field(1, ge=1, le=64, description="gateways that share the port, one a core, and a Redis: the one of --redis-url, or a redis-server of their own")
 
     model: str | None = Field(None, description="model name or folder, for its tokenizer and chat template (default: what the replicas serve)")
     served_model_name: str | None = Field(None, description="name clients use for the model (default: what the replicas say)")
@@ -330,6 +331,18 @@ def _is_loopback(host: str) -> bool:
         return False  # another name may mean any address
 
 
+def kept_replicas(settings: Settings) -> KeptReplicas | None:
+    """The file of replicas that operators added, if there is to be one. Raises ConfigError if it cannot be written."""
+    if settings.replica_file is None:
+        return None
+    kept = KeptReplicas(settings.replica_file)
+    try:
+        kept.check()
+    except OSError as error:
+        raise ConfigError(f"replica_file: {kept.path} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there") from None
+    return kept
+
+
 def known_urls(settings: Settings) -> tuple[str, ...]:
     """Engines that run already: those given, and those that operators added before the last restart."""
     if settings.replica_file is None:
@@ -388,8 +401,8 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
             "machines, and whoever reaches the admin side can add a replica and so receive prompts. Give --admin-token "
             f"@FILE or HITHERTO_ADMIN_TOKEN, or leave --admin-host at 127.0.0.1. {MAKE_TOKEN}"
         )
-    if settings.workers > 1 and not hasattr(os, "memfd_create"):
-        raise ConfigError(f"{sources['workers']}: workers: several need memory that only Linux has (memfd). Leave it at 1")
+    if settings.workers > 1 and sys.platform != "linux":
+        raise ConfigError(f"{sources['workers']}: workers: several share a port as only Linux spreads connections over processes (SO_REUSEPORT). Leave it at 1")
     if settings.policy in settings.shadow:
         place = sources["shadow"] if sources["shadow"] != "default" else sources["policy"]
         raise ConfigError(f"{place}: shadow: {settings.policy} is the policy that acts, and has nothing to be compared with. Name others with --shadow, or another --policy")

@@ -1,4 +1,4 @@
-"""The data path put together from the settings: what a gateway and each of its workers have alike."""
+"""The data path put together from the settings."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def pipeline(settings: Settings, directory: Path | None, name: str) -> Pipeline:
     return made
 
 
-def dispatcher(settings: Settings, spans: Spans | None, kind: type[Dispatcher] = Dispatcher, *, cachemap: CacheMap, ledger: Ledger, costs: CostGroup, **rooms: Any) -> Dispatcher:
+def dispatcher(settings: Settings, spans: Spans | None, *, cachemap: CacheMap, ledger: Ledger, costs: CostGroup, **rooms: Any) -> Dispatcher:
     access = _access if settings.access_log else None
     if spans is not None:
         from .dispatch.traced import TracedLife
 
         rooms["life"] = functools.partial(TracedLife, spans)
-    return kind(
+    return Dispatcher(
         router=Router(make(settings.policy), cachemap, ledger, costs),
         retries=settings.retries,
         request_timeout=settings.request_timeout_s,
@@ -90,8 +90,7 @@ def limits(settings: Settings, pipeline: Pipeline) -> Limits:
     largest = largest_body(settings, pipeline)
     return Limits(
         body_bytes=largest,
-        # Each worker has its part. Whatever it is, one request of the largest size must fit.
-        requests_bytes=max(settings.request_budget // settings.workers, 2 * largest + 2**20),
+        requests_bytes=max(settings.request_budget, 2 * largest + 2**20),  # whatever the budget, one request of the largest size must fit
         head_seconds=settings.header_timeout_s,
         body_seconds=settings.upload_timeout_s,
         keep_alive_seconds=settings.idle_timeout_s,

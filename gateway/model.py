@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from gateway.config import ConfigError
+from gateway.config import ConfigError, Settings
+from replicas import profile as profiles
+from replicas.profile import Profile
 
 SIM = "sim"  # what the simulated engine calls the model that comes with it
 
@@ -27,3 +30,23 @@ def model_dir(*names: str | None) -> Path:
     if not wrong:
         raise ConfigError("the replicas do not name their model, so there is no tokenizer to use. Give --model NAME_OR_FOLDER")
     raise ConfigError(". ".join(wrong))
+
+
+def launch_profile(settings: Settings) -> Profile | None:
+    """How engines are launched; None where none are."""
+    if not settings.launch:
+        return None
+    try:
+        return profiles.load(settings.profile)
+    except profiles.ProfileError as error:
+        raise ConfigError(f"--profile {error}") from None
+
+
+def model_and_name(settings: Settings, profile: Profile | None) -> tuple[Path | None, str]:
+    """The folder of the model (None: it is learned from the replicas) and the name that launched engines serve it by."""
+    name = settings.model
+    if name is None and profile is not None and profile.engine == "sim":
+        name = SIM
+    if name is None:
+        return None, settings.served_model_name or "model"
+    return model_dir(name), settings.served_model_name or os.path.basename(name.rstrip("/"))

@@ -190,6 +190,16 @@ def parse_url(text: str) -> Address:
     return Address(name, f"{scheme}://{name}", host, port, source, model)
 
 
+def url_of(url: str, source: EventSource | None, model: str | None) -> str:
+    """The URL that `parse_url` reads these from."""
+    said = []
+    if source is not None:
+        said = [f"events={source.endpoint}", *([f"replay={source.replay}"] if source.replay else []), *([f"topic={source.topic}"] if source.topic else [])]
+    if model and "," not in model:
+        said.append(f"model={model}")
+    return f"{url}#{','.join(said)}" if said else url
+
+
 def _place(url: str) -> tuple[str, str, int]:
     """Scheme, host and port of a URL without its fragment. Raises ValueError."""
     try:

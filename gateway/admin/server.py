@@ -25,23 +25,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, Protocol
 
 import orjson
 from aiohttp import ClientError, web
 
-from gateway.config import ConfigError
 from gateway.dispatch.decisions import LEASE, LEASES
-from gateway.dispatch.errors import error_object
-from gateway.dispatch.life import Failure
-from gateway.prompt import PromptError
 from gateway.telemetry.metrics import Metrics
 from replicas.kept import KeptReplicas
 from replicas.replica import Address, parse_url
 
-from .guard import CHALLENGE, PASSED_ON, Guard, Refusal
+from .guard import PASSED_ON, Guard, Refusal
+from .side import Side, answer
 
 log = logging.getLogger("hitherto.admin")
 
@@ -91,17 +88,20 @@ class Gateway(Protocol):
         no replica could answer."""
 
 
-def answer(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS) + b"\n", status=status, content_type="application/json")
-
-
-def error(status: int, message: str, code: str | None, type: str = "invalid_request_error", param: str | None = None) -> web.Response:
-    return answer({"error": {"message": message, "type": type, "param": param, "code": code}}, status)
-
-
 def headers_of(request: web.Request) -> dict[str, str]:
     """As the pipeline wants them."""
     return {name.lower(): value for name, value in request.headers.items()}
+
+
+async def keep(kept: KeptReplicas | None, change: str, what: str) -> None:
+    """Write the file of replicas, if there is one. This comes first: what an operator was told is done is so after a restart, too."""
+    if kept is None:
+        return
+    try:
+        await asyncio.to_thread(getattr(kept, change), what)
+    except OSError as wrong:
+        message = f"nothing was changed: {kept.path} cannot be written: {wrong.strerror or wrong}. Mend that, or leave --replica-file out"
+        raise Refusal(500, message, "replica_file") from None
 
 
 def _refuse_another(engine: Any, address: Address) -> None:
@@ -112,43 +112,17 @@ def _refuse_another(engine: Any, address: Address) -> None:
                       "replica_exists")  # fmt: skip
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The handler's response, or its failure as a JSON error."""
-    try:
-        return await handler(request)
-    except Refusal as refusal:
-        refused = error(refusal.status, str(refusal), refusal.code)
-        if refusal.status == 401:
-            refused.headers["WWW-Authenticate"] = CHALLENGE
-        return refused
-    except PromptError as wrong:
-        return error(wrong.status, wrong.message, wrong.code, wrong.type, wrong.param)
-    except Failure as failure:
-        return answer(error_object("", failure.status, failure.message, **failure.fields), failure.status)
-    except web.HTTPMethodNotAllowed as refused:
-        return error(405, f"{request.path} takes {', '.join(sorted(refused.allowed_methods))}", "method_not_allowed")
-    except web.HTTPException as refused:
-        what = f"there is nothing at {request.path}; see / for what is here" if refused.status == 404 else refused.reason
-        return error(refused.status, what, None)
-    except Exception:
-        log.exception("the admin side failed on %s %s", request.method, request.path)
-        return error(500, "the admin side failed on this request; the gateway's log says why", None, "internal_error")
-
-
-class Admin:
-    """The handlers; `start` puts them on a port, `stop` takes them off."""
+class Admin(Side):
+    """The admin side of one gateway."""
 
     def __init__(self, gateway: Gateway, guard: Guard) -> None:
-        self.gateway, self.guard = gateway, guard
+        super().__init__(guard)
+        self.gateway = gateway
         self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
         self.page = resources.files("gateway.admin").joinpath("status.html").read_text(encoding="utf-8")
 
-    def app(self) -> web.Application:
-        app = web.Application(middlewares=[self.guarded], client_max_size=64 * 2**20)
-        app.add_routes([
+    def routes(self) -> list[web.RouteDef]:
+        return [
             web.get("/", self.status_page),
             web.get("/livez", self.livez),
             web.get("/readyz", self.readyz),
@@ -163,19 +137,7 @@ class Admin:
             web.post("/decide", self.decide),
             web.post("/decide/{id}/first_byte", self.first_byte),
             web.post("/decide/{id}/done", self.done),
-        ])  # fmt: skip
-        return app
-
-    @web.middleware
-    async def guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        async def checked(request: web.Request) -> web.StreamResponse:
-            self.guard.check(request)
-            return await handler(request)
-
-        response = await answered(request, checked)
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
-        return response
+        ]
 
     async def status_page(self, request: web.Request) -> web.Response:
         return web.Response(text=self.page, content_type="text/html", headers=PAGE_HEADERS)
@@ -225,16 +187,8 @@ class Admin:
         return answer(self._shown(replica.id), 200 if replica.id in known else 201)
 
     async def _keep(self, change: str, what: str) -> None:
-        """Write the file of replicas first: what an operator was told is done is so after a restart, too."""
-        kept = self.gateway.kept
-        if kept is None:
-            return
-        try:
-            async with self._keeping:
-                await asyncio.to_thread(getattr(kept, change), what)
-        except OSError as wrong:
-            message = f"nothing was changed: {kept.path} cannot be written: {wrong.strerror or wrong}. Mend that, or leave --replica-file out"
-            raise Refusal(500, message, "replica_file") from None
+        async with self._keeping:
+            await keep(self.gateway.kept, change, what)
 
     async def drain(self, request: web.Request) -> web.Response:
         """Answers at once; the replica's state tells when it is done."""
@@ -299,18 +253,3 @@ class Admin:
 
     def _shown(self, id: str) -> dict[str, Any]:
         return next((shown for shown in self.gateway.status()["replicas"] if shown["id"] == id), {"id": id})
-
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port (which the system chose if `port` is 0). ConfigError if it is taken."""
-        self.runner = web.AppRunner(self.app(), access_log=None, shutdown_timeout=1.0)
-        await self.runner.setup()
-        try:
-            await web.TCPSite(self.runner, host, port, reuse_address=True).start()
-        except OSError as wrong:
-            await self.runner.cleanup()
-            raise ConfigError(f"admin side: cannot listen on {host}:{port}: {wrong.strerror or wrong}. "
-                              "Stop what holds the port, or give another with --admin-port (and --admin-host)") from None  # fmt: skip
-        return self.runner.addresses[0][1]
-
-    async def stop(self) -> None:
-        await self.runner.cleanup()

@@ -308,11 +308,6 @@ class SharedLedger:
         found = [(replica, counts) for replica, counts in loads.items() if any(counts)]
         return self._names([replica for replica, _ in found]), b"".join([_LOAD.pack(*counts) for _, counts in found])
 
-    def take_repairs(self) -> dict[str, int]:
-        """Those since this was last called, for a process that adds them up."""
-        taken, self.repairs = self.repairs, dict.fromkeys(self.repairs, 0)
-        return taken
-
     # --- the token
 
     def start(self) -> None:

@@ -35,7 +35,11 @@ def value(of: Any) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """time, severity, logger, message, fields. A traceback becomes one field."""
+    """time, severity, logger, message, fields. A traceback becomes one field. `common` fields end every line."""
+
+    def __init__(self, **common: Any) -> None:
+        super().__init__()
+        self._common = "".join(f" {key}={value(item)}" for key, item in common.items())
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -46,7 +50,7 @@ class LineFormatter(logging.Formatter):
         fields = getattr(record, "fields", {})
         if record.exc_info:
             fields = {**fields, "traceback": self.formatException(record.exc_info)}
-        return line + "".join(f" {key}={value(item)}" for key, item in fields.items() if item is not None)
+        return line + "".join(f" {key}={value(item)}" for key, item in fields.items() if item is not None) + self._common
 
 
 class Outbox(logging.Handler):
@@ -95,10 +99,10 @@ class Outbox(logging.Handler):
                 continue
 
 
-def setup(level: str = "info", stream: TextIO | None = None) -> Outbox:
-    """Send every logger of this process through one Outbox; call its close() at the end."""
+def setup(level: str = "info", stream: TextIO | None = None, **common: Any) -> Outbox:
+    """Send every logger of this process through one Outbox; call its close() at the end. `common`: fields of every line."""
     outbox = Outbox(stream or sys.stderr)
-    outbox.setFormatter(LineFormatter())
+    outbox.setFormatter(LineFormatter(**common))
     root = logging.getLogger()
     for handler in root.handlers[:]:
         root.removeHandler(handler)

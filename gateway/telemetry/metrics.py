@@ -87,8 +87,6 @@ READ = {
     "request_bytes": ("gauge", "Bytes of requests that are received, prepared or have no answer yet; --request-budget bounds them", ()),
     "upstream_connections": ("gauge", "Open connections to a replica, idle ones included", ("replica",)),
     "worker_up": ("gauge", "With --workers: 1 while the worker takes connections", ("worker",)),
-    "worker_connections": ("gauge", "With --workers: open connections from clients by the worker that has them", ("worker",)),
-    "worker_requests": ("counter", "With --workers: requests answered by each worker", ("worker",)),
     "worker_restarts": ("counter", "With --workers: workers that ended and were replaced", ()),
     "background_failures": ("counter", "Faults of the gateway's own background work, which was started again", ("work",)),
     "uptime_seconds": ("gauge", "Time since the gateway started", ()),
@@ -242,7 +240,6 @@ class Metrics:
         self.upstream_errors = Counter("upstream_errors", "Failures of replicas", replica=REPLICA, kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled", "request"))
         self.rejections = Counter("rejections", "Requests refused without asking a replica", reason=("400", "405", "408", "413", "417", "431", "500", "501", "503", "505", "path_not_allowed", "model_not_found", "no_replica_ready", "shutting_down"))
 
-        self._taken: dict[str, dict] = {}  # by attribute: the numbers at the last `take`
         self._readers: list[Callable[[], Reading]] = []
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
@@ -259,35 +256,22 @@ class Metrics:
         """Drop the series of a replica that was removed, so that labels stay bounded."""
         for metric in self.all():
             metric.forget("replica", replica)
-        for name, before in self._taken.items():
-            metric = getattr(self, name)
-            self._taken[name] = {key: number for key, number in before.items() if metric.key_of(key, "replica") != replica}
 
-    def take(self) -> dict[str, list]:
-        """What was counted since the last `take`, as `add` takes it; empty where nothing was. Labels with their numbers."""
-        grown = {}
+    def counts(self) -> dict[str, list]:
+        """What was counted so far, as `add` takes it in another process: labels with their numbers."""
+        found = {}
         for name, metric in vars(self).items():
             if isinstance(metric, Counter):
-                now, before = metric.values, self._taken.get(name, {})
-                new = [[key, number - before.get(key, 0)] for key, number in now.items() if number != before.get(key, 0)]
-                self._taken[name] = now.copy()
+                found[name] = [[key, number] for key, number in metric.values.items()]
             elif isinstance(metric, Histogram):
-                now, before = metric.series, self._taken.get(name, {})
-                new = [[value, _less(counts, before.get(value))] for value, counts in now.items() if counts != before.get(value)]
-                self._taken[name] = {value: counts.copy() for value, counts in now.items()}
-            else:
-                continue
-            if new:
-                grown[name] = new
-        return grown
+                found[name] = [[value, numbers] for value, numbers in metric.series.items()]
+        return found
 
-    def add(self, grown: Mapping[str, list], replicas: Collection[str]) -> None:
-        """Count what another process has taken; of replicas other than these nothing is kept."""
-        for name, new in grown.items():
+    def add(self, counts: Mapping[str, list]) -> None:
+        """Count what another process has counted."""
+        for name, series in counts.items():
             metric = getattr(self, name)
-            for key, by in new:
-                if (replica := metric.key_of(key, "replica")) is not None and replica not in replicas:
-                    continue
+            for key, by in series:
                 if isinstance(metric, Counter):
                     metric.inc(*key, by=by)
                 else:
@@ -298,10 +282,7 @@ class Metrics:
         for metric in self.all():
             yield from metric.lines(self._known)
         for reader in self._readers:
-            for name, numbers in reader().items():
-                kind, help, labels = READ[name]
-                series = (((key,) if isinstance(key, str) else key, number) for key, number in numbers.items()) if labels else [((), numbers)]
-                yield from _lines(name, kind, help, labels, series)
+            yield from lines(reader())
 
     async def exposition(self) -> tuple[bytes, str]:
         """The page for GET /metrics, and its content type."""
@@ -317,12 +298,15 @@ class Metrics:
         return b"".join([*parts, "".join(lines).encode()]), CONTENT_TYPE_LATEST
 
 
-def _less(counts: list[float], before: list[float] | None) -> list[float]:
-    """What of a histogram's numbers is new."""
-    return counts.copy() if before is None else [now - then for now, then in zip(counts, before, strict=True)]
-
-
 # --- Prometheus' text format
+
+
+def lines(reading: Reading) -> Iterator[str]:
+    """What is read at a scrape, by names in READ."""
+    for name, numbers in reading.items():
+        kind, help, labels = READ[name]
+        series = (((key,) if isinstance(key, str) else key, number) for key, number in numbers.items()) if labels else [((), numbers)]
+        yield from _lines(name, kind, help, labels, series)
 
 
 def _lines(name: str, kind: str, help: str, labels: tuple[str, ...], series: Iterable[tuple[tuple[str, ...], float]]) -> Iterator[str]:

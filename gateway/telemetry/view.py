@@ -7,7 +7,7 @@ a scrape adds to the counters. Both only read. Tokens and blocks are counts, tim
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway import __version__
@@ -53,7 +53,6 @@ class View:
         self.draining = False
         self.waiting_for: str | None = None
         self.shared_ledger: Any = None  # SharedLedger, with Redis
-        self.workers: Any = None  # Workers, where there are several
         self.background: Any = None  # Background, whose failures are shown
         self.shared: Any = None  # SharedMap, where several gateways share one map
 
@@ -71,6 +70,8 @@ class View:
 
     def status(self) -> dict[str, Any]:
         metrics, why_not, stats = self.metrics, self.why_not_ready(), self.cachemap.stats()
+        numbers = counted_of(metrics, self.replicas)
+        replicas = [{**self._replica(one, stats["slots"]), **numbers[one.id]} for one in list(self.replicas.values())]
         return {
             "version": __version__,
             "policy": self.settings.policy,
@@ -78,21 +79,7 @@ class View:
             "uptime_seconds": round(time.monotonic() - self.started, 3),
             "ready": why_not is None,
             "why_not": why_not,
-            "totals": {
-                "requests": metrics.requests.total(),
-                "errors": metrics.requests.total(status="5xx") + metrics.requests.total(status="cut"),
-                "retries": metrics.retries.total(),
-                "inflight": sum(self._load(id).requests for id in self.replicas),
-                "prompt_tokens": metrics.prompt_tokens.total(),
-                "predicted_cached_tokens": metrics.predicted_cached_tokens.total(),
-                "reported_prompt_tokens": metrics.reported_prompt_tokens.total(),
-                "reported_cached_tokens": metrics.reported_cached_tokens.total(),
-                "prefill_saved_tokens": metrics.prefill_saved_tokens.total(),
-                "prompts": {mode: count for (mode,), count in metrics.prompts.values.items()},
-            },
-            "ttft_seconds": {"p50": metrics.ttft.quantile(0.5), "p99": metrics.ttft.quantile(0.99)},
-            "shadow": told(metrics, self.settings.shadow),
-            **({"workers": self.workers.status()} if self.workers else {}),
+            **counted(metrics, self.settings.shadow, replicas),
             "map": {
                 "blocks": stats["blocks"],
                 "bytes": stats["bytes"],
@@ -101,28 +88,11 @@ class View:
                 **self._sharing(),
             },
             "background_failures": self.background.recent() if self.background else {},
-            "replicas": self._each_replica(stats["slots"]),
+            "replicas": replicas,
         }
-
-    def _each_replica(self, blocks: Mapping[int, int]) -> list[dict[str, Any]]:
-        metrics = self.metrics
-        counters = {
-            "requests": metrics.replica_requests,
-            "prompt_tokens": metrics.prompt_tokens,
-            "predicted_cached_tokens": metrics.predicted_cached_tokens,
-            "reported_prompt_tokens": metrics.reported_prompt_tokens,
-            "reported_cached_tokens": metrics.reported_cached_tokens,
-        }
-        # For all replicas at once: each by itself would go through the series of all of them.
-        counted = {name: counter.by("replica") for name, counter in counters.items()}
-        counted["errors"] = metrics.upstream_errors.by("replica", kind="request")
-        return [
-            {**self._replica(one, blocks), **{name: sums.get(one.id, 0) for name, sums in counted.items()}}
-            for one in list(self.replicas.values())
-        ]
 
     def _replica(self, replica: Replica, blocks: Mapping[int, int]) -> dict[str, Any]:
-        metrics, load, intake = self.metrics, self._load(replica.id), self._intake(replica)
+        load, intake = self._load(replica.id), self._intake(replica)
         scrape = replica.scrape
         return {
             "id": replica.id,
@@ -155,8 +125,6 @@ class View:
             "map_role": getattr(intake, "role", None),
             "map_role_reason": getattr(intake, "role_reason", None),
             "map_blocks": self._blocks(replica.id, blocks),
-            "ttft_p50_seconds": metrics.ttft.quantile(0.5, replica.id),
-            "ttft_p99_seconds": metrics.ttft.quantile(0.99, replica.id),
         }
 
     def _intake(self, replica: Replica) -> Any:
@@ -219,8 +187,7 @@ class View:
         }
 
     def _blocks(self, id: str, by_slot: Mapping[int, int]) -> int:
-        known = by_slot.get(self.slots.get(id, -1), 0)
-        return known or (self.workers.modelled(id) if self.workers else 0)
+        return by_slot.get(self.slots.get(id, -1), 0)
 
     def _scraped(self, field: str) -> dict[str, float]:
         """Engines that do not report a figure have no sample, rather than a made-up zero."""
@@ -236,6 +203,47 @@ def _why_no_events(replica: Replica) -> str:
     if replica.state not in HAS_EVENTS:
         return f"the replica is {replica.state}: its events are followed when an engine answers there"
     return "it is not known where the engine publishes KV events, if it does: its cache is guessed from what is sent there"
+
+
+def counted(metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The part of a status that is counted, in one process or in several together; `replicas` as the status has them."""
+    return {
+        "totals": {
+            "requests": metrics.requests.total(),
+            "errors": metrics.requests.total(status="5xx") + metrics.requests.total(status="cut"),
+            "retries": metrics.retries.total(),
+            "inflight": sum(one["inflight"] for one in replicas),
+            "prompt_tokens": metrics.prompt_tokens.total(),
+            "predicted_cached_tokens": metrics.predicted_cached_tokens.total(),
+            "reported_prompt_tokens": metrics.reported_prompt_tokens.total(),
+            "reported_cached_tokens": metrics.reported_cached_tokens.total(),
+            "prefill_saved_tokens": metrics.prefill_saved_tokens.total(),
+            "prompts": {mode: count for (mode,), count in metrics.prompts.values.items()},
+        },
+        "ttft_seconds": {"p50": metrics.ttft.quantile(0.5), "p99": metrics.ttft.quantile(0.99)},
+        "shadow": told(metrics, shadows),
+    }
+
+
+def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The part of each replica's status that is counted. For all at once: each by itself would go through the series of all of them."""
+    counters = {
+        "requests": metrics.replica_requests,
+        "prompt_tokens": metrics.prompt_tokens,
+        "predicted_cached_tokens": metrics.predicted_cached_tokens,
+        "reported_prompt_tokens": metrics.reported_prompt_tokens,
+        "reported_cached_tokens": metrics.reported_cached_tokens,
+    }
+    sums = {name: counter.by("replica") for name, counter in counters.items()}
+    sums["errors"] = metrics.upstream_errors.by("replica", kind="request")
+    return {
+        id: {
+            **{name: by_replica.get(id, 0) for name, by_replica in sums.items()},
+            "ttft_p50_seconds": metrics.ttft.quantile(0.5, id),
+            "ttft_p99_seconds": metrics.ttft.quantile(0.99, id),
+        }
+        for id in replicas
+    }
 
 
 def _seen(replica: Replica, intake: Any) -> list[str]:

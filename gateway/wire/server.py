@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-import socket
-from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
@@ -61,20 +59,13 @@ class Server:
         self._due = 0.0  # when the next sweep is to be
         self._was_late = False
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port (0 asks for a free one). OSError if it is taken."""
+    async def start(self, host: str, port: int, shared: bool = False) -> int:
+        """Listen; returns the port (0 asks for a free one). OSError if it is taken. `shared`: other processes listen on it as well, and the
+        kernel spreads connections over all of them."""
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(lambda: Downstream(self), host, port, backlog=4096)
+        self._listener = await loop.create_server(lambda: Downstream(self), host, port, backlog=4096, reuse_port=shared)
         self._sweep()
         return self._listener.sockets[0].getsockname()[1]
-
-    def begin(self) -> None:
-        """Serve what `adopt` brings; nothing is listened to here."""
-        self._sweep()
-
-    async def adopt(self, connection: socket.socket, made: Callable[[Server], Downstream] = Downstream) -> None:
-        """Serve a client that another process has accepted. OSError if it has left."""
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: made(self), connection)
 
     def _sweep(self) -> None:
         # First of all the next one: whatever goes wrong in this, deadlines must go on being kept.

@@ -1,2 +1,1 @@
-"""Several processes on one port: `control` starts and watches them, `worker` is what each runs, `channel` is how they
-talk, `ledger` is how they count together."""
+"""Workers: several gateways on one machine that share a port and a Redis, as gateways on several machines share a Redis."""

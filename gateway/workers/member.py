@@ -1,49 +1,101 @@
-"""One worker as the control process knows it: a process, a channel, what it was told and what it has said."""
+"""One worker as the supervisor knows it: a process, a socket with a line of JSON for each message, and its admin side."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
-from .channel import Channel, pair
+import aiohttp
+import orjson
+from aiohttp import hdrs, web
+from yarl import URL
 
-# What a worker has seen of a replica that it has not spoken of yet.
-NOTHING: dict[str, Any] = {"sent_at": None, "idle": 0, "modelled": 0}
+from ..config import ConfigError
+
+# What belongs to one connection, or is made anew for the next.
+OWN_HEADERS = frozenset(("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "expect", "content-length", "date", "server"))
+GONE = (aiohttp.ClientError, OSError, TimeoutError)  # how a question to a worker fails that has ended or is stuck
+STAGE_SECONDS = 60.0  # until a worker is a step further: it may load a tokenizer on a busy machine
+LONGEST = 1 << 22  # bytes of one message: loads of 50,000 replicas
+
+
+class Answer(NamedTuple):
+    """What a worker's admin side says."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def response(self) -> web.Response:
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in OWN_HEADERS}
+        return web.Response(body=self.body, status=self.status, headers=headers)
 
 
 class Member:
-    """`heard` is when it last said something, `assigned` how many connections it got, `live` whether it takes any."""
+    """`live` while it listens; `told` once it knows the replicas that there are; `heard` is when it last said something; `loads` is what it has on replicas: how many requests, and for how
+    long the oldest prompt has had no answer."""
 
-    def __init__(self, index: int, process: asyncio.subprocess.Process):
+    def __init__(self, index: int, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: Path):
         self.index, self.process = index, process
-        self.channel: Channel = None  # type: ignore[assignment]
+        self._reader, self._writer = reader, writer
         self.begun = self.heard = monotonic()
-        self.live = False
-        self.drained = asyncio.Event()
-        self.assigned = self.requests = self.cut = 0
-        self.held = 0  # bytes of requests
-        self.seen: dict[str, dict[str, Any]] = {}  # of each replica, what it said last
-        self.joined, self.reason = False, "not heard yet"
-        self.model_dir: str | None = None  # whose tokenizer it has
-        self._tables: dict[str, Any] = {}  # what it was told last
-        self._ways: dict[str, Any] = {}
-        self._facts: dict[str, dict[str, Any]] = {}
+        self.live = self.told = False
+        self.loads: dict[str, tuple[int, float]] = {}
+        self.beats = 0
+        self.admin = aiohttp.ClientSession("http://worker", connector=aiohttp.UnixConnector(str(path)), auto_decompress=False)
+        self._said: set[str] = set()
+        self._wrong = ""
+        self._news = asyncio.Event()
+        self._listening = asyncio.create_task(self._listen(), name=f"hear worker {index}")
 
     @classmethod
-    async def start(cls, index: int, on_message: Callable[[Member, dict[str, Any]], None], on_end: Callable[[Member], None]) -> Member:
-        """A process of its own. OSError if there can be none."""
-        ours, its = pair()
-        with its:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "gateway.workers.worker", str(its.fileno()),
-                pass_fds=[its.fileno()], stdin=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
-        self = cls(index, process)
-        self.channel = Channel(ours, lambda message, _: on_message(self, message), lambda: on_end(self))
+    async def start(cls, index: int, path: Path, settings: dict[str, Any], costs: dict[str, Any] | None) -> Member:
+        """A process of its own, with its admin side at `path`. OSError if there can be none."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway.workers.worker", stdin=theirs)
+                reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST)
+            except BaseException:
+                ours.close()
+                raise
+        path.unlink(missing_ok=True)
+        self = cls(index, process, reader, writer, path)
+        self.tell(index=index, socket=str(path), settings=settings, costs=costs)
         return self
+
+    def tell(self, **message: Any) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(orjson.dumps(message) + b"\n")
+
+    async def has(self, stage: str) -> None:
+        """Wait until it says that it is so far: `made`, `begun`, `listens`. ConfigError if it ends before, or is ended since it takes too long."""
+        try:
+            async with asyncio.timeout(STAGE_SECONDS):
+                while stage not in self._said:
+                    if self._listening.done():
+                        code = await self.process.wait()
+                        raise ConfigError(self._wrong or f"a worker ended with {how(code)} while it started; its own lines say why")
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            self.kill()
+            raise ConfigError(f"a worker was not ready within {STAGE_SECONDS:g} s") from None
+
+    async def ended(self) -> int:
+        """Wait until the process is gone; its exit code."""
+        code = await self.process.wait()
+        self.live = self.told = False
+        self._writer.close()
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+        await self.admin.close()
+        return code
 
     def kill(self) -> None:
         try:
@@ -51,21 +103,30 @@ class Member:
         except ProcessLookupError:
             pass
 
-    def tell(self, tables: dict[str, Any], ways: dict[str, Any], facts: dict[str, dict[str, Any]]) -> None:
-        """Whatever is not as it was told: where the map's tables lie, how prompts are made, what each replica is."""
-        send = self.channel.send
-        for tier, arrays in tables.items():
-            if self._tables.get(tier) != arrays:
-                send({"do": "table", "tier": tier, "types": [dtype for dtype, _, _ in arrays]}, [descriptor for _, descriptor, _ in arrays])
-                self._tables[tier] = arrays
-        if self._ways != ways:
-            self._ways = ways
-            send({"do": "pipeline", **ways})
-        for id in self._facts.keys() - facts.keys():
-            del self._facts[id]
-            self.seen.pop(id, None)
-            send({"do": "gone", "id": id})
-        for id, one in facts.items():
-            if self._facts.get(id) != one:
-                self._facts[id] = one
-                send({"do": "replica", "facts": one})
+    async def ask(self, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, seconds: float) -> Answer:
+        """What its admin side answers. Raises one of GONE."""
+        async with self.admin.request(
+            method, URL(path, encoded=True), headers=headers, data=body or None, allow_redirects=False, timeout=aiohttp.ClientTimeout(seconds),
+            skip_auto_headers=(hdrs.CONTENT_TYPE, hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING),
+        ) as found:  # fmt: skip
+            return Answer(found.status, found.headers, await found.read())
+
+    async def _listen(self) -> None:
+        try:
+            while line := await self._reader.readline():
+                message = orjson.loads(line)
+                self.heard = monotonic()
+                self._wrong = message.get("wrong", self._wrong)
+                if "loads" in message:
+                    self.loads, self.beats = message["loads"], self.beats + 1
+                self._said |= message.keys()
+                self._news.set()
+        except OSError:
+            pass
+        finally:
+            self.live = False
+            asyncio.get_running_loop().call_soon(self._news.set)  # once this task is done
+
+
+def how(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

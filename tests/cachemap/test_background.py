@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from cachemap import background
-from cachemap.background import Background, Failures
+from cachemap.background import Background
 
 
 @pytest.fixture(autouse=True)
@@ -52,17 +52,3 @@ async def test_a_fault_of_the_clean_up_after_a_fault_does_not_end_the_work_eithe
     assert "OSError" in loops.recent()["digging"]["last"]
     task.cancel()
     await asyncio.wait([task])
-
-
-def test_what_failed_in_other_processes_is_added_up_and_counted_once():
-    one, other, all_ = Background(), Background(), Background()
-    one.failures["digging"] = Failures()
-    all_.add(one.take())
-    assert all_.failures["digging"].count == 0 and one.take() == []  # there is a series before the first failure
-    for number in range(3):
-        one.failed("digging", KeyError(number))
-    other.failed("digging", OSError("here"))
-    for _ in range(2):
-        all_.add(one.take())
-        all_.add(other.take())
-    assert all_.recent()["digging"]["failures"] == 4 and "here" in all_.recent()["digging"]["last"]

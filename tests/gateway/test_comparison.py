@@ -130,7 +130,7 @@ async def compared():
     made: list[TokenizerComparison] = []
 
     def make(pipeline: Pipeline) -> TokenizerComparison:
-        made.append(TokenizerComparison(lambda: pipeline, lambda: None))
+        made.append(TokenizerComparison(lambda: pipeline))
         return made[-1]
 
     yield make

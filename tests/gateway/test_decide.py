@@ -66,14 +66,17 @@ async def gateway(engines, request):
         yield one
 
 
-async def page(gateway: Running, has: str) -> str:
-    """The metrics, once that is among them: workers tell a few times a second."""
+async def counts(gateway: Running, number: float, name: str, **labels: str) -> None:
+    """Wait until a metric is that."""
     async with asyncio.timeout(60):
-        while has not in (found := (await gateway.admin.get("/metrics")).text):
+        while await gateway.counted(name, **labels) != number:
             await asyncio.sleep(0.02)
-    return found
 
 
+ONE = pytest.mark.parametrize("gateway", ["one process"], indirect=True)  # several hear of each other's decisions a moment later
+
+
+@ONE
 async def test_conversations_go_where_their_prefix_is_and_the_engine_agrees(gateway):
     homes = {}
     for turn in range(4):
@@ -86,12 +89,13 @@ async def test_conversations_go_where_their_prefix_is_and_the_engine_agrees(gate
                 assert decided["replica"] == homes[name] and cached > 100
             homes[name] = decided["replica"]
     await gateway.until(lambda status: set(counted(status).values()) == {IDLE})
-    await page(gateway, 'hitherto_decisions_total{outcome="done"} 12.0')
+    await counts(gateway, 12.0, "hitherto_decisions_total", outcome="done")
     assert await gateway.counted("hitherto_decisions_total", outcome="expired") == 0
     for wrong in ("over", "under"):
         assert await gateway.counted("hitherto_predictions_total", outcome=wrong) == 0
 
 
+@ONE
 async def test_load_is_counted_from_the_choice_to_the_end_that_is_told(gateway):
     first = await decide(gateway, chat("Count. " * 400, stream=True))
     second = await decide(gateway, chat("Again. " * 400, stream=True))
@@ -107,7 +111,7 @@ async def test_load_is_counted_from_the_choice_to_the_end_that_is_told(gateway):
         assert refused(await gateway.admin.post(f"/decide/{first['id']}/{what}")) == (404, "unknown_decision")
     assert await tell(gateway, second, "done") == 200  # it failed before its first byte
     assert set(counted(await gateway.status()).values()) == {IDLE}
-    await page(gateway, "hitherto_reservations 0.0")
+    await counts(gateway, 0, "hitherto_reservations")
 
 
 async def test_what_a_dead_caller_left_is_taken_off(gateway):
@@ -117,7 +121,7 @@ async def test_what_a_dead_caller_left_is_taken_off(gateway):
     assert sum(one["inflight"] for one in (await gateway.status())["replicas"]) == 5
     await gateway.until(lambda status: set(counted(status).values()) == {IDLE})
     assert refused(await gateway.admin.post(f"/decide/{decided['id']}/done")) == (404, "unknown_decision")
-    await page(gateway, 'hitherto_decisions_total{outcome="expired"} 5.0')
+    await counts(gateway, 5.0, "hitherto_decisions_total", outcome="expired")
 
 
 async def test_words_renew_the_lease(gateway):
@@ -156,7 +160,7 @@ async def test_refusals_have_the_clients_own_format(gateway):
         assert refused(answer) == (400, "invalid_lease") and lease in answer.text
     assert refused(await ask("/decide/0-nobody/done")) == (404, "unknown_decision")
     assert refused(await gateway.admin.get("/decide"))[0] == 405
-    await page(gateway, "hitherto_reservations 0.0")
+    await counts(gateway, 0, "hitherto_reservations")
 
 
 async def test_other_paths_are_prompts_too_and_unknown_ones_go_by_load(gateway):

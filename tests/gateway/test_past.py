@@ -1,19 +1,16 @@
 """What is told of a replica is of the engine that is there now: not of one that is gone, nor of events that nobody can read."""
 
-import pytest
-
 from .running import running
 from .test_names import engine
 
 TALES = [[{"role": "user", "content": f"{number}: it was a bright cold day in April. " * 12}] for number in range(6)]
 
 
-@pytest.mark.parametrize("workers", [(), ("--workers", "2")])
-async def test_events_that_cannot_be_reached_are_told_at_once_and_nothing_is_promised_that_was_evicted(workers):
+async def test_events_that_cannot_be_reached_are_told_at_once_and_nothing_is_promised_that_was_evicted():
     """The cache holds two of the six prompts."""
     async with engine("127.0.0.2", (0, 0, 0), "--num-blocks", "24", "--max-model-len", "256") as process:
         url = f"http://127.0.0.2:{process.port}#events=tcp://127.0.0.2:9"
-        async with running("--model", "sim", "--replica-url", url, *workers) as gateway:
+        async with running("--model", "sim", "--replica-url", url) as gateway:
             await gateway.ready(1)
             status = await gateway.until(lambda status: status["replicas"][0]["events"] == "unobserved", seconds=2)
             problems = status["replicas"][0]["problems"]

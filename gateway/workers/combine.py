@@ -1,0 +1,113 @@
+"""What several workers say, as one: their pages of metrics and their statuses. Pure.
+
+A page of metrics keeps the workers apart by a label, as Prometheus keeps gateways apart by `instance`: a worker that is replaced begins at
+zero, and a sum made here would then fall, which no `rate()` understands. A status is for people, who want one answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..telemetry.metrics import Metrics
+from ..telemetry.view import counted, counted_of
+
+# Which state counts where workers differ, or the supervisor, which alone sees the process of an engine that was launched: the first of
+# these. So a replica is ready once it is ready for all, and drained once it is drained for all.
+STATES = ("draining", "starting", "warming", "failed", "degraded", "ready", "stopped")
+SUMS = ("inflight", "prefill_tokens", "context_tokens")
+
+
+def pages(by_worker: Mapping[str, bytes], own: bytes) -> bytes:
+    """One page of metrics out of the workers', whose samples get the label `worker`, and the supervisor's own."""
+    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # name -> what is said of it, samples
+    for worker, page in [*by_worker.items(), ("", own)]:
+        said, samples = [], []
+        for line in page.splitlines():
+            if line.startswith(b"# "):
+                name = line.split(b" ", 3)[2]
+                said, samples = families.setdefault(name, ([], []))
+                if line not in said:
+                    said.append(line)
+            elif line:
+                samples.append(_labelled(line, worker) if worker else line)
+    return b"".join(b"\n".join([*said, *samples, b""]) for said, samples in families.values())
+
+
+def _labelled(sample: bytes, worker: str) -> bytes:
+    name, brace, rest = sample.partition(b"{")
+    label = b'worker="' + worker.encode() + b'"'
+    if brace and b" " not in name:
+        return name + b"{" + label + b"," + rest
+    name, _, rest = sample.partition(b" ")
+    return name + b"{" + label + b"} " + rest
+
+
+def statuses(found: Sequence[Mapping[str, Any]], launched: Mapping[str, Mapping[str, Any]], shadows: Sequence[str], own: Mapping[str, Any]) -> dict[str, Any]:
+    """One status out of the workers'. `found`: as `worker.WorkerAdmin.counted` answers, at least one; `launched`: what the supervisor
+    knows of its engines, by replica; `own`: fields that are the supervisor's to say."""
+    metrics = Metrics()
+    for one in found:
+        metrics.add(one["counts"])
+    each = [one["status"] for one in found]
+    ids = dict.fromkeys(replica["id"] for status in each for replica in status["replicas"])
+    views = {id: [replica for status in each for replica in status["replicas"] if replica["id"] == id] for id in ids}
+    numbers = counted_of(metrics, ids)
+    replicas = [{**_replica(views[id], launched.get(id)), **numbers[id]} for id in ids]
+    why_not = next((status["why_not"] for status in each if not status["ready"]), None)
+    return {
+        **each[0],
+        "models": sorted({name for status in each for name in status["models"]}),
+        "ready": why_not is None,
+        "why_not": why_not,
+        **counted(metrics, shadows, replicas),
+        "map": _map([status["map"] for status in each]),
+        "background_failures": _failures(status["background_failures"] for status in each),
+        "replicas": replicas,
+        **own,
+    }
+
+
+def _replica(views: Sequence[Mapping[str, Any]], launched: Mapping[str, Any] | None) -> dict[str, Any]:
+    said = min(views, key=lambda view: STATES.index(view["state"]))
+    problems = list(dict.fromkeys(problem for view in views for problem in view["problems"]))
+    merged = {**said, "problems": problems, **{name: sum(view[name] for view in views) for name in SUMS}}
+    if launched is not None:
+        merged |= {name: launched[name] for name in ("managed", "pid", "restarts")}
+        if STATES.index(launched["state"]) <= STATES.index(said["state"]):
+            merged |= {name: launched[name] for name in ("state", "reason", "since_seconds")}
+    return merged
+
+
+def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Each worker has the whole map: blocks are those of the fullest one, bytes are those of all."""
+    redis = [one["redis"] for one in each]
+    alone = next((one for one in redis if not one["ledger_joined"]), redis[0])
+    shared = {"ledger_joined": alone["ledger_joined"], "ledger_reason": alone["ledger_reason"]}
+    if "reachable" in redis[0]:
+        shared |= {
+            "place": redis[0]["place"],
+            "deployment": redis[0]["deployment"],
+            "reachable": all(one["reachable"] for one in redis),
+            "trouble": next((one["trouble"] for one in redis if one["trouble"]), redis[0]["trouble"]),
+            "leases": sum(one["leases"] for one in redis),
+            "lag_seconds": max(one["lag_seconds"] for one in redis),
+        }
+    return {
+        "blocks": max(one["blocks"] for one in each),
+        "bytes": sum(one["bytes"] for one in each),
+        "budget_bytes": sum(one["budget_bytes"] for one in each),
+        "evicted": sum(one["evicted"] for one in each),
+        "redis": shared,
+    }
+
+
+def _failures(each: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """How often each kind of background work failed in all workers, and how it failed last."""
+    merged: dict[str, dict[str, Any]] = {}
+    for failures in each:
+        for kind, one in failures.items():
+            other = merged.get(kind, {"failures": 0, "seconds_ago": float("inf")})
+            last = min(one, other, key=lambda known: known["seconds_ago"])
+            merged[kind] = {**last, "failures": one["failures"] + other["failures"]}
+    return merged

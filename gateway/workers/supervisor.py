@@ -1,0 +1,333 @@
+"""The supervisor of workers: it starts them, replaces those that end, and has what there is one of.
+
+That is the port, which it holds while no worker listens; the admin side; the engines that are launched, which workers adopt by URL and
+watch for themselves; and the Redis that workers share, unless `--redis-url` names one. No request of a client passes through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import orjson
+
+from cachemap.map import LEAST_BUDGET
+from replicas import Fleet
+from replicas import profile as profiles
+from replicas.replica import parse_url, url_of
+
+from ..admin.guard import Guard
+from ..config import ConfigError, Settings, admin_headers, kept_replicas, known_urls, read_token
+from ..lifetime import cannot_listen, greeting, run
+from ..model import launch_profile, model_and_name
+from ..telemetry import traces
+from ..telemetry.metrics import lines
+from .admin import WorkersAdmin
+from .combine import statuses
+from .member import GONE, Member, how
+from .private_redis import PrivateRedis
+
+log = logging.getLogger("hitherto.workers")
+
+PAUSES = (0.1, 30.0)  # seconds before a worker that ended is replaced, doubling while none lives ...
+SETTLED = 10.0  # ... this long
+# Seconds that a worker which replaces another one waits for its first replica before it takes connections: its siblings have theirs.
+PATIENCE = 10.0
+HANGS = 30.0  # seconds without a word after which a worker that listens is killed
+STOP_SECONDS = 5.0  # beyond the time to drain: for spans and leases
+LONGEST_FOLDER = 80  # characters; a unix socket's path has 107
+COSTS_SECONDS = 5.0
+
+
+class Workers:
+    """All of them, from `start` to `stop`."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        traces.receiver()  # what is wrong with it is said before anything is started
+        self.admin_headers = {**admin_headers(settings), "Host": "localhost"}
+        self.kept = kept_replicas(settings)
+        self.profile = launch_profile(settings)
+        self.urls: dict[str, str] = {}  # of the replicas there are, by id
+        self.drained: set[str] = set()  # by an operator
+        self.members: dict[int, Member] = {}
+        self.restarts = 0
+        self.fleet = Fleet(self._inflight, self._waited, drain_timeout=settings.drain_timeout_s, model=settings.served_model_name, authorities=settings.replica_ca)
+        self.admin = WorkersAdmin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
+        self.beginning = asyncio.Lock()
+        self.port = self.admin_port = 0
+        self._folder = _folder()
+        self._redis: PrivateRedis | None = None
+        self._held: list[socket.socket] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._made: list[asyncio.Future[None]] = []
+        self._listening: list[asyncio.Future[None]] = []
+        self._launched = asyncio.Event()
+        self._stopping = self._has_admin = False
+        self._begun = monotonic()
+
+    @property
+    def greeting(self) -> str:
+        return f"{greeting(self.settings, self.port, self.admin_port)}; {self.settings.workers} workers"
+
+    @property
+    def live(self) -> list[Member]:
+        return [member for _, member in sorted(self.members.items()) if member.live]
+
+    @property
+    def told(self) -> list[Member]:
+        return [member for _, member in sorted(self.members.items()) if member.told]
+
+    # --- start and stop
+
+    async def start(self) -> None:
+        """Returns when all workers take connections; ConfigError if something is wrong with the settings, before any engine is started."""
+        try:
+            await self._start()
+        except BaseException as error:
+            await self.stop(0)
+            if isinstance(error, profiles.ProfileError):
+                raise ConfigError(f"--profile {error}") from None
+            raise
+
+    async def _start(self) -> None:
+        settings = self.settings
+        try:
+            self._held, self.port = await hold(settings.host, settings.port)
+        except OSError as error:
+            raise cannot_listen(settings, error) from None
+        self.admin_port = await self.admin.start(settings.admin_host, settings.admin_port)
+        self._has_admin = True
+        redis_url = settings.redis_url
+        if redis_url is None:
+            self._redis = PrivateRedis(self._folder)
+            await self._redis.start()
+            redis_url = self._redis.url
+        for url in known_urls(settings):
+            self.urls[parse_url(url).id] = url
+        directory, name = model_and_name(settings, self.profile)
+        count, loop = settings.workers, asyncio.get_running_loop()
+        each = settings.model_copy(update={
+            "port": self.port, "workers": 1, "launch": 0, "replica_url": (), "replica_file": None, "redis_url": redis_url,
+            "model": settings.model or (str(directory) if directory else None),
+            "cache_budget": max(LEAST_BUDGET, settings.cache_budget // count), "request_budget": settings.request_budget // count or 1,
+        })  # fmt: skip
+        self._made = [loop.create_future() for _ in range(count)]
+        self._listening = [loop.create_future() for _ in range(count)]
+        self._tasks = [asyncio.create_task(self._keep(index, each.model_dump(mode="json")), name=f"worker {index}") for index in range(count)]
+        await all_of(self._made)
+        if settings.launch:
+            for replica in await self.fleet.launch(settings.launch, self.profile, directory, name):
+                engine = self.fleet.engines[replica.engine]
+                self.urls[replica.engine] = url_of(engine.lead.url, engine.watch.given, engine.watch.model)
+        self._launched.set()
+        await all_of(self._listening)
+        self._tasks.append(asyncio.create_task(self._watch(), name="watch workers"))
+
+    async def stop(self, seconds: float) -> None:
+        """Workers refuse new requests and end those they have for up to `seconds`; then everything that was started ends."""
+        self._stopping = True
+        self._launched.set()  # no worker is to wait for engines any more
+        for member in self.members.values():
+            if member.live:
+                member.tell(drain=seconds)
+            else:
+                member.kill()
+        for task in self._tasks:
+            if task.get_name() == "watch workers":
+                task.cancel()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=seconds + STOP_SECONDS)
+            for member in self.members.values() if late else ():
+                member.kill()
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.fleet.stop()
+        if self._redis is not None:
+            await self._redis.stop()
+        if self._has_admin:
+            await self.admin.stop()
+        for one in self._held:
+            one.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def cut(self) -> None:
+        for member in self.members.values():
+            member.tell(cut=True)
+
+    # --- workers
+
+    async def _keep(self, index: int, settings: dict[str, Any]) -> None:
+        """One worker after another in this place, as long as the supervisor lives."""
+        pause, patience = PAUSES[0], 0.0
+        while not self._stopping:
+            try:
+                member = self.members[index] = await Member.start(index, self._folder / f"worker-{index}.sock", settings, await self._costs())
+            except OSError as error:
+                log.error("worker %d cannot be started: %s", index, error)
+                await asyncio.sleep(PAUSES[1])
+                continue
+            wrong = await self._bring_up(member, patience)
+            code = await member.ended()
+            del self.members[index]
+            if self._stopping:
+                return
+            if not self._listening[index].done():
+                (self._listening if self._made[index].done() else self._made)[index].set_exception(wrong)
+                return
+            if monotonic() - member.begun > SETTLED:
+                pause = PAUSES[0]
+            log.warning("worker %d (process %d) ended with %s, and its clients' connections with it; another one is started in %g s%s",
+                        index, member.process.pid, how(code), pause, f": {wrong}" if wrong else "")  # fmt: skip
+            self.restarts += 1
+            await asyncio.sleep(pause)
+            pause, patience = min(2 * pause, PAUSES[1]), PATIENCE
+
+    async def _bring_up(self, member: Member, patience: float) -> ConfigError | None:
+        """Until it takes connections; why it never did."""
+        try:
+            await member.has("made")
+            settle(self._made[member.index])
+            await self._launched.wait()
+            async with self.beginning:
+                member.tell(urls=list(self.urls.values()), drained=sorted(self.drained), patience=patience)
+                await member.has("begun")
+                member.told = True
+            await member.has("listens")
+        except ConfigError as error:
+            return error
+        member.live = True
+        if self._stopping:
+            member.tell(drain=0.0)
+        if self._listening[member.index].done():
+            log.info("worker %d (process %d) has taken its place", member.index, member.process.pid)
+        settle(self._listening[member.index])
+        return None
+
+    async def _costs(self) -> dict[str, Any] | None:
+        """What a sibling has learned of replicas, for a worker that is new; None if there is no sibling, or it does not say."""
+        for member in self.live:
+            try:
+                found = await member.ask("GET", "/worker/costs", list(self.admin_headers.items()), b"", COSTS_SECONDS)
+            except GONE:
+                continue
+            if found.status == 200:
+                return orjson.loads(found.body)
+        return None
+
+    async def _watch(self) -> None:
+        """The kernel goes on giving connections to a worker that is stuck, and nobody else would see it."""
+        while True:
+            await asyncio.sleep(1)
+            for member in self.live:
+                if monotonic() - member.heard > HANGS:
+                    log.error("worker %d (process %d) has said nothing for %g s and is killed", member.index, member.process.pid, HANGS)
+                    member.kill()
+
+    # --- of engines that are launched
+
+    def _inflight(self, replica: str) -> int:
+        return sum(member.loads[replica][0] for member in self.told if replica in member.loads)
+
+    def _waited(self, replica: str) -> float:
+        return max((member.loads[replica][1] for member in self.told if replica in member.loads), default=0.0)
+
+    async def up_to_date(self) -> None:
+        """Wait until each worker has said anew what it has on replicas: twice, since one message may be on its way."""
+        before = {member: member.beats for member in self.live}
+        deadline = monotonic() + COSTS_SECONDS
+        while monotonic() < deadline and any(member.live and member.beats < beats + 2 for member, beats in before.items()):
+            await asyncio.sleep(0.02)
+
+    # --- what the admin side asks
+
+    def status(self, found: Sequence[tuple[Member, dict[str, Any]]]) -> dict[str, Any]:
+        said = {member.index: told for member, told in found}
+        workers = [self._worker(member, said.get(member.index)) for _, member in sorted(self.members.items())]
+        launched = {
+            id: {"managed": True, "pid": one.pid, "restarts": one.restarts, "state": str(one.state), "reason": one.reason, "since_seconds": round(monotonic() - one.since, 3)}
+            for id, one in self.fleet.replicas.items()
+        }
+        return statuses([told for _, told in found], launched, self.settings.shadow, {"uptime_seconds": round(monotonic() - self._begun, 3), "workers": workers})
+
+    def _worker(self, member: Member, said: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            "worker": member.index,
+            "pid": member.process.pid,
+            "ready": bool(member.live and said and said["status"]["ready"]),
+            "connections": said["connections"] if said else 0,
+            "requests": said["status"]["totals"]["requests"] if said else 0,
+            "up_seconds": round(monotonic() - member.begun, 3),
+        }
+
+    def metrics(self) -> bytes:
+        """The supervisor's own part of the page."""
+        up = {str(index): float(index in self.members and self.members[index].live) for index in range(self.settings.workers)}
+        restarts = {id: one.restarts for id, one in self.fleet.replicas.items()}
+        return "".join(lines({"worker_up": up, "worker_restarts": self.restarts, "replica_restarts": restarts})).encode()
+
+
+async def all_of(futures: Sequence[asyncio.Future[None]]) -> None:
+    """Wait for all; raise what the first of those that failed failed with."""
+    for error in filter(None, await asyncio.gather(*futures, return_exceptions=True)):
+        raise error
+
+
+def settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def hold(host: str, port: int) -> tuple[list[socket.socket], int]:
+    """Sockets that keep a port for workers, on every address of the host, without listening there. OSError if it is taken: another process
+    of this user could listen there as well, and would get a part of the connections."""
+    loop, held = asyncio.get_running_loop(), []
+    found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        for kind, *_, address in dict.fromkeys(found):
+            if port:
+                bound(kind, (address[0], port, *address[2:]), shared=False).close()
+            held.append(bound(kind, (address[0], port, *address[2:]), shared=True))
+            port = held[-1].getsockname()[1]
+    except BaseException:
+        for one in held:
+            one.close()
+        raise
+    return held, port
+
+
+def bound(kind: int, address: tuple, shared: bool) -> socket.socket:
+    one = socket.socket(kind, socket.SOCK_STREAM)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if kind == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        one.bind(address)
+    except BaseException:
+        one.close()
+        raise
+    return one
+
+
+def _folder() -> Path:
+    """Where sockets are that only this user may connect to."""
+    try:
+        place = tempfile.gettempdir()
+        return Path(tempfile.mkdtemp(prefix="hitherto-", dir=place if len(place) < LONGEST_FOLDER else "/tmp"))
+    except OSError as error:
+        raise ConfigError(f"--workers: workers need a folder for their sockets, and none can be made: {error.strerror or error}. Set TMPDIR to one that can be written") from None
+
+
+def serve(settings: Settings) -> int:
+    """Run workers until a signal; returns the exit code. Raises ConfigError before anything is started."""
+    return run(settings, lambda: Workers(settings))

@@ -106,12 +106,12 @@ class BlockTable(Room):
             number = chain.item(0) - 1  # as a rule, and 5 us quicker
             if self.hashes.item(number) != parent:
                 number = self.index.at(parent)
-        age = self._epoch - int(self.epochs[number]) & 0xFF if number else 0
+        age = self.epoch - int(self.epochs[number]) & 0xFF if number else 0
         if age:
             now = self._ages(chain)
-            self.epochs[chain] = self._epoch - np.minimum(now, age) & 0xFF
+            self.epochs[chain] = self.epoch - np.minimum(now, age) & 0xFF
         else:
-            self.epochs[chain] = self._epoch
+            self.epochs[chain] = self.epoch
 
     def remove(self, slot: int, tags: np.ndarray) -> np.ndarray:
         """The replica no longer holds these; gives the hashes of those it had."""

@@ -9,43 +9,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from cachemap.memory import PRIVATE, Memory
+from cachemap.memory import zeros
 
 U64 = np.uint64
 ROWS = 1 << 13  # at first, of 64 bits
 BITS = [tuple(i for i in range(8) if byte >> i & 1) for byte in range(256)]
 
 
-class Masks:
-    """The sets as readers see them: an array of 64-bit words whose first says how many words a row has."""
+class HolderSets:
+    """The distinct sets. `uses` counts for each the blocks that have it; one without any goes."""
 
-    def __init__(self, words: np.ndarray):
-        self.words = words
-
-    @property
-    def width(self) -> int:
-        return int(self.words[0]) or 1
-
-    def mask(self, number: int) -> int:
-        """The set's members, a bit each."""
-        if not number:
-            return 0
-        width = self.width
-        at = 1 + number * width
-        return int(self.words[at]) if width == 1 else int.from_bytes(self.words[at : at + width].tobytes(), "little")
-
-
-class HolderSets(Masks):
-    """The sets as their one writer knows them. `uses` counts for each the blocks that have it; one without any goes."""
-
-    def __init__(self, memory: Memory = PRIVATE):
-        self._memory = memory
+    def __init__(self) -> None:
         self._masks = [0]
         self.uses = [0]
         self._numbers = {0: 0}
         self._free: list[int] = []
-        super().__init__(memory.zeros(1 + ROWS, U64))
-        self.words[0] = 1
+        self._rows = zeros(ROWS, U64).reshape(-1, 1)  # the same masks, so that many can be looked at together
+
+    @property
+    def width(self) -> int:
+        """Words of 64 bits in a row."""
+        return self._rows.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -63,20 +47,15 @@ class HolderSets(Masks):
             self._lay_out(width, max(2 * len(self._masks), ROWS // width))
 
     def _lay_out(self, width: int, rows: int) -> None:
-        before = self._rows()[: len(self._masks)]
-        self.words = self._memory.zeros(1 + rows * width, U64)
-        self.words[0] = width
-        self._rows()[: len(before), : before.shape[1]] = before
-        self._memory.laid_out()
-
-    def _rows(self) -> np.ndarray:
-        return self.words[1:].reshape(-1, self.width)
+        before = self._rows[: len(self._masks)]
+        self._rows = zeros(rows * width, U64).reshape(rows, width)
+        self._rows[: len(before), : before.shape[1]] = before
 
     def has(self, numbers: np.ndarray, slot: int) -> np.ndarray:
         """Whether each of these sets has the replica. Mostly all are the same one."""
         if (numbers == numbers[:1]).all():
             return np.full(len(numbers), len(numbers) and self._masks[numbers.item(0)] >> slot & 1, bool)
-        words = self._rows()[:, slot >> 6].take(numbers)
+        words = self._rows[:, slot >> 6].take(numbers)
         return (words >> U64(slot & 63) & U64(1)).view(np.int64).astype(bool)
 
     def empty(self, numbers: np.ndarray) -> np.ndarray:
@@ -112,14 +91,12 @@ class HolderSets(Masks):
             self._masks[number] = mask
         else:
             number = len(self._masks)
-            if number == len(self._rows()):
+            if number == len(self._rows):
                 self._lay_out(self.width, 2 * number)
             self._masks.append(mask)
             self.uses.append(0)
         self._numbers[mask] = number
-        width = self.width
-        at = 1 + number * width
-        self.words[at : at + width] = np.frombuffer(mask.to_bytes(8 * width, "little"), U64)
+        self._rows[number] = np.frombuffer(mask.to_bytes(8 * self.width, "little"), U64)
         return number
 
     def leave(self, number: int, count: int) -> None:
@@ -138,7 +115,7 @@ class HolderSets(Masks):
         """The replica leaves all sets; 0.5 us for each that has it, however many blocks have those.
 
         Two sets may be equal from then on. That does no harm: each block has one, and both go in time."""
-        rows = self._rows()[: len(self._masks)]
+        rows = self._rows[: len(self._masks)]
         column, bit = rows[:, slot >> 6], U64(1 << (slot & 63))
         with_it = (column & bit).nonzero()[0]
         column[with_it] &= ~bit

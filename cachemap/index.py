@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from cachemap.memory import PRIVATE, Memory
 from cachemap.table import MIX, MIX_SHIFT, U64, Buckets, ones
 
 
@@ -17,28 +16,14 @@ class Index(Buckets):
 
     __slots__ = ("_mark_shift", "_number_bits", "hashes")
 
-    def __init__(self, capacity: int, number_bits: int, hashes: np.ndarray, memory: Memory = PRIVATE):
-        super().__init__(capacity, number_bits, memory, np.uint32)
-        self._set(number_bits, hashes)
-
-    def _set(self, number_bits: int, hashes: np.ndarray) -> None:
+    def __init__(self, capacity: int, number_bits: int, hashes: np.ndarray):
+        super().__init__(capacity, number_bits, np.uint32)
         self.hashes = hashes
         self._number_bits = number_bits
         self._mark_shift = 32 + number_bits  # of a hash, what is left are the bits above the number
 
-    @classmethod
-    def over(cls, words: np.ndarray, passed: np.ndarray, spilled: np.ndarray, number_bits: int, hashes: np.ndarray) -> Index:
-        """Another process's, to be looked things up in."""
-        self = cls.__new__(cls)
-        self.words, self.rows, self.passed, self.spilled = words, words.reshape(-1, 8), passed, spilled
-        self._buckets, self._payload_bits = U64(len(self.rows)), np.uint32(number_bits)
-        self._spills = 1  # not known here: look
-        self.wider = None
-        self._set(number_bits, hashes)
-        return self
-
     def _like(self, capacity: int) -> Index:
-        return Index(capacity, self._number_bits, self.hashes, self._memory)
+        return Index(capacity, self._number_bits, self.hashes)
 
     def numbers(self, tags: np.ndarray) -> np.ndarray:
         """The number of each block, 0 where it is unknown."""

@@ -1,12 +1,8 @@
-"""Lookup: the side of a block table that is read, and all of it that other processes see.
+"""Lookup: the side of a block table that is read.
 
 A block is a number. Beside one another, by number, lie the blocks' hashes, the numbers of their holder sets, and the
 epochs of their last use; an `Index` finds the number of a hash. Blocks that came together have consecutive numbers, so
 most of a prompt is one comparison of its hashes with those behind the first one's number, and no search at all.
-
-The arrays may lie in memory that several processes map: one writes (`BlockTable`), the others read without locks. What
-they read while it is being written may be torn: a block seems absent, or held by whoever holds another block. It is read
-once, for one choice.
 """
 
 from array import array
@@ -14,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from cachemap.holders import HolderSets, Masks, spread
+from cachemap.holders import HolderSets, spread
 from cachemap.index import Index
-from cachemap.memory import PRIVATE, Memory
+from cachemap.memory import zeros
 from cachemap.table import U64
 
 NO_BLOCKS = np.empty(0, U64)
@@ -55,28 +51,12 @@ class Found:
 class Lookup:
     """One tier's blocks and who holds them; at most `most` of them, for which memory is taken as they come."""
 
-    def __init__(self, memory: Memory = PRIVATE, most: int = 1):
-        self._memory = memory
+    def __init__(self, most: int):
         size = most + 1  # none has the number 0
-        self.hashes = memory.zeros(size, U64)  # 0: no block has this number
-        self.sets = memory.zeros(size, np.uint32)
-        self.epochs = memory.zeros(size, np.uint8)
-        self.told = memory.zeros(2, np.int64)  # what the writer tells readers: the epoch, and whether uses are marked
-        self.index = Index(1, size.bit_length(), self.hashes, memory)
-        self.holders: Masks = HolderSets(memory)
-        memory.laid_out()
-
-    @property
-    def arrays(self) -> list[np.ndarray]:
-        """What readers need, as `look_at` takes it; only the first may be written by them."""
-        index = self.index
-        return [self.epochs, self.told, self.hashes, self.sets, index.words, index.passed, index.spilled, self.holders.words]
-
-    def look_at(self, arrays: list[np.ndarray]) -> None:
-        """Read another process's table from now on."""
-        self.epochs, self.told, self.hashes, self.sets, words, passed, spilled, masks = arrays
-        self.index = Index.over(words, passed, spilled, len(self.hashes).bit_length(), self.hashes)
-        self.holders = Masks(masks)
+        self.hashes = zeros(size, U64)  # 0: no block has this number
+        self.sets = zeros(size, np.uint32)
+        self.index = Index(1, size.bit_length(), self.hashes)
+        self.holders = HolderSets()
 
     def prefix(self, hashes: Sequence[int]) -> Found:
         """The leading blocks that anyone holds; marks them as used now."""
@@ -105,8 +85,6 @@ class Lookup:
             there = numbers[number : number + end - at]
             same = there == wanted[at : at + len(there)]
             run = len(same) if same.all() else int(same.argmin())
-            if not run:
-                return 0  # torn
             found.add(slice(number, number + run), run)
             at, number, runs = at + run, number + run, runs + 1
             if runs > 3 and at < SHORT * runs and at < end:
@@ -118,10 +96,7 @@ class Lookup:
         return number
 
     def _used(self, found: Found) -> None:
-        """Mark them as used now. Any reader may: an epoch is a byte, and whose is the last does not matter."""
-        if self.told[1]:
-            for piece in found.pieces:
-                self.epochs[piece] = self.told[0]
+        """They were asked for now."""
 
     def reach(self, found: Found, slots: int) -> list[int]:
         """For each of `slots` replicas, how many of these leading blocks it holds in a row."""

@@ -15,7 +15,6 @@ import numpy as np
 from cachemap.blocks import NO_BLOCKS, BlockTable, Budget, u64
 from cachemap.changes import Change, Clear, Contents, Observe, Remove, Store
 from cachemap.chains import BYTES_PER_BLOCK, EngineModel
-from cachemap.memory import PRIVATE, Memory
 from cachemap.routed import Routed
 
 PREDICTED_SECONDS = 5.0  # longer than a queue and a prefill take, shorter than a cache turns over
@@ -74,14 +73,13 @@ class CacheMap:
     is done in steps of at most some milliseconds, with each call (see bench/scale.py).
     """
 
-    def __init__(self, budget_bytes: int, predicted_seconds: float = PREDICTED_SECONDS, memory: Memory = PRIVATE):
+    def __init__(self, budget_bytes: int, predicted_seconds: float = PREDICTED_SECONDS):
         if budget_bytes < LEAST_BUDGET:
             raise ValueError(f"budget_bytes is {budget_bytes}, the least is {LEAST_BUDGET} (1 MiB)")
         self._routed = Routed(predicted_seconds)
         self._chain_budget = budget_bytes // 4  # predicted and modelled blocks
         self._budget = Budget(budget_bytes - self._chain_budget)
-        self._memory = memory
-        self._gpu = BlockTable(self._budget, memory)
+        self._gpu = BlockTable(self._budget)
         self._lower: dict[str, BlockTable] = {}
         self._replicas: list[_Replica | None] = []
         self._live: list[tuple[int, _Replica]] = []
@@ -165,13 +163,10 @@ class CacheMap:
         """
         replica, (last, confirmed) = self._replica(slot), self._last
         if not replica.observed or last is not hashes or slot >= len(confirmed) or confirmed[slot] < len(hashes):
-            self._expected(slot, replica, hashes, now)
-
-    def _expected(self, slot: int, replica: _Replica, hashes: Sequence[int], now: float) -> None:
-        if replica.observed:
-            self._routed.add(slot, hashes, now)
-        else:
-            replica.model.add(hashes)
+            if replica.observed:
+                self._routed.add(slot, hashes, now)
+            else:
+                replica.model.add(hashes)
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
         """The replica refused a prompt that was expected there at `now`, of which `held` blocks were taken to be there before."""
@@ -241,13 +236,9 @@ class CacheMap:
         if replica.copies:
             tags = u64(tag for tag in tags.tolist() if not replica.fewer(tier, tag))
         hashes = self._table(tier).remove(slot, tags)
-        if tier == "gpu":
-            self._dropped(slot, replica, hashes)
-        return len(hashes)
-
-    def _dropped(self, slot: int, replica: _Replica, hashes: np.ndarray) -> None:
-        if self._routed:
+        if tier == "gpu" and self._routed:
             self._routed.discard(slot, array("Q", hashes.tobytes()))
+        return len(hashes)
 
     def _clear(self, slot: int, replica: _Replica) -> None:
         for table in (self._gpu, *self._lower.values()):
@@ -358,7 +349,7 @@ class CacheMap:
         if table is None:
             if tier not in LOWER_TIERS:
                 raise ValueError(f"tier {tier!r} is none of gpu, {', '.join(LOWER_TIERS)}")
-            table = self._lower[tier] = BlockTable(self._budget, self._memory)
+            table = self._lower[tier] = BlockTable(self._budget)
             for slot, replica in enumerate(self._replicas):
                 if replica is not None:
                     table.attach(slot, 0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from cachemap.lookup import Found, Lookup
-from cachemap.memory import LARGE, PRIVATE, Memory
+from cachemap.memory import LARGE, give_back, zeros
 from cachemap.numbers import Numbers
 from cachemap.table import FILL, U64, Buckets, distinct
 
@@ -53,8 +53,8 @@ class Room(Lookup):
     """A table that grows and sheds. For each replica, `aliases` translates the engine's own key of a
     block to the block's number: one word of fingerprint and number."""
 
-    def __init__(self, budget: Budget, memory: Memory = PRIVATE):
-        super().__init__(memory, min(budget.total // LEAST_BYTES, MOST_BLOCKS))
+    def __init__(self, budget: Budget):
+        super().__init__(min(budget.total // LEAST_BYTES, MOST_BLOCKS))
         self._budget = budget
         self._numbers = Numbers()
         self._number_bits = max(NUMBER_BITS, len(self.hashes).bit_length())
@@ -72,9 +72,9 @@ class Room(Lookup):
         self._outgrown: deque[np.ndarray] = deque()  # arrays whose memory is being given back,
         self._given = 0  # and how much of the first is
         self._shedding: dict[int | None, Iterator[bool]] = {}  # passes that are under way
-        self._epoch = 0
-        self._used_in_epoch = 0
-        self._pressed = False
+        self.epochs = zeros(len(self.hashes), np.uint8)  # of each block's last use
+        self.epoch, self._used_in_epoch = 0, 0
+        self.marks_uses = False  # before a table is half full, nothing is evicted soon
         self.evicted = 0
         self.refused = 0
         budget.tables.append(self)
@@ -118,7 +118,7 @@ class Room(Lookup):
     def _clean(self) -> None:
         """The next step of what `clear` and growth left to do."""
         if self._outgrown:
-            self._given = self._memory.give_back(self._outgrown[0], self._given)
+            self._given = give_back(self._outgrown[0], self._given)
             if not self._given:
                 self._outgrown.popleft()
         if self._left:
@@ -137,13 +137,13 @@ class Room(Lookup):
     # ---- use ----
 
     def _used(self, found: Found) -> None:
-        if self._pressed:
+        if self.marks_uses:
             for piece in found.pieces:
-                self.epochs[piece] = self._epoch
+                self.epochs[piece] = self.epoch
             self._tick(found.count)
 
     def _ages(self, numbers: np.ndarray) -> np.ndarray:
-        return self._epoch - self.epochs[numbers].astype(np.int64) & 0xFF
+        return self.epoch - self.epochs[numbers].astype(np.int64) & 0xFF
 
     def _tick(self, used: int) -> None:
         """Count uses. In each epoch one in 64 of all ages is cut, so that none wraps."""
@@ -151,11 +151,11 @@ class Room(Lookup):
         if self._used_in_epoch * EPOCHS < self._numbers.top:
             return
         self._used_in_epoch = 0
-        self._epoch = self.told[0] = self._epoch + 1 & 0xFF
-        for start in range(self._epoch % EPOCHS * DATED, self._numbers.top, EPOCHS * DATED):
+        self.epoch = self.epoch + 1 & 0xFF
+        for start in range(self.epoch % EPOCHS * DATED, self._numbers.top, EPOCHS * DATED):
             piece = slice(start, start + DATED)
-            ages = np.minimum(np.uint8(self._epoch) - self.epochs[piece], np.uint8(OLDEST))
-            self.epochs[piece] = np.uint8(self._epoch) - ages
+            ages = np.minimum(np.uint8(self.epoch) - self.epochs[piece], np.uint8(OLDEST))
+            self.epochs[piece] = np.uint8(self.epoch) - ages
 
     # ---- blocks come and go ----
 
@@ -168,7 +168,7 @@ class Room(Lookup):
         if len(twins):
             self.hashes[twins] = 0
             self._numbers.give(twins)
-        self.epochs[known] = self._epoch - OLDEST & 0xFF
+        self.epochs[known] = self.epoch - OLDEST & 0xFF
         return known
 
     def _end(self) -> int:
@@ -216,7 +216,7 @@ class Room(Lookup):
         if self.index.room < more:
             self._widen_index(more)
         left = self._budget.left
-        self._pressed = self.told[1] = left < self._budget.total / 2  # before, nothing is evicted soon
+        self.marks_uses = left < self._budget.total / 2
         if left >= 0 and self._has_room(more):
             return True
         self._shed(None, lambda: self._has_room(more) and self._budget.left >= 0)
@@ -260,7 +260,6 @@ class Room(Lookup):
         if index is not self.index:
             self._retire(self.index)
             self.index = index
-            self._memory.laid_out()
 
     def _retire(self, table: Buckets) -> None:
         """Nobody needs it any more. Its memory is given back with later calls: 13 ms at once, of an index of 39 M words."""
@@ -319,11 +318,11 @@ class Room(Lookup):
             some = alias.payloads(alias.words[:SAMPLE].nonzero()[0])
         if not len(some):
             return
-        oldest, begun = _nth_oldest(self._ages(some), len(some) // SHED), self._epoch
+        oldest, begun = _nth_oldest(self._ages(some), len(some) // SHED), self.epoch
         for one in list(self.aliases) if slot is None else [slot]:
             start = 0
             while one in self.aliases and start < len(self.aliases[one].words):
-                since = self._epoch - begun & 0xFF
+                since = self.epoch - begun & 0xFF
                 self._shed_piece(one, start, min(oldest + since, OLDEST))
                 start += CHUNK
                 yield True

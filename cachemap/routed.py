@@ -2,7 +2,7 @@
 
 One tree for all replicas, so a look-up walks it once however many they are; beside each segment a stamp for each
 replica that it was sent to. Against a dict entry a block for each replica, adding a prompt of 110 blocks takes a sixth of the
-instructions, which counts twice where several processes tell each other (`ring`).
+instructions.
 """
 
 from array import array

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cachemap.memory import PRIVATE, Memory
+from cachemap.memory import zeros
 
 FILL = 0.82  # fuller, words spill; emptier, memory is wasted
 PACKED = 0.92  # how full it may become while a wider one is made: 1 word in 70 spills. The nearer
@@ -46,21 +46,20 @@ class Buckets:
     """
 
     __slots__ = (
-        "_buckets", "_laid", "_memory", "_pace", "_payload_bits", "_poured", "_spills", "count", "load",
+        "_buckets", "_laid", "_pace", "_payload_bits", "_poured", "_spills", "count", "load",
         "passed", "rows", "spilled", "wider", "words",
     )  # fmt: skip
 
-    def __init__(self, capacity: int, payload_bits: int = 0, memory: Memory = PRIVATE, dtype: type = U64):
+    def __init__(self, capacity: int, payload_bits: int = 0, dtype: type = U64):
         buckets = buckets_for(capacity)
-        self._memory = memory
         self._buckets = U64(buckets)
         self._payload_bits = dtype(payload_bits)
         self._spills = 0
-        self.words = memory.zeros(buckets * 8, dtype)
+        self.words = zeros(buckets * 8, dtype)
         self.rows = self.words.reshape(buckets, 8)
-        self.load = PRIVATE.zeros(buckets, np.uint8)
-        self.passed = memory.zeros(buckets, np.int16)
-        self.spilled = memory.zeros(buckets, np.int16)
+        self.load = zeros(buckets, np.uint8)
+        self.passed = zeros(buckets, np.int16)
+        self.spilled = zeros(buckets, np.int16)
         self.count = 0
         self.wider: Buckets | None = None
 
@@ -88,7 +87,7 @@ class Buckets:
         self._pace = 1 + (len(self.words) + len(self.wider.words) // LAID) * 9 // (8 * spare)
 
     def _like(self, capacity: int) -> Buckets:
-        return Buckets(capacity, int(self._payload_bits), self._memory)
+        return Buckets(capacity, int(self._payload_bits))
 
     def go_on(self, more: int) -> Buckets:
         """The next step of growth, long enough to end it before words that come `more` at a time have filled

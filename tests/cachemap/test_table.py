@@ -84,8 +84,6 @@ def test_an_index_finds_the_numbers_of_blocks(steps):
         expected = [model.get(t, 0) for t in range(1, 61)]
         assert index.numbers(u64(range(1, 61))).tolist() == expected and index.count == len(model)
         assert [index.at(t) for t in range(1, 61)] == expected
-        seen = Index.over(index.words, index.passed, index.spilled, 6, hashes)
-        assert seen.numbers(u64(range(1, 61))).tolist() == expected
 
 
 def test_full_to_its_fill_every_tag_is_found_and_hardly_any_spills():

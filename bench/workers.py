@@ -69,6 +69,12 @@ def cpu_seconds(pid: int) -> float:
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
+def below(pid: int) -> list[int]:
+    """All processes that this one started, and those that they started."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(other for child in children for other in below(child))]
+
+
 def _cpu(parties: dict[str, list[int]]) -> dict[str, list[float]]:
     return {name: [cpu_seconds(pid) for pid in pids] for name, pids in parties.items()}
 
@@ -93,7 +99,9 @@ class Gateway:
                 if joined and all(one["state"] == "ready" and (one["events"] == "live" or not events) for one in status["replicas"]):
                     break
                 await asyncio.sleep(0.1)
-        self.pids = [self._control(), *(one["pid"] for one in status.get("workers", ()))]
+        workers = [one["pid"] for one in status.get("workers", ())]
+        control = self._control()
+        self.pids = [control, *workers, *(pid for pid in below(control) if pid not in workers)]  # a Redis of their own, last
 
     def _control(self) -> int:
         """The process that has the admin port."""

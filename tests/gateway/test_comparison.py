@@ -37,8 +37,7 @@ async def answered(gateway, text: str) -> dict:
 
 
 async def prompts(gateway) -> dict[str, float]:
-    page = (await gateway.admin.get("/metrics")).text
-    return {mode: float(count) for mode, count in re.findall(r'hitherto_prompts_total\{mode="(\w+)"\} (\S+)', page)}
+    return {mode: await gateway.counted("hitherto_prompts_total", mode=mode) for mode in ("exact", "engine", "text", "load")}
 
 
 @pytest.mark.parametrize("workers", [[], ["--workers", "2"]])

@@ -95,7 +95,7 @@ async def test_a_receiver_and_nothing_to_send_with(tmp_path):
 
 
 async def test_without_a_receiver_nothing_of_it_is_imported(engine):
-    async with running("--replica-url", engine, "--workers", "2", "--access-log", env={"PYTHONPROFILEIMPORTTIME": "1"}) as gateway:
+    async with running("--replica-url", engine, "--access-log", env={"PYTHONPROFILEIMPORTTIME": "1"}) as gateway:
         await gateway.ready(1)
         gateway.client.headers["traceparent"] = HEADER
         assert (await gateway.chat(HELLO)).status_code == 200

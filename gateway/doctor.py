@@ -71,6 +71,8 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
     if settings.redis_url is not None:
         async for finding in redis_findings(settings.redis_url, settings.deployment):
             yield finding
+    elif settings.workers > 1:
+        yield _own_redis()
     if (finding := await _traces()) is not None:
         yield finding
     async with aiohttp.ClientSession() as session, contextlib.AsyncExitStack() as stack:
@@ -132,6 +134,16 @@ def _settings(config: Config) -> Finding:
     files = sorted({source.split(":")[0] for source in given if source.startswith("file ")})
     parts = [f"{len(given)} of {len(config.sources)} settings given", *(f"read {name.removeprefix('file ')}" for name in files)]
     return Finding("ok", "config", ", ".join(parts))
+
+
+def _own_redis() -> Finding:
+    """What workers share where no Redis is named."""
+    from gateway.workers.private_redis import server
+
+    try:
+        return Finding("ok", "workers", f"share a Redis of their own, {server()}")
+    except ConfigError as error:
+        return Finding("fail", "workers", str(error))
 
 
 async def _traces() -> Finding | None:

@@ -125,6 +125,7 @@ class Member:
             pass
         finally:
             self.live = False
+            self.kill()  # what cannot be told to stop is of no use; mostly it has ended
             asyncio.get_running_loop().call_soon(self._news.set)  # once this task is done
 
 

@@ -380,6 +380,14 @@ def test_a_new_prompt_fills_three_blocks_of_any_size_and_is_new():
         assert len(pipeline.tokenizer.encode(text)) // 4 >= 3 * size
 
 
+def test_a_redis_for_workers(capsys, engines, monkeypatch):
+    flags = ("--replica-url", engines[0].url, "--workers", "2")
+    assert examine(capsys, *flags)[1]["workers"][0] == "ok"
+    monkeypatch.setattr("gateway.workers.private_redis._installed", list)
+    code, found = examine(capsys, *flags)
+    assert code == 1 and found["workers"][0] == "fail" and "pip install 'hitherto[redis-server]'" in found["workers"][1]
+
+
 def test_traces_that_arrive_and_that_do_not(capsys, engines, monkeypatch):
     class Receiver(http.server.BaseHTTPRequestHandler):
         def do_POST(self):

@@ -331,7 +331,11 @@ async def said(*flags: str, env: dict[str, str] = {}) -> tuple[int, str]:
         sys.executable, "-m", "gateway", "serve", "--workers", "2", "--launch", "1", "--port", "0", "--admin-port", "0", *flags,
         stderr=asyncio.subprocess.PIPE, env={**os.environ, **env},
     )  # fmt: skip
-    _, text = await asyncio.wait_for(process.communicate(), 60)
+    try:
+        _, text = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.kill()
     return process.returncode, text.decode()
 
 

@@ -118,7 +118,7 @@ class LeastTime:
             other = min([at for at, candidate in enumerate(candidates) if candidate.overlap < held], key=totals.__getitem__, default=None)
         lesson, index = Lesson(continues, prefix, regret or 0.0), best
         if other is not None:
-            lesson = self._with_regret(demand, lesson, (best, other), candidates, future)
+            lesson = self._with_regret(demand, lesson, (best, other), candidates, future, (terms[best], terms[other]))
             index = other if lesson.copy is not None else best
         among = range(len(totals)) if index == best else None
         if not explain:
@@ -139,7 +139,7 @@ class LeastTime:
         less = (overlaps < overlaps.item(best)).nonzero()[0] if regret is not None else ()
         if len(less):
             other = less.item(totals.take(less).argmin())
-            lesson = self._with_regret(demand, lesson, (best, other), roster, future)
+            lesson = self._with_regret(demand, lesson, (best, other), roster, future, COST.of_all(demand, (roster[best], roster[other]), future))
             index = other if lesson.copy is not None else best
         return Choice(index, lesson=lesson, among=range(len(totals)) if index == best else None, future=future)
 
@@ -188,17 +188,17 @@ class LeastTime:
         prefix = demand.hashes[int(held) // demand.block_size - 1]
         return prefix, self._regrets.get(prefix)
 
-    def _with_regret(self, demand: Demand, lesson: Lesson, pair: tuple[int, int], candidates: Sequence[Candidate], future: float) -> Lesson:
+    def _with_regret(self, demand: Demand, lesson: Lesson, pair: tuple[int, int], candidates: Sequence[Candidate], future: float,
+                     terms: Sequence[tuple[float, ...]]) -> Lesson:
         """Add to a prefix's regret what its absence on one candidate costs this request, which goes to another.
 
         A copy is due once the regret equals what computing there costs. `pair`: who holds the prefix and costs least, and who
-        costs least of those that hold less of it.
+        costs least of those that hold less of it, with their `terms`.
         """
-        holder, other = [candidates[index] for index in pair]
-        here, there = COST.of_all(demand, (holder, other), future)
-        [copied] = COST.of_all(demand, (other,), future, holder.overlap)
+        (here, there), (holder, other) = terms, pair
+        [copied] = COST.of_all(demand, (candidates[other],), future, candidates[holder].overlap)
         regret = _KEEP * lesson.regret + max(0.0, sum(here[:HELD_UP]) - sum(copied[:HELD_UP]))
-        return lesson._replace(regret=regret, copy=pair[1] if regret >= sum(there) - sum(copied) else None)
+        return lesson._replace(regret=regret, copy=other if regret >= sum(there) - sum(copied) else None)
 
 
 def exclusive_overlap(candidates: Sequence[Candidate], block_size: int) -> int:

@@ -126,6 +126,7 @@ class Dispatcher:
     def changed(self) -> None:
         """Some replica's state or models changed: who may serve what is found anew."""
         self._serving.clear()
+        self.forwarding.look()
         self.models = {name: parent for backend in self._taking(None) for name, parent in backend.replica.models.items()}
         self.adapters = frozenset(name for name, parent in self.models.items() if parent)
 

@@ -194,7 +194,7 @@ class TokenIdForwarding:
             prompt.token_ids = b""
             return body
         kind = None
-        if not self._off() and prompt.path not in (known := self._known(backend)).rejected_because:
+        if not self._differed and prompt.path not in (known := self._known(backend)).rejected_because:
             kind = known.seen(prompt.path, prompt.kind)
         if kind is not None and self._may_forward(life, kind) and (spliced := with_ids(body, prompt)) is not None:
             kind.left -= 1
@@ -231,7 +231,7 @@ class TokenIdForwarding:
 
     def _wants_check(self, known: Forwarding, kind: _Kind, prompt: Prompt) -> bool:
         """Whether this body, sent as received, is to be checked once it is answered."""
-        if known.checking is not None or prompt.path in known.rejected_because or self._off() or self._outdated(prompt) or monotonic() < kind.pause:
+        if known.checking is not None or prompt.path in known.rejected_because or self._differed or self._outdated(prompt) or monotonic() < kind.pause:
             return False
         if len(kind.bodies) >= CONFIRMATIONS:
             return not kind.left
@@ -258,7 +258,7 @@ class TokenIdForwarding:
             return
         finally:
             known.checking = None
-        if backend.gone or known is not backend.forwarding or self._outdated(prompt) or self._off() or path in known.rejected_because:
+        if backend.gone or known is not backend.forwarding or self._outdated(prompt) or self._differed or path in known.rejected_because:
             return
         if why:
             self._reject(backend, path, why)
@@ -296,17 +296,13 @@ class TokenIdForwarding:
                     backend.replica.takes_ids = known.says()
         return known
 
-    def _off(self) -> bool:
-        """Whether some replica's present process made other ids than the gateway."""
-        if not self._differed:
-            return False
+    def look(self) -> None:
+        """Some replica has come, gone or become another process."""
         gone = [id for id, (known, _) in self._differed.items() if (backend := self._backends.get(id)) is None or _forwarding(backend) is not known]
-        if gone:
-            for id in gone:
-                del self._differed[id]
-            if not self._differed:
-                self._begin_anew()
-        return bool(self._differed)
+        for id in gone:
+            del self._differed[id]
+        if gone and not self._differed:
+            self._begin_anew()
 
     def _begin_anew(self) -> None:
         log.info("token ids may be forwarded again: the replicas that made others are gone")

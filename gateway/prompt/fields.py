@@ -27,7 +27,7 @@ _LEAST, _MOST = -(2**63), 2**64 - 1        # vLLM takes no integer beyond; older
 _BRIEF_IDS = 4096                          # ids or prompts: 0.6 us each
 _LONGEST_NUMBER = 100                      # characters; 64 bits take 20
 # What engines read as an integer and the gateway only passes on.
-_INTEGERS = frozenset({
+INTEGERS = frozenset({
     "best_of", "dimensions", "logprobs", "max_logprobs", "max_tool_calls", "min_tokens", "priority", "prompt_logprobs", "seed",
     "stream_interval", "thinking_token_budget", "top_k", "top_logprobs", "truncate_prompt_tokens",
 })  # fmt: skip
@@ -124,9 +124,7 @@ def count(value: Any, key: str) -> int | None:
 
 def bounded_integers(request: dict[str, Any]) -> None:
     """Raises PromptError for numbers that no engine's integer can hold; whatever else is wrong with them, the engine says."""
-    if _INTEGERS.isdisjoint(request):
-        return
-    for key in _INTEGERS & request.keys():
+    for key in INTEGERS & request.keys():
         value = request[key]
         if isinstance(value, str):
             beyond = len(value) > _LONGEST_NUMBER or (_WHOLE.fullmatch(value) is not None and integer(value) is None)

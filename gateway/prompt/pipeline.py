@@ -23,7 +23,7 @@ from .agreement import Answer, difference, fixed_texts
 from .anthropic import Habits, from_messages, habits
 from .chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
 from .conversation import Multimodal, has_media, refuse_deep_arguments
-from .fields import Rounded, bad, boolean, bounded_integers, count, integer, packed, parse, parse_exactly, prompts_of
+from .fields import Rounded, bad, boolean, INTEGERS, bounded_integers, count, integer, packed, parse, parse_exactly, prompts_of
 from .forward import LEAST_TOKENS, kind_of
 from .model import ModelFiles, load_model
 from .offload import TakesLong
@@ -488,11 +488,6 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
     stream = get("stream")
     if stream is not None:
         prompt.stream = boolean(stream, "stream")
-    options = get("stream_options")
-    if options is not None:
-        if type(options) is not dict:
-            raise bad("'stream_options' must be an object", "stream_options")
-        prompt.include_usage = boolean(options.get("include_usage") or False, "stream_options.include_usage")
     if path == _RESPONSES or path == _MESSAGES:
         prompt.include_usage = True                # their streams always end with it
         previous = get("previous_response_id")
@@ -501,24 +496,40 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
     if limit is None:
         limit = get("max_output_tokens" if path == _RESPONSES else "max_tokens")
     prompt.max_tokens = count(limit, "max_tokens")
-    prompt.n = count(get("n"), "n") or 1
-    bounded_integers(request)
+    session = headers.get("x-session-id") if headers else None
+    if not _SELDOM.isdisjoint(request):
+        session = _seldom_given(prompt, request, session)
     given = get("prompt" if path == _COMPLETIONS else "input") if path in (_COMPLETIONS, _EMBEDDINGS) else None
     listed = type(given) is list and len(given) > 1 and type(given[0]) is not int
     prompt.several = prompt.n > 1 or listed
     prompt.copies = 0 if listed else prompt.n
+    prompt.session = session if not session or len(session) <= _LONG_SESSION else sha256(session.encode("utf-8", "replace")).hexdigest()
+    return prompt
+
+
+_SELDOM = frozenset({"stream_options", "n", "prompt_logprobs", "echo", "cache_salt", "session_id", "prompt_cache_key", "user"}) | INTEGERS
+
+
+def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) -> str | None:
+    """Fields that most requests have none of. Returns the session."""
+    get = request.get
+    options = get("stream_options")
+    if options is not None:
+        if type(options) is not dict:
+            raise bad("'stream_options' must be an object", "stream_options")
+        prompt.include_usage |= boolean(options.get("include_usage") or False, "stream_options.include_usage")
+    prompt.n = count(get("n"), "n") or 1
+    bounded_integers(request)
     prompt.reads_cache = not _wants_prompt_logprobs(request)
     salt = get("cache_salt")
     if salt is not None and type(salt) is not str:
         raise bad("'cache_salt' must be a string", "cache_salt")
-    session = headers.get("x-session-id") if headers else None
     for key in ("session_id", "prompt_cache_key", "user"):
         if session:
             break
         value = get(key)
         session = value if type(value) is str else None
-    prompt.session = session if not session or len(session) <= _LONG_SESSION else sha256(session.encode("utf-8", "replace")).hexdigest()
-    return prompt
+    return session
 
 
 def _refuse_beyond_limits(prompt: Prompt, request: dict[str, Any], context: int | None) -> None:

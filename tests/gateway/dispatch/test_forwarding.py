@@ -268,6 +268,7 @@ async def test_the_first_difference_ends_it_for_all_replicas_until_that_one_is_a
         assert "differ from ours at 40" in one.replica.takes_ids and "user" in caplog.text
         assert other.replica.takes_ids == f"{CHAT}: no, replica {one.id} makes other ids"
         first.other, one.incarnation = False, "another"
+        s.dispatcher.changed()
         await ask(s, request(turn=50))
         await ask(s, request(turn=51))
         await settled(s)

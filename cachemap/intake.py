@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 import zmq
 
 from cachemap.apply import EventApplier
-from cachemap.events import Batch, Cleared, EventError, Removed, Stored, decode
+from cachemap.events import Batch, Cleared, Decoder, EventError, Removed, Stored
 from cachemap.map import CacheMap
 from cachemap.sequence import Order, classify
 from cachemap.sockets import WAKE_SECONDS, Inbox, connected, replay
@@ -36,7 +36,7 @@ class EventIntake:
     """Follows one replica; `run` until cancelled.
 
     `endpoint` and `replay` are ZMQ addresses of the engine's PUB and ROUTER sockets;
-    `topic` is the prefix its messages must have. `model` and `block_size` must be those
+    `topic` is the prefix its messages must have; `decode` reads their payload. `model` and `block_size` must be those
     prompts are hashed with. `on_change(state, reason)` is called when `state` changes or the
     replica's blocks had to be forgotten; states are connecting, live, gap and unobserved.
     `on_unreachable()` is called when the engine's publisher cannot be reached, before the map is told so.
@@ -50,6 +50,7 @@ class EventIntake:
         endpoint: str,
         replay: str | None,
         topic: str = "",
+        decode: Decoder,
         model: str,
         block_size: int,
         on_change: Callable[[str, str], None] = lambda state, reason: None,
@@ -60,6 +61,7 @@ class EventIntake:
         self._endpoint = endpoint
         self._replay_endpoint = replay
         self._topic = topic.encode()
+        self._decode = decode
         self._on_change, self._on_unreachable = on_change, on_unreachable
         self._events = EventApplier(cache_map, slot, model, block_size)
 
@@ -135,10 +137,10 @@ class EventIntake:
         """What of this engine's events was not understood."""
         found = []
         if self.malformed:
-            found.append(f"{self.malformed} KV event batches could not be read ({self.unreadable}): its vLLM may need a newer Hitherto")
+            found.append(f"{self.malformed} KV event batches could not be read ({self.unreadable}): its engine may need a newer Hitherto")
         if self.passed_over:
             why = "; ".join(self.complaints)
-            found.append(f"{self.passed_over} KV events were passed over ({why}): its vLLM may need a newer Hitherto")
+            found.append(f"{self.passed_over} KV events were passed over ({why}): its engine may need a newer Hitherto")
         return found
 
     async def run(self) -> None:
@@ -261,7 +263,7 @@ class EventIntake:
         numbered = []
         for frames in messages:
             try:
-                numbered.append((SEQUENCE.unpack(frames[-2])[0], decode(frames[-1])))
+                numbered.append((SEQUENCE.unpack(frames[-2])[0], self._decode(frames[-1])))
             except (EventError, struct.error, IndexError) as error:
                 self.malformed += 1
                 self.unreadable = str(error)

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from cachemap import CacheMap, EventIntake
+from cachemap import CacheMap, EventIntake, events
 from cachemap.background import Background
 from policies import CostGroup, Ledger
 from replicas import Fleet, Replica, State
@@ -202,7 +202,7 @@ class Gateway:
         if backend is None:
             observed = replica.events is not None
             slot = self.slots[replica.id] = self.map.attach(replica.id, replica.num_blocks, observed)
-            backend = Backend(replica, self.dispatcher.router.add(replica.id, slot, replica.rank is not None))
+            backend = Backend(replica, self.dispatcher.router.add(replica.id, slot, replica.rank_paths))
             self.dispatcher.add(backend)
         else:  # another process behind the same address: its cache is empty
             self.map.clear(backend.slot)
@@ -226,7 +226,7 @@ class Gateway:
         # What one replica has no room for may fit another: it refuses that itself.
         pipeline.max_model_len = max((b.replica.max_model_len or 0 for b in self.dispatcher.backends.values()), default=0) or None
         if replica.version:
-            pipeline.follow(replica.version, at_once=False)  # while versions are mixed, the way of the one that came last
+            pipeline.follow(replica.version_quirks, at_once=False)  # while versions are mixed, the way of the one that came last
         size = self.settings.block_size or replica.block_size or datapath.DEFAULT_BLOCK_SIZE
         if size != pipeline.block_size:
             if any(b.replica is not replica for b in self.dispatcher.backends.values()):
@@ -252,8 +252,8 @@ class Gateway:
             directory = await loop.run_in_executor(None, model_dir, root, name)
             pipeline = await loop.run_in_executor(None, self._pipeline, directory, self.served_name)
             pipeline.block_size, pipeline.max_model_len = old.block_size, old.max_model_len
-            version = next((b.replica.version for b in self.dispatcher.backends.values() if b.replica.version), None)
-            pipeline.follow(version, at_once=False)
+            quirks = next((b.replica.version_quirks for b in self.dispatcher.backends.values() if b.replica.version), {})
+            pipeline.follow(quirks, at_once=False)
             self.model_dir, self.dispatcher.pipeline = directory, pipeline
             self._bound_bodies()
             log.info("tokenizer and chat template of %s from %s", name, directory)
@@ -282,6 +282,7 @@ class Gateway:
         following = {
             "endpoint": source.endpoint,
             "replay": source.replay,
+            "decode": backend.replica.dialect.event_decoder(events),
             "topic": "",  # all: one publisher an endpoint, and a topic nobody expected must not make us deaf
             "model": self.dispatcher.pipeline.served_name,
             "block_size": self.dispatcher.pipeline.block_size,

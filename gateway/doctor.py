@@ -33,7 +33,8 @@ from gateway.redis_check import redis_findings
 from gateway.telemetry import traces
 from gateway.trial import WORDS, Finding, Trial, trials
 from replicas.access import Access
-from replicas.adopt import Facts, Problem, described, problems_of
+from replicas.adopt import Facts, described, problems_of
+from replicas.problems import Problem
 from replicas.replica import Address, parse_url
 from replicas.tls import context_for
 
@@ -256,7 +257,7 @@ def _prompt_room(settings: Settings, directory: Path, served: str, facts: list[F
         pipeline = Pipeline(directory, served, size, chat_template=settings.chat_template)
     except (ModelError, TokenizerError) as error:
         return None, [Finding("fail", "tokenizer", str(error), "give --model a folder that holds the model's tokenizer.json")]
-    pipeline.follow(next((one.version for one in facts if one.version), None))
+    pipeline.follow(next((one.dialect.version_quirks(one.version) for one in facts if one.version), {}))
     return pipeline, [_tokenizer(pipeline), *_template(pipeline)]
 
 
@@ -362,7 +363,7 @@ def _block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) -> Fi
         return Finding("ok", "block size", f"{next(iter(sizes.values()))} tokens on {'every replica' if len(sizes) == len(replicas) else ', '.join(sizes)}")
     if settings.block_size:
         return Finding("ok", "block size", f"{settings.block_size} tokens, as set; the replicas do not tell")
-    return Finding("warn", "block size", "no replica tells it, so vLLM's usual 16 is assumed", "give --block-size as the engines were started with")
+    return Finding("warn", "block size", "no replica tells it, so the usual 16 is assumed", "give --block-size as the engines were started with")
 
 
 async def _clock(ways: dict[str, Access]) -> Finding:

@@ -195,7 +195,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     known_as = (settings.model,) if settings.model else (*(one.root for one in up), served)
     pipeline = Pipeline(model_dir(*known_as), served or "model", size, chat_template=settings.chat_template)
     pipeline.max_model_len = next((one.max_model_len for one in up if one.max_model_len), None)
-    pipeline.follow(next((one.version for one in up if one.version), None))
+    pipeline.follow(next((one.version_quirks for one in up if one.version), {}))
     prompt = pipeline.prepare(path, body, {}, adapters)
     for one in up:
         if not one.serves(prompt.model):
@@ -207,7 +207,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     cachemap = CacheMap(settings.cache_budget)
     slots = [cachemap.attach(one.id, one.num_blocks, one.events is not None) for one in up]
     await asyncio.gather(*(
-        _replay(cachemap, slot, one.events, served or "model", size)
+        _replay(cachemap, slot, one, served or "model", size)
         for slot, one in zip(slots, up, strict=True)
         if one.events and one.events.replay
     ))  # fmt: skip
@@ -224,13 +224,14 @@ def _load(replica: Any) -> Load:
     return Load(requests=running + waiting, decoding=running, waiting=scrape.waiting if scrape else None)
 
 
-async def _replay(cachemap: Any, slot: int, source: Any, served: str, size: int) -> None:
+async def _replay(cachemap: Any, slot: int, replica: Any, served: str, size: int) -> None:
     """Fill the replica's part of the map from its event history, as far as it comes in time."""
-    from cachemap import EventIntake
+    from cachemap import EventIntake, events
 
+    source, decode = replica.events, replica.dialect.event_decoder(events)
     live = asyncio.Event()
     intake = EventIntake(
-        cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", model=served, block_size=size,
+        cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", decode=decode, model=served, block_size=size,
         on_change=lambda state, reason: live.set() if state != "connecting" else None,
     )  # fmt: skip
     task = asyncio.create_task(intake.run())

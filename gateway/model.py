@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gateway.config import ConfigError, Settings
 from replicas import profile as profiles
-from replicas.profile import Profile
+from replicas.command import LaunchProfile
 
 SIM = "sim"  # what the simulated engine calls the model that comes with it
 
@@ -32,7 +32,7 @@ def model_dir(*names: str | None) -> Path:
     raise ConfigError(". ".join(wrong))
 
 
-def launch_profile(settings: Settings) -> Profile | None:
+def launch_profile(settings: Settings) -> LaunchProfile | None:
     """How engines are launched; None where none are."""
     if not settings.launch:
         return None
@@ -42,11 +42,9 @@ def launch_profile(settings: Settings) -> Profile | None:
         raise ConfigError(f"--profile {error}") from None
 
 
-def model_and_name(settings: Settings, profile: Profile | None) -> tuple[Path | None, str]:
+def model_and_name(settings: Settings, profile: LaunchProfile | None) -> tuple[Path | None, str]:
     """The folder of the model (None: it is learned from the replicas) and the name that launched engines serve it by."""
-    name = settings.model
-    if name is None and profile is not None and profile.engine == "sim":
-        name = SIM
+    name = settings.model or (profile.own_model if profile is not None else None)
     if name is None:
         return None, settings.served_model_name or "model"
     return model_dir(name), settings.served_model_name or os.path.basename(name.rstrip("/"))

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import aiohttp
 
-from cachemap import CacheMap, EventIntake
+from cachemap import CacheMap, EventIntake, events
 from gateway.comparison import Unanswered, engine_answers
 from gateway.config import Settings
 from gateway.prompt.pipeline import Pipeline
-from replicas.adopt import NO_CACHED_TOKENS, NO_REPLAY, Problem
+from replicas.problems import NO_CACHED_TOKENS, NO_REPLAY, Problem
 from replicas.replica import EventSource, Replica
 
 EVENT_SECONDS = 5.0  # vLLM publishes with the step that stores the blocks: tens of milliseconds
@@ -102,7 +102,7 @@ async def trials(trial: Trial) -> AsyncIterator[Finding]:
             yield finding
     except Locked:
         yield Finding("warn", f"trial {trial.id}", "it wants an API key, so its tokens, events and cache could not be tried",
-                      "start vLLM without --api-key (and VLLM_API_KEY) where only the gateway reaches it; clients' keys are passed on")  # fmt: skip
+                      trial.replica.dialect.remedies.models)
 
 
 async def _trials(trial: Trial) -> AsyncIterator[Finding]:
@@ -173,7 +173,7 @@ async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]
     """Send the prompt while listening; its blocks must come, and be the ones the gateway would look for."""
     subject, cachemap = f"events {trial.id}", CacheMap(64 * 2**20)
     slot = cachemap.attach(trial.id, trial.replica.num_blocks, True)
-    intake = EventIntake(cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", model=trial.served,
+    intake = EventIntake(cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", decode=trial.replica.dialect.event_decoder(events), model=trial.served,
                          block_size=trial.block_size, on_change=lambda state, reason: None)  # fmt: skip
     task = asyncio.create_task(intake.run())
     try:
@@ -215,17 +215,17 @@ def _silent(trial: Trial, source: EventSource) -> Finding:
 
 def _no_replay(trial: Trial, source: EventSource) -> Finding:
     what = f"nothing answers at {source.replay}" if source.replay else "no replay endpoint is known"
-    return Finding("warn", f"replay {trial.id}", f"{what}. {NO_REPLAY.what}", NO_REPLAY.remedy)
+    return Finding("warn", f"replay {trial.id}", f"{what}. {NO_REPLAY}", trial.replica.dialect.remedies.replay)
 
 
 def _cached_tokens(trial: Trial, reply: dict[str, Any]) -> Finding:
     subject, usage = f"cache {trial.id}", reply.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     if cached is None:
-        return Finding("warn", subject, NO_CACHED_TOKENS.what, NO_CACHED_TOKENS.remedy)
+        return Finding("warn", subject, NO_CACHED_TOKENS, trial.replica.dialect.remedies.cached_tokens)
     if not cached:
         return Finding("fail", subject, f"the same prompt of {usage.get('prompt_tokens')} tokens, sent twice, was not found in its cache",
-                       "turn prefix caching on (vLLM: --enable-prefix-caching); without it every replica is as good as any other")  # fmt: skip
+                       trial.replica.dialect.remedies.repeats)
     return Finding("ok", subject, f"found {cached} of {usage.get('prompt_tokens')} tokens of a repeated prompt")
 
 

@@ -126,10 +126,10 @@ class Router:
 
     # --- replicas
 
-    def add(self, replica: str, slot: int, ranked: bool = False) -> Candidate:
-        """A replica that requests may be placed on, the same object until `remove`; `slot` is where the map has it. `ranked`: it
-        is one rank of an engine, which a request reaches only at paths that take ranks."""
-        candidate = Candidate(replica, 0, self.ledger.add(replica), self.costs.add(replica), slot=slot, ranked=ranked)
+    def add(self, replica: str, slot: int, rank_paths: Collection[str] | None = None) -> Candidate:
+        """A replica that requests may be placed on, the same object until `remove`; `slot` is where the map has it. `rank_paths`:
+        it is one rank of an engine, and only requests posted to these paths are computed by the rank that they are sent to."""
+        candidate = Candidate(replica, 0, self.ledger.add(replica), self.costs.add(replica), slot=slot, rank_paths=rank_paths)
         self.candidates[replica] = candidate
         return candidate
 
@@ -187,7 +187,7 @@ class Router:
             self.ledger.others(decision.replica, decision.others)
             reservation = self.ledger.reserve(candidate.replica, decision.uncached, overlap + decision.uncached, decision.counted)
         placement = Placement(candidate, demand, overlap, reservation, now)
-        if demand.hashes and (demand.keeps_rank or not candidate.ranked):
+        if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
             placement.expects = True
             self.map.expect(candidate.slot, demand.hashes, now)
         if self._placed is not None:

@@ -1,6 +1,7 @@
 """The plain types a policy sees and answers with. Tokens are counts, times are seconds."""
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Sequence
 
@@ -20,7 +21,7 @@ class Demand:
     hashes: Sequence[int] = ()      # chained, of the prompt's full blocks
     draw: float = 0.0               # 0 <= draw < 1, drawn once per request: candidates that are equal are told apart by it
     reads_cache: bool = True        # its prompt is found in a cache; of one with logprobs, say, all is computed
-    keeps_rank: bool = True         # it is computed by the rank of an engine that it is sent to
+    path: str = ""                  # of the API that it is posted to
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class Candidate:
     costs: Costs
     lower: tuple[tuple[str, int], ...] = ()  # further tokens in slower tiers, after the overlap
     slot: int = -1                           # where the map of prefixes has it; -1: nowhere, or no more
-    ranked: bool = False                     # one rank of an engine
+    rank_paths: Collection[str] | None = None  # where requests are computed by this rank of its engine; None: everywhere
 
 
 class Choice(NamedTuple):

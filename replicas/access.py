@@ -10,9 +10,11 @@ from typing import Any
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from replicas.adopt import Facts, Problem, connections_noted, probe, unresolved
+from replicas.adopt import Facts, probe
+from replicas.ask import connections_noted, unresolved
+from replicas.event_source import EventSource
 from replicas.names import HostName
-from replicas.replica import EventSource
+from replicas.problems import Problem
 
 
 class Access:

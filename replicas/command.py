@@ -1,7 +1,10 @@
 """What a profile and the supervisor agree on: the model, the ports, the command line, the refusal."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, Self
+
+from replicas.event_source import EventSource
 
 
 class ProfileError(ValueError):
@@ -39,3 +42,25 @@ class Model(NamedTuple):
 class Command(NamedTuple):
     argv: list[str]
     env: dict[str, str]  # on top of the gateway's own environment
+
+
+class LaunchProfile(Protocol):
+    """How an engine is started. Each dialect has a pydantic model of its own with these."""
+
+    engine: str  # the dialect's id
+    own_model: str | None  # the model that it serves when it is given none
+    start_timeout_s: float
+
+    @property
+    def ranks(self) -> int:
+        """How many data-parallel ranks one engine has."""
+
+    def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
+        """The profile as this machine can run it, and each replica's own environment; `used`: devices that others have
+        already. Raises ProfileError."""
+
+    def command(self, host: str, ports: Ports, model: Model) -> Command:
+        """Raises ProfileError."""
+
+    def events(self, host: str, ports: Ports) -> EventSource | None:
+        """Where the engine publishes, as far as the command line fixes it; its first rank, where it has several."""

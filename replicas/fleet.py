@@ -30,7 +30,8 @@ from replicas.engine import Engine
 from replicas.health import Limits
 from replicas.lifecycle import Event, State
 from replicas.ports import holder, is_free, pick
-from replicas.profile import Command, Model, Ports, Profile
+from replicas.command import Command, LaunchProfile, Model, Ports
+from replicas.engines import by_id
 from replicas.replica import Replica, parse_url
 from replicas.supervisor import Supervisor
 from replicas.watch import Watch
@@ -105,7 +106,7 @@ class Fleet:
     async def launch(
         self,
         count: int,
-        profile: str | Profile = "sim",
+        profile: str | LaunchProfile = "sim",
         model_dir: Path | None = None,
         served_name: str | None = None,
     ) -> list[Replica]:
@@ -125,10 +126,10 @@ class Fleet:
             ]
         return [replica for engine in engines for replica in engine.replicas]
 
-    def _launch(self, profile: Profile, ports: Ports, model: Model, place: dict[str, str]) -> Engine:
+    def _launch(self, profile: LaunchProfile, ports: Ports, model: Model, place: dict[str, str]) -> Engine:
         name = f"{HOST}:{ports.http}"
         replica = Replica(name, f"http://{name}", HOST, ports.http, managed=True, since=monotonic())
-        replica.reason = "its process is being started"
+        replica.reason, replica.dialect = "its process is being started", by_id(profile.engine)
 
         def started(pid: int) -> None:
             replica.restarts += replica.state is State.FAILED
@@ -152,7 +153,7 @@ class Fleet:
 
         argv, env = profile.command(HOST, ports, model)
         command = Command(argv, {**place, **env})
-        supervisor = Supervisor(command, on_start=started, on_exit=exited, obstacle=obstacle)
+        supervisor = Supervisor(command, on_start=started, on_exit=exited, obstacle=obstacle, grammar=replica.dialect.log)
         engine = self._follow(
             replica,
             given=profile.events(HOST, ports),

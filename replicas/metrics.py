@@ -1,6 +1,6 @@
-"""The few `vllm:` series that routing needs, cut out of a /metrics page.
+"""The few series that routing needs, cut out of a /metrics page under the names that an engine gives them.
 
-A full parse of vLLM's page takes milliseconds, and a gateway reads one per replica and second.
+A full parse of an engine's page takes milliseconds, and a gateway reads one per replica and second.
 So: search for the names wanted and read those lines only. Names that are missing or have
 changed give None; older names are tried after today's.
 """
@@ -29,25 +29,35 @@ class Scrape(NamedTuple):
     generated: int | None = None  # tokens
 
 
-# What is asked for: the field, how ranks are put together, today's name, older ones.
-SERIES = (
-    ("running", sum, (b"vllm:num_requests_running",)),
-    ("waiting", sum, (b"vllm:num_requests_waiting",)),
-    ("kv_usage", max, (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")),
-    ("prefix_queries", sum, (b"vllm:prefix_cache_queries_total", b"vllm:gpu_prefix_cache_queries_total")),
-    ("prefix_hits", sum, (b"vllm:prefix_cache_hits_total", b"vllm:gpu_prefix_cache_hits_total")),
-)
+class MetricNames(NamedTuple):
+    """What one kind of engine calls the series. A name is a tuple of today's and older ones, which are tried in turn."""
+
+    prefix: str  # of all its series
+    running: tuple[bytes, ...]
+    waiting: tuple[bytes, ...]
+    kv_usage: tuple[bytes, ...]
+    prefix_queries: tuple[bytes, ...]
+    prefix_hits: tuple[bytes, ...]
+    prompted: tuple[bytes, ...]
+    generated: tuple[bytes, ...]
+    # Some deployments export no process metrics; a counter's creation time moves with a restart too.
+    started: tuple[bytes, ...]
+    cache_config: bytes  # its labels tell the cache's size:
+    block_size: bytes
+    num_blocks: bytes  # may be of all ranks together
+    rank_tokens: bytes  # of one rank
+    prefix_caching: bytes  # True or False
+    rank: bytes  # the label that every series has, in digits
+
+
+# How the ranks' values of a field are put together.
+COMBINED = {"running": sum, "waiting": sum, "kv_usage": max, "prefix_queries": sum, "prefix_hits": sum, "prompted": sum, "generated": sum}
 # Only for whether they change: nobody misses them.
-MOVING = (
-    ("prompted", sum, (b"vllm:prompt_tokens_total",)),
-    ("generated", sum, (b"vllm:generation_tokens_total",)),
-)
-# Some deployments export no process metrics; a counter's creation time moves with a restart too.
-STARTED = (b"process_start_time_seconds", b"vllm:prompt_tokens_created")
-CACHE_CONFIG = b"vllm:cache_config_info"
+MOVING = ("prompted", "generated")
+# What the cache configuration's labels tell.
+CACHE = ("block_size", "num_blocks", "rank_tokens", "prefix_caching")
 
 _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
-_ENGINE = re.compile(rb'(?:^|,)\s*engine="(\d{1,6})"')
 
 
 def _lines(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
@@ -71,16 +81,16 @@ def _lines(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
     return found
 
 
-def _found(page: bytes, names: tuple[bytes, ...]) -> list[tuple[int | None, float]]:
+def _found(page: bytes, names: tuple[bytes, ...], rank: bytes) -> list[tuple[int | None, float]]:
     """(rank, value) of each sample of the first of these names that has any."""
     for name in names:
         if samples := _lines(page, name):
-            return [(_rank(labels), value) for labels, value in samples]
+            return [(_rank(labels, rank), value) for labels, value in samples]
     return []
 
 
-def _rank(labels: bytes) -> int | None:
-    engine = _ENGINE.search(labels)
+def _rank(labels: bytes, label: bytes) -> int | None:
+    engine = re.search(rb'(?:^|,)\s*%b="(\d{1,6})"' % label, labels)
     return int(engine[1]) if engine else None
 
 
@@ -89,23 +99,29 @@ def _count(value: float | None) -> int | None:
     return int(value) if value is not None and abs(value) < 2**63 else None
 
 
-def _cache_configs(page: bytes) -> list[tuple[int | None, dict[bytes, bytes]]]:
-    found = [(_rank(labels), dict(_LABEL.findall(labels))) for labels, _ in _lines(page, CACHE_CONFIG)]
-    return [(rank, config) for rank, config in found if config.get(b"block_size", b"").isdigit()]
+def _cache_configs(page: bytes, names: MetricNames) -> list[tuple[int | None, dict[str, bytes]]]:
+    """(rank, what its labels say of the cache), of each that tells its block size."""
+    found = []
+    for labels, _ in _lines(page, names.cache_config):
+        told = dict(_LABEL.findall(labels))
+        config = {field: told.get(getattr(names, field), b"") for field in CACHE}
+        if config["block_size"].isdigit():
+            found.append((_rank(labels, names.rank), config))
+    return found
 
 
-def parse(page: bytes, now: float) -> Scrape:
+def parse(page: bytes, now: float, names: MetricNames) -> Scrape:
     """Read a Prometheus text page. Never raises: what is not there is None."""
-    samples = {field: _found(page, names) for field, _, names in SERIES + MOVING}
-    configs = _cache_configs(page)
-    began = _found(page, STARTED[:1]) or _found(page, STARTED[1:])
+    samples = {field: _found(page, getattr(names, field), names.rank) for field in COMBINED}
+    configs = _cache_configs(page, names)
+    began = _found(page, names.started, names.rank)
     started = min((value for _, value in began), default=None)
     # With several API servers gauges come with a rank's first request; counters and the configuration are there at once.
     numbers = sorted({rank for one in (configs, *samples.values()) for rank, _ in one if rank is not None})
     whole = _scrape(now, started, samples, configs)
     if len(numbers) < 2:
         return whole._replace(engines=tuple(numbers))
-    blocks = [int(config[b"num_gpu_blocks"]) for _, config in configs if config.get(b"num_gpu_blocks", b"").isdigit()]
+    blocks = [int(config["num_blocks"]) for _, config in configs if config["num_blocks"].isdigit()]
     share = max(blocks, default=0) // len(numbers) or None
     ranks = tuple(
         _scrape(
@@ -121,29 +137,30 @@ def parse(page: bytes, now: float) -> Scrape:
 
 def _scrape(now: float, started: float | None, samples: dict[str, list], configs: list, share: int | None = None) -> Scrape:
     """`share`: blocks of one rank, should the configuration not tell its tokens."""
-    told = {field: combine(value for _, value in samples[field]) if samples[field] else None for field, combine, _ in SERIES + MOVING}
+    told = {field: combine(value for _, value in samples[field]) if samples[field] else None for field, combine in COMBINED.items()}
     usage = told.pop("kv_usage")
     config = configs[0][1] if configs else {}
-    blocks, caching = config.get(b"num_gpu_blocks", b""), config.get(b"enable_prefix_caching")
+    blocks, caching = config.get("num_blocks", b""), config.get("prefix_caching")
     return Scrape(
         at=now,
         kv_usage=min(max(usage, 0.0), 1.0) if usage is not None and usage == usage else None,
         started=started,
-        block_size=int(config[b"block_size"]) if config else None,
+        block_size=int(config["block_size"]) if config else None,
         num_blocks=_rank_blocks(config, share) if share else int(blocks) if blocks.isdigit() else None,
         prefix_caching={b"True": True, b"False": False}.get(caching),
         **{field: _count(value) for field, value in told.items()},
     )
 
 
-def _rank_blocks(config: dict[bytes, bytes], share: int) -> int:
+def _rank_blocks(config: dict[str, bytes], share: int) -> int:
     """vLLM (0.28, 0.32) adds the blocks of the ranks up as they report: with two of 256 blocks their labels say 256 and 512,
     or 512 both. The size in tokens is one rank's."""
-    tokens = config.get(b"kv_cache_size_tokens", b"")
-    return int(tokens) // int(config[b"block_size"]) if config and tokens.isdigit() else share
+    tokens = config.get("rank_tokens", b"")
+    return int(tokens) // int(config["block_size"]) if config and tokens.isdigit() else share
 
 
-def missing(page: bytes) -> list[str]:
+def missing(page: bytes, names: MetricNames) -> list[str]:
     """Names of the series wanted that the page does not know, under any name. One that is only described counts as
     known: with several API servers a gauge has no sample before the first request."""
-    return [names[0].decode() for _, _, names in SERIES if not any(name in page for name in names)]
+    wanted = [getattr(names, field) for field in COMBINED if field not in MOVING]
+    return [known[0].decode() for known in wanted if not any(name in page for name in known)]

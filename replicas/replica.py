@@ -1,39 +1,16 @@
 """One replica as the rest of the house sees it: where it is, what it serves, how it is."""
 
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from replicas.addresses import check_endpoint, check_host, one_spelling
+from replicas.engines import DEFAULT, EngineDialect
+from replicas.event_source import EventSource
 from replicas.lifecycle import Event, State, follows
 from replicas.metrics import Scrape
 from replicas.names import bracketed
-
-
-class EventSource(NamedTuple):
-    """Where a replica publishes KV events; ZMQ endpoints one can connect to."""
-
-    endpoint: str
-    replay: str | None
-    topic: str
-
-    def at_rank(self, rank: int) -> "EventSource | None":
-        """Where data-parallel rank `rank` publishes if the first one does here: vLLM adds the rank to both ports."""
-        if rank == 0:
-            return self
-        endpoint = _port_plus(self.endpoint, rank)
-        return EventSource(endpoint, self.replay and _port_plus(self.replay, rank), self.topic) if endpoint else None
-
-    @property
-    def hosts(self) -> set[str]:
-        """The hosts that its endpoints name."""
-        return {host for endpoint in (self.endpoint, self.replay) if endpoint and (host := _host(endpoint))}
-
-    def at(self, addresses: Mapping[str, str]) -> "EventSource":
-        """With each host in its endpoints replaced by its address, where that is known."""
-        return EventSource(_at(self.endpoint, addresses), self.replay and _at(self.replay, addresses), self.topic)
 
 
 class Address(NamedTuple):
@@ -47,27 +24,9 @@ class Address(NamedTuple):
     model: str | None
 
 
-def _host(endpoint: str) -> str:
-    """The host of a TCP endpoint; "" for any other."""
-    return endpoint[6:].rpartition(":")[0].strip("[]") if endpoint.startswith("tcp://") else ""
-
-
-def _at(endpoint: str, addresses: Mapping[str, str]) -> str:
-    address = addresses.get(_host(endpoint))
-    return f"tcp://{bracketed(address)}:{endpoint.rpartition(':')[2]}" if address else endpoint
-
-
-def _port_plus(endpoint: str, rank: int) -> str | None:
-    """None where there is no port to add to (ipc)."""
-    where, _, port = endpoint.rpartition(":")
-    return f"{where}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdigit() else None
-
-
-# Where vLLM (0.28 and 0.32) goes by X-data-parallel-rank; elsewhere an engine takes the rank it likes.
-RANK_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
 DEFAULT_PORTS = {"http": 80, "https": 443}
 # What the ranks of one engine have in common.
-SHARED = ("address", "models", "adapter_roots", "root", "block_size", "num_blocks", "max_model_len", "version", "pid", "restarts", "problems")
+SHARED = ("dialect", "address", "models", "adapter_roots", "root", "block_size", "num_blocks", "max_model_len", "version", "pid", "restarts", "problems")
 
 
 # After these there is no process, or another one.
@@ -84,7 +43,8 @@ class Replica:
     host: str
     port: int
     managed: bool = False  # launched by us
-    rank: int | None = None  # which of the ranks behind its URL, as X-data-parallel-rank counts; None: there is one
+    rank: int | None = None  # which of the data-parallel ranks behind its URL; None: there is one
+    dialect: EngineDialect = DEFAULT  # what kind of engine it is, as far as it has told
     state: State = State.STARTING
     reason: str = "not heard yet"
     since: float = 0.0  # when the state began
@@ -110,15 +70,25 @@ class Replica:
     @property
     def headers(self) -> dict[str, str]:
         """What a request needs for being computed here."""
-        return {} if self.rank is None else {"X-data-parallel-rank": str(self.rank)}
+        return {} if self.rank is None else {self.dialect.rank_header: str(self.rank)}
 
     def serves(self, model: str | None) -> bool:
         """Whether it can answer for that model or adapter. One that has told no names is taken at its word."""
         return not model or not self.models or model in self.models
 
+    @property
+    def rank_paths(self) -> tuple[str, ...] | None:
+        """Where it takes requests that are to be computed by this rank; None: everywhere."""
+        return None if self.rank is None else self.dialect.rank_paths
+
     def takes_rank(self, path: str) -> bool:
         """Whether a request posted to `path` is computed here, if it is sent here."""
-        return self.rank is None or path in RANK_PATHS
+        return self.rank is None or path in self.dialect.rank_paths
+
+    @property
+    def version_quirks(self) -> dict[str, Any]:
+        """In what its engine's version makes a prompt otherwise than the newest."""
+        return self.dialect.version_quirks(self.version)
 
     @property
     def engine(self) -> str:
@@ -127,7 +97,7 @@ class Replica:
 
     def at_rank(self, rank: int, now: float) -> "Replica":
         """A new replica for one rank of this engine."""
-        return Replica(f"{self.id}-dp{rank}", self.url, self.host, self.port, self.managed, rank, since=now, address=self.address, tls=self.tls)
+        return Replica(f"{self.id}-dp{rank}", self.url, self.host, self.port, self.managed, rank, self.dialect, since=now, address=self.address, tls=self.tls)
 
     def become(self, incarnation: str) -> None:
         """Be this incarnation from now on; of another one, what traffic showed of the last does not count."""

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
-from replicas.exits import Tail, explain, oom_kills
-from replicas.profile import Command
+from replicas.command import Command
+from replicas.exits import PLAIN, LogGrammar, Tail, explain, oom_kills
 
 log = logging.getLogger("replicas")
 
@@ -57,10 +57,11 @@ class Supervisor:
         on_start: Callable[[int], None],
         on_exit: Callable[[str], None],
         obstacle: Callable[[], str] = lambda: "",
+        grammar: LogGrammar = PLAIN,
     ):
-        """`obstacle` is asked before each start and says what stands in the way, or ""."""
+        """`obstacle` is asked before each start and says what stands in the way, or "". `grammar`: of its log."""
         self.command = command
-        self.tail = Tail()
+        self.tail = Tail(grammar)
         self.pid: int | None = None
         self._on_start, self._on_exit, self._obstacle = on_start, on_exit, obstacle
         self._stopping = asyncio.Event()
@@ -139,7 +140,7 @@ class Supervisor:
 
     async def _one_life(self) -> str:
         """Run the engine once, to its end; why it ended."""
-        self.tail = Tail()
+        self.tail = Tail(self.tail.grammar)
         keeper, ours = await self._start_keeper()
         self._keeper = keeper
         reader, self._control = await asyncio.open_connection(sock=ours)
@@ -158,7 +159,7 @@ class Supervisor:
             return self._why or said
         now = oom_kills()
         oom = None if now is None or kills is None else now > kills
-        return explain(code, monotonic() - began, self.tail.lines, oom)
+        return explain(code, monotonic() - began, self.tail.lines, oom, self.tail.grammar)
 
     async def _start_keeper(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
         ours, theirs = socket.socketpair()

@@ -13,7 +13,8 @@ from time import monotonic
 from typing import NamedTuple
 
 from replicas.access import Access
-from replicas.adopt import Facts, get, health, problems_of, served_models
+from replicas.adopt import Facts, health, problems_of, served_models
+from replicas.ask import get
 from replicas.exits import said
 from replicas.health import Health, Limits, Verdict
 from replicas.lifecycle import Event, State
@@ -220,7 +221,7 @@ class Watch:
         if facts.alive and now - self._scraped_at >= due:
             page = await get(self.access.session, f"{self.replica.url}/metrics", DEADLINE)
             if page.status == 200:
-                facts.scrape = parse(page.body, monotonic())
+                facts.scrape = parse(page.body, monotonic(), self.replica.dialect.metrics)
             if page.status and page.status < 500 and self._has_figures and (facts.scrape is None or facts.scrape.running is None):
                 return None
             self._scraped_at = monotonic()
@@ -268,7 +269,7 @@ class Watch:
             replica.reason = f"starting for {waited:.0f} s; last log line: {self._log()}"
 
     def _log(self) -> str:
-        return f'"{said(self.supervisor.tail.last)}"' if self.supervisor.tail.last else "none yet"
+        return f'"{said(tail.last, tail.grammar)}"' if (tail := self.supervisor.tail).last else "none yet"
 
     def _answered(self, now: float, facts: Facts, full: bool) -> None:
         replica = self.replica
@@ -332,7 +333,7 @@ class Watch:
         replica.root = facts.root
         replica.max_model_len = facts.max_model_len
         if "version" not in facts.silent:
-            replica.version = facts.version
+            replica.dialect, replica.version = facts.dialect, facts.version
         self._known = Known(replica.models, replica.root, replica.version or self._known.version)
         self._has_figures = facts.scrape is not None and facts.scrape.running is not None
         if facts.scrape:

@@ -10,6 +10,7 @@ from ..wire.upstream import Pool
 from .blame import Record
 from .drift import Drift
 from .forwarding import Forwarding
+from .heads import NOT_FORWARDED
 
 if TYPE_CHECKING:
     from cachemap import EventIntake
@@ -26,7 +27,7 @@ MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "candidate", "on_broken", "pool", "drift", "record", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "incarnation", "gone")
+    __slots__ = ("replica", "id", "slot", "candidate", "on_broken", "pool", "drift", "record", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "not_forwarded", "incarnation", "gone")
 
     def __init__(self, replica: Replica, candidate: Candidate):
         """`candidate`: as the router knows the replica."""
@@ -44,9 +45,7 @@ class Backend:
         self.intake: EventIntake | None = None
         self.listening: asyncio.Task[None] | None = None  # runs `intake`, or one before it that has not ended yet
         self.adapter_roots: dict[str, str] = {}  # where each adapter was loaded from, as last told
-        self.host_line = b"host: %b\r\n" % replica.url.partition("://")[2].encode()
-        if replica.rank is not None:
-            self.host_line += b"x-data-parallel-rank: %d\r\n" % replica.rank
+        self.host_line, self.not_forwarded = self._head_parts()
         self.incarnation: str | None = None
         self.gone = False  # removed; what still runs on it settles without a trace
 
@@ -54,9 +53,16 @@ class Backend:
         replica = self.replica
         return Pool(replica.address or replica.host, replica.port, replica.tls, replica.host, lambda: self.on_broken())
 
+    def _head_parts(self) -> tuple[bytes, frozenset[bytes]]:
+        """The header lines that every request to it has, and the names of those that only the gateway may write."""
+        chosen = {name.lower().encode(): value.encode() for name, value in self.replica.headers.items()}
+        lines = b"".join(b"%b: %b\r\n" % header for header in chosen.items())
+        return b"host: %b\r\n%b" % (self.replica.url.partition("://")[2].encode(), lines), NOT_FORWARDED.union(chosen)
+
     def follow_incarnation(self) -> None:
         """The replica is another process than before, maybe at another address: what was learned of the last one is void."""
         self.incarnation = self.replica.incarnation
+        self.host_line, self.not_forwarded = self._head_parts()
         self.adapter_roots = dict(self.replica.adapter_roots)
         self.drift.reset()
         self.record = Record()

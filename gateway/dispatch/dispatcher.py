@@ -18,7 +18,6 @@ import orjson
 
 from policies import UNTIMED, Asked, Decision, Demand, Router, Targets
 from replicas import State as ReplicaState
-from replicas.replica import RANK_PATHS
 
 from ..prompt import Prompt
 from ..prompt.pipeline import Pipeline
@@ -343,4 +342,4 @@ def demand_of(prompt: Prompt, block_size: int, now: float = UNTIMED, draw: float
     """What a prompt asks of a replica."""
     hashes = prompt.hashes
     root = hashes[0] if hashes else 0
-    return Demand(prompt.tokens, block_size, root, prompt.session, prompt.max_tokens, now, hashes, draw, prompt.reads_cache, prompt.path in RANK_PATHS)
+    return Demand(prompt.tokens, block_size, root, prompt.session, prompt.max_tokens, now, hashes, draw, prompt.reads_cache, prompt.path)

@@ -90,15 +90,18 @@ async def check_ids(post: Post, path: str, body: bytes, ids: bytes) -> str:
     return await asyncio.to_thread(_compare, path, reply, ids)
 
 
-async def takes_ids(post: Post, path: str, model: str, first: bytes) -> str:
-    """Send an engine one id (uint32 LE) in place of a text: "", or what shows that it does not use it. Raises Unanswered."""
+async def takes_ids(post: Post, path: str, model: str, first: bytes, around: tuple[bytes, bytes] | None) -> str:
+    """Send an engine one id (uint32 LE) in place of a text: "", or what shows that it does not use it. Raises Unanswered.
+    `around`: as of `with_ids`."""
     one: dict[str, Any] = {**({"model": model} if model else {}), "max_tokens": 1}
     ids = [int.from_bytes(first, "little")]
     if path == _COMPLETIONS:
         one["prompt"] = ids
+    elif around is None:
+        return "engines of its kind take none beside messages"
     else:
         one["messages"] = [{"role": "user", "content": "one two three four"}]
-        one["kv_transfer_params"] = {"prompt_token_ids": ids}
+        one |= orjson.loads(b"".join((b"{", around[0], orjson.dumps(ids), around[1], b"}")))
     status, reply = await post(path, orjson.dumps(one))
     if status >= 500:
         raise Unanswered(f"status {status}")
@@ -196,7 +199,7 @@ class TokenIdForwarding:
         kind = None
         if not self._differed and prompt.path not in (known := self._known(backend)).rejected_because:
             kind = known.seen(prompt.path, prompt.kind)
-        if kind is not None and self._may_forward(life, kind) and (spliced := with_ids(body, prompt)) is not None:
+        if kind is not None and self._may_forward(life, kind) and (spliced := with_ids(body, prompt, backend.replica.dialect.chat_token_ids)) is not None:
             kind.left -= 1
             life.sent_ids, body = True, spliced
         if life.sent_ids or kind is None or not self._wants_check(known, kind, prompt):
@@ -244,7 +247,7 @@ class TokenIdForwarding:
             async with session_to(replica.address, replica.tls, base_url=replica.url, headers=headers, timeout=timeout) as session:
                 why = await check_ids(poster(session), path, body, ids)
                 if not why and path not in known.accepts:
-                    why = await takes_ids(poster(session), path, prompt.model, ids[:4])
+                    why = await takes_ids(poster(session), path, prompt.model, ids[:4], replica.dialect.chat_token_ids)
         except Unanswered as error:
             if (kind := known.kinds.get((path, prompt.kind))) is not None:
                 kind.pause = monotonic() + PAUSE_SECONDS

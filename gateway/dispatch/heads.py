@@ -11,15 +11,13 @@ if TYPE_CHECKING:
 
 # A collected body is sent with its length; Host is the replica's.
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
-NOT_FORWARDED_TO_RANKS = NOT_FORWARDED | {b"x-data-parallel-rank"}
 
 
 def request_head(life: Life, length: int) -> bytes:
     request = life.request
     backend = life.backend
     version = b"1.0" if request.http10 else b"1.1"
-    dropped = NOT_FORWARDED if backend.replica.rank is None else NOT_FORWARDED_TO_RANKS
-    head = b"%b %b HTTP/%b\r\n%b%b" % (request.method.encode(), request.target, version, backend.host_line, request.end_to_end(dropped))
+    head = b"%b %b HTTP/%b\r\n%b%b" % (request.method.encode(), request.target, version, backend.host_line, request.end_to_end(backend.not_forwarded))
     if request.header(b"x-request-id") is None:
         head += b"x-request-id: %b\r\n" % life.id
     if length or request.method in ("POST", "PUT", "PATCH"):

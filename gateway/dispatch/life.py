@@ -43,8 +43,6 @@ LOSSES = frozenset(("closed", "protocol", "hung"))
 MOST_LOSSES = 2
 # Clients of OpenAI and Anthropic, which repeat a request after a 5xx by themselves, obey it.
 NO_RETRY = (b"x-should-retry", b"false")
-# vLLM that is asked to stop answers what it has with 200 and this, as far as it has come.
-ABORTED = b'"finish_reason":"abort"'
 # Comments that keep a connection alive are held back for so long, and then passed on: proxies give up after 60 s of silence.
 KEEP_ALIVE_SECONDS = 30.0
 # Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
@@ -235,7 +233,7 @@ class Life:
                 self.ids_refused = self.backend
                 self.advance(Event.UNWELL, UpstreamError("ids", f"answered 200 with an error that amounts to {self.fault}"))
                 return
-        if ABORTED in data:
+        if self.backend.replica.dialect.abort_marker in data:
             if self.dispatcher.may_retry(self):
                 self.advance(Event.UNWELL, UpstreamError("aborted", "aborted it"))
                 return

@@ -12,7 +12,7 @@ from policies import hittable
 from .answers import error_status, speaks_api
 from .blame import REFUSALS, SAME, Suspicion, agree
 from .drift import TOLERATED
-from .life import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, RETRYABLE, TAIL, TAIL_BYTES, Failure, Life
+from .life import ERROR_ANSWER, FOREIGN_ANSWER, RETRYABLE, TAIL, TAIL_BYTES, Failure, Life
 from .together import Together
 from .usage import Usage, read_usage
 
@@ -130,7 +130,7 @@ class Outcomes:
             router.abandon(life.placement)
             if fault >= 500:
                 self.failed(life.backend, ERROR_ANSWER)
-        elif tail.find(ABORTED, -TAIL_BYTES) >= 0:  # the engine stopped in the middle of it
+        elif tail.find(life.backend.replica.dialect.abort_marker, -TAIL_BYTES) >= 0:  # the engine stopped in the middle of it
             life.fault = 503
             router.abandon(life.placement)
             self.failed(life.backend, "aborted")

@@ -34,10 +34,10 @@ def habits(template: ChatTemplate | None, others: Sequence[str] = (), replaces_o
     """Ask the templates the questions that vLLM asks them at start: `template`, the one for requests without tools, and
     `others`, the sources of those that other requests get. `replaces_own`: it is not the model's, but one given with
     --chat-template, the only one that older versions ask."""
-    if template is None or (not template.ways.asks_template and not replaces_own):
+    if template is None or (not template.quirks.asks_template and not replaces_own):
         return Habits(True, None)
     system_first = any(map(_wants_system_first, (template.source, *others)))
-    if not template.ways.asks_template:
+    if not template.quirks.asks_template:
         return Habits(system_first, None)
 
     def says(effort: str) -> str | None:

@@ -4,7 +4,7 @@ vLLM does not hand messages to the template as they came: parts become text (or 
 when the template loops over them), tool-call arguments become objects, unknown keys vanish,
 tools get their schema's defaults. All of it shows in the tokens, so all of it is done here,
 rule by rule as in vLLM 0.32 (`renderers/chat_utils.py`) and transformers 5.16 to 5.23; what other
-versions do otherwise is in `versions.Ways`.
+versions do otherwise is in `quirks.VersionQuirks`.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from .fields import bad, require_exact
 from .structure import arguments_of
-from .versions import NEWEST, Ways
+from .quirks import NEWEST, VersionQuirks
 
 _SAFE_LEVELS = 500         # of nested JSON, that Python reads in any case
 # Claude Code's attribution line changes on every request; vLLM drops it from system text.
@@ -55,7 +55,7 @@ def has_media(messages: Any) -> bool:
 
 
 def conversation(messages: Any, as_parts: bool, knows_developer: bool = True, by_schema: bool = True,
-                 ways: Ways = NEWEST, reads_thinking: bool = False) -> list[dict[str, Any]]:
+                 quirks: VersionQuirks = NEWEST, reads_thinking: bool = False) -> list[dict[str, Any]]:
     """Messages of a chat request -> what the template gets as `messages`.
 
     `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text
@@ -66,21 +66,21 @@ def conversation(messages: Any, as_parts: bool, knows_developer: bool = True, by
     """
     if not isinstance(messages, list) or not messages:
         raise bad("'messages' must be a non-empty list", "messages")
-    talk = [_message(message, as_parts, by_schema, ways, i) for i, message in enumerate(messages)]
+    talk = [_message(message, as_parts, by_schema, quirks, i) for i, message in enumerate(messages)]
     if not knows_developer and any(message["role"] == "developer" for message in talk):
         talk = _one_system([{**message, "role": "system"} if message["role"] == "developer" else message
                             for message in talk])
-    return _as_transformers_hands_on(talk, ways, reads_thinking)
+    return _as_transformers_hands_on(talk, quirks, reads_thinking)
 
 
-def _as_transformers_hands_on(talk: list[dict[str, Any]], ways: Ways, reads_thinking: bool) -> list[dict[str, Any]]:
+def _as_transformers_hands_on(talk: list[dict[str, Any]], quirks: VersionQuirks, reads_thinking: bool) -> list[dict[str, Any]]:
     """Since 5.20 it drops keys whose value is None, since 5.21 it copies reasoning to its other names."""
-    if ways.drops_none is not False and any(None in message.values() for message in talk):
-        if ways.drops_none is None:
+    if quirks.drops_none is not False and any(None in message.values() for message in talk):
+        if quirks.drops_none is None:
             raise Unroutable("whether a null in a message reaches the template depends on the engine's transformers")
         talk = [{key: value for key, value in message.items() if value is not None} for message in talk]
-    if ways.copies_reasoning is not False and any("reasoning" in message for message in talk):
-        if ways.copies_reasoning:
+    if quirks.copies_reasoning is not False and any("reasoning" in message for message in talk):
+        if quirks.copies_reasoning:
             return [{"thinking": message["reasoning"], **message} if "reasoning" in message else message for message in talk]
         if reads_thinking:
             raise Unroutable("whether reasoning reaches the template as `thinking` depends on the engine's transformers")
@@ -105,7 +105,7 @@ def _one_system(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *(m for m in talk if m["role"] != "system")]
 
 
-def _message(message: Any, as_parts: bool, by_schema: bool, ways: Ways, index: int) -> dict[str, Any]:
+def _message(message: Any, as_parts: bool, by_schema: bool, quirks: VersionQuirks, index: int) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, dict):
         raise bad(f"{where} must be an object", where)
@@ -126,13 +126,13 @@ def _message(message: Any, as_parts: bool, by_schema: bool, ways: Ways, index: i
         parts = content
     else:
         raise bad(f"{where}.content must be a string or a list of parts", f"{where}.content")
-    if role == "system" and ways.drops_attribution:
+    if role == "system" and quirks.drops_attribution:
         parts = _drop_billing_header(parts)
     # an empty text is dropped, too (as a part it is an object, and stays)
     parts = [p for p in (_part(part, as_parts, where) for part in parts) if p]
     result: dict[str, Any] = {"role": role, "content": parts if as_parts else "\n".join(parts)}
     if role == "assistant":
-        _assistant_fields(message, result, by_schema, ways, where)
+        _assistant_fields(message, result, by_schema, quirks, where)
     elif role == "tool":
         if "tool_call_id" in message:
             result["tool_call_id"] = message["tool_call_id"]
@@ -187,12 +187,12 @@ def _drop_billing_header(parts: list[Any]) -> list[Any]:
     return kept
 
 
-def _assistant_fields(message: dict[str, Any], result: dict[str, Any], by_schema: bool, ways: Ways, where: str) -> None:
+def _assistant_fields(message: dict[str, Any], result: dict[str, Any], by_schema: bool, quirks: VersionQuirks, where: str) -> None:
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list):
             raise bad(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
-        result["tool_calls"] = [_tool_call(call, by_schema, ways, where) for call in calls]
+        result["tool_calls"] = [_tool_call(call, by_schema, quirks, where) for call in calls]
     reasoning = message.get("reasoning")
     if reasoning is None:
         reasoning = message.get("reasoning_content")
@@ -202,27 +202,27 @@ def _assistant_fields(message: dict[str, Any], result: dict[str, Any], by_schema
         result["reasoning_content"] = reasoning
 
 
-def _tool_call(call: Any, by_schema: bool, ways: Ways, where: str) -> dict[str, Any]:
+def _tool_call(call: Any, by_schema: bool, quirks: VersionQuirks, where: str) -> dict[str, Any]:
     """A tool call with its arguments parsed."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise bad(f"{where}.tool_calls: every entry must be of type 'function' with a 'function' object",
                   f"{where}.tool_calls")
-    seen = {**function, "arguments": _arguments(function.get("arguments"), ways)}
+    seen = {**function, "arguments": _arguments(function.get("arguments"), quirks)}
     if not by_schema:
         return {**call, "function": seen}
     return _ordered({**call, "function": _ordered(seen, ("arguments", "name")), "type": "function"},
                     ("id", "function", "type"))
 
 
-def _arguments(given: Any, ways: Ways) -> Any:
+def _arguments(given: Any, quirks: VersionQuirks) -> Any:
     """`{}` when they are missing, null or no JSON; as a rule also when they are no object."""
     if isinstance(given, str) and given:
         try:
             given = _read(given)
         except ValueError:
             return {}
-        if given is not None and not ways.arguments_are_objects:
+        if given is not None and not quirks.arguments_are_objects:
             return given
     else:
         require_exact(given)

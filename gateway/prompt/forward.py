@@ -1,9 +1,7 @@
 """Tokenize once: the ids found for routing, written into the body that the engine gets.
 
-vLLM takes ids in place of a completion's text, and beside a chat's messages in
-`kv_transfer_params.prompt_token_ids`; it then neither renders nor tokenizes. It removes them from
-that field before anything else looks at it, so an engine without a KV connector behaves as if
-the field had not been there. The client's own bytes are not touched: ids are put before or between them.
+An engine takes ids in place of a completion's text, and some take them beside a chat's messages, in a field that its
+dialect names; it then neither renders nor tokenizes. The client's own bytes are not touched: ids are put before or between them.
 
 Pure: what an engine accepts is learned in `dispatch.forwarding`.
 """
@@ -105,15 +103,18 @@ def _part(part: Any) -> str | None:
     return f"{part['type']} with cache_control" if "cache_control" in part else part["type"]
 
 
-def with_ids(body: bytes, prompt: Prompt) -> bytes | None:
-    """The body of a prompt whose ids suffice, with them in it; None when there is no safe place for them."""
+def with_ids(body: bytes, prompt: Prompt, around: tuple[bytes, bytes] | None) -> bytes | None:
+    """The body of a prompt whose ids suffice, with them in it; None when there is no safe place for them. `around`: what stands
+    before and after them beside a chat's messages; None: the engine takes none there."""
     ids = written(prompt.token_ids)
     if prompt.path == "/v1/completions":
         start, end = _text(body, prompt.rendered_chars)
         return b"".join((body[:start], ids, body[end:])) if start else None
+    if around is None:
+        return None
     # First in the object: should the name be there after all, in a spelling of its own, the client's counts.
     at = body.index(b"{") + 1
-    return b"".join((body[:at], b'"kv_transfer_params":{"prompt_token_ids":', ids, b"},", body[at:]))
+    return b"".join((body[:at], around[0], ids, around[1], b",", body[at:]))
 
 
 def written(ids: bytes) -> bytes:

@@ -33,7 +33,7 @@ from .reading import Reading, Readings
 from .renderer import Renderer
 from .template import ChatTemplate, TemplateError
 from .tokenizer import Tokenizer, TooLong
-from .versions import NEWEST, ways
+from .quirks import NEWEST, VersionQuirks
 
 # A body larger than this is prepared off the event loop without a try; a smaller one may turn out to take long, too
 # (offload.py). Prose never seen before costs about 9 us per kB on a 2-core cloud machine with Qwen3's template and
@@ -110,8 +110,7 @@ class Pipeline:
         self.prefixes: Prefixes | None = None
         self.renderers: dict[str, Renderer] = {}
         self.template_error = ""               # why there is no chat template that can be rendered
-        self.version: str | None = None        # of the engine that prompts are made for, if it told
-        self._ways = NEWEST
+        self._quirks = NEWEST
         self._habits = Habits(True, "low")
         self.reading: Reading | None = None    # how the model's tokenizer files are read
         self._readings: Readings | None = None
@@ -133,7 +132,7 @@ class Pipeline:
             self.template_error = files.no_template
             return
         self._readings = Readings(model_dir, files.config, files.settings)
-        reading, self._doubt = self._readings.likeliest(self._ways.transformers)
+        reading, self._doubt = self._readings.likeliest(self._quirks.transformers)
         self._enter(self._loaded(reading))
         self._readings.let_go()
 
@@ -172,7 +171,7 @@ class Pipeline:
 
     def likeliest(self) -> Verdict:
         """The way of engines of the version that is followed. May take seconds."""
-        reading, _ = self._readings.likeliest(self._ways.transformers)
+        reading, _ = self._readings.likeliest(self._quirks.transformers)
         return self._verdict(reading)
 
     def read_as(self, how: str) -> Verdict:
@@ -214,7 +213,7 @@ class Pipeline:
         self.template_error = self._files.no_template
         for name, source in self._files.templates.items():
             try:
-                template = ChatTemplate(source, self.reading.special_tokens, self._ways)
+                template = ChatTemplate(source, self.reading.special_tokens, self._quirks)
             except TemplateError as error:
                 self.template_error = str(error)
                 continue
@@ -253,16 +252,15 @@ class Pipeline:
             if self.prefixes is not None:
                 self.prefixes.resize(size)
 
-    def follow(self, version: str | None, at_once: bool = True) -> None:
-        """Make prompts the way this version of the engine does (None: as the newest).
+    def follow(self, told: Mapping[str, Any], at_once: bool = True) -> None:
+        """Make prompts the way that the engine's version does, by what its dialect tells of that (`VersionQuirks.of`).
 
         Where such an engine reads the tokenizer's files in another way than they were read so far, they are read again,
         which may take seconds; or, unless `at_once`, prompts are matched as text until `adopt` is called.
         """
-        self.version = version
-        found = ways(version)
-        if found != self._ways:
-            self._ways = found
+        found = VersionQuirks.of(told)
+        if found != self._quirks:
+            self._quirks = found
             if self._readings is not None:
                 self._make_renderers()
                 if at_once and not self._confirmed:
@@ -270,9 +268,9 @@ class Pipeline:
                 self._weigh()
 
     def _weigh(self) -> None:
-        reading, self._doubt = self._readings.likeliest(self._ways.transformers)
+        reading, self._doubt = self._readings.likeliest(self._quirks.transformers)
         if reading != self.reading:
-            self._doubt = self._doubt or f"{self._ways.transformers} has {reading.how}, which is not loaded"
+            self._doubt = self._doubt or f"{self._quirks.transformers} has {reading.how}, which is not loaded"
 
     def prepare(self, path: str, body: bytes, headers: Mapping[str, str] | None = None,
                 adapters: Collection[str] = ()) -> Prompt:
@@ -340,7 +338,7 @@ class Pipeline:
 
     def _conversation(self, prompt: Prompt, request: dict[str, Any], body: bytes, seed: int) -> tuple[str, ...] | None:
         """Returns the roles, where messages have nothing else but a text each."""
-        ids = _forwarded_ids(request, self._ways.forwards_past_media) if "kv_transfer_params" in request else None
+        ids = _forwarded_ids(request, self._quirks.forwards_past_media) if "kv_transfer_params" in request else None
         chat = None
         if ids is None:
             self._must_be_exact(prompt)
@@ -450,7 +448,7 @@ class Pipeline:
         wanted = prompt.max_tokens
         if wanted is None:
             wanted = 16 if prompt.path == _COMPLETIONS else 0
-        return wanted if self._ways.truncates_to_output else min(1, wanted)
+        return wanted if self._quirks.truncates_to_output else min(1, wanted)
 
     def _as_text(self, prompt: Prompt, request: dict[str, Any], why: str) -> Prompt:
         """No tokens to go by: 4 bytes of text stand for a token, under a seed that no real token chain has."""

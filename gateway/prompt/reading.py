@@ -23,7 +23,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from .model import ModelError
-from .versions import Transformers
+from .quirks import Transformers
 
 # The attributes that every tokenizer class has, in transformers' order.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

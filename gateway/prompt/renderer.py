@@ -98,7 +98,7 @@ class Renderer:
 
     def _conversation(self, chat: Chat) -> list[dict[str, Any]]:
         template = self.template
-        return conversation(chat.messages, template.takes_parts, template.knows_developer, chat.by_schema, template.ways,
+        return conversation(chat.messages, template.takes_parts, template.knows_developer, chat.by_schema, template.quirks,
                             template.reads_thinking)
 
     def _by_plan(self, plan: Plan, seed: int, slots: list[Any], lead: bytes) -> Found | None:

@@ -20,7 +20,7 @@ import jinja2.runtime
 import jinja2.sandbox
 
 from .content_format import takes_parts
-from .versions import NEWEST, Ways
+from .quirks import NEWEST, VersionQuirks
 
 # What marks where the message to be continued ends; a template may strip its trailing blank.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -92,10 +92,10 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 class ChatTemplate:
     """One Jinja chat template with the special tokens of its tokenizer."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], ways: Ways = NEWEST) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], quirks: VersionQuirks = NEWEST) -> None:
         """Raises TemplateError when `source` is not Jinja."""
         self.source = source
-        self.ways = ways
+        self.quirks = quirks
         self.special_tokens = dict(special_tokens)
         # vLLM looks for the quoted word, too; without it developer messages become system messages
         self.knows_developer = '"developer"' in source or "'developer'" in source
@@ -103,7 +103,7 @@ class ChatTemplate:
         env = Sandbox()
         try:
             self._template = env.from_string(source)
-            self.takes_parts = takes_parts(env.parse(source), ways.looks_into_macros)
+            self.takes_parts = takes_parts(env.parse(source), quirks.looks_into_macros)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template is not valid Jinja: {error}") from error
 

@@ -15,7 +15,7 @@ from gateway.config import Settings
 from gateway.dispatch.shadow import told
 from gateway.telemetry.metrics import Metrics, Reading
 from policies import Ledger, Load
-from replicas.adopt import NO_CACHED_TOKENS
+from replicas.problems import NO_CACHED_TOKENS, Problem
 from replicas.lifecycle import State
 from replicas.replica import Replica
 
@@ -254,7 +254,7 @@ def _seen(replica: Replica, intake: Any) -> list[str]:
     if intake and intake.state == "unobserved":
         found.append(f"KV events are not followed, the cache is guessed from traffic: {intake.reason}")
     if replica.cached_tokens is False:
-        found.append(str(NO_CACHED_TOKENS))
+        found.append(str(Problem(NO_CACHED_TOKENS, replica.dialect.remedies.cached_tokens)))
     if replica.tokenizer.startswith("differs"):
         found.append(f"its tokenizer is not the gateway's, so its prompts are matched as text; it {replica.tokenizer}")
     if ": no, " in replica.takes_ids:

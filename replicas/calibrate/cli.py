@@ -55,7 +55,7 @@ async def calibrate(args: argparse.Namespace) -> str:
     """The profile's text."""
     async with Client(args.url, os.environ.get("OPENAI_API_KEY"), args.seed) as client:
         known = await learn(client, args.model)
-        print(f"{client.url}: {known.model} on vLLM {known.version}, {known.machine}")
+        print(f"{client.url}: {known.model} on {known.engine} {known.version}, {known.machine}")
         await _refuse_if_busy(client, args.busy)
         meter = Meter(client, known.limits)
         print("probing how fast it is ...", flush=True)

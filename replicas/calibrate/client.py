@@ -15,6 +15,8 @@ from time import perf_counter
 
 import aiohttp
 
+from replicas.engines import DEFAULT, EngineDialect
+
 TIMEOUT = 120.0  # s for one request: a prompt of a quarter of a million tokens on a slow engine
 # Ordinary text in every vocabulary: below are special tokens (some models' image tokens among them), above a small one ends.
 IDS = range(300, 1000)
@@ -52,9 +54,10 @@ class Reply:
 
 
 class Client:
-    """`async with Client(url) as client`; `model` is to be set. Counts what it asked for."""
+    """`async with Client(url) as client`; `model` and `dialect` are to be set. Counts what it asked for."""
 
     def __init__(self, url: str, api_key: str | None = None, seed: int | None = None):
+        self.dialect: EngineDialect = DEFAULT
         self.url, self.model = url.rstrip("/").removesuffix("/v1"), ""
         self.rng = random.Random(seed)
         self.requests = self.prompt_tokens = self.output_tokens = 0

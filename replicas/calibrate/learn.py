@@ -1,6 +1,6 @@
 """What an engine tells of itself before it is measured: model, version, machine, limits; and whether it is idle.
 
-vLLM tells its cache in /metrics and, with VLLM_SERVER_DEV_MODE=1, its scheduler's limits in /server_info. What it does
+An engine tells its cache in /metrics and, where the operator allows it, its scheduler's limits. What it does
 not tell is seen later, or vLLM's default is assumed and said to be.
 """
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from replicas.adopt import get, probe
+from replicas.adopt import probe
+from replicas.ask import get
 from replicas.metrics import parse
 
 from .client import CalibrationError, Client
@@ -23,13 +24,14 @@ ASSUMED = {"max_model_len": 8192, "block_size": 16, "num_blocks": 4096, "max_num
 @dataclass(frozen=True, slots=True)
 class Known:
     model: str
+    engine: str
     version: str
     machine: str
     limits: Limits
 
 
 async def learn(client: Client, model: str | None) -> Known:
-    """Sets `client.model`. CalibrationError when there is no engine to measure."""
+    """Sets `client.model` and `client.dialect`. CalibrationError when there is no engine to measure."""
     facts = await probe(client.url, client.session, PATIENCE)
     if not facts.alive:
         raise CalibrationError(f"no engine answers at {client.url}: {facts.error}")
@@ -40,28 +42,28 @@ async def learn(client: Client, model: str | None) -> Known:
         raise CalibrationError("the engine does not list its models (an API key? set OPENAI_API_KEY): give --model NAME")
     if model is not None and facts.models and model not in facts.models:
         raise CalibrationError(f"the engine has no model {model!r}; it serves {', '.join(facts.models)}")
-    client.model = model or served[0]
-    info = (await get(client.session, client.url + "/server_info?config_format=json", INFO_PATIENCE)).json()
-    scheduler = _mapping(_mapping(info.get("vllm_config")).get("scheduler_config"))
+    client.model, client.dialect = model or served[0], facts.dialect
+    info = (await get(client.session, client.url + client.dialect.limits_path, INFO_PATIENCE)).json()
+    scheduler = client.dialect.scheduler_limits(info)
     told = {"max_model_len": facts.max_model_len, "block_size": facts.block_size, "num_blocks": facts.num_blocks,
             **{name: scheduler.get(name) for name in ("max_num_seqs", "max_num_batched_tokens")}}  # fmt: skip
     told = {name: value for name, value in told.items() if type(value) is int and value > 0}
     sources = {name: "told by the engine" if name in told else "assumed" for name in ASSUMED}
     limits = Limits(**{**ASSUMED, **told}, told=sources)
-    return Known(client.model, facts.version or "version unknown", _machine(client.url, _mapping(info.get("system_env"))), limits)
+    return Known(client.model, facts.dialect.name, facts.version or "version unknown", _machine(client.url, _mapping(info.get("system_env"))), limits)
 
 
 async def at_work(client: Client) -> int | None:
     """Requests in the engine, running or waiting; None when it does not tell."""
     answer = await get(client.session, client.url + "/metrics", PATIENCE)
-    scrape = parse(answer.body, 0.0) if answer.status == 200 else None
+    scrape = parse(answer.body, 0.0, client.dialect.metrics) if answer.status == 200 else None
     return None if scrape is None or scrape.running is None else scrape.running + (scrape.waiting or 0)
 
 
 async def looked_up(client: Client) -> int | None:
     """Prompt tokens that the engine has looked up in its cache since it began: everybody's."""
     answer = await get(client.session, client.url + "/metrics", PATIENCE)
-    return parse(answer.body, 0.0).prefix_queries if answer.status == 200 else None
+    return parse(answer.body, 0.0, client.dialect.metrics).prefix_queries if answer.status == 200 else None
 
 
 def _mapping(value: object) -> dict:

@@ -60,7 +60,7 @@ class Meter:
         ran = most_at_once(replies)
         if ran < MOST:
             return ran, f"seen: of {MOST} requests {ran} ran at once"
-        return self.limits.max_num_seqs, f"assumed: vLLM's default; {MOST} requests ran at once"
+        return self.limits.max_num_seqs, f"assumed: a usual default; {MOST} requests ran at once"
 
     async def run(self, plan: Plan, seconds: float, told: Callable[[int, Fit], None] = lambda done, found: None,
                   busy: bool = False) -> list[Sample]:

@@ -8,7 +8,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from cachemap import events
+from replicas.engines.vllm import VLLM
+
 BLOCK = 4
+decode = VLLM.event_decoder(events)
 
 
 def stored(keys, tokens, parent=None, **fields):

@@ -7,10 +7,10 @@ import pytest
 
 from cachemap import CacheMap, chain_seed, hash_blocks
 from cachemap.apply import EventApplier
-from cachemap.events import Cleared, EventError, Removed, decode
+from cachemap.events import Cleared, EventError, Removed
 from cachemap.sequence import Order, classify
 
-from .publisher import BLOCK, removed, stored
+from .publisher import BLOCK, decode, removed, stored
 
 TOKENS = list(range(BLOCK * 4))
 

@@ -13,7 +13,7 @@ import cachemap.intake
 import cachemap.sockets
 from cachemap import CacheMap, EventIntake, chain_seed, hash_blocks
 
-from .publisher import BLOCK, CLEARED, Publisher, publishing, removed, stored
+from .publisher import BLOCK, CLEARED, Publisher, decode, publishing, removed, stored
 
 TOKENS = list(range(BLOCK * 12))
 HASHES = hash_blocks(array("I", TOKENS).tobytes(), BLOCK, chain_seed("m", BLOCK))
@@ -39,7 +39,7 @@ async def following(publisher, *, replay=True, answers=True, **options):
     slot = table.attach("r", None, True)
     intake = EventIntake(
         table, slot, endpoint=publisher.endpoint, replay=publisher.replay if replay else None,
-        model="m", block_size=BLOCK, on_change=lambda *change: changes.append(change), **options,
+        decode=decode, model="m", block_size=BLOCK, on_change=lambda *change: changes.append(change), **options,
     )  # fmt: skip
     task = asyncio.ensure_future(intake.run())
     try:
@@ -210,7 +210,7 @@ async def test_a_replay_socket_that_does_not_answer_is_asked_again(monkeypatch):
         table, slot = CacheMap(1 << 20), 0
         table.attach("r", None, True)
         intake = EventIntake(
-            table, slot, endpoint=publisher.endpoint, replay=publisher.replay, model="m",
+            table, slot, endpoint=publisher.endpoint, replay=publisher.replay, decode=decode, model="m",
             block_size=BLOCK,
         )  # fmt: skip
         task = asyncio.ensure_future(intake.run())
@@ -385,7 +385,7 @@ def test_the_payload_of_the_tests_is_that_of_the_engine():
 async def hearing(endpoint, replay=None, capacity=8):
     """An intake of an endpoint that may not be there; gives its map and itself."""
     table = CacheMap(1 << 20)
-    intake = EventIntake(table, table.attach("r", capacity, True), endpoint=endpoint, replay=replay, model="m", block_size=BLOCK)
+    intake = EventIntake(table, table.attach("r", capacity, True), endpoint=endpoint, replay=replay, decode=decode, model="m", block_size=BLOCK)
     task = asyncio.ensure_future(intake.run())
     try:
         yield table, intake

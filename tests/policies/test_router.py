@@ -94,10 +94,10 @@ def test_what_was_not_computed_is_not_expected_any_more():
 
 def test_an_engine_that_chooses_the_rank_itself_promises_nothing():
     made = Router(Told(), Prefixes(0), Ledger(), CostGroup())
-    targets = made.targets([made.add("r0", 0, ranked=True)])
-    made.abandon(made.place(prompt(4, keeps_rank=False), targets, 1.0), computed=False)
+    targets = made.targets([made.add("r0", 0, rank_paths=("/v1/completions",))])
+    made.abandon(made.place(prompt(4, path="/v1/responses"), targets, 1.0), computed=False)
     assert made.map.told == []
-    made.place(prompt(4), targets, 2.0)
+    made.place(prompt(4, path="/v1/completions"), targets, 2.0)
     assert made.map.told == [("expect", 0, 4, 2.0)]
 
 

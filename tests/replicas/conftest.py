@@ -13,7 +13,8 @@ from aiohttp import web
 
 from replicas import Fleet
 from replicas.health import Limits
-from replicas.profile import Command, SimProfile
+from replicas.command import Command
+from replicas.engines.simulated.profile import SimProfile
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 

@@ -6,7 +6,7 @@ from time import sleep
 import pytest
 from aiohttp import web
 
-from replicas.adopt import get
+from replicas.ask import get
 from replicas.deadline import within
 
 

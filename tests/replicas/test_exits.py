@@ -4,7 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.exits import KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN, Tail, explain, oom_kills, said
+from replicas import exits
+from replicas.engines.vllm.log import GRAMMAR
+from replicas.exits import KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN, oom_kills
+
+
+def explain(code: int, seconds: float, lines: list[str], oom: bool | None) -> str:
+    return exits.explain(code, seconds, lines, oom, GRAMMAR)
+
+
+def said(line: str) -> str:
+    return exits.said(line, GRAMMAR)
+
+
+def Tail() -> exits.Tail:
+    return exits.Tail(GRAMMAR)
 
 
 @pytest.mark.parametrize(

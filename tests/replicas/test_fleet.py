@@ -130,10 +130,10 @@ async def test_an_engine_that_only_paused_is_taken_back(fleet, fake_profile, com
 
 
 async def test_an_engine_that_cannot_start_says_what_to_do(fleet, fake_profile, comes):
-    (replica,) = await fleet.launch(1, fake_profile("--fail", "torch.OutOfMemoryError: CUDA out of memory."))
+    (replica,) = await fleet.launch(1, fake_profile("--fail", "OSError: [Errno 28] No space left on device"))
     await comes(replica, FAILED)
-    assert "exited with code 3" in replica.reason and "too little free memory" in replica.reason
-    assert fleet.logs(replica.id) == ["loading", "torch.OutOfMemoryError: CUDA out of memory."]
+    assert "exited with code 3" in replica.reason and "the disk is full" in replica.reason
+    assert fleet.logs(replica.id) == ["loading", "OSError: [Errno 28] No space left on device"]
 
 
 async def test_a_slow_start_shows_its_last_log_line_and_has_an_end(fleet, fake_profile, comes, until):

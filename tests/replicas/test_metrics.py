@@ -2,7 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.metrics import Scrape, missing, parse
+from replicas import metrics
+from replicas.engines.vllm.metrics import NAMES
+from replicas.metrics import Scrape
 
 # Two data-parallel ranks, names and labels as vLLM 0.32 writes them, and neighbours that begin alike.
 PAGE = b"""# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.
@@ -23,6 +25,14 @@ vllm:prefix_cache_hits_total{engine="0",model_name="m"} 992.0
 vllm:cache_config_info{block_size="None"} 1.0
 vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="2048",x="None"} 1.0
 """
+
+
+def parse(page: bytes, now: float) -> Scrape:
+    return metrics.parse(page, now, NAMES)
+
+
+def missing(page: bytes) -> list[str]:
+    return metrics.missing(page, NAMES)
 
 
 def test_a_page_of_today():

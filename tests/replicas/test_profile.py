@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from replicas import profile
-from replicas.profile import Model, Ports, ProfileError
+from replicas.command import Model, Ports, ProfileError
 
 PORTS = Ports.run(20000, 1)
 

@@ -8,7 +8,7 @@ from aiohttp import web
 from replicas import State, watch
 from replicas.command import Command
 from replicas.ports import pick
-from replicas.profile import SimProfile
+from replicas.engines.simulated.profile import SimProfile
 from replicas.replica import EventSource
 from replicas.supervisor import Backoff
 

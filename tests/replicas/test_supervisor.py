@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.profile import Command
+from replicas.command import Command
 from replicas.supervisor import Backoff, Supervisor
 
 

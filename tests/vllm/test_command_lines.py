@@ -9,7 +9,7 @@ import pytest
 
 from replicas import profile
 from replicas.command import Model, Ports
-from replicas.vllm import KvCacheDtype, VllmProfile
+from replicas.engines.vllm.profile import KvCacheDtype, VllmProfile
 
 pytestmark = pytest.mark.exact
 

@@ -17,6 +17,7 @@ import zmq
 
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.prompt import PromptError
+from replicas.engines.vllm.versions import version_quirks
 
 from ..gateway.prompt.reference import model_dir
 from ..gateway.prompt.test_pipeline import FAULTS
@@ -44,7 +45,7 @@ class Model:
         self.engine.wait()
         told = httpx.get(self.engine.url + "/v1/models").json()["data"][0]
         self.pipeline.max_model_len = told["max_model_len"]
-        self.pipeline.follow(httpx.get(self.engine.url + "/version").json()["version"])
+        self.pipeline.follow(version_quirks(httpx.get(self.engine.url + "/version").json()["version"]))
         return self
 
     def ours(self, path: str, body: dict):

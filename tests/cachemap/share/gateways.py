@@ -9,7 +9,7 @@ from array import array
 from cachemap import CacheMap, chain_seed, hash_blocks
 from cachemap.share import SharedMap, parse
 
-from ..publisher import BLOCK, Publisher, stored
+from ..publisher import BLOCK, Publisher, decode, stored
 
 MIB = 1 << 20
 
@@ -55,7 +55,7 @@ class Gateway:
             assert self.map.attach(name, None, True) == slot
         intake = self.intakes[name] = self.shared.intake(
             slot, name, incarnation, endpoint=publisher.endpoint, replay=publisher.replay if replay else None, topic="",
-            model=self._model, block_size=self._block_size, on_change=lambda *change: self.changes.append(change),
+            decode=decode, model=self._model, block_size=self._block_size, on_change=lambda *change: self.changes.append(change),
         )  # fmt: skip
         self._tasks[name] = asyncio.create_task(intake.run())
         return intake

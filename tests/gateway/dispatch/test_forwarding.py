@@ -11,6 +11,7 @@ from gateway.dispatch.forwarding import CONFIRMATIONS
 from gateway.prompt.forward import LEAST_TOKENS
 from gateway.prompt.pipeline import Pipeline
 from replicas.simulated.model import sim_model_dir
+from replicas.engines.vllm.versions import version_quirks
 
 from ..wire.talk import eventually, read_request
 from .replies import post
@@ -461,7 +462,7 @@ async def test_what_was_confirmed_is_void_when_prompts_are_made_in_another_way()
     """The gateway follows the version of another engine: this one never confirmed ids that are made so."""
     ours, theirs = Pipeline(sim_model_dir(), "m", 16), Pipeline(sim_model_dir(), "m", 16)
     for one in (ours, theirs):
-        one.follow("0.31.0")
+        one.follow(version_quirks("0.31.0"))
     engine = Engine(theirs)
     async with behind(engine, pipeline=ours) as s:
         for turn in range(FIRST + 1):
@@ -469,7 +470,7 @@ async def test_what_was_confirmed_is_void_when_prompts_are_made_in_another_way()
             await settled(s)
         assert engine.sent_ids[-1]
         before = ours.prepare(CHAT, with_a_date(9))
-        ours.follow("0.32.0", at_once=False)
+        ours.follow(version_quirks("0.32.0"), at_once=False)
         assert ours.prepare(CHAT, with_a_date(9)).tokens != before.tokens
         await ask(s, with_a_date(9))
         assert not engine.sent_ids[-1] and served(s).replica.takes_ids != f"{CHAT}: yes"
@@ -485,7 +486,7 @@ async def test_ids_made_before_the_way_changed_are_neither_sent_nor_held_against
         def overtaken(*given):
             prompt = prepare(*given)
             prompt.tokens += 1
-            ours.follow("0.31.0")
+            ours.follow(version_quirks("0.31.0"))
             return prompt
 
         ours.prepare = overtaken

@@ -8,7 +8,8 @@ from gateway.prompt.anthropic import Habits, from_messages, habits
 from gateway.prompt.chat import from_chat, from_responses
 from gateway.prompt.conversation import Unroutable, conversation, tool_schemas
 from gateway.prompt.template import ChatTemplate, TemplateError, cut_at_tag, tag_final_message
-from gateway.prompt.versions import NEWEST, Transformers, ways
+from gateway.prompt.quirks import NEWEST, Transformers, VersionQuirks
+from replicas.engines.vllm.versions import version_quirks
 
 from .reference import environment
 
@@ -16,8 +17,12 @@ from .reference import environment
 LATEST = replace(NEWEST, transformers=Transformers((5, 23)))  # a release that is known
 
 
+def quirks(version):
+    return VersionQuirks.of(version_quirks(version))
+
+
 def one(message, **options):
-    return conversation([message], options.pop("as_parts", False), **{"ways": LATEST, **options})[0]
+    return conversation([message], options.pop("as_parts", False), **{"quirks": LATEST, **options})[0]
 
 
 @pytest.mark.parametrize("message, seen", [
@@ -47,15 +52,15 @@ def test_what_depends_on_the_release_of_transformers(version, copied, dropped):
     called = {"role": "tool", "content": "x", "tool_call_id": None}
     if copied is None:
         with pytest.raises(Unroutable, match="transformers"):
-            one(spoken, ways=ways(version), reads_thinking=True)
-        assert "thinking" not in one(spoken, ways=ways(version))       # this template would not look for it
+            one(spoken, quirks=quirks(version), reads_thinking=True)
+        assert "thinking" not in one(spoken, quirks=quirks(version))       # this template would not look for it
     else:
-        assert ("thinking" in one(spoken, ways=ways(version), reads_thinking=True)) is copied
+        assert ("thinking" in one(spoken, quirks=quirks(version), reads_thinking=True)) is copied
     if dropped is None:
         with pytest.raises(Unroutable, match="transformers"):
-            one(called, ways=ways(version))
+            one(called, quirks=quirks(version))
     else:
-        assert ("tool_call_id" in one(called, ways=ways(version))) is not dropped
+        assert ("tool_call_id" in one(called, quirks=quirks(version))) is not dropped
 
 
 @pytest.mark.parametrize("source, reads", [
@@ -87,7 +92,7 @@ def test_parts_for_templates_that_loop_over_them():
 def test_developers_without_a_template_that_knows_them():
     talk = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b", "tools": [1]}, {"role": "user", "content": "c"}]
     assert conversation(talk, False, knows_developer=False) == [{"role": "system", "content": "a\n\nb"}, {"role": "user", "content": "c"}]
-    assert conversation(talk, False, ways=LATEST)[1] == {"role": "developer", "content": "b", "tools": [1]}
+    assert conversation(talk, False, quirks=LATEST)[1] == {"role": "developer", "content": "b", "tools": [1]}
     assert conversation(talk[1:], False, knows_developer=False)[0] == {"role": "system", "content": "b"}
 
 

@@ -6,7 +6,9 @@ from array import array
 import pytest
 
 from gateway.prompt.forward import LEAST_TOKENS, with_ids
+from replicas.engines.vllm import VLLM
 
+AROUND = VLLM.chat_token_ids
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WORDS = "all the world is a stage and all the men and women merely players " * 50
 
@@ -27,7 +29,7 @@ def chat(**more) -> dict:
 def test_a_chats_bytes_stay_as_they_are_behind_the_ids(sim, before):
     body = before + json.dumps(chat(temperature=0.70, stop=["\u00e9"]), indent=1).encode()
     prompt = prepared(sim, CHAT, body)
-    made = with_ids(body, prompt)
+    made = with_ids(body, prompt, AROUND)
     assert prompt.kind
     assert made.endswith(body[len(before) + 1 :]) and made.startswith(before + b"{")
     assert json.loads(made) == {**json.loads(body), "kv_transfer_params": {"prompt_token_ids": ids(prompt)}}
@@ -44,7 +46,7 @@ def test_a_completions_text_gives_way_to_the_ids_and_nothing_else_moves(sim, tex
     body = head + json.dumps(text, ensure_ascii=ascii).encode() + tail
     prompt = prepared(sim, COMPLETIONS, body)
     assert prompt.kind
-    assert with_ids(body, prompt) == head + json.dumps(ids(prompt), separators=(",", ":")).encode() + tail
+    assert with_ids(body, prompt, AROUND) == head + json.dumps(ids(prompt), separators=(",", ":")).encode() + tail
 
 
 @pytest.mark.parametrize("more", [
@@ -53,20 +55,20 @@ def test_a_completions_text_gives_way_to_the_ids_and_nothing_else_moves(sim, tex
 ])  # fmt: skip
 def test_a_second_prompt_in_a_completion_leaves_it_as_received(sim, more):
     body = json.dumps({"prompt": WORDS, **more}).encode()
-    assert with_ids(body, prepared(sim, COMPLETIONS, body)) is None
+    assert with_ids(body, prepared(sim, COMPLETIONS, body), AROUND) is None
 
 
 def test_a_key_in_a_spelling_of_its_own_leaves_a_completion_as_received(sim):
     body = b'{"pr\\u006fmpt": %b, "stream_options": {"prompt": "another"}}' % json.dumps(WORDS).encode()
     prompt = prepared(sim, COMPLETIONS, body)
-    assert prompt.kind and with_ids(body, prompt) is None
+    assert prompt.kind and with_ids(body, prompt, AROUND) is None
 
 
 def test_a_field_the_client_gave_after_all_counts(sim):
     body = b'{"kv_transfer_p\\u0061rams": null, "messages": %b}' % json.dumps(chat()["messages"]).encode()
     prompt = prepared(sim, CHAT, body)
     assert not prompt.kind
-    assert json.loads(with_ids(body, prompt))["kv_transfer_params"] is None
+    assert json.loads(with_ids(body, prompt, AROUND))["kv_transfer_params"] is None
 
 
 @pytest.mark.parametrize("more", [

@@ -11,7 +11,8 @@ from gateway.prompt.model import ModelError
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.reading import AS_IT_IS, Readings
 from gateway.prompt.tokenizer import Tokenizer
-from gateway.prompt.versions import Transformers
+from gateway.prompt.quirks import Transformers
+from replicas.engines.vllm.versions import version_quirks
 
 from .folders import SHAPES, TEXTS, digest, write
 from .reference import HERE, ids_of
@@ -48,7 +49,7 @@ def test_as_transformers(name, tmp_path):
 def test_a_pipeline_makes_an_engines_tokens_or_says_that_it_may_not(name, tmp_path):
     pipeline = Pipeline(write(name, tmp_path), "m", 16)
     for version, release in VERSIONS.items():
-        pipeline.follow(version)
+        pipeline.follow(version_quirks(version))
         for i, text in enumerate(TEXTS):
             prompt = pipeline.prepare("/v1/completions", json.dumps({"prompt": text}).encode())
             if prompt.mode == "exact":
@@ -92,7 +93,7 @@ def test_files_are_not_kept_once_they_are_loaded(name, tmp_path):
     """What is read of a large tokenizer.json is tens of megabytes."""
     folder = write(name, tmp_path)
     pipeline = Pipeline(folder, "m", 16)
-    pipeline.follow("0.32.0")
+    pipeline.follow(version_quirks("0.32.0"))
     pipeline.read_as("of another process")
     assert pipeline.judge([Answer("x", False, (999_999,))]).differs
     gc.collect()

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from gateway.prompt.pipeline import Pipeline
+from replicas.engines.vllm.versions import version_quirks
 
 from .reference import ids_of, model_dir
 
@@ -69,7 +70,7 @@ def test_a_new_version_of_the_engine_meets_nothing_of_the_one_before(folder):
     """In a rolling upgrade templates are compiled again, in another order: what was a user's text stays one."""
     pipeline = Pipeline(folder, "m", 16)
     for version, order in (("0.31.0", 1), ("0.32.0", -1), ("0.28.0", 1), ("0.32.1", -1)):
-        pipeline.follow(version)
+        pipeline.follow(version_quirks(version))
         roles = ("user", "assistant")[::order]
         for turn in range(45):
             for role in roles:

@@ -7,7 +7,7 @@ import pytest
 
 from replicas import devices, profile
 from replicas.command import Model, Ports, ProfileError
-from replicas.vllm import QUIET, find_executable, weights
+from replicas.engines.vllm.profile import QUIET, find_executable, weights
 
 PORTS = Ports.run(20000, 1)
 MODEL = Model(Path("/models/tiny"), "tiny")
@@ -267,7 +267,7 @@ def test_the_executable_is_found_as_the_shell_would_or_beside_our_python(tmp_pat
     assert find_executable("vllm") == str(program)
     monkeypatch.setenv("PATH", "/nowhere")
     assert find_executable("vllm") == "vllm"
-    monkeypatch.setattr("replicas.vllm.sys.executable", str(tmp_path / "python3"))
+    monkeypatch.setattr("replicas.engines.vllm.profile.sys.executable", str(tmp_path / "python3"))
     assert find_executable("vllm") == str(program)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_executable("~/vllm") == str(program)

@@ -7,11 +7,16 @@ import pytest
 
 from gateway.prompt.anthropic import Habits
 from gateway.prompt.pipeline import Pipeline
-from gateway.prompt.versions import NEWEST, ways
+from gateway.prompt.quirks import NEWEST, VersionQuirks
+from replicas.engines.vllm.versions import version_quirks
 
 from .reference import ids_of, model_dir
 
 CHAT = "/v1/chat/completions"
+
+
+def quirks(version):
+    return VersionQuirks.of(version_quirks(version))
 
 
 @pytest.fixture(scope="module")
@@ -20,20 +25,20 @@ def pipeline():
 
 
 def text(pipeline, version, **body):
-    pipeline.follow(version)
+    pipeline.follow(version_quirks(version))
     prompt = pipeline.prepare(CHAT, json.dumps(body).encode())
     assert prompt.mode == "exact", prompt.note
     return pipeline.tokenizer.decode(ids_of(prompt))
 
 
 @pytest.mark.parametrize("version", [None, "", "0.32.0", "0.33.1rc1.dev4+gabc", "1.0", "v0.32.1", "0.1.dev1+g5d3a", "nightly", "0.0"])
-def test_newest_ways(version):
-    assert replace(ways(version), transformers=NEWEST.transformers) == NEWEST
+def test_the_newest_has_none(version):
+    assert replace(quirks(version), transformers=NEWEST.transformers) == NEWEST
 
 
 def test_each_way_begins_with_its_version():
     new = [(one.arguments_are_objects, one.looks_into_macros, one.asks_template, one.drops_attribution, not one.truncates_to_output,
-            not one.forwards_past_media) for one in map(ways, ("0.28.0", "0.29.1", "0.30.0rc2", "0.31.0", "0.32.0"))]  # fmt: skip
+            not one.forwards_past_media) for one in map(quirks, ("0.28.0", "0.29.1", "0.30.0rc2", "0.31.0", "0.32.0"))]  # fmt: skip
     assert [sum(row) for row in new] == [0, 1, 2, 3, 6]
 
 
@@ -68,12 +73,12 @@ def test_a_template_that_loops_in_a_macro(tmp_path):
 
 
 def test_what_messages_ask_the_template(pipeline):
-    pipeline.follow("0.30.0")
+    pipeline.follow(version_quirks("0.30.0"))
     assert pipeline._habits == Habits(True, None)
-    pipeline.follow("0.31.0")
+    pipeline.follow(version_quirks("0.31.0"))
     assert pipeline._habits == Habits(False, "low")
     given = Pipeline(model_dir("sim"), "m", 16, chat_template=model_dir("sim") / "chat_template.jinja")
-    given.follow("0.30.0")
+    given.follow(version_quirks("0.30.0"))
     assert given._habits == Habits(False, None)
 
 
@@ -81,7 +86,7 @@ def test_what_messages_ask_the_template(pipeline):
     ("0.28.0", "/v1/completions", {}, 84), ("0.32.0", "/v1/completions", {}, 99), ("0.28.0", "/v1/completions", {"max_tokens": 1}, 99),
     ("0.32.0", "/v1/completions", {"max_tokens": 0}, 100), ("0.28.0", "/v1/embeddings", {}, 100), ("0.32.0", "/v1/embeddings", {}, 100)])
 def test_truncation_to_the_context_length(pipeline, version, path, body, kept):
-    pipeline.follow(version)
+    pipeline.follow(version_quirks(version))
     key = "input" if path == "/v1/embeddings" else "prompt"
     prompt = pipeline.prepare(path, json.dumps({key: list(range(150)), "truncate_prompt_tokens": -1, **body}).encode())
     assert ids_of(prompt) == (list(range(kept)) if key == "input" else list(range(150 - kept, 150)))
@@ -94,7 +99,7 @@ def test_forwarded_ids_beside_media(pipeline):
     for version, messages, more, mode, count in (
         ("0.31.0", image, {}, "exact", 3), ("0.32.0", image, {}, "load", None), ("0.32.0", plain, {}, "exact", 3),
         ("0.31.0", plain, {"echo": True}, "exact", 3), ("0.32.0", plain[:1], {"echo": True}, "exact", None)):
-        pipeline.follow(version)
+        pipeline.follow(version_quirks(version))
         body = {"messages": messages, "kv_transfer_params": sent, **more}
         prompt = pipeline.prepare(CHAT, json.dumps(body).encode())
         assert prompt.mode == mode and (count is None or prompt.tokens == count)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from replicas.vllm import VllmProfile
+    from replicas.engines.vllm.profile import VllmProfile
 
 Rule = tuple[object, str]  # (true if broken, reason)
 

@@ -18,11 +18,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt,
 
 from replicas import devices
 from replicas.command import Command, Model, Ports, ProfileError
-from replicas.replica import EventSource
-from replicas.vllm_rules import ATTENTION_BACKENDS, contradictions, unknown_value
+from replicas.engines.vllm.rules import ATTENTION_BACKENDS, contradictions, unknown_value
+from replicas.event_source import EventSource
 
 QUIET = "/health,/metrics,/v1/models,/version,/kv_event_sources"  # what the watcher asks each second: not for the log
-CPU = Path(__file__).parent / "profiles" / "cpu.yaml"
+CPU = Path(__file__).parents[2] / "profiles" / "cpu.yaml"
 
 KvCacheDtype = Literal[
     "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla", "nvfp4",
@@ -131,6 +131,10 @@ class VllmProfile(Flags):
         if wrong := contradictions(self):
             raise ValueError("; ".join(wrong))
         return self
+
+    @property
+    def own_model(self) -> None:
+        return None
 
     @property
     def ranks(self) -> int:

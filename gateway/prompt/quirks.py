@@ -1,14 +1,13 @@
-"""What vLLM's versions make differently of the same request.
+"""What the versions of an engine make differently of the same request.
 
-Read in the sources of 0.28 to 0.32; the two ends were compared token for token (tests/vllm/test_tokens.py). What
-transformers makes differently does not follow vLLM's version, only the range of releases that it may be installed with.
+Which version has which quirk is known to the engine's dialect (`replicas.engines`), which tells it as plain values. What
+transformers makes differently does not follow the engine's version, only the range of releases that it may be installed with.
 """
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-_NUMBER = re.compile(r"v?(\d+)\.(\d+)")
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,8 @@ class Transformers:
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """The ways of one version. The defaults are those of the newest, which an unknown version is taken for."""
+class VersionQuirks:
+    """Those of one version. The defaults are the newest version's, which an unknown one is taken for. The numbers are vLLM's."""
 
     arguments_are_objects: bool = True     # 0.29: tool-call arguments that are other JSON become {}
     looks_into_macros: bool = True         # 0.30: parts for a template that loops over content in a macro's parameter
@@ -37,7 +36,6 @@ class Ways:
     drops_attribution: bool = True         # 0.32: Claude Code's line goes from system texts of chat, too
     truncates_to_output: bool = False      # until 0.31: -1 leaves room for max_tokens, since then for one token
     forwards_past_media: bool = False      # until 0.31: forwarded ids count though `echo` or media need the messages
-    # As the metadata of each version's package asks for it.
     transformers: Transformers = Transformers()
 
     @property
@@ -51,22 +49,13 @@ class Ways:
         return self.transformers.has((5, 21))
 
 
-NEWEST = Ways()
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> VersionQuirks:
+        """`told`: fields that are not as in the newest version; `transformers` as (oldest, below)."""
+        fields = dict(told)
+        if "transformers" in fields:
+            fields["transformers"] = Transformers(*fields["transformers"])
+        return cls(**fields)
 
 
-def ways(version: str | None) -> Ways:
-    """`version` as /version says it. What runs from a source tree calls itself 0.1 or less: it counts as newest."""
-    match = _NUMBER.match(version or "")
-    number = (int(match[1]), int(match[2])) if match else (0, 0)
-    if number <= (0, 1):
-        return NEWEST
-    return Ways(number >= (0, 29), number >= (0, 30), number >= (0, 31), number >= (0, 32), number < (0, 32), number < (0, 32),
-                _transformers(number))
-
-
-def _transformers(number: tuple[int, int]) -> Transformers:
-    if number < (0, 29):
-        return Transformers((5, 5))
-    if number < (0, 31):
-        return Transformers((5, 10))
-    return Transformers(*{(0, 31): ((5, 10), (5, 18)), (0, 32): ((5, 16), (5, 20)), (0, 33): ((5, 16), (5, 21))}.get(number, ((5, 16),)))
+NEWEST = VersionQuirks()

@@ -1,0 +1,91 @@
+"""One GET to an engine, with a deadline, and its answer. Never raises: what went wrong is in the answer, in words."""
+
+import errno
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from replicas.deadline import within
+
+# Of these the engine is innocent.
+OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
+
+
+@dataclass(slots=True)
+class Answer:
+    """One GET. `status` 0 means no answer came; then `fault` and `error` say why. `fresh`: it took a new connection;
+    `closes`: the server announced that it closes that connection after this answer."""
+
+    status: int
+    body: bytes = b""
+    fault: str = ""
+    error: str = ""
+    fresh: bool = False
+    closes: bool = False
+
+    def json(self) -> dict:
+        """The body as an object; {} when it is anything else."""
+        try:
+            value = json.loads(self.body)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:
+    """GET with a deadline over connect, head and body, in seconds in which our own event loop ran. Never raises but on cancel."""
+    where = urlsplit(url)
+    try:
+        return await within(deadline, _get(session, url))
+    except TimeoutError:
+        return Answer(0, fault="timeout", error=f"{where.path} did not answer within {deadline:g} s")
+    except aiohttp.ClientConnectorDNSError:
+        return Answer(0, fault="connect", error=unresolved(where.hostname or ""))
+    except aiohttp.ClientConnectorCertificateError as error:
+        what = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
+        return Answer(0, fault="connect", error=f"the certificate of {where.netloc} is not believed: {what}; "
+                      "name the file of the authority that signed it with --replica-ca, or correct the host in the URL")  # fmt: skip
+    except aiohttp.ClientSSLError as error:
+        return Answer(0, fault="connect", error=f"no TLS with {where.netloc} ({error.os_error.strerror or error.os_error}): "
+                      "if it speaks plain HTTP, write http:// in its URL")  # fmt: skip
+    except aiohttp.ClientConnectorError as error:
+        if error.os_error.errno in OWN_FAULTS:
+            what = f"the gateway itself cannot open connections: {error.os_error.strerror}"
+            return Answer(0, fault="own", error=f"{what}; raise its limits (`ulimit -n`)")
+        refused = isinstance(error.os_error, ConnectionRefusedError)
+        what = "nothing listens there" if refused else (error.os_error.strerror or str(error.os_error))
+        return Answer(0, fault="connect", error=f"cannot connect to {where.netloc}: {what}")
+    except (aiohttp.ClientError, OSError) as error:
+        return Answer(0, fault="closed", error=f"{where.path}: the connection broke ({type(error).__name__})")
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
+    opened: list[bool] = []
+    async with session.get(url, timeout=aiohttp.ClientTimeout(), allow_redirects=False, trace_request_ctx=opened) as response:
+        return Answer(response.status, await response.read(), fresh=bool(opened), closes=_closes(response))
+
+
+def _closes(response: aiohttp.ClientResponse) -> bool:
+    """By the rules of HTTP/1.1, and of HTTP/1.0, where a connection is kept only by agreement."""
+    options = {one.strip().lower() for line in response.headers.getall("Connection", []) for one in line.split(",")}
+    return "close" in options or (response.version == aiohttp.HttpVersion10 and "keep-alive" not in options)
+
+
+def unresolved(host: str) -> str:
+    return f"host name {host!r} does not resolve; check the replica's URL and DNS"
+
+
+def connections_noted() -> aiohttp.TraceConfig:
+    """For a session whose answers are to say whether they took a new connection. One that was kept has the same process at
+    its other end; a new one may have another, unless the server closes each of them."""
+
+    async def opened(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
+        if context.trace_request_ctx is not None:
+            context.trace_request_ctx.append(True)
+
+    config = aiohttp.TraceConfig()
+    config.on_connection_create_end.append(opened)
+    return config

@@ -1,0 +1,21 @@
+"""The kinds of engines that replicas may be, one `EngineDialect` each."""
+
+from collections.abc import Mapping
+
+from replicas.ask import Answer
+from replicas.engines.dialect import EngineDialect
+from replicas.engines.simulated import SIMULATED
+from replicas.engines.vllm import VLLM
+
+DIALECTS: list[EngineDialect] = [SIMULATED, VLLM]
+DEFAULT: EngineDialect = VLLM  # what an engine that tells nothing of its kind is taken for
+
+
+def recognize(answers: Mapping[str, Answer]) -> EngineDialect:
+    """The dialect of an engine that answers so."""
+    return next((one for one in DIALECTS if one.speaks(answers)), DEFAULT)
+
+
+def by_id(id: str) -> EngineDialect:
+    """A dialect by its id. Raises KeyError."""
+    return {one.id: one for one in DIALECTS}[id]

@@ -1,0 +1,66 @@
+"""EngineDialect: all that differs from one kind of inference engine to another, in one object.
+
+The rest of the house names no engine: it asks the dialect that a replica carries. What every engine has in common is not
+here: OpenAI's endpoints, /health, Prometheus' text format, msgpack over ZMQ.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from replicas.ask import Answer
+from replicas.command import LaunchProfile
+from replicas.event_source import EventSource
+from replicas.exits import LogGrammar
+from replicas.metrics import MetricNames
+from replicas.problems import Problem, Remedies
+
+
+class EventRecords(Protocol):
+    """The types that decoded KV events are made of. They are `cachemap.events`', which this room may not import."""
+
+    Batch: Callable[..., Any]
+    Stored: Callable[..., Any]
+    Removed: Callable[..., Any]
+    Cleared: Callable[..., Any]
+    EventError: type[Exception]
+
+
+class Sources(NamedTuple):
+    """Where an engine publishes KV events, by its own account."""
+
+    by_rank: dict[int, EventSource | None] | None  # None: it could not be asked
+    problems: dict[str, Problem]  # "events", "replay"
+
+
+class EngineDialect(Protocol):
+    """One kind of engine. It has no state: there is one object for all replicas of the kind."""
+
+    id: str  # in profiles (`engine: ...`) and between processes
+    name: str  # for people
+    paths: tuple[str, ...]  # what a full probe asks besides /health, /v1/models, /version and /metrics
+    metrics: MetricNames
+    remedies: Remedies
+    log: LogGrammar
+    rank_header: str  # chooses the data-parallel rank that computes a request ...
+    rank_paths: tuple[str, ...]  # ... posted to these paths; elsewhere the engine takes the rank it likes
+    chat_token_ids: tuple[bytes, bytes] | None  # what stands before and after the prompt's token ids in a chat's JSON object
+    limits_path: str  # tells the scheduler's limits, where the operator allows it
+    abort_marker: bytes  # is in an answer with status 200 that the engine cut short because it was asked to stop
+
+    def speaks(self, answers: Mapping[str, Answer]) -> bool:
+        """Whether an engine that answers so is of this kind. `answers`: of a full probe, by path."""
+
+    def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
+        """Where it publishes KV events, as seen from `host`'s clients."""
+
+    def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
+        """A function that makes `records.Batch` of one message's payload, and raises `records.EventError` if it is none."""
+
+    def version_quirks(self, version: str | None) -> dict[str, Any]:
+        """In what this version makes a prompt otherwise than the newest: fields of `gateway.prompt.quirks.VersionQuirks`."""
+
+    def launch_profile(self) -> type[LaunchProfile]:
+        """The class of the profiles that start it. Imported when it is asked for: those who only adopt need not pay for it."""
+
+    def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`max_num_seqs` and `max_num_batched_tokens` out of what `limits_path` tells; {} if it does not."""

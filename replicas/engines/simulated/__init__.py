@@ -1,0 +1,44 @@
+"""The simulated engine: `SIMULATED` is its dialect. On the wire it imitates vLLM, so that every client of vLLM can be tried
+with it; it is started and set otherwise."""
+
+import re
+from collections.abc import Mapping
+
+from replicas.ask import Answer
+from replicas.command import LaunchProfile
+from replicas.engines.vllm import Vllm
+from replicas.exits import LogGrammar
+from replicas.problems import EVENTS_BY_HAND, Remedies
+
+
+class Simulated(Vllm):
+    """The dialect of `python -m replicas.simulated`."""
+
+    id = "sim"
+    name = "the simulated engine"
+    remedies = Remedies(
+        models="it asks for no key of its own: something before it does; let the gateway reach it directly",
+        figures="let the gateway reach its /metrics, or set block_size in the gateway's config",
+        names="run the simulated engine and the gateway in one version of Hitherto",
+        caching="its prefix cache is always on: run the simulated engine and the gateway in one version of Hitherto",
+        repeats="its cache is too small for the prompt: start it with a larger --num-blocks",
+        events="start the simulated engine without --no-events",
+        unlisted=f"give their address as {EVENTS_BY_HAND}, or start the simulated engine without --no-events",
+        binding="run the simulated engine and the gateway in one version of Hitherto",
+        ranks="it has one rank: what stands before several has to list the events of each in /kv_event_sources",
+        replay="give replay=tcp://HOST:PORT (its --replay-port) where events= is given in the URL",
+        cached_tokens="start the simulated engine without --no-cached-tokens",
+    )
+    log = LogGrammar(stamp=re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?=(DEBUG|INFO|WARNING|ERROR|CRITICAL) )"))
+
+    def speaks(self, answers: Mapping[str, Answer]) -> bool:
+        version = answers["/version"].json().get("version")
+        return isinstance(version, str) and version.endswith("+simulated")
+
+    def launch_profile(self) -> type[LaunchProfile]:
+        from replicas.engines.simulated.profile import SimProfile
+
+        return SimProfile
+
+
+SIMULATED = Simulated()

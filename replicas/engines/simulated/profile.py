@@ -1,0 +1,82 @@
+"""The profile of `python -m replicas.simulated`."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from replicas.command import Command, Model, Ports
+from replicas.event_source import EventSource
+
+
+class SimProfile(BaseModel):
+    """`python -m replicas.simulated`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    engine: Literal["sim"]
+    description: str = ""
+    timing: str = Field("gpu-8b", description="timing profile of the simulated engine, name or file")
+    speedup: float = Field(1.0, gt=0)
+    num_blocks: int | None = Field(None, gt=0)
+    block_size: int | None = Field(None, gt=0)
+    kv_events: bool = True
+    cached_tokens: bool = True
+    lora: list[str] = []
+    seed: int | None = None
+    extra_args: list[str] = []
+    env: dict[str, str] = {}
+    start_timeout_s: float = Field(30.0, gt=0)
+
+    @property
+    def own_model(self) -> str:
+        return "sim"
+
+    @property
+    def ranks(self) -> int:
+        return 1
+
+    def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
+        """The profile as this machine can run it, and each replica's own environment."""
+        return self, [{}] * count
+
+    def command(self, host: str, ports: Ports, model: Model) -> Command:
+        argv = [sys.executable, "-m", "replicas.simulated", "--host", host, "--port", str(ports.http)]
+        argv += ["--profile", self.timing]
+        if model.directory:
+            argv += ["--model", str(model.directory)]
+        if model.served_name:
+            argv += ["--served-model-name", model.served_name]
+        if self.speedup != 1:
+            argv += ["--speedup", f"{self.speedup:g}"]
+        if self.num_blocks:
+            argv += ["--num-blocks", str(self.num_blocks)]
+        if self.block_size:
+            argv += ["--block-size", str(self.block_size)]
+        if self.seed is not None:
+            argv += ["--seed", str(self.seed)]
+        if self.kv_events:
+            argv += ["--events-port", str(ports.events), "--replay-port", str(ports.replay)]
+        else:
+            argv += ["--no-events"]
+        if not self.cached_tokens:
+            argv += ["--no-cached-tokens"]
+        for name in self.lora:
+            argv += ["--lora", name]
+        return Command(argv + self.extra_args, _with_import_path(self.env))
+
+    def events(self, host: str, ports: Ports) -> EventSource | None:
+        """Where the engine publishes, as far as the command line fixes it."""
+        if not self.kv_events:
+            return None
+        return EventSource(f"tcp://{host}:{ports.events}", f"tcp://{host}:{ports.replay}", "")
+
+
+def _with_import_path(env: dict[str, str]) -> dict[str, str]:
+    """`python -m replicas...` must find this package from any working directory."""
+    here = str(Path(__file__).parents[3])
+    given = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return {"PYTHONUNBUFFERED": "1", **env, "PYTHONPATH": f"{here}{os.pathsep}{given}" if given else here}

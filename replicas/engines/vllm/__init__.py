@@ -1,0 +1,71 @@
+"""vLLM: `VLLM` is its dialect. Read in the sources of 0.28 to 0.32 and tried against both ends (`tests/vllm`)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from replicas.ask import Answer
+from replicas.command import LaunchProfile
+from replicas.engines.dialect import EventRecords, Sources
+from replicas.engines.vllm import log, metrics, sources
+from replicas.engines.vllm.events import Decoder
+from replicas.engines.vllm.versions import version_quirks
+from replicas.problems import EVENTS_BY_HAND, Remedies
+
+REMEDIES = Remedies(
+    models="start vLLM without --api-key (and VLLM_API_KEY) where only the gateway reaches it; clients' keys are passed on",
+    figures="start vLLM without --disable-log-stats, or set block_size in the gateway's config",
+    names="a vLLM that names them differently needs a newer Hitherto",
+    caching="start vLLM without --no-enable-prefix-caching",
+    repeats="turn prefix caching on (vLLM: --enable-prefix-caching); without it every replica is as good as any other",
+    events='start vLLM with --kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq",'
+           '"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"}\'',
+    unlisted=f"if KV events are on, give their address as {EVENTS_BY_HAND}; else start vLLM with --kv-events-config",
+    binding="write the endpoint in --kv-events-config as tcp://*:PORT",
+    ranks="publish over tcp://*:PORT, to which vLLM adds the rank, and let all ranks run one version",
+    replay='add "replay_endpoint":"tcp://*:PORT" to --kv-events-config, and replay=tcp://HOST:PORT if events= is given in the URL',
+    cached_tokens="start vLLM with --enable-prompt-tokens-details",
+)  # fmt: skip
+
+
+class Vllm:
+    """The dialect of vLLM; `replicas.engines.dialect.EngineDialect` says what each part is."""
+
+    id = "vllm"
+    name = "vLLM"
+    paths = (sources.PATH,)
+    metrics = metrics.NAMES
+    remedies = REMEDIES
+    log = log.GRAMMAR
+    rank_header = "X-data-parallel-rank"
+    rank_paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
+    # It takes them out of this field before anything else looks at it, so that without a KV connector nothing else changes.
+    chat_token_ids = (b'"kv_transfer_params":{"prompt_token_ids":', b"}")
+    abort_marker = b'"finish_reason":"abort"'
+    limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1
+
+    def speaks(self, answers: Mapping[str, Answer]) -> bool:
+        return b"\n" + self.metrics.prefix.encode() in answers["/metrics"].body
+
+    def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
+        return Sources(*sources.read(answers[sources.PATH], host, self.remedies))
+
+    def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
+        return Decoder(records).decode
+
+    def version_quirks(self, version: str | None) -> dict[str, Any]:
+        return version_quirks(version)
+
+    def launch_profile(self) -> type[LaunchProfile]:
+        from replicas.engines.vllm.profile import VllmProfile
+
+        return VllmProfile
+
+    def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name in ("vllm_config", "scheduler_config"):
+            told = told.get(name)
+            if not isinstance(told, dict):
+                return {}
+        return told
+
+
+VLLM = Vllm()

@@ -1,0 +1,38 @@
+"""What vLLM's versions make differently of the same request.
+
+Read in the sources of 0.28 to 0.32; the two ends were compared token for token (tests/vllm/test_tokens.py). The releases of
+transformers are those that the metadata of each version's package asks for.
+"""
+
+import re
+from typing import Any
+
+_NUMBER = re.compile(r"v?(\d+)\.(\d+)")
+_ANY = (99, 0)
+
+
+def version_quirks(version: str | None) -> dict[str, Any]:
+    """`version` as /version says it. What runs from a source tree calls itself 0.1 or less: it counts as newest."""
+    match = _NUMBER.match(version or "")
+    number = (int(match[1]), int(match[2])) if match else (0, 0)
+    if number <= (0, 1):
+        return {}
+    return {
+        "arguments_are_objects": number >= (0, 29),
+        "looks_into_macros": number >= (0, 30),
+        "asks_template": number >= (0, 31),
+        "drops_attribution": number >= (0, 32),
+        "truncates_to_output": number < (0, 32),
+        "forwards_past_media": number < (0, 32),
+        "transformers": _transformers(number),
+    }
+
+
+def _transformers(number: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The oldest release, and the one before which it has to be."""
+    if number < (0, 29):
+        return (5, 5), _ANY
+    if number < (0, 31):
+        return (5, 10), _ANY
+    known = {(0, 31): ((5, 10), (5, 18)), (0, 32): ((5, 16), (5, 20)), (0, 33): ((5, 16), (5, 21))}
+    return known.get(number, ((5, 16), _ANY))

@@ -1,0 +1,46 @@
+"""Where an engine publishes its KV events."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from replicas.names import bracketed
+
+
+class EventSource(NamedTuple):
+    """Where a replica publishes KV events; ZMQ endpoints one can connect to."""
+
+    endpoint: str
+    replay: str | None
+    topic: str
+
+    def at_rank(self, rank: int) -> "EventSource | None":
+        """Where data-parallel rank `rank` publishes if the first one does here: vLLM adds the rank to both ports."""
+        if rank == 0:
+            return self
+        endpoint = _port_plus(self.endpoint, rank)
+        return EventSource(endpoint, self.replay and _port_plus(self.replay, rank), self.topic) if endpoint else None
+
+    @property
+    def hosts(self) -> set[str]:
+        """The hosts that its endpoints name."""
+        return {host for endpoint in (self.endpoint, self.replay) if endpoint and (host := _host(endpoint))}
+
+    def at(self, addresses: Mapping[str, str]) -> "EventSource":
+        """With each host in its endpoints replaced by its address, where that is known."""
+        return EventSource(_at(self.endpoint, addresses), self.replay and _at(self.replay, addresses), self.topic)
+
+
+def _host(endpoint: str) -> str:
+    """The host of a TCP endpoint; "" for any other."""
+    return endpoint[6:].rpartition(":")[0].strip("[]") if endpoint.startswith("tcp://") else ""
+
+
+def _at(endpoint: str, addresses: Mapping[str, str]) -> str:
+    address = addresses.get(_host(endpoint))
+    return f"tcp://{bracketed(address)}:{endpoint.rpartition(':')[2]}" if address else endpoint
+
+
+def _port_plus(endpoint: str, rank: int) -> str | None:
+    """None where there is no port to add to (ipc)."""
+    where, _, port = endpoint.rpartition(":")
+    return f"{where}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdigit() else None

@@ -1,0 +1,35 @@
+"""What an engine does not tell or do, and what the operator can change about it."""
+
+from typing import NamedTuple
+
+
+class Problem(NamedTuple):
+    """Something that an engine does not tell or do, and what the operator can change about it."""
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.remedy}"
+
+
+class Remedies(NamedTuple):
+    """What to change about one kind of engine, in the words of its own flags."""
+
+    models: str  # /v1/models wants an API key
+    figures: str  # /metrics has none of its series
+    names: str  # /metrics names some of them otherwise
+    caching: str  # prefix caching is off
+    repeats: str  # a prompt that was sent twice was not found in the cache
+    events: str  # no KV events are published
+    unlisted: str  # it does not say whether and where they are
+    binding: str  # the publisher connects, so nobody can subscribe
+    ranks: str  # one data-parallel rank publishes none
+    replay: str  # they cannot be replayed
+    cached_tokens: str  # answers do not tell how much of a prompt was cached
+
+
+EVENTS_OFF = "KV events are off, the cache is guessed from traffic"
+NO_CACHED_TOKENS = "answers do not say how many prompt tokens were cached, so predictions cannot be checked one by one"
+NO_REPLAY = "KV events cannot be replayed: the gateway starts cold, and forgets this replica's cache when an event is lost"
+EVENTS_BY_HAND = "URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT"

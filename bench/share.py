@@ -24,8 +24,8 @@ import numpy as np
 import redis
 
 from cachemap import CacheMap
-from cachemap.share import SharedIntake, SharedMap, parse
-from cachemap.share.codec import Position
+from cachemap.cluster import SharedIntake, SharedMap, parse
+from cachemap.cluster.codec import Position
 
 BUDGET = 1 << 30
 CHAIN, STEP = 64, 8
@@ -45,9 +45,9 @@ class Silent:
 
 
 def gateway(url: str, replicas: int, blocks: int) -> tuple[CacheMap, SharedMap, list]:
-    import cachemap.share.intake
+    import cachemap.cluster.intake
 
-    cachemap.share.intake.EventIntake = Silent
+    cachemap.cluster.intake.EventIntake = Silent
     table = CacheMap(BUDGET)
     shared = SharedMap(parse(url), "bench", table)
     intakes = []

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cachemap.blocks import NO_BLOCKS, BlockTable, Budget, u64
+from cachemap.table.blocks import NO_BLOCKS, BlockTable, Budget, u64
 from cachemap.changes import Change, Clear, Contents, Observe, Remove, Store
-from cachemap.chains import BYTES_PER_BLOCK, EngineModel
-from cachemap.routed import Routed
+from cachemap.table.chains import BYTES_PER_BLOCK, EngineModel
+from cachemap.table.routed import Routed
 
 PREDICTED_SECONDS = 5.0  # longer than a queue and a prefill take, shorter than a cache turns over
 UNKNOWN_CAPACITY = 8192  # blocks assumed of an engine that does not say: 131,072 tokens of 16

@@ -14,8 +14,9 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from cachemap import CacheMap, EventIntake, events
+from cachemap import CacheMap, EventIntake
 from cachemap.background import Background
+from cachemap.events import records
 from policies import CostGroup, Ledger
 from replicas import Fleet, Replica, State
 from replicas import profile as profiles
@@ -37,7 +38,7 @@ from .telemetry.view import View
 from .wire.server import Server
 
 if TYPE_CHECKING:
-    from cachemap.share import SharedIntake, SharedMap
+    from cachemap.cluster import SharedIntake, SharedMap
 
 log = logging.getLogger("hitherto")
 
@@ -282,7 +283,7 @@ class Gateway:
         following = {
             "endpoint": source.endpoint,
             "replay": source.replay,
-            "decode": backend.replica.dialect.event_decoder(events),
+            "decode": backend.replica.dialect.event_decoder(records),
             "topic": "",  # all: one publisher an endpoint, and a topic nobody expected must not make us deaf
             "model": self.dispatcher.pipeline.served_name,
             "block_size": self.dispatcher.pipeline.block_size,
@@ -350,7 +351,7 @@ def _shared_map(settings: Settings, cachemap: CacheMap, background: Background) 
     """What gateways share of who holds what; none without Redis, nor where each follows the events itself."""
     if settings.redis_url is None or settings.event_intake == "each":
         return None
-    from cachemap.share import SharedMap, parse  # a fifth of a second, for those who use it
+    from cachemap.cluster import SharedMap, parse  # a fifth of a second, for those who use it
 
     return SharedMap(parse(settings.redis_url), settings.deployment, cachemap, background)
 

@@ -106,7 +106,7 @@ def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_redis(url: str) -> str:
-    from cachemap.share import parse  # a fifth of a second, for those who use it
+    from cachemap.cluster import parse  # a fifth of a second, for those who use it
 
     parse(url)
     return url
@@ -200,7 +200,7 @@ class Config:
         if (token := values["admin_token"]) and not token.startswith("@"):
             values["admin_token"] = HIDDEN
         if values["redis_url"]:
-            from cachemap.share import without_password
+            from cachemap.cluster import without_password
 
             values["redis_url"] = without_password(values["redis_url"])
         for name in SIZES:

@@ -101,7 +101,7 @@ def shared_ledger(settings: Settings, metrics: Metrics, ledger: Ledger, backgrou
     """Where the load of all gateways is counted; none without Redis."""
     if settings.redis_url is None:
         return None
-    from cachemap.share import Ways, parse
+    from cachemap.cluster import Ways, parse
 
     from .dispatch.shared import SharedLedger
 

@@ -226,9 +226,10 @@ def _load(replica: Any) -> Load:
 
 async def _replay(cachemap: Any, slot: int, replica: Any, served: str, size: int) -> None:
     """Fill the replica's part of the map from its event history, as far as it comes in time."""
-    from cachemap import EventIntake, events
+    from cachemap import EventIntake
+    from cachemap.events import records
 
-    source, decode = replica.events, replica.dialect.event_decoder(events)
+    source, decode = replica.events, replica.dialect.event_decoder(records)
     live = asyncio.Event()
     intake = EventIntake(
         cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", decode=decode, model=served, block_size=size,

@@ -15,7 +15,7 @@ import zmq
 from gateway.trial import Finding
 
 if TYPE_CHECKING:
-    from cachemap.share import Place
+    from cachemap.cluster import Place
 
 PINGS = 20
 NEAR_SECONDS = 0.002  # what a decision waits for Redis at most
@@ -26,7 +26,7 @@ ADVICE = "see the ACL that docs/scaling.md lists, and that the URL leads to a pr
 
 
 async def redis_findings(url: str, deployment: str) -> AsyncIterator[Finding]:
-    from cachemap.share.connect import FAILURES, connect, describe, parse
+    from cachemap.cluster.connect import FAILURES, connect, describe, parse
 
     place = parse(url)
     whole = True
@@ -59,7 +59,7 @@ async def redis_findings(url: str, deployment: str) -> AsyncIterator[Finding]:
 
 async def _try_map(place: Place, deployment: str) -> Finding:
     """What one gateway writes of a replica another one reads; on a Cluster in every lane."""
-    from cachemap.share.keys import LANES, Keys
+    from cachemap.cluster.keys import LANES, Keys
 
     names: dict[int, str] = {}
     for number in range(1000):
@@ -85,7 +85,7 @@ async def _try_map(place: Place, deployment: str) -> Finding:
 
 async def _try_ledger(place: Place, deployment: str) -> Finding:
     """A request is placed and counted as by one gateway, and another one sees its load."""
-    from cachemap.share import Ways
+    from cachemap.cluster import Ways
     from gateway.dispatch.shared import SharedLedger
     from policies import Candidate, CostGroup, Demand, Ledger, make
 
@@ -130,7 +130,7 @@ class _TrialMap:
 
     def __init__(self, place: Place, deployment: str, replicas: list[str], endpoint: str):
         from cachemap import CacheMap
-        from cachemap.share import SharedMap
+        from cachemap.cluster import SharedMap
 
         self.map = CacheMap(1 << 20)
         self.shared = SharedMap(place, deployment, self.map)
@@ -149,7 +149,7 @@ class _TrialMap:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        from cachemap.share.connect import FAILURES
+        from cachemap.cluster.connect import FAILURES
 
         with contextlib.suppress(*FAILURES):
             for keys in (one.keys for one in self.intakes):
@@ -162,7 +162,7 @@ class _TrialMap:
 
 
 def _version(subject: str, place: str, told: dict) -> Finding:
-    from cachemap.share.connect import OLDEST
+    from cachemap.cluster.connect import OLDEST
 
     version = str(told.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import aiohttp
 
-from cachemap import CacheMap, EventIntake, events
+from cachemap import CacheMap, EventIntake
+from cachemap.events import records
 from gateway.comparison import Unanswered, engine_answers
 from gateway.config import Settings
 from gateway.prompt.pipeline import Pipeline
@@ -173,7 +174,7 @@ async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]
     """Send the prompt while listening; its blocks must come, and be the ones the gateway would look for."""
     subject, cachemap = f"events {trial.id}", CacheMap(64 * 2**20)
     slot = cachemap.attach(trial.id, trial.replica.num_blocks, True)
-    intake = EventIntake(cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", decode=trial.replica.dialect.event_decoder(events), model=trial.served,
+    intake = EventIntake(cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", decode=trial.replica.dialect.event_decoder(records), model=trial.served,
                          block_size=trial.block_size, on_change=lambda state, reason: None)  # fmt: skip
     task = asyncio.create_task(intake.run())
     try:

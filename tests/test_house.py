@@ -65,7 +65,7 @@ def test_every_module_says_what_it_is_for(path):
 def test_the_rooms_that_decide_have_no_clock_and_no_sockets():
     """Policies and state machines are pure: time and load come in as arguments."""
     pure = [*(ROOT / "policies").glob("*.py"), ROOT / "gateway/dispatch/states.py", ROOT / "gateway/dispatch/drift.py",
-            ROOT / "replicas/lifecycle.py", ROOT / "replicas/health.py", ROOT / "cachemap/sequence.py",
+            ROOT / "replicas/lifecycle.py", ROOT / "replicas/health.py", ROOT / "cachemap/events/sequence.py",
             *(ROOT / "replicas/simulated" / name for name in ("engine.py", "batch.py", "blocks.py", "steps.py", "profile.py"))]  # fmt: skip
     for path in pure:
         for name in imports(path):

@@ -32,14 +32,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cachemap.background import Background, Failures
-from cachemap.share.connect import FAILURES, Line, Script, describe
-from cachemap.share.keys import SCHEMA, scope
+from cachemap.cluster.connect import FAILURES, Line, Script, describe
+from cachemap.cluster.keys import SCHEMA, scope
 from policies import Asked, Candidate, Choice, Cost, Decision, Demand, Ledger, hittable
 from policies.ledger import NOTHING
 from policies.load import FAR
 
 if TYPE_CHECKING:
-    from cachemap.share.connect import Ways
+    from cachemap.cluster.connect import Ways
 
 log = logging.getLogger("hitherto.dispatch")
 

@@ -15,8 +15,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from cachemap.share import parse
-from cachemap.share.connect import FAILURES, OLDEST, connect
+from cachemap.cluster import parse
+from cachemap.cluster.connect import FAILURES, OLDEST, connect
 from replicas.command import Command
 from replicas.supervisor import Supervisor
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import repeat
 
-from cachemap.chains import EngineModel
+from cachemap.table.chains import EngineModel
 from cachemap.map import PREDICTED_SECONDS, Match
-from cachemap.routed import Routed
+from cachemap.table.routed import Routed
 
 
 class Holders:

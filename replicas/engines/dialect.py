@@ -16,7 +16,7 @@ from replicas.problems import Problem, Remedies
 
 
 class EventRecords(Protocol):
-    """The types that decoded KV events are made of. They are `cachemap.events`', which this room may not import."""
+    """The types that decoded KV events are made of. They are `cachemap.events.records`', which this room may not import."""
 
     Batch: Callable[..., Any]
     Stored: Callable[..., Any]

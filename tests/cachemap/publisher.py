@@ -8,11 +8,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from cachemap import events
+from cachemap.events import records
 from replicas.engines.vllm import VLLM
 
 BLOCK = 4
-decode = VLLM.event_decoder(events)
+decode = VLLM.event_decoder(records)
 
 
 def stored(keys, tokens, parent=None, **fields):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemap import CacheMap, chain_seed, hash_blocks
-from cachemap.blocks import u64
+from cachemap.table.blocks import u64
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from cachemap.share.connect import Ways, parse
+from cachemap.cluster.connect import Ways, parse
 from gateway.dispatch.shared import LEASE, SharedLedger
 from policies import Asked, Candidate, CostGroup, Demand, Ledger, make
 from policies.ledger import NOTHING

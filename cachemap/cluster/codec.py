@@ -1,0 +1,204 @@
+"""Deltas and snapshots as bytes: 13 a block, 8 of its hash and 5 of its tag.
+
+A delta is what changed since the one before it: a head (which writer's, after which batch of the engine) and the
+changes. A snapshot is a JSON header and then, tier by tier, hashes, tags, and the copies beyond the first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from cachemap.changes import TIERS, Change, Clear, Contents, Observe, Remove, Store
+from cachemap.cluster.keys import SCHEMA
+
+TAG_BYTES = 5
+# A piece of a snapshot. Allocators round sizes up, in large ones by up to a fifth; 28 KiB is a size they have, and this
+# leaves room there for what Redis puts beside it.
+PIECE = 28 * 1024 - 64
+FIRST, RELOAD = 1, 2  # a writer's first delta; one that only says: load the snapshot
+
+_HEAD = struct.Struct("<dIBqd")  # when the server took it (it writes that itself), term, flags, sequence, its time
+_OPERATION = struct.Struct("<BBHI")  # kind, tier, heads, blocks
+_PARENT = np.dtype([("at", "<u4"), ("hash", "<u8")])
+_COPIES = np.dtype([("tag", "<u8"), ("count", "<u4")])
+_STORE, _REMOVE, _CLEAR, _OBSERVED, _UNOBSERVED = range(5)
+
+
+class Unreadable(ValueError):
+    """What lies in Redis cannot be used here; says why."""
+
+
+class Damaged(Unreadable):
+    """What lies in Redis is not what a gateway wrote; who leads can write it again."""
+
+
+class Position(NamedTuple):
+    """The engine's batch up to which all is included."""
+
+    sequence: int | None = None
+    timestamp: float = 0.0
+
+
+class Delta(NamedTuple):
+    at: float  # by the server's clock
+    term: int  # which writer, in which of its times
+    flags: int
+    position: Position
+    changes: list[Change]
+
+
+def encode_change(change: Change) -> bytes:
+    if isinstance(change, Store):
+        heads = np.array(change.heads, _PARENT)
+        head = _OPERATION.pack(_STORE, TIERS.index(change.tier), len(heads), len(change.hashes))
+        return b"".join((head, heads.tobytes(), change.hashes.tobytes(), _pack(change.tags)))
+    if isinstance(change, Remove):
+        return _OPERATION.pack(_REMOVE, TIERS.index(change.tier), 0, len(change.tags)) + _pack(change.tags)
+    kind = _CLEAR if isinstance(change, Clear) else _OBSERVED if change.observed else _UNOBSERVED
+    return _OPERATION.pack(kind, 0, 0, 0)
+
+
+def encode_delta(term: int, flags: int, position: Position, changes: list[bytes]) -> bytes:
+    sequence = -1 if position.sequence is None else position.sequence
+    return b"".join((_HEAD.pack(0, term, flags, sequence, position.timestamp)[8:], *changes))
+
+
+def decode_delta(data: bytes) -> Delta:
+    try:
+        at, term, flags, sequence, timestamp = _HEAD.unpack_from(data)
+        position = Position(None if sequence < 0 else sequence, timestamp)
+        return Delta(at, term, flags, position, _changes(data, _HEAD.size))
+    except (struct.error, ValueError, IndexError) as error:
+        raise Damaged(f"a delta of {len(data)} bytes cannot be read: {error}") from None
+
+
+def decode_entry(id: bytes, fields: dict[bytes, bytes]) -> tuple[int, Delta]:
+    """A delta and its number, from an entry of the stream."""
+    number, _, rest = id.partition(b"-")
+    if rest != b"0" or b"d" not in fields:
+        raise Damaged(f"entry {id.decode()} is none that a gateway wrote")
+    return int(number), decode_delta(fields[b"d"])
+
+
+def _changes(data: bytes, at: int) -> list[Change]:
+    changes: list[Change] = []
+    while at < len(data):
+        kind, tier, heads, count = _OPERATION.unpack_from(data, at)
+        at += _OPERATION.size
+        if kind == _STORE:
+            parents = np.frombuffer(data, _PARENT, heads, at).tolist()
+            at += heads * _PARENT.itemsize
+            hashes = np.frombuffer(data, "<u8", count, at)
+            at += 8 * count
+            if not hashes.all() or any(index >= count for index, _ in parents):
+                raise ValueError("it names blocks that cannot be")
+            changes.append(Store(TIERS[tier], hashes, _unpack(data, at, count), parents))
+        elif kind == _REMOVE:
+            changes.append(Remove(TIERS[tier], _unpack(data, at, count)))
+        elif kind == _CLEAR:
+            changes.append(Clear())
+        elif kind in (_OBSERVED, _UNOBSERVED):
+            changes.append(Observe(kind == _OBSERVED))
+        else:
+            raise ValueError(f"a change of kind {kind}")
+        at += TAG_BYTES * count if kind <= _REMOVE else 0
+    return changes
+
+
+class Identity(NamedTuple):
+    """What gateways must have in common so that a block is called the same by each."""
+
+    model: str
+    block_size: int
+    tag_bits: int
+
+
+class Snapshot(NamedTuple):
+    n: int  # of the last delta it contains
+    term: int
+    position: Position
+    contents: Contents
+
+
+def encode_snapshot(identity: Identity, snapshot: Snapshot) -> list[bytes]:
+    n, term, position, contents = snapshot
+    parts = []
+    for hashes, tags in contents.held.values():
+        parts += [hashes.astype("<u8").tobytes(), _pack(tags)]
+    copies: dict[str, list] = {}
+    for (tier, tag), count in contents.copies.items():
+        copies.setdefault(tier, []).append((tag, count))
+    parts += [np.array(one, _COPIES).tobytes() for one in copies.values()]
+    body = b"".join(parts)
+    header = {
+        "schema": SCHEMA, **identity._asdict(), "n": n, "term": term, **position._asdict(), "observed": contents.observed,
+        "held": {tier: len(hashes) for tier, (hashes, _) in contents.held.items()},
+        "copies": {tier: len(one) for tier, one in copies.items()},
+        "check": xxhash.xxh3_64_hexdigest(body),
+    }  # fmt: skip
+    return [json.dumps(header).encode(), *(body[at : at + PIECE] for at in range(0, len(body), PIECE))]
+
+
+def decode_snapshot(identity: Identity, pieces: list[bytes]) -> Snapshot:
+    """Raises Unreadable where the snapshot is of another kind of gateway, Damaged where no gateway wrote it."""
+    body = b"".join(pieces[1:])
+    try:
+        header = json.loads(pieces[0])
+        _compare(identity, header)
+        if xxhash.xxh3_64_hexdigest(body) != header["check"]:
+            raise Damaged("its checksum is wrong")
+        n, term, sequence, timestamp, observed = (header[name] for name in ("n", "term", "sequence", "timestamp", "observed"))
+        if not (_counts(n, term) and (sequence is None or _counts(sequence)) and math.isfinite(timestamp) and isinstance(observed, bool)):
+            raise Damaged("its header is not one that a gateway wrote")
+        held, copies, at = {}, {}, 0
+        for tier, count in _by_tier(header["held"]):
+            hashes = np.frombuffer(body, "<u8", count, at)
+            at += 8 * count
+            held[tier] = hashes, _unpack(body, at, count)
+            at += TAG_BYTES * count
+        for tier, count in _by_tier(header["copies"]):
+            copies |= {(tier, tag): more for tag, more in np.frombuffer(body, _COPIES, count, at).tolist()}
+            at += count * _COPIES.itemsize
+        if at != len(body):
+            raise Damaged(f"it has {len(body)} bytes, its header speaks of {at}")
+        return Snapshot(n, term, Position(sequence, timestamp), Contents(observed, held, copies))
+    except Unreadable:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"the snapshot cannot be read: {error!r}") from None
+
+
+def _counts(*numbers: object) -> bool:
+    return all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 63 for number in numbers)
+
+
+def _by_tier(counts: dict[str, int]) -> list[tuple[str, int]]:
+    found = list(counts.items())
+    if not all(tier in TIERS and _counts(count) for tier, count in found):
+        raise Damaged(f"it speaks of {counts}")
+    return found
+
+
+def _compare(identity: Identity, header: dict) -> None:
+    if header["schema"] != SCHEMA:
+        raise Damaged(f"written for schema {header['schema']}, this gateway knows {SCHEMA}")
+    for name, ours in identity._asdict().items():
+        if header[name] != ours:
+            hint = "; give all gateways the same cache_budget" if name == "tag_bits" else ""
+            raise Unreadable(f"written by a gateway with {name.replace('_', ' ')} {header[name]}, here it is {ours}{hint}")
+
+
+def _pack(tags: np.ndarray) -> bytes:
+    return tags.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :TAG_BYTES].tobytes()
+
+
+def _unpack(data: bytes, at: int, count: int) -> np.ndarray:
+    wide = np.zeros((count, 8), np.uint8)
+    wide[:, :TAG_BYTES] = np.frombuffer(data, np.uint8, TAG_BYTES * count, at).reshape(count, TAG_BYTES)
+    return wide.view("<u8").ravel()

@@ -1,0 +1,387 @@
+"""SharedIntake: one replica's part of the map, from its events if this gateway leads, else from who does.
+
+    joining  nothing known yet
+    mirror   another gateway writes; its snapshot and deltas are applied here
+    writer   this gateway holds the lease: it follows the engine's events and publishes what they change
+    alone    nobody leads, Redis is gone, or what lies there is of another kind or of a later incarnation: the events
+             are followed for oneself
+
+In each the map is usable. From one to the other it goes on after the engine's last batch that is included: every delta
+carries its number, and the engine is asked for those after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from cachemap.changes import Change, Clear, Observe, Store, merged
+from cachemap.events.intake import EventIntake
+from cachemap.map import CacheMap
+from cachemap.cluster.codec import FIRST, RELOAD, Damaged, Delta, Identity, Position, Snapshot, Unreadable, decode_snapshot
+from cachemap.cluster.connect import FAILURES, heed_cancellation
+from cachemap.cluster.journal import Journal
+from cachemap.cluster.keys import RESYNC, REWRITE, UNNAMED, Keys
+
+if TYPE_CHECKING:
+    from cachemap.cluster.shared import SharedMap
+
+log = logging.getLogger("hitherto.share")
+
+UNREADABLE_SECONDS = 10.0  # until what another kind of gateway wrote is looked at again
+DAMAGED_SECONDS = 2.0  # until what was damaged is looked at again: who leads writes it anew at the next look
+FAULT_SECONDS = 1.0  # after a fault of this gateway's own, before it is tried again
+TRIES = 5  # a snapshot may be replaced while its deltas are read
+
+
+class Absent(Exception):
+    """Nothing is written of this replica."""
+
+
+class SharedIntake:
+    """Follows one replica; `run` until cancelled. Made by `SharedMap.intake`; arguments as of EventIntake."""
+
+    def __init__(self, shared: SharedMap, cache_map: CacheMap, slot: int, replica: str, keys: Keys, *, model: str, block_size: int,
+                 on_change: Callable[[str, str], None] = lambda state, reason: None, **source):  # fmt: skip
+        self._shared, self._map, self._slot, self.keys = shared, cache_map, slot, keys
+        self.replica, self.unnamed = replica, keys.incarnation == UNNAMED
+        self._identity = Identity(model, block_size, cache_map.tag_bits)
+        self.engine = EventIntake(cache_map, slot, model=model, block_size=block_size, on_change=on_change,
+                                  on_unreachable=lambda: shared.unreachable(self), **source)  # fmt: skip
+        self._following: asyncio.Task[None] | None = None  # of the engine's events
+        self._on_change = on_change
+        self._wanted = "joining"
+        self._wake = asyncio.Event()
+        self._settled = True
+        self._position = Position()
+        self._observed = True
+        self._mirrored = [0, 0]  # blocks stored and removed by deltas
+        self.role = "joining"
+        self.role_reason = "nothing heard of Redis yet"
+        self.n = 0  # the last delta applied or written
+        self.term: int | None = None
+        self.mirroring = False  # deltas may be applied
+        self.journal: Journal | None = None
+        self.led_at = shared.now()  # when somebody was last known to lead
+        self.mirror_at = 0.0  # when what others wrote may be looked at again
+        self.unled_at: float | None = None  # since when a newer incarnation is named that nobody leads
+        self.head = 0  # the last delta there is, as of the last look
+        self.claim_at = 0.0  # when the lease may be asked for again
+        self.stuck_at: float | None = None  # since when Redis, though it answers, takes nothing
+        self._void = False
+        self.fault: str | None = None  # what of this gateway's own work on this replica failed, until it goes well again
+        self.behind = 0  # looks in a row at which others were further than we, and we no further than at the look before
+        self.looked_n = -1
+
+    # --- what the gateway sees of it, as of an EventIntake
+
+    @property
+    def state(self) -> str:
+        if self.role in ("writer", "alone"):
+            return self.engine.state
+        return "connecting" if self.role == "joining" else "live" if self._observed else "unobserved"
+
+    @property
+    def reason(self) -> str:
+        return self.engine.reason if self.role in ("writer", "alone") else self.role_reason
+
+    @property
+    def unreachable(self) -> bool:
+        """This gateway follows the engine's events and cannot reach it, so that any other may do better."""
+        return self._following is not None and self.engine.unreachable
+
+    @property
+    def last_seq(self) -> int | None:
+        return self.position.sequence
+
+    @property
+    def position(self) -> Position:
+        return Position(*self.engine.position) if self._following else self._position
+
+    @property
+    def blocks_stored(self) -> int:
+        return self.engine.blocks_stored + self._mirrored[0]
+
+    @property
+    def blocks_removed(self) -> int:
+        return self.engine.blocks_removed + self._mirrored[1]
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.engine.problems, *([self.fault] if self.fault else [])]
+
+    def __getattr__(self, name: str):
+        """The rest is as the engine's events say, as far as they were followed here."""
+        if name == "engine":
+            raise AttributeError(name)
+        return getattr(self.engine, name)
+
+    def resync(self) -> None:
+        """The map is wrong about this replica: ask the engine for everything again, or who writes to do so."""
+        if self._following:
+            self.engine.resync()
+        else:
+            self._shared.wish(self, RESYNC)
+
+    def forget_adapter(self, name: str) -> None:
+        """As of EventIntake. Who only mirrors the replica gets what its leader forgets, and remembers it for when it leads."""
+        self.engine.void_adapter(name, self.position.sequence)
+        if self._following:
+            self.engine.resync()
+
+    def request_finished(self, prompt_blocks: int) -> None:
+        if self._following:
+            self.engine.request_finished(prompt_blocks)
+
+    async def run(self) -> None:
+        """The replica's slot in the map must stay attached until this has ended."""
+        self.role, self._wanted, self._settled, self.mirroring = "joining", "joining", True, False
+        self._shared.join(self)
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                heed_cancellation()
+                if not self._settled:
+                    await self._turn()
+                    heed_cancellation()
+        finally:
+            self._shared.leave(self)
+            try:
+                self._end_journal()
+            finally:
+                await self._stop_following()
+
+    # --- roles
+
+    def want(self, role: str) -> None:
+        """Asked by SharedMap, which knows who holds the lease."""
+        if self._settled and role in (self.role, self._wanted):
+            return
+        self._wanted, self._settled = role, False
+        self._wake.set()
+
+    def reload(self, why: str) -> None:
+        """What was applied here is not what the others have."""
+        if self.mirroring:
+            log.info("replica %s: the shared map is loaded anew: %s", self.keys.replica, why)
+            self.mirroring = False
+            self._shared.reloads += 1
+            self._settled, self._wanted = False, "mirror"
+            self._wake.set()
+
+    async def _turn(self) -> None:
+        """Become what is wanted; what fails is tried again when SharedMap next looks."""
+        wanted = self._wanted
+        try:
+            if wanted == "writer":
+                await self._lead()
+            elif wanted == "mirror":
+                await self._mirror()
+            elif wanted == "alone":
+                self._go_alone()
+            else:
+                await self._begin_void()
+            self._settled = self._wanted == wanted
+        except Absent:
+            self.role_reason = "another gateway leads and has not written yet"
+        except Unreadable as error:
+            damaged = isinstance(error, Damaged)
+            self.mirror_at = self._shared.now() + (DAMAGED_SECONDS if damaged else UNREADABLE_SECONDS)
+            if damaged:
+                self._shared.wish(self, REWRITE)
+            self._become("alone", f"what other gateways wrote cannot be used here: {error}")
+            self._go_alone()
+        except FAILURES as error:
+            self._shared.failed(error)
+        except Exception as error:
+            self._shared.stumbled(self, error)
+            await asyncio.sleep(FAULT_SECONDS)
+
+    async def _lead(self) -> None:
+        """The lease is ours. Go on from what the last writer wrote; without it, from the engine."""
+        whole = True
+        if self._following is None:  # else our own map is as the engine says, and goes out whole
+            with contextlib.suppress(Absent, Unreadable):
+                await self._catch_up()
+                whole = False
+                self._shared.takeovers += 1
+        self._wanted = "writer"  # what could not be followed on the way was loaded
+        self.mirroring = False
+        self.journal = Journal(max(self.n, self.head) if whole else self.n, whole)
+        self.stuck_at = None
+        self._map.record(self._slot, self.journal.add)
+        self._follow_events()
+        self._become("writer", "this gateway follows its events for all")
+
+    async def _catch_up(self) -> None:
+        """To the end of what is written; nobody but us may add to it."""
+        if self.mirroring:
+            self.take(await self._shared.read_deltas(self.keys, self.n))
+        if not self.mirroring or self.n != self.head:
+            await self._load()
+
+    async def _mirror(self) -> None:
+        await self._load()
+        self.mirroring = True
+        self._become("mirror", "another gateway follows its events")
+
+    def _go_alone(self) -> None:
+        self.mirroring = False
+        self._end_journal()
+        if self.role != "alone":
+            self._become("alone", "no gateway leads" if self._shared.usable else "Redis refuses what gateways do there" if self._shared.reachable else "Redis is away")
+        self._follow_events()
+
+    def rename(self, keys: Keys) -> None:
+        """We could not tell when the replica's process began; another gateway could."""
+        self._end_journal()
+        self.keys, self.head = keys, 0
+        self.reload("another gateway knows its incarnation")
+
+    async def _begin_void(self) -> None:
+        """Another gateway knows a newer incarnation: what is known of this one counts no more."""
+        if not self._void:
+            self._void = True
+            self._end_journal()
+            await self._stop_following()
+            self._map.clear(self._slot)
+            self._position, self.term = Position(), None
+        self._become("alone", "a newer incarnation of the replica is known to other gateways")
+        self._go_alone()
+
+    def lost(self) -> None:
+        """Somebody else holds the lease, or nobody does: write no more."""
+        self._end_journal()
+
+    def _end_journal(self) -> None:
+        if self.journal is not None:
+            self.n, self.term, self.journal = self.journal.n, self.journal.term, None
+            self._map.record(self._slot, None)
+
+    def _become(self, role: str, reason: str) -> None:
+        if (role, reason) != (self.role, self.role_reason):
+            log.info("replica %s: %s: %s", self.keys.replica, role, reason)
+        self.role, self.role_reason = role, reason
+        if role != "alone":
+            self.fault, self._void = None, False
+
+    def _follow_events(self) -> None:
+        if self._following is None:
+            self.engine.resume(*self._position, self._observed)
+            self._following = asyncio.create_task(self._run_engine(), name=f"events {self.keys.replica}")
+
+    async def _run_engine(self) -> None:
+        """Follow the engine's events; after a failure all of them anew."""
+        failed = False
+        while True:
+            try:
+                if failed:
+                    self.engine.resync()
+                await self.engine.run()
+            except Exception as error:
+                failed = True
+                self._shared.stumbled(self, error)
+                await asyncio.sleep(FAULT_SECONDS)
+
+    async def _stop_following(self) -> None:
+        """Returns when nothing writes to the map any more on behalf of the engine's events."""
+        if self._following is not None:
+            following, self._following = self._following, None
+            following.cancel()
+            await asyncio.wait([following])
+
+    # --- what others wrote
+
+    async def _load(self) -> None:
+        """Snapshot and all deltas after it; what is known meanwhile stays until then."""
+        for _ in range(TRIES):
+            pieces = await self._shared.read_snapshot(self.keys)
+            if not pieces:
+                raise Absent
+            snapshot = decode_snapshot(self._identity, pieces)
+            deltas = await self._shared.read_deltas(self.keys, snapshot.n)
+            if all(n == snapshot.n + 1 + i for i, (n, _) in enumerate(deltas)) and snapshot.n + len(deltas) >= self.head:
+                break
+        else:
+            raise Damaged("deltas are missing between its snapshot and the last one")
+        await self._adopt(snapshot)
+        for change in merged(change for _, delta in deltas for change in delta.changes):
+            await asyncio.sleep(0)
+            self._change(change)
+        if deltas:
+            self._applied(*deltas[-1])
+
+    async def _adopt(self, snapshot: Snapshot) -> None:
+        self._end_journal()
+        await self._stop_following()
+        self.mirroring = False
+        for _ in self._map.become(self._slot, snapshot.contents):
+            await asyncio.sleep(0)
+        self.n, self.term, self._position = snapshot.n, snapshot.term, snapshot.position
+        self._observed = snapshot.contents.observed
+
+    def take(self, deltas: Iterable[tuple[int, Delta]]) -> None:
+        """New deltas, in order."""
+        try:
+            for n, delta in deltas:
+                if not self.mirroring:
+                    return
+                if n > self.n:
+                    self._take(n, delta)
+        except Damaged as error:
+            self._shared.wish(self, REWRITE)
+            self.reload(str(error))
+
+    def _take(self, n: int, delta: Delta) -> None:
+        if n != self.n + 1:
+            self.reload(f"deltas {self.n + 1} to {n - 1} are gone")
+        elif delta.flags & RELOAD:
+            self.reload("its writer wrote it anew")
+        elif delta.term != self.term and not delta.flags & FIRST:
+            self.reload("it was written by two")
+        else:
+            self._apply(n, delta)
+            self._shared.lag(delta.at)
+
+    def _apply(self, n: int, delta: Delta) -> None:
+        for change in delta.changes:
+            self._change(change)
+        self._applied(n, delta)
+
+    def _applied(self, n: int, delta: Delta) -> None:
+        self.n, self.term, self._position = n, delta.term, delta.position
+
+    def _change(self, change: Change) -> None:
+        removed = self._map.change(self._slot, change)
+        self._mirrored[0] += len(change.hashes) if isinstance(change, Store) else 0
+        self._mirrored[1] += removed
+        if isinstance(change, Observe):
+            self._observed = change.observed
+            self._on_change(self.state, "told by the gateway that follows its events")
+        elif isinstance(change, Clear):
+            self._on_change(self.state, "cleared by the gateway that follows its events")
+
+    # --- what we write
+
+    @property
+    def blocks(self) -> int:
+        return self._map.held(self._slot)
+
+    def snapshot(self) -> Snapshot:
+        journal = self.journal
+        return Snapshot(journal.n, journal.term, self.position, self._map.contents(self._slot))
+
+    def wrote(self, well: bool | None) -> None:
+        """Whether Redis took what was written; None: it did not answer, which says nothing of what it takes."""
+        if well is not False:
+            self.stuck_at = None
+        elif self.stuck_at is None:
+            self.stuck_at = self._shared.now()
+
+    @property
+    def identity(self) -> Identity:
+        return self._identity

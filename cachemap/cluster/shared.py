@@ -1,0 +1,460 @@
+"""SharedMap: the part of a gateway that speaks to Redis of who holds what.
+
+Three loops, and no request waits for any. `_tend` looks at all leases once a second. `Writing` sends what changed.
+`_follow`, one a lane on a Cluster, else one, reads what others sent.
+Whatever Redis does, a look-up goes to this process's own table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+import secrets
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from itertools import starmap
+from pathlib import Path
+
+from cachemap.background import Background, Failures
+from cachemap.map import CacheMap
+from cachemap.cluster.codec import PIECE, Damaged, Delta, decode_entry
+from cachemap.cluster.connect import FAILURES, Place, Script, Trouble, Ways, heed_cancellation, in_words, xread
+from cachemap.cluster.intake import SharedIntake
+from cachemap.cluster.journal import LONGEST_DELTA
+from cachemap.cluster.keys import KEEP_SECONDS, RESYNC, REWRITE, Keys
+from cachemap.cluster.writing import BATCH_SECONDS, WRITES, Writing
+
+log = logging.getLogger("hitherto.share")
+
+HERE = Path(__file__).parent
+TEND, LEAVE, READ = (Script((HERE / f"{name}.lua").read_text()) for name in ("tend", "leave", "read"))
+
+LEASE_SECONDS = 3.0
+LOOK_SECONDS = 1.0
+UNLED_SECONDS = 9.0  # for which nobody leads an incarnation that is named, until it is taken for a slip; a restart is noticed in one or two
+SETTLE_SECONDS = 0.05  # between claims, while leases are free: gateways that start together share them
+POLL_MILLISECONDS = 250  # a read waits that long for news; who joins is heard after it
+STREAM_SECONDS = 5e-5  # between two reads, for each stream read
+PART = "shared map: one replica's part"  # of background work
+LEASES, READS = "leases", "deltas cannot be read"  # troubles, besides WRITES
+MOST_LOOKS = 128  # leases in one call: a server is blocked for about a millisecond
+MOST_READ_BYTES, MOST_READ = 1 << 20, 500  # and members of a list or stream; longer ones than gateways write are not read at all
+
+
+class SharedMap:
+    """`start`, then an `intake` for each replica with events; `stop` gives the leases back."""
+
+    def __init__(self, place: Place, deployment: str, cache_map: CacheMap, background: Background | None = None):
+        self.background = background or Background()
+        self.background.failures.setdefault(PART, Failures())
+        self.place, self.deployment, self._map = place, deployment, cache_map
+        self.token = secrets.token_hex(8)
+        self.ways = Ways(place)
+        self.members: list[SharedIntake] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._aside: set[asyncio.Task[None]] = set()
+        self._look = asyncio.Event()
+        self._writing = Writing(self)
+        self._clock = 0.0  # the server's time less ours
+        self._lags = [0.0, 0.0]  # the worst of these seconds and of those before
+        self._lags_until = 0.0
+        self._troubles: dict[tuple[str, int], Trouble] = {}  # what cannot be done in which lane
+        self._reached = False
+        self.errors = 0
+        self.takeovers = 0
+        self.reloads = 0
+
+    # --- for the gateway
+
+    def start(self) -> None:
+        self._spawn("leases", self._tend)
+        self._spawn("publish", self._writing.run, self.abdicate)
+
+    async def stop(self) -> None:
+        """Others take over at their next look."""
+        for task in self._tasks.values():
+            task.cancel()
+        for group in self.groups([one for one in self.members if one.journal]):
+            self.beside(self._give_back(group))
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._tasks.clear()
+        if self._aside:
+            _, late = await asyncio.wait(self._aside, timeout=1)
+            for task in late:
+                task.cancel()
+        await self.ways.aclose()
+
+    def intake(self, slot: int, replica: str, incarnation: str, **arguments) -> SharedIntake:
+        """In place of an EventIntake, with its arguments."""
+        return SharedIntake(self, self._map, slot, replica, Keys(self.deployment, replica, incarnation), **arguments)
+
+    @property
+    def reachable(self) -> bool:
+        """Redis answers, be it with a refusal."""
+        return self._reached and all(one.answered for one in self._troubles.values())
+
+    @property
+    def usable(self) -> bool:
+        """Redis answers, and lets this gateway do all that it has to do there."""
+        return self._reached and not self._troubles
+
+    @property
+    def trouble(self) -> str:
+        """What Redis does not let this gateway do, and why; empty if all is well."""
+        return "; ".join(dict.fromkeys(f"{what}: {one.why}" for (what, _), one in self._troubles.items())) or ("" if self._reached else "not connected yet")
+
+    @property
+    def leases(self) -> int:
+        return sum(one.journal is not None for one in self.members)
+
+    @property
+    def snapshots(self) -> int:
+        return self._writing.written
+
+    @property
+    def lag_seconds(self) -> float:
+        """From a delta's arrival in Redis to its being applied here; the worst of the last 5 to 10 s."""
+        self._turn_lags()
+        return max(self._lags)
+
+    # --- for its intakes
+
+    @staticmethod
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def join(self, member: SharedIntake) -> None:
+        member.led_at = self.now()
+        self.members.append(member)
+        lane = self.lane(member)
+        if f"follow {lane}" not in self._tasks:
+            self._spawn(f"follow {lane}", partial(self._follow, lane), partial(self._follow_failed, lane))
+        self.look_soon()
+
+    def leave(self, member: SharedIntake) -> None:
+        """After this nothing here touches the member's part of the map."""
+        self.members.remove(member)
+        if member.journal is not None and self._tasks:
+            self.beside(self._give_back([member]))
+
+    def stumbled(self, member: SharedIntake, error: BaseException) -> None:
+        """This gateway's own work on one replica failed: it gives the lease to a gateway that may do better, follows the
+        events for itself, and tries again later. The other replicas are as before."""
+        self.background.failed(PART, error, member.replica)
+        member.fault = f"this gateway's part of the shared map failed: {type(error).__name__}: {error}"
+        member.claim_at = member.mirror_at = self.now() + 3 * LEASE_SECONDS
+        self._resign(member)
+
+    def unreachable(self, member: SharedIntake) -> None:
+        """This gateway cannot reach the engine's events. It gives the lease to one that may, before it writes for all that the
+        replica is not observed, and while it still cannot reach them it does not ask for it again."""
+        if member.journal is not None:
+            log.warning("replica %s: its events cannot be reached from here: another gateway may lead", member.keys.replica)
+            member.claim_at = self.now() + 3 * LEASE_SECONDS
+            self._resign(member)
+
+    def abdicate(self) -> None:
+        """What all leases depend on has failed here."""
+        for member in self.members:
+            if member.journal is not None:
+                member.claim_at = self.now() + 3 * LEASE_SECONDS
+                self._resign(member)
+
+    def _resign(self, member: SharedIntake) -> None:
+        if member.journal is not None:
+            self.beside(self._give_back([member]))
+            with self.guard(member, quietly=True):
+                member.lost()
+        member.want("alone")
+
+    def _follow_failed(self, lane: int) -> None:
+        """What was read and not applied is missing now."""
+        for member in self.members:
+            if self.lane(member) == lane:
+                member.reload("reading the deltas failed")
+
+    @contextlib.contextmanager
+    def guard(self, member: SharedIntake, *, quietly: bool = False) -> Iterator[None]:
+        """Work on one replica in a loop over many: its failure is this replica's alone."""
+        try:
+            yield
+        except Exception as error:
+            if quietly:
+                self.background.failed(PART, error, member.replica)
+            else:
+                self.stumbled(member, error)
+
+    async def _give_back(self, group: list[SharedIntake]) -> None:
+        client = await self.ways.to(group[0].keys.lease)
+        await LEAVE(client, [one.keys.lease for one in group], [self.token])
+
+    def look_soon(self) -> None:
+        self._look.set()
+
+    def wish(self, member: SharedIntake, what: bytes) -> None:
+        self.beside(self._wish(member.keys, what))
+
+    async def _wish(self, keys: Keys, what: bytes) -> None:
+        await (await self.ways.to(keys.wish)).set(keys.wish, what, px=10_000)
+
+    def failed(self, error: BaseException) -> None:
+        self.errors += 1
+        self.ways.failed()
+        log.debug("redis: %s", error)
+
+    def lag(self, at: float) -> None:
+        self._turn_lags()
+        if math.isfinite(at):
+            self._lags[0] = max(self._lags[0], self.now() + self._clock - at)
+
+    def _turn_lags(self) -> None:
+        if self.now() >= self._lags_until:
+            self._lags, self._lags_until = [0.0, self._lags[0]], self.now() + 5
+
+    async def read_snapshot(self, keys: Keys) -> list[bytes]:
+        """Its pieces, as many as belong to one snapshot; none if there is none. Raises Damaged where one of them is none."""
+        pieces: list[bytes] = []
+        more = True
+        while more:
+            more, found = await self._read(keys.snapshot, "list", len(pieces), PIECE)
+            pieces += found
+            if more and any(len(piece) < PIECE for piece in pieces[1:]):
+                raise Damaged("a piece of it is shorter than gateways write")
+        return pieces
+
+    async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, Delta]]:
+        """Raises Damaged where one of them is none."""
+        deltas: list[tuple[int, Delta]] = []
+        more, begin = True, f"{after + 1}-0"
+        while more:
+            more, found = await self._read(keys.deltas, "stream", begin, LONGEST_DELTA)
+            deltas += [decode_entry(id, dict(zip(fields[::2], fields[1::2], strict=True))) for id, fields in found]
+            begin = f"({found[-1][0].decode()}" if found else begin
+        return deltas
+
+    async def _read(self, key: str, kind: str, begin: int | str, longest: int) -> tuple[bool, list]:
+        """What lies at a key from `begin` on, as much as is read at once, and whether there is more."""
+        found = await READ(await self.ways.to(key), [key], [kind, begin, longest, MOST_READ_BYTES, MOST_READ])
+        if not isinstance(found, list):
+            raise Damaged(f"a member of {found} bytes, where gateways write {longest} at most")
+        return bool(found[0]), found[1]
+
+    # --- leases
+
+    async def _tend(self) -> None:
+        while True:
+            groups = [group[at : at + MOST_LOOKS] for group in self.groups(self.members) for at in range(0, len(group), MOST_LOOKS)]
+            pauses = await asyncio.gather(*map(self._tend_group, groups or [[]]))
+            self._forget_troubles()
+            alarm = asyncio.get_running_loop().call_later(min(pauses), self.look_soon)
+            await self._look.wait()
+            alarm.cancel()
+            self._look.clear()
+
+    async def _tend_group(self, group: list[SharedIntake]) -> float:
+        """Returns how soon to look again. Without any replica Redis is asked all the same: whether it is there shows only so."""
+        claims = self._to_claim(group)
+        keys, arguments = [], [self.token, int(LEASE_SECONDS * 1000), KEEP_SECONDS]
+        for one in group:
+            k = one.keys
+            keys += [k.lease, k.head, k.wish, k.life, k.deltas, k.snapshot]
+            arguments += [self._asks(one, claims), k.incarnation, k.replica]
+        # what is known to be written before we ask must be there when we are told
+        journals = [None if one.journal is None or one.journal.whole or one in self._writing.snapshots else one.journal for one in group]
+        written = [journal.n if journal else 0 for journal in journals]
+        read = [one.n for one in group]
+        try:
+            sent = self.now()
+            time, *states = await TEND(await self.ways.to(keys[0] if keys else self.deployment), keys, arguments)
+        except FAILURES as error:
+            self.failed(error)
+            self._unreachable(group, error)
+            return LOOK_SECONDS
+        self._clock = float(time) - (sent + self.now()) / 2
+        self._heard(group, states)
+        for one, journal, n, before, (state, head, there, wished, life) in zip(group, journals, written, read, states, strict=True):
+            if one not in self.members:
+                if state == b"ours":  # claimed while it was being removed
+                    self.beside(self._give_back([one]))
+                continue
+            with self.guard(one):
+                if state == b"ours" and wished == REWRITE and one.journal is not None:
+                    log.warning("replica %s: another gateway finds what is written damaged: it is written anew", one.keys.replica)
+                    one.journal.start_over()
+                if journal is not None and journal is one.journal and (int(head) < n or not there):
+                    log.warning("replica %s: redis has lost what was written: it is written anew", one.keys.replica)
+                    journal.start_over()
+                self._judge(one, state.decode(), int(head), before, wished == RESYNC, life.decode())
+        return SETTLE_SECONDS if any(state == b"free" for state, *_ in states) else LOOK_SECONDS
+
+    def _asks(self, one: SharedIntake, claims: set[SharedIntake]) -> str:
+        """A newer incarnation that nobody leads is a slip, or the engine's clock was set back when it was restarted."""
+        if one.unled_at is not None and self.now() - one.unled_at > UNLED_SECONDS:
+            return "insist"
+        return "claim" if one in claims else "look"
+
+    def _to_claim(self, group: list[SharedIntake]) -> set[SharedIntake]:
+        """Leases to take if they are free: those we had, and some of the others."""
+        others = [one for one in group if one.journal is None and self.now() >= one.claim_at and not one.unreachable]
+        some = random.sample(others, min(len(others), max(4, len(others) // 4)))
+        return {one for one in group if one.journal is not None} | set(some)
+
+    def _judge(self, one: SharedIntake, state: str, head: int, before: int, wished: bool, life: str) -> None:
+        """What the lease's state means for what we are. `before` we asked, so many deltas were read of it."""
+        one.head = head
+        one.unled_at = (one.unled_at or self.now()) if state == "unled" else None
+        if state in ("ours", "held"):
+            one.led_at = self.now()
+        if state == "ours" and one.journal is None and self.now() < one.claim_at:
+            self.beside(self._give_back([one]))
+        elif state == "ours" and one.stuck_at is not None and self.now() - one.stuck_at > LEASE_SECONDS:
+            self._give_up(one)
+        elif state == "ours":
+            if one.role != "writer" or one.journal is None:
+                one.want("writer")
+            elif one.journal.whole:
+                one.journal.n = max(one.journal.n, head)
+            if wished:
+                log.info("replica %s: another gateway found the map wrong: events are read anew", one.keys.replica)
+                one.resync()
+        elif state in ("newer", "unled"):
+            if one.unnamed:
+                one.rename(Keys(self.deployment, one.replica, life))
+                self.look_soon()
+            else:
+                one.want("void")
+        elif state == "held":
+            one.lost()
+            self._mirror(one, head, before)
+        elif self.now() - one.led_at > LEASE_SECONDS:
+            one.lost()
+            one.want("alone")
+
+    def _give_up(self, one: SharedIntake) -> None:
+        """Redis lets us hold the lease and takes no deltas: better that all know that nobody writes."""
+        log.warning("replica %s: redis takes no more of it: every gateway follows its events itself", one.keys.replica)
+        one.claim_at, one.stuck_at = self.now() + 3 * LEASE_SECONDS, None
+        self.beside(self._give_back([one]))
+        one.lost()
+        one.want("alone")
+
+    def _mirror(self, one: SharedIntake, head: int, before: int) -> None:
+        if self.now() < one.mirror_at:
+            return
+        one.behind = one.behind + 1 if one.mirroring and head > one.n == one.looked_n else 0
+        one.looked_n = one.n
+        if one.mirroring and head < before:
+            one.reload("it is shorter than what was read of it")
+        elif one.behind > 2:
+            one.behind = 0
+            one.reload("news of it do not come")
+        else:
+            one.want("mirror")
+
+    def _heard(self, group: list[SharedIntake], states: list[tuple]) -> None:
+        lane = self._lane_of(group)
+        self._reached = True
+        refused = next((told.decode(errors="replace") for state, *_, told in states if state == b"refused"), None)
+        if refused is not None:
+            self.in_trouble(LEASES, lane, Trouble(in_words(refused), True))
+        elif not states or any(state != b"free" for state, *_ in states):  # of a free one that was not claimed nothing is known
+            self.works(LEASES, lane)
+
+    def _unreachable(self, group: list[SharedIntake], error: BaseException) -> None:
+        self.in_trouble(LEASES, self._lane_of(group), Trouble.of(error))
+        for one in group:
+            one.wrote(None)
+            waited = self.now() - one.led_at > LEASE_SECONDS
+            if one.role == "joining" or (one.role == "mirror" and waited):
+                one.want("alone")
+
+    def in_trouble(self, what: str, lane: int, trouble: Trouble) -> None:
+        self._reached |= trouble.answered
+        if not self._troubles:
+            log.warning("redis %s: %s%s: every gateway goes on with what it knows: %s",
+                        self.place, what, f" of lane {lane}" if self.ways.many else "", trouble.why)  # fmt: skip
+        self._troubles[what, lane] = trouble
+
+    def works(self, what: str, lane: int) -> None:
+        if self._troubles.pop((what, lane), None) is not None and not self._troubles:
+            log.info("redis %s is of use again", self.place)
+
+    def _forget_troubles(self) -> None:
+        """What this gateway no longer has to do is no trouble of its: only doing it would show that it works again.
+        After a refusal a lease is not asked for at first, and the refusal stands as long."""
+        for what, lane in list(self._troubles):
+            members = [one for one in self.members if self.lane(one) == lane]
+            if what == WRITES:
+                has_to = any(one.journal is not None or self.now() < one.claim_at for one in members)
+            elif what == READS:
+                has_to = any(one.role == "mirror" for one in members)
+            else:
+                has_to = members or not self.members
+            if not has_to:
+                self.works(what, lane)
+
+    # --- reading
+
+    async def _follow(self, lane: int) -> None:
+        while True:
+            heed_cancellation()
+            members = [one for one in self.members if one.mirroring and self.lane(one) == lane]
+            if not members:
+                await asyncio.sleep(5 * BATCH_SECONDS)
+                continue
+            streams = {one.keys.deltas: one for one in members}
+            try:
+                client = await self.ways.to(next(iter(streams)))
+                found = await xread(client, {name: f"{one.n}-0" for name, one in streams.items()}, 500, POLL_MILLISECONDS)
+            except FAILURES as error:
+                self.failed(error)
+                self.in_trouble(READS, lane, Trouble.of(error))
+                await asyncio.sleep(LOOK_SECONDS / 4)
+                continue
+            self.works(READS, lane)
+            for name, entries in found:
+                one = streams[name.decode()]
+                if one in self.members:  # not removed since
+                    with self.guard(one):
+                        one.take(starmap(decode_entry, entries))
+                await asyncio.sleep(0)
+            # a read of many streams costs the server most for those without news: 0.3 us each
+            await asyncio.sleep(max(BATCH_SECONDS / 4, len(streams) * STREAM_SECONDS))
+
+    # --- the rest
+
+    def groups(self, members: list[SharedIntake]) -> list[list[SharedIntake]]:
+        """Those one command can speak of: on a Cluster those of one lane."""
+        if not self.ways.many:
+            return [list(members)] if members else []
+        lanes: dict[int, list[SharedIntake]] = {}
+        for one in members:
+            lanes.setdefault(self.lane(one), []).append(one)
+        return list(lanes.values())
+
+    def lane(self, member: SharedIntake) -> int:
+        return member.keys.lane if self.ways.many else 0
+
+    def _lane_of(self, group: list[SharedIntake]) -> int:
+        return self.lane(group[0]) if group else 0
+
+    def _spawn(self, name: str, work: Callable[[], Coroutine], on_failure: Callable[[], None] = lambda: None) -> None:
+        kind = f"shared map: {name.partition(' ')[0]}"  # one kind for all lanes
+        self._tasks[name] = self.background.spawn(kind, work, on_failure=on_failure)
+
+    def beside(self, work: Coroutine) -> None:
+        """Something nobody waits for."""
+        task = asyncio.create_task(self._quietly(work))
+        self._aside.add(task)
+        task.add_done_callback(self._aside.discard)
+
+    async def _quietly(self, work: Coroutine) -> None:
+        try:
+            await work
+        except FAILURES as error:
+            self.failed(error)
+        except Exception as error:
+            self.background.failed("shared map: messages", error)

@@ -1,0 +1,158 @@
+"""Writing: what a gateway that holds leases sends to Redis, deltas and now and then a snapshot in the place of them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cachemap.cluster.codec import RELOAD, Snapshot, encode_delta, encode_snapshot
+from cachemap.cluster.connect import FAILURES, REFUSED, Script, Trouble, in_words
+from cachemap.cluster.journal import Journal
+from cachemap.cluster.keys import KEEP_SECONDS
+
+if TYPE_CHECKING:
+    from cachemap.cluster.intake import SharedIntake
+    from cachemap.cluster.shared import SharedMap
+
+HERE = Path(__file__).parent
+PUBLISH, COMMIT = Script((HERE / "publish.lua").read_text()), Script((HERE / "commit.lua").read_text())
+
+BATCH_SECONDS = 0.02  # changes of an engine's step or two go together
+PAUSE_SECONDS = 0.25  # after a snapshot that could not be written
+MOST_SNAPSHOTS = 4  # at once: when a Redis comes back empty, all are due
+WRITES = "deltas and snapshots cannot be written"  # a trouble
+MOST_BYTES = 1 << 18  # of deltas in one call: a server is blocked for less than a millisecond
+
+
+class Writing:
+    """One loop for all replicas whose leases this gateway holds; snapshots are written beside it."""
+
+    def __init__(self, shared: SharedMap):
+        self._shared = shared
+        self.snapshots: set[SharedIntake] = set()  # of these one is on its way
+        self.written = 0
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(BATCH_SECONDS)
+            writers = [one for one in self._shared.members if one.journal is not None and one not in self.snapshots]
+            for one in writers:
+                with self._shared.guard(one):
+                    if len(self.snapshots) < MOST_SNAPSHOTS and one.journal.due(one.blocks):
+                        self.snapshots.add(one)
+                        self._shared.beside(self._write_snapshot(one, one.journal))
+            groups = self._shared.groups([one for one in writers if one not in self.snapshots and one.journal is not None])
+            await asyncio.gather(*map(self._publish_group, groups))
+
+    async def _publish_group(self, group: list[SharedIntake]) -> None:
+        batch, size = [], 0
+        for one in group:
+            with self._shared.guard(one):
+                journal = one.journal  # None if the lease went while an earlier batch was sent
+                delta = journal.seal(one.position) if journal is not None else None
+                if delta is not None:
+                    batch.append((one, journal, delta))
+                    size += len(delta)
+            if size > MOST_BYTES:
+                await self._send(batch)
+                batch, size = [], 0
+        if batch:
+            await self._send(batch)
+
+    async def _send(self, batch: list) -> None:
+        keys, arguments = [], [self._shared.token]
+        for one, journal, delta in batch:
+            keys += [one.keys.lease, one.keys.head, one.keys.deltas]
+            arguments += [journal.n + 1, delta]
+        try:
+            results = await PUBLISH(await self._shared.ways.to(keys[0]), keys, arguments)
+        except FAILURES as error:
+            self._failed([one for one, *_ in batch], error)
+            results = [b"unknown"] * len(batch)  # written or not
+        for (one, journal, delta), result in zip(batch, results, strict=True):
+            if result != b"unknown":
+                self._answered(one, result)
+            if result.startswith(REFUSED):
+                self._shared.in_trouble(WRITES, self._shared.lane(one), Trouble(in_words(result.decode(errors="replace")), True))
+            if result == b"ok":
+                journal.sent(len(delta))
+            else:
+                journal.start_over()
+        if any(result == b"lost" for result in results):
+            self._shared.look_soon()
+
+    async def _write_snapshot(self, one: SharedIntake, journal: Journal) -> None:
+        """In the place of all deltas so far, most of which go; or of everything, where nothing there follows."""
+        try:
+            if one.journal is journal:  # the lease may have gone before this began
+                await self._write(one, journal)
+            if one.journal is journal and journal.whole:
+                self._shared.look_soon()  # for the number to begin with
+                await asyncio.sleep(PAUSE_SECONDS)
+        finally:
+            self.snapshots.discard(one)
+
+    async def _write(self, one: SharedIntake, journal: Journal) -> None:
+        try:
+            result = await (self._write_anew(one, journal) if journal.whole else self._write_on(one, journal))
+            self.written += result == b"ok"
+            self._answered(one, result)
+            if result == b"lost":
+                self._shared.look_soon()
+            elif result == b"behind":
+                journal.start_over()
+        except FAILURES as error:
+            self._failed([one], error)
+            journal.start_over()
+        except Exception as error:
+            self._shared.stumbled(one, error)
+
+    def _answered(self, one: SharedIntake, result: bytes) -> None:
+        one.wrote(result == b"ok")
+        if result == b"ok":
+            self._shared.works(WRITES, self._shared.lane(one))
+
+    def _failed(self, group: list[SharedIntake], error: BaseException) -> None:
+        self._shared.failed(error)
+        trouble = Trouble.of(error)
+        if trouble.answered:
+            self._shared.in_trouble(WRITES, self._shared.lane(group[0]), trouble)
+        for one in group:
+            one.wrote(False if trouble.answered else None)
+
+    async def _write_on(self, one: SharedIntake, journal: Journal) -> bytes:
+        delta = journal.seal(one.position)
+        snapshot, blocks = one.snapshot(), one.blocks  # now: when the answers come the replica may have been removed
+        if delta is not None:
+            await self._send([(one, journal, delta)])
+            if journal.whole:
+                return b"lost"
+            snapshot = snapshot._replace(n=journal.n)
+        first = journal.first_to_keep(blocks)
+        result = await self._commit(one, snapshot, "on", first)
+        if result == b"ok":
+            journal.trimmed(first)
+        return result
+
+    async def _write_anew(self, one: SharedIntake, journal: Journal) -> bytes:
+        snapshot = one.snapshot()._replace(n=journal.n + 1)
+        journal.whole = False  # from here on changes are deltas after this snapshot, unless too many come meanwhile
+        result = await self._commit(one, snapshot, "anew", encode_delta(journal.term, RELOAD, snapshot.position, []))
+        if result == b"ok":
+            journal.anew(snapshot.n)
+        else:
+            journal.start_over()
+        return result
+
+    async def _commit(self, one: SharedIntake, snapshot: Snapshot, way: str, detail: int | bytes) -> bytes:
+        keys = one.keys
+        new = f"{keys.snapshot}:{self._shared.token}"
+        pieces = await asyncio.to_thread(encode_snapshot, one.identity, snapshot)
+        client = await self._shared.ways.to(new)
+        await client.delete(new)
+        for at in range(0, len(pieces), 32):
+            await client.rpush(new, *pieces[at : at + 32])
+        await client.expire(new, 60)
+        arguments = [self._shared.token, snapshot.n, way, detail, KEEP_SECONDS]
+        return await COMMIT(client, [keys.lease, keys.head, keys.deltas, keys.snapshot, new], arguments)

@@ -1,0 +1,187 @@
+"""EventApplier: what one replica's events do to the map. No sockets, no clock.
+
+The engine's own keys are opaque. What a block is called here is hashed anew from its
+tokens, on top of its parent's hash, so that prompts and events meet in one name whatever
+the engine hashes with. Runs of events of one kind reach the map as one call, since a call
+costs about 40 us and a further block in it 0.3.
+"""
+
+import xxhash
+
+from cachemap.events.records import Cleared, Removed, Stored
+from cachemap.hashing import chain_seed, hash_blocks
+from cachemap.map import CacheMap
+
+MOST_PENDING = 2048  # blocks gathered before they go to the map
+
+
+class EventApplier:
+    """Applies events in order. `flush` must follow before the map is read.
+
+    Counts, in blocks: `stored`, `removed`; `orphans`, whose parent is not known, so neither
+    are they; `ignored`, of other cache groups or attention kinds than the full one. `fault`
+    says why nothing of this replica can be used, None while all is well.
+    """
+
+    def __init__(self, cache_map: CacheMap, slot: int, model: str, block_size: int):
+        self._map = cache_map
+        self._slot = slot
+        self._model = model
+        self._block_size = block_size
+        self._own: dict[int | bytes, int] = {}  # engine key -> hash, of those pending
+        self._above: dict[int | bytes, int] = {}  # the same, of parents in the map
+        self._heads: list[tuple[int, int]] = []  # where chains begin among them
+        self._tail = 0  # the last of them
+        self._removing: list[int] | list[bytes] = []
+        self._twice: list[tuple[int | bytes, int, int]] = []  # key, hash and parent of pending blocks told again
+        self._tier = "gpu"
+        self.stored = 0
+        self.removed = 0
+        self.orphans = 0
+        self.ignored = 0
+        self.fault: str | None = None
+
+    def apply(self, events: list[Stored | Removed | Cleared]) -> None:
+        """Apply events in order; the more at a time, the cheaper each."""
+        self._look_up_parents(events)
+        for event in events:
+            if isinstance(event, Stored):
+                self._store(event)
+            elif isinstance(event, Removed):
+                self._remove(event)
+            else:
+                self.forget()
+
+    def flush(self) -> None:
+        """Hand over what is pending."""
+        if self._own:
+            hashes, keys = list(self._own.values()), list(self._own)
+            self._map.store(self._slot, hashes, keys, self._tier, self._heads)
+            if self._twice:
+                keys, hashes, parents = map(list, zip(*self._twice, strict=True))
+                self._map.store(self._slot, hashes, keys, self._tier, list(enumerate(parents)))
+                self._twice = []
+            self._own, self._heads, self._tail = {}, [], 0
+        if self._removing:
+            self.removed += self._map.remove(self._slot, self._removing, self._tier)
+            self._removing = []
+
+    def forget(self) -> None:
+        """The replica holds nothing, and nothing pending counts."""
+        self._own, self._above, self._removing = {}, {}, []
+        self._twice, self._heads, self._tail = [], [], 0
+        self.fault = None
+        self._map.clear(self._slot)
+
+    def _look_up_parents(self, events: list[Stored | Removed | Cleared]) -> None:
+        """One call for all parents that lie in the map already: alone each costs 12 us."""
+        parents = [
+            event.parent
+            for event in events
+            if isinstance(event, Stored) and event.parent is not None
+            and event.parent not in self._own
+        ]
+        found = self._map.resolve(self._slot, parents) if parents else ()
+        self._above = dict(zip(parents, found))
+
+    def _store(self, event: Stored) -> None:
+        if event.group or event.kind != "full_attention":
+            self.ignored += len(event.keys)
+            return
+        if event.block_size != self._block_size:
+            self.fault = (
+                f"the engine's blocks have {event.block_size} tokens, "
+                f"prompts are hashed in blocks of {self._block_size}"
+            )
+            return
+        if self._removing or event.tier != self._tier or len(self._own) > MOST_PENDING:
+            self.flush()
+            self._tier = event.tier
+        if event.tokens:
+            self._store_chain(event)
+        else:
+            self._store_known(event)
+
+    def _store_chain(self, event: Stored) -> None:
+        parent = 0 if event.parent is None else self._hash_of(event.parent)
+        if event.parent is not None and not parent:
+            self.orphans += len(event.keys)
+            return
+        hashes = self._hashes(event, parent)
+        self.stored += len(hashes)
+        if self._own.keys().isdisjoint(event.keys):
+            self._begin(parent)
+            self._own.update(zip(event.keys, hashes))
+            self._tail = hashes[-1]
+            return
+        for key, block, above in zip(event.keys, hashes, (parent, *hashes), strict=False):
+            if key not in self._own:
+                self._begin(above)
+                self._own[key] = self._tail = block
+            else:
+                self._twice.append((key, self._own[key], above))
+
+    def _store_known(self, event: Stored) -> None:
+        """Blocks named by key alone, as when one is copied to a slower tier."""
+        for key in event.keys:
+            block = self._hash_of(key)
+            if not block:
+                self.orphans += 1
+            elif key not in self._own:
+                self._begin(self._tail)
+                self._own[key] = self._tail = block
+                self.stored += 1
+
+    def _begin(self, parent: int) -> None:
+        """What comes next follows `parent`: a chain of its own unless that came last."""
+        if parent != self._tail or not self._own:
+            self._heads.append((len(self._own), parent))
+
+    def _remove(self, event: Removed) -> None:
+        if event.group:
+            self.ignored += len(event.keys)
+            return
+        if self._own or event.tier != self._tier:
+            self.flush()
+            self._tier = event.tier
+        self._removing = self._removing + event.keys if self._removing else event.keys
+
+    def _hash_of(self, key: int | bytes) -> int:
+        own = self._own.get(key) or self._above.get(key)
+        return own or self._map.resolve(self._slot, [key])[0]
+
+    def _hashes(self, event: Stored, parent: int) -> list[int]:
+        tokens, adapter = event.tokens, event.adapter
+        if not event.extra or not any(event.extra):
+            seed = parent or chain_seed(self._model, self._block_size, adapter)
+            return hash_blocks(tokens, self._block_size, seed)
+        extra = [_besides(keys, adapter) for keys in event.extra]
+        salt = None
+        if not parent and len(extra[0]) == 1 and isinstance(extra[0][0], str):
+            salt = extra[0].pop()  # only a prompt's first block covers the tenant's salt
+        seed = parent or chain_seed(self._model, self._block_size, adapter, salt)
+        if any(extra):
+            return self._hashes_apart(tokens, extra, seed)
+        return hash_blocks(tokens, self._block_size, seed)
+
+    def _hashes_apart(self, tokens: bytes, extra: list[list], seed: int) -> list[int]:
+        """Blocks that cover more than tokens, an image say: no prompt of text meets them."""
+        width = len(tokens) // len(extra)
+        hashes = []
+        for i, keys in enumerate(extra):
+            if keys:
+                seed = xxhash.xxh3_64_intdigest(repr(keys).encode(), seed)
+            hashes += hash_blocks(tokens[i * width : (i + 1) * width], self._block_size, seed)
+            seed = hashes[-1]
+        return hashes
+
+
+def _besides(keys: list | None, adapter: str | None) -> list:
+    """A block's extra keys but the adapter's name, which the chain is seeded with.
+
+    vLLM puts that name first (then media, then the cache salt), so only the first key can be it: a tenant's
+    salt may be spelled like the adapter's name.
+    """
+    if not keys:
+        return []
+    return list(keys[1:] if adapter and keys[0] == adapter else keys)

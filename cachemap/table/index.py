@@ -1,0 +1,76 @@
+"""Index: which number a block has, by its hash."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cachemap.table.buckets import MIX, MIX_SHIFT, U64, Buckets, ones
+
+
+class Index(Buckets):
+    """The numbers of blocks by their hashes, in words of 32 bits: 5.6 bytes a block.
+
+    A word is a block's number and, in what bits that leaves, the top of its hash; the hash itself is in `hashes`, where
+    the number says. Numbers are not 0. Tags are hashes.
+    """
+
+    __slots__ = ("_mark_shift", "_number_bits", "hashes")
+
+    def __init__(self, capacity: int, number_bits: int, hashes: np.ndarray):
+        super().__init__(capacity, number_bits, np.uint32)
+        self.hashes = hashes
+        self._number_bits = number_bits
+        self._mark_shift = 32 + number_bits  # of a hash, what is left are the bits above the number
+
+    def _like(self, capacity: int) -> Index:
+        return Index(capacity, self._number_bits, self.hashes)
+
+    def numbers(self, tags: np.ndarray) -> np.ndarray:
+        """The number of each block, 0 where it is unknown."""
+        places = self.find(tags)
+        numbers = self.payloads(places)
+        numbers[places < 0] = 0
+        return numbers
+
+    def at(self, tag: int) -> int:
+        """`numbers` of one. Plain ints: 1 us where that takes 10, 2 if it has to look into the second bucket."""
+        buckets = len(self.rows)
+        first = tag % buckets
+        number = self._in(first, tag)
+        if number or not self.passed[first]:
+            return number
+        second = (tag * int(MIX) % (1 << 64) >> int(MIX_SHIFT)) % buckets
+        number = self._in(second, tag)
+        if number or not self.spilled[second]:
+            return number
+        place = self._find_spilled(np.array([tag], U64), np.array([second]))
+        return int(self.payloads(place)[0]) if place[0] >= 0 else 0
+
+    def _in(self, bucket: int, tag: int) -> int:
+        base = tag >> self._mark_shift << self._number_bits
+        most = 1 << self._number_bits
+        for word in self.words[bucket * 8 : bucket * 8 + 8].tolist():
+            if 0 < word - base < most and self.hashes.item(word - base) == tag:
+                return word - base
+        return 0
+
+    def insert(self, tags: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Put in blocks that are absent, whose hashes stand in `hashes`. Gives the numbers they have now: where a
+        block comes twice, one of its two."""
+        words = ((tags >> U64(self._mark_shift)) << U64(self._number_bits) | numbers.view(U64)).astype(np.uint32)
+        return self.payloads(self.add(tags, words))
+
+    def remove(self, numbers: np.ndarray) -> None:
+        """Take out these blocks (distinct, all known), whose hashes still stand in `hashes`."""
+        self.drop(self.find(self.hashes.take(numbers)))
+
+    def _tags(self, words: np.ndarray) -> np.ndarray:
+        return self.hashes.take(words & ones(self._payload_bits))
+
+    def _hits(self, buckets: np.ndarray, tags: np.ndarray) -> np.ndarray:
+        lines = self.rows.take(buckets, 0)
+        marks = (tags >> U64(self._mark_shift)).astype(np.uint32)
+        hits = (lines >> self._payload_bits == marks[:, None]).ravel().nonzero()[0]
+        numbers = lines.ravel().take(hits) & ones(self._payload_bits)
+        real = self.hashes.take(numbers) == tags.take(hits >> 3)
+        return hits if real.all() else hits[real]

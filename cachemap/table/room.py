@@ -1,0 +1,354 @@
+"""Room: what a block table needs of memory. Growth, and what goes when there is none left, a step with each call.
+
+The size is bounded by a byte budget that counts all arrays. When it is reached, what was not used for longest goes,
+replica by replica. No block is younger than its parent, so what goes are the ends of chains.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from cachemap.table.lookup import Found, Lookup
+from cachemap.table.memory import LARGE, give_back, zeros
+from cachemap.table.ids import Numbers
+from cachemap.table.buckets import FILL, U64, Buckets, distinct
+
+EPOCHS = 64  # to a table full of uses: the finest it can tell apart is 1.6 % of its blocks
+OLDEST = 128  # ages stop here, two tables full of uses; three would wrap in a byte
+DATED = 1 << 12  # blocks whose ages are cut in the same epoch
+SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs more than storing
+SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
+CHUNK = 1 << 15  # places of a replica looked at in a step of shedding
+LEFT = 1 << 11  # blocks of a replica that left, handled in a step: 1 to 4 ms
+JUMP = 8  # times its size a table grows at most, as laying out memory takes time; 4 moves twice as many words on the way to 50 M
+SMALL = 1 << 15  # places that a table may grow to at once
+BYTES_BESIDE = 13  # of a block: hash, set, epoch
+LEAST_BYTES = 29  # of a block with one holder: those, 5.6 in the index, 10.5 its alias
+BYTES_PER_BLOCK = 33  # the same with some slack
+SLACK = 1 << 12  # bytes left for holder sets that come with a call
+MOST_BLOCKS = 1 << 29  # of a table: numbers leave two bits of the index's words to the hash
+# Bits of an alias that name a block. Gateways that share what their replicas hold exchange the rest, the
+# fingerprint of an engine's key, so it must be as wide in all: with tables of up to 7 GiB it is.
+NUMBER_BITS = 28
+
+
+class Budget:
+    """Bytes allowed for all tables together."""
+
+    def __init__(self, total: int):
+        self.total = total
+        self.tables: list[Room] = []
+
+    @property
+    def used(self) -> int:
+        return sum(table.nbytes for table in self.tables)
+
+    @property
+    def left(self) -> int:
+        return self.total - self.used
+
+
+class Room(Lookup):
+    """A table that grows and sheds. For each replica, `aliases` translates the engine's own key of a
+    block to the block's number: one word of fingerprint and number."""
+
+    def __init__(self, budget: Budget):
+        super().__init__(min(budget.total // LEAST_BYTES, MOST_BLOCKS))
+        self._budget = budget
+        self._numbers = Numbers()
+        self._number_bits = max(NUMBER_BITS, len(self.hashes).bit_length())
+        self._number_mask = U64((1 << self._number_bits) - 1)
+        self._tag_top = U64(1 << (63 - self._number_bits))
+        self._tag_shift = U64(self._number_bits)
+        self.aliases: dict[int, Buckets] = {}
+        self._alias_bytes = 0
+        # A block may have several aliases: older engines do not tell a tenant's salt, an adapter may be loaded again
+        # under its name. By replica and block, those beyond the first: it holds the block until the last is removed.
+        self._twins: dict[int, Counter[int]] = {}
+        self._capacity: dict[int, int] = {}
+        self._share = 1.0  # of the capacities, what the budget allows
+        self._left: deque[np.ndarray] = deque()  # blocks that replicas had which are gone or were cleared
+        self._outgrown: deque[np.ndarray] = deque()  # arrays whose memory is being given back,
+        self._given = 0  # and how much of the first is
+        self._shedding: dict[int | None, Iterator[bool]] = {}  # passes that are under way
+        self.epochs = zeros(len(self.hashes), np.uint8)  # of each block's last use
+        self.epoch, self._used_in_epoch = 0, 0
+        self.marks_uses = False  # before a table is half full, nothing is evicted soon
+        self.evicted = 0
+        self.refused = 0
+        budget.tables.append(self)
+
+    @property
+    def nbytes(self) -> int:
+        return self._numbers.top * BYTES_BESIDE + self.index.nbytes + self.holders.nbytes + self._alias_bytes
+
+    # ---- replicas ----
+
+    def attach(self, slot: int, capacity: int) -> None:
+        """Make room for a replica; `capacity` (blocks, 0 if unknown) sizes later growth."""
+        self._set_alias(slot, Buckets(1, self._number_bits))
+        self._capacity[slot] = capacity
+        self._expect()
+        self.holders.widen(slot + 1)
+
+    def detach(self, slot: int) -> None:
+        self.clear(slot)
+        self._alias_bytes -= self.aliases.pop(slot).nbytes
+        del self._capacity[slot]
+        self._shedding.pop(slot, None)
+        self._expect()
+
+    def _expect(self) -> None:
+        expected = BYTES_PER_BLOCK * sum(self._capacity.values())
+        self._share = min(1.0, self._budget.total / (expected or 1))
+
+    def clear(self, slot: int) -> None:
+        """The replica holds nothing. Nobody finds its blocks any more; what is left of those that only it had goes
+        with the next calls."""
+        alias = self.aliases[slot]
+        numbers = alias.payloads(alias.words.nonzero()[0])
+        self.holders.forget(slot)
+        self._set_alias(slot, Buckets(1, self._number_bits))
+        self._twins.pop(slot, None)
+        for start in range(0, len(numbers), LEFT):
+            self._left.append(numbers[start : start + LEFT])
+        self._clean()
+
+    def _clean(self) -> None:
+        """The next step of what `clear` and growth left to do."""
+        if self._outgrown:
+            self._given = give_back(self._outgrown[0], self._given)
+            if not self._given:
+                self._outgrown.popleft()
+        if self._left:
+            numbers = distinct(self._left.popleft())
+            numbers = numbers[self.hashes.take(numbers) != 0]
+            if len(numbers):
+                self._drop(numbers[self.holders.empty(self.sets.take(numbers))])
+
+    def _set_alias(self, slot: int, alias: Buckets) -> None:
+        before = self.aliases.get(slot)
+        self._alias_bytes += alias.nbytes - (before.nbytes if before is not None else 0)
+        if before is not None:
+            self._retire(before)
+        self.aliases[slot] = alias
+
+    # ---- use ----
+
+    def _used(self, found: Found) -> None:
+        if self.marks_uses:
+            for piece in found.pieces:
+                self.epochs[piece] = self.epoch
+            self._tick(found.count)
+
+    def _ages(self, numbers: np.ndarray) -> np.ndarray:
+        return self.epoch - self.epochs[numbers].astype(np.int64) & 0xFF
+
+    def _tick(self, used: int) -> None:
+        """Count uses. In each epoch one in 64 of all ages is cut, so that none wraps."""
+        self._used_in_epoch += used
+        if self._used_in_epoch * EPOCHS < self._numbers.top:
+            return
+        self._used_in_epoch = 0
+        self.epoch = self.epoch + 1 & 0xFF
+        for start in range(self.epoch % EPOCHS * DATED, self._numbers.top, EPOCHS * DATED):
+            piece = slice(start, start + DATED)
+            ages = np.minimum(np.uint8(self.epoch) - self.epochs[piece], np.uint8(OLDEST))
+            self.epochs[piece] = np.uint8(self.epoch) - ages
+
+    # ---- blocks come and go ----
+
+    def _enter(self, hashes: np.ndarray) -> np.ndarray:
+        """Numbers for blocks that are absent; there must be room for them."""
+        numbers = self._numbers.take(len(hashes), self._end())
+        self.hashes[numbers] = hashes
+        known = self.index.insert(hashes, numbers)
+        twins = numbers[known != numbers]
+        if len(twins):
+            self.hashes[twins] = 0
+            self._numbers.give(twins)
+        self.epochs[known] = self.epoch - OLDEST & 0xFF
+        return known
+
+    def _end(self) -> int:
+        """The first number that there is no room for."""
+        return min(len(self.hashes), self._numbers.top + max(self._budget.left - SLACK, 0) // BYTES_BESIDE)
+
+    def _join(self, slot: int, numbers: np.ndarray) -> None:
+        """The replica holds these blocks (distinct) from now on."""
+        self.sets[numbers] = self.holders.turn(self.sets.take(numbers), slot, True)
+
+    def _release(self, slot: int, numbers: np.ndarray) -> None:
+        """The replica no longer holds these; those that nobody holds go."""
+        if not len(numbers):
+            return
+        numbers = distinct(numbers)
+        sets = self.sets[numbers] = self.holders.turn(self.sets.take(numbers), slot, False)
+        self._drop(numbers[sets == 0])
+
+    def _drop(self, numbers: np.ndarray) -> None:
+        if not len(numbers):
+            return
+        self.index.remove(numbers)
+        kinds, counts = np.unique(self.sets.take(numbers), return_counts=True)
+        for number, count in zip(kinds.tolist(), counts.tolist()):
+            self.holders.leave(number, count)
+        self.hashes[numbers] = 0
+        self.sets[numbers] = 0
+        self._numbers.give(numbers)
+
+    # ---- growth ----
+
+    def _fit(self, slot: int, more: int) -> bool:
+        """Make room for so many blocks more of this replica; whether there is."""
+        self._clean()
+        self._shed_step(slot)
+        self._shed_step(None)
+        alias = self.aliases[slot]
+        if alias.wider is not None:
+            alias = self._carry_on(slot, alias, more)
+        if alias.room < more and not self._widen_alias(slot, alias, more):
+            return False
+        index = self.index
+        if index.wider is not None:
+            self._lead_on(index.go_on(more) if index.room >= more else index.grown())
+        if self.index.room < more:
+            self._widen_index(more)
+        left = self._budget.left
+        self.marks_uses = left < self._budget.total / 2
+        if left >= 0 and self._has_room(more):
+            return True
+        self._shed(None, lambda: self._has_room(more) and self._budget.left >= 0)
+        return self._has_room(more)
+
+    def _has_room(self, more: int) -> bool:
+        numbers = self._numbers
+        return self.index.room >= more and (numbers.free >= more or numbers.free + self._end() - numbers.top >= more)
+
+    def _carry_on(self, slot: int, alias: Buckets, more: int) -> Buckets:
+        """The next step of an alias table's growth."""
+        before = alias.nbytes
+        further = self.aliases[slot] = alias.go_on(more) if alias.room >= more else alias.grown()
+        self._alias_bytes += further.nbytes - before
+        if further is not alias:
+            self._retire(alias)
+        return further
+
+    def _widen_alias(self, slot: int, alias: Buckets, more: int) -> bool:
+        """Room for `more` aliases: by growth, else by dropping the replica's oldest blocks."""
+        capacity = self._affordable(alias, more, self._capacity[slot])
+        if not capacity and 4 * len(self.aliases) * alias.nbytes < self._budget.total:
+            self._shrink()  # a replica that came late gets its part, too
+            capacity = self._affordable(alias, more, self._capacity[slot])
+        if not capacity:
+            self._shed(slot, lambda: alias.room >= more)
+            return alias.room >= more
+        before = alias.nbytes
+        alias.widen(capacity)
+        self._alias_bytes += alias.nbytes - before
+        self._carry_on(slot, alias, more)
+        return True
+
+    def _widen_index(self, more: int) -> None:
+        capacity = self._affordable(self.index, more, sum(self._capacity.values()))
+        if capacity:
+            self.index.widen(capacity)
+            self._lead_on(self.index.go_on(more) if self.index.room >= more else self.index.grown())
+
+    def _lead_on(self, index: Buckets) -> None:
+        if index is not self.index:
+            self._retire(self.index)
+            self.index = index
+
+    def _retire(self, table: Buckets) -> None:
+        """Nobody needs it any more. Its memory is given back with later calls: 13 ms at once, of an index of 39 M words."""
+        self._outgrown += (array for array in table.arrays if array.nbytes >= LARGE)
+
+    def _affordable(self, table: Buckets, more: int, expected: int) -> int:
+        """The capacity a full table should grow to; 0 if the budget allows no real growth.
+
+        Both are there while it grows. So the last growth goes all the way to what the budget allows at most, while
+        there is room for both.
+        """
+        now, need = int(len(table.words) * FILL), table.count + more
+        ceiling = self._budget.total // LEAST_BYTES
+        wanted = max(now + now // 2, min(int(expected * self._share), max(JUMP * now, SMALL)))
+        if 2 * now >= ceiling:
+            wanted = ceiling
+        per_word = table.nbytes / len(table.words)
+        most = int((self._budget.left - SLACK) / per_word * FILL) - 8
+        capacity = min(most, max(need, wanted))
+        return capacity if capacity >= max(need, now + now // 16) else 0
+
+    def _shrink(self) -> None:
+        """The replica that has most gives up a part of it and of the memory it takes."""
+        slot = max(self.aliases, key=lambda slot: len(self.aliases[slot].words))
+        alias = self.aliases[slot].grown()
+        for _ in self._shed_pass(slot):
+            pass  # at once: a replica waits for it, once
+        alias.widen(alias.count)
+        self._set_alias(slot, alias.grown())
+
+    # ---- shedding ----
+
+    def _shed(self, slot: int | None, enough: Callable[[], bool]) -> None:
+        """Drop what was not used for longest, of one replica or (None) of all, until that is enough."""
+        for _ in range(2):
+            while slot in self._shedding:
+                self._shed_step(slot)
+                if enough():
+                    return
+            self._shedding[slot] = self._shed_pass(slot)
+
+    def _shed_step(self, slot: int | None) -> None:
+        """The next step of a pass under way. It goes on though there is room again: always full to the brim, one word in
+        15 would spill."""
+        if slot in self._shedding and not next(self._shedding[slot], False):
+            del self._shedding[slot]
+
+    def _shed_pass(self, slot: int | None) -> Iterator[bool]:
+        """Drop about one block in 8, those not used for longest. Yields after each step. How old those are is told from
+        a sample."""
+        if slot is None:
+            some = np.arange(1, self._numbers.top, 1 + self._numbers.top // SAMPLE)
+            some = some[self.hashes.take(some) != 0]
+        else:
+            alias = self.aliases[slot]
+            some = alias.payloads(alias.words[:SAMPLE].nonzero()[0])
+        if not len(some):
+            return
+        oldest, begun = _nth_oldest(self._ages(some), len(some) // SHED), self.epoch
+        for one in list(self.aliases) if slot is None else [slot]:
+            start = 0
+            while one in self.aliases and start < len(self.aliases[one].words):
+                since = self.epoch - begun & 0xFF
+                self._shed_piece(one, start, min(oldest + since, OLDEST))
+                start += CHUNK
+                yield True
+
+    def _shed_piece(self, slot: int, start: int, oldest: int) -> None:
+        """Drop those of a part of a replica's blocks that have this age or more."""
+        alias, before = self.aliases[slot], self.index.count
+        at = alias.words[start : start + CHUNK].nonzero()[0] + start
+        numbers = alias.payloads(at)
+        if not len(numbers):
+            return
+        gone = self._ages(numbers) >= oldest
+        alias.drop(at[gone])
+        numbers = numbers[gone]
+        self._forget_twins(slot, numbers)
+        self._release(slot, numbers)
+        self.evicted += before - self.index.count
+
+    def _forget_twins(self, slot: int, numbers: np.ndarray) -> None:
+        twins = self._twins.get(slot)
+        if twins:
+            for block in self.hashes[numbers].tolist():
+                twins.pop(block, None)
+
+
+def _nth_oldest(ages: np.ndarray, n: int) -> int:
+    """The age that n of these, but one at least, reach or pass."""
+    n = max(1, n)
+    return int(np.partition(ages, -n)[-n])

@@ -1,0 +1,180 @@
+"""What is sent makes another map equal, whatever happened, as deltas, as a snapshot, and as one after the other."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachemap import CacheMap
+from cachemap.changes import Clear, Contents, Observe
+from cachemap.cluster.codec import Identity, Position, Snapshot, Unreadable, decode_delta, decode_snapshot, encode_snapshot
+from cachemap.cluster.journal import KEEP, LEAST_TAIL, TAIL, Journal
+
+MIB = 1 << 20
+IDENTITY = Identity("m", 16, 36)
+BLOCKS = st.integers(1, 40)
+HAPPENINGS = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), st.lists(BLOCKS, min_size=1, max_size=12), st.sampled_from(["gpu", "gpu", "cpu"])),
+        st.tuples(st.just("remove"), st.lists(BLOCKS, min_size=1, max_size=12), st.sampled_from(["gpu", "gpu", "cpu"])),
+        st.tuples(st.just("clear")),
+        st.tuples(st.just("observed"), st.booleans()),
+        st.tuples(st.just("send")),
+        st.tuples(st.just("snapshot")),
+    ),
+    max_size=60,
+)
+
+
+def attached(budget=MIB):
+    table = CacheMap(budget)
+    table.attach("r", None, True)
+    return table
+
+
+def contents(table, slot=0):
+    told = table.contents(slot)
+    held = {(tier, tag): h for tier, (hashes, tags) in told.held.items() for tag, h in zip(tags.tolist(), hashes.tolist(), strict=True)}
+    return told.observed, held, told.copies
+
+
+def happen(table, what, *details):
+    if what == "store":
+        numbers, tier = details
+        table.store(0, [n * 1_000_003 for n in numbers], [n + 7 for n in numbers], tier, [(i, (n - 1) * 1_000_003) for i, n in enumerate(numbers)])
+    elif what == "remove":
+        table.remove(0, [n + 7 for n in details[0]], details[1])
+    elif what == "clear":
+        table.clear(0)
+    else:
+        table.observed(0, *details)
+
+
+def over_the_wire(snapshot):
+    return decode_snapshot(IDENTITY, encode_snapshot(IDENTITY, snapshot))
+
+
+@settings(max_examples=200)
+@given(HAPPENINGS)
+def test_a_mirror_equals_its_writer_after_anything(happenings):
+    writer, mirror, joiner = attached(), attached(), attached()
+    journal = Journal(0, whole=False)
+    writer.record(0, journal.add)
+    for what, *details in [*happenings, ("send",), ("snapshot",)]:
+        if what == "send":
+            delta = journal.seal(Position(3, 1.5))
+            if delta is not None:
+                journal.sent(len(delta))
+                read = decode_delta(b"\0" * 8 + delta)
+                assert read.position == (3, 1.5) and read.term == journal.term
+                for change in read.changes:
+                    mirror.change(0, change)
+                assert contents(mirror) == contents(writer)
+        elif what == "snapshot":
+            read = over_the_wire(Snapshot(5, 9, Position(None), writer.contents(0)))
+            assert read[:3] == (5, 9, (None, 0.0))
+            for _ in joiner.become(0, read.contents):
+                pass
+            assert contents(joiner) == contents(writer)
+        else:
+            happen(writer, what, *details)
+
+
+@settings(max_examples=50)
+@given(HAPPENINGS, st.integers(0, 59))
+def test_a_map_made_equal_by_a_snapshot_goes_on_with_deltas(happenings, at):
+    writer, mirror = attached(), attached()
+    happenings = [one for one in happenings if one[0] not in ("send", "snapshot")]
+    for one in happenings[:at]:
+        happen(writer, *one)
+    happen(mirror, "store", [1, 2, 50], "cpu")  # what a mirror holds before does not matter
+    for _ in mirror.become(0, over_the_wire(Snapshot(1, 1, Position(), writer.contents(0))).contents):
+        pass
+    writer.record(0, lambda change: mirror.change(0, change))
+    for one in happenings[at:]:
+        happen(writer, *one)
+    assert contents(mirror) == contents(writer)
+
+
+def test_where_memory_is_short_a_mirror_holds_no_more_than_the_engine_does():
+    writer, mirror = attached(), attached()
+    writer.record(0, lambda change: mirror.change(0, change))
+    rng = np.random.default_rng(1)
+    truth: dict[int, int] = {}
+    for _ in range(60):
+        hashes = [int(h) for h in rng.integers(1, 1 << 63, 1000)]
+        writer.store(0, hashes, hashes)
+        truth |= dict(zip(hashes, hashes, strict=True))
+        gone = [int(k) for k in rng.choice(list(truth), 300, replace=False)]
+        writer.remove(0, gone)
+        for key in gone:
+            del truth[key]
+    assert writer.stats()["evicted"] and mirror.stats()["evicted"]
+    assert set(contents(mirror)[1].values()) <= truth.keys() and set(contents(writer)[1].values()) <= truth.keys()
+
+
+def test_thirteen_bytes_a_block():
+    table = attached()
+    hashes = list(range(1, 20_001))
+    table.store(0, hashes, hashes)
+    pieces = encode_snapshot(IDENTITY, Snapshot(1, 1, Position(), table.contents(0)))
+    assert sum(map(len, pieces)) < 13 * 20_000 + 300
+
+
+@pytest.mark.parametrize(
+    ("identity", "why"),
+    [
+        (Identity("other", 16, 36), "model m, here it is other"),
+        (Identity("m", 32, 36), "block size 16, here it is 32"),
+        (Identity("m", 16, 35), "tag bits 36, here it is 35; give all gateways the same cache_budget"),
+    ],
+)
+def test_a_snapshot_of_another_kind_of_gateway_is_refused(identity, why):
+    pieces = encode_snapshot(IDENTITY, Snapshot(1, 1, Position(), Contents(True, {}, {})))
+    with pytest.raises(Unreadable, match=why):
+        decode_snapshot(identity, pieces)
+
+
+def test_damage_is_found():
+    table = attached()
+    table.store(0, [1, 2, 3], [4, 5, 6])
+    pieces = encode_snapshot(IDENTITY, Snapshot(1, 1, Position(), table.contents(0)))
+    for broken in ([pieces[0], pieces[1][:-1]], [pieces[0], b"\1" + pieces[1][1:]], [b"{}"], [b"nothing", b""], [pieces[0].replace(b'"schema": 1', b'"schema": 2')]):
+        with pytest.raises(Unreadable):
+            decode_snapshot(IDENTITY, broken)
+    for broken in (b"", b"\0" * 29 + b"\xff" * 8, b"\0" * 29 + b"\0\0\0\0\5\0\0\0abc"):
+        with pytest.raises(Unreadable):
+            decode_delta(broken)
+
+
+def test_a_snapshot_is_due_when_the_tail_has_grown_and_a_little_of_it_stays():
+    journal = Journal(0, whole=False)
+    blocks, n = 100_000, 0
+    while not journal.due(blocks):
+        journal.sent(5000)
+        n += 1
+    assert TAIL * blocks < journal.tail_bytes < TAIL * blocks + 6000 and journal.n == n
+    first = journal.first_to_keep(blocks)
+    journal.trimmed(first)
+    assert 1 < first <= n and KEEP * blocks - 6000 < journal.tail_bytes <= KEEP * blocks
+    assert not journal.due(blocks) and not Journal(0, False).due(0)
+    small = Journal(0, False)
+    small.sent(LEAST_TAIL)
+    assert small.due(5)
+
+
+def test_what_waits_too_long_becomes_a_snapshot():
+    journal = Journal(7, whole=False)
+    table = attached(64 * MIB)
+    table.record(0, journal.add)
+    table.store(0, list(range(1, 100_001)), list(range(100_000)))
+    assert journal.whole and journal.due(0) and journal.seal(Position()) is None
+    journal.whole = False  # the snapshot is on its way
+    table.store(0, list(range(200_001, 300_001)), list(range(200_000, 300_000)))
+    journal.anew(8)
+    assert journal.whole  # what came meanwhile was too much as well: another one
+    journal.whole = False
+    journal.anew(9)
+    journal.add(Clear())
+    journal.add(Observe(False))
+    assert [type(one) for one in decode_delta(b"\0" * 8 + journal.seal(Position())).changes] == [Clear, Observe]

@@ -1,0 +1,381 @@
+"""Whatever happens to Redis, maps go on and become one again by themselves."""
+
+import asyncio
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cachemap.cluster.shared import LEASE_SECONDS
+from tests.redis_server import Cluster, Proxy, Sentinels, certificate, running
+
+from ..publisher import publishing, removed
+from .gateways import Gateway, event, gateways, prompt, until
+from .test_shared import led, mirrored, same, told
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+async def one_and_a_mirror(url, publisher, one, other, name="r"):
+    one.follow(name, publisher)
+    await led(one, name, publisher)
+    other.follow(name, publisher)
+    await mirrored(other, name)
+
+
+async def all_hold(hashes, *gateways, name="r", seconds=15.0):
+    await until(lambda: all(one.held(name, hashes) == len(hashes) for one in gateways), seconds, lambda: [told(one, name) for one in gateways])
+
+
+async def healed(one, other, name="r"):
+    """One of them leads, the other mirrors it, and both hold the same."""
+    await until(lambda: {one.role(name), other.role(name)} == {"writer", "mirror"}, what=lambda: (told(one, name), told(other, name)))
+    await same(one, other, name)
+
+
+@pytest.mark.parametrize("data", ["empty", "kept"])
+async def test_redis_killed_and_restarted(start_redis, redis_binary, data):
+    server = start_redis(binary=redis_binary, appendonly="yes")
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
+        await one_and_a_mirror(server.url, publisher, one, other)
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        server.kill()
+        await publisher.publish(event(1, 6, 9))
+        await all_hold(prompt(1, 9)[1], one)
+        await until(lambda: other.role("r") == "alone", 6)  # after the lease's time it follows the events itself
+        await all_hold(prompt(1, 9)[1], other)
+        await publisher.publish(removed(10_008), event(2, 0, 5))
+        await all_hold(prompt(2, 5)[1], one, other)
+        server.restart(empty=data == "empty")
+        await healed(one, other)
+        await publisher.publish(event(3, 0, 5))
+        await all_hold(prompt(3, 5)[1], one, other)
+        await same(one, other)
+        async with gateways(server.url) as (late,):
+            late.follow("r", publisher)
+            await same(one, late)
+            assert late.role("r") == "mirror"
+        assert not any("cleared" in reason for _, reason in one.changes + other.changes)
+
+
+async def test_redis_restarted_at_once_while_nothing_happens_has_the_map_again(start_redis):
+    server = start_redis()
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
+        await one_and_a_mirror(server.url, publisher, one, other)
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        server.restart(empty=True)
+        async with gateways(server.url) as (late,):
+            late.follow("r", publisher)
+            await all_hold(prompt(1, 6)[1], late)
+            await healed(one, other) if late.role("r") == "mirror" else await same(one, late)
+
+
+@pytest.mark.parametrize("seconds", [1.5, 5.0])
+async def test_redis_frozen(start_redis, seconds):
+    server = start_redis()
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
+        await one_and_a_mirror(server.url, publisher, one, other)
+        server.freeze()
+        thaws = now() + seconds
+        for number in range(1, 6):
+            await publisher.publish(event(number, 0, 6))
+            await all_hold(prompt(number, 6)[1], one)
+        if seconds > 4:
+            await all_hold(prompt(5, 6)[1], other)
+        await until(lambda: now() >= thaws)
+        server.thaw()
+        await all_hold(prompt(5, 6)[1], other)
+        await healed(one, other)
+        await publisher.publish(event(9, 0, 6))
+        await all_hold(prompt(9, 6)[1], one, other)
+
+
+async def test_after_redis_was_stopped_for_longer_than_a_lease_the_writer_writes_again_at_once(redis_server):
+    """What could not be written while nobody answered is no sign that Redis takes no more."""
+    async with publishing() as publisher, gateways(redis_server.url) as (one,):
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        redis_server.freeze()
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: one.intakes["r"].journal is None or one.intakes["r"].journal.whole)
+        since = one.shared.now()
+        await until(lambda: one.shared.now() - since > LEASE_SECONDS)  # Redis's clock goes on
+        redis_server.thaw()
+        await until(lambda: one.role("r") == "writer" and one.shared.usable and one.intakes["r"].journal and not one.intakes["r"].journal.whole, 4)
+        async with gateways(redis_server.url) as (other,):  # and goes on
+            other.follow("r", publisher)
+            await mirrored(other)
+            await publisher.publish(event(2, 0, 6))
+            await all_hold(prompt(2, 6)[1], one, other)
+            assert one.role("r") == "writer"
+
+
+async def test_redis_slow(redis_server):
+    async with Proxy(redis_server.port) as proxy, publishing() as publisher, gateways(proxy.url, 2) as (one, other):
+        proxy.delay = 0.1
+        await one_and_a_mirror(proxy.url, publisher, one, other)
+        for number in range(1, 20):
+            await publisher.publish(event(number, 0, 6))
+        await all_hold(prompt(19, 6)[1], one, other)
+        await same(one, other)
+        assert one.role("r") == "writer" and other.role("r") == "mirror" and one.shared.errors == other.shared.errors == 0
+        proxy.delay = 1.0  # two of them are more than a call may take
+        await publisher.publish(event(20, 0, 6))
+        await all_hold(prompt(20, 6)[1], one, other)
+        proxy.delay = 0.0
+        await healed(one, other)
+
+
+@pytest.mark.parametrize("whose", ["writer", "mirror"])
+async def test_one_gateway_cut_off_from_redis(redis_server, whose):
+    """The other half goes on; nothing is written by two."""
+    async with Proxy(redis_server.port) as proxy, publishing() as publisher, gateways(redis_server.url) as gates:
+        gates.append(Gateway(proxy.url))
+        gates[1].shared.start()
+        one, other = gates if whose == "mirror" else gates[::-1]
+        await one_and_a_mirror("", publisher, one, other)
+        proxy.cut()
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        if whose == "writer":
+            await led(other)
+        await publisher.publish(event(2, 0, 6))
+        await all_hold(prompt(2, 6)[1], one, other)
+        proxy.mend()
+        await healed(one, other)
+        assert (other if whose == "writer" else one).role("r") == "writer"
+
+
+async def test_redis_full(start_redis):
+    server = start_redis(maxmemory_policy="noeviction")
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
+        await one_and_a_mirror(server.url, publisher, one, other)
+        with server.client() as client:
+            client.config_set("maxmemory", 1)
+            await publisher.publish(event(1, 0, 6))
+            await all_hold(prompt(1, 6)[1], one, other)  # the mirror learns that nobody can write, and listens itself
+            client.config_set("maxmemory", 0)
+        await healed(one, other)
+
+
+async def test_started_while_redis_is_away(start_redis):
+    server = start_redis()
+    server.kill()
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
+        began = now()
+        for gateway in (one, other):
+            gateway.follow("r", publisher)
+            await publisher.subscribed()
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        assert now() - began < 3
+        server.start()
+        await healed(one, other)
+
+
+async def test_behind_tls_with_an_acl_user(start_redis, tmp_path):
+    context, authority = certificate(tmp_path)
+    commands = re.search(r"An ACL user needs `~hitherto:\*` and `(.*?)`", (Path(__file__).parents[3] / "docs/scaling.md").read_text(), re.S)[1]
+    allowed = " ".join("+" + one.lower() for one in commands.split())
+    server = start_redis(user=f"gate on >secret ~hitherto:* {allowed}")
+    async with Proxy(server.port, tls=context) as proxy, publishing() as publisher:
+        url = f"rediss://gate:secret@127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority}"
+        async with gateways(url, 2) as (one, other):
+            await one_and_a_mirror(url, publisher, one, other)
+            await publisher.publish(event(1, 0, 6))
+            await all_hold(prompt(1, 6)[1], one, other)
+        for wrong in (url.replace("secret", "guess"), url.partition("?")[0]):
+            async with gateways(wrong) as (stranger,):
+                stranger.follow("r", publisher)
+                await until(lambda stranger=stranger: stranger.role("r") == "alone" and stranger.held("r", prompt(1, 6)[1]) == 6)
+                assert not stranger.shared.usable
+
+
+async def test_a_fault_of_a_gateways_own_in_one_replica_is_seen_and_costs_the_others_nothing(redis_server):
+    """Its part of the map is gone under the leader's hands: another gateway takes over, the second replica is as before."""
+    async with publishing() as publisher, publishing() as another, gateways(redis_server.url, 2) as (one, other):
+        await one_and_a_mirror(redis_server.url, publisher, one, other)
+        await one_and_a_mirror(redis_server.url, another, one, other, "s")
+        one.map.detach(one.slots["r"])
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: other.role("r") == "writer" and other.held("r", prompt(1, 6)[1]) == 6)
+        failures = one.shared.background.recent()
+        assert any("KeyError" in told["last"] and "r" in told["last"] for told in failures.values())
+        assert "KeyError" in one.intakes["r"].problems[0]
+        await another.publish(event(2, 0, 6))
+        await all_hold(prompt(2, 6)[1], one, other, name="s")
+        assert (one.role("s"), other.role("s")) == ("writer", "mirror")
+
+
+async def test_a_lease_that_goes_as_its_snapshot_is_begun_keeps_no_other_from_being_written(redis_server, monkeypatch):
+    monkeypatch.setattr("cachemap.cluster.writing.MOST_SNAPSHOTS", 1)
+    async with publishing() as publisher, publishing() as another, gateways(redis_server.url) as (one,):
+        real = one.shared.beside
+
+        def beside(work):
+            real(work)
+            if "_write_snapshot" in work.__qualname__:
+                one.shared.beside = real
+                one.shared.abdicate()
+
+        one.shared.beside = beside
+        one.follow("r", publisher)
+        await until(lambda: one.shared.beside is real and one.role("r") == "alone")
+        one.follow("s", another)
+        await led(one, "s")
+        assert not any(told["last"] for told in one.shared.background.recent().values())
+
+
+async def test_a_leader_that_cannot_reach_the_events_lets_another_lead(redis_server, unused_tcp_port):
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        await publisher.publish(event(1, 0, 6))
+        one.follow("r", SimpleNamespace(endpoint=f"tcp://127.0.0.1:{unused_tcp_port}", replay=publisher.replay))
+        await until(lambda: one.intakes["r"].state == "unobserved")
+        other.follow("r", publisher)
+        await healed(one, other)
+        assert other.role("r") == "writer"
+        await all_hold(prompt(1, 6)[1], one, other)  # though the engine is idle since
+        assert one.intakes["r"].state == other.intakes["r"].state == "live"
+
+
+async def test_a_leader_that_loses_the_events_lets_another_lead_who_loses_nothing(redis_server, monkeypatch):
+    monkeypatch.setattr("cachemap.events.intake.LINK_LOST_SECONDS", 0.3)
+    monkeypatch.setattr("cachemap.events.intake.WAKE_SECONDS", 0.1)
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other), Proxy(int(publisher.endpoint.rpartition(":")[2])) as proxy:
+        await one_and_a_mirror("", SimpleNamespace(endpoint=f"tcp://127.0.0.1:{proxy.port}", replay=publisher.replay, subscribed=publisher.subscribed), one, other)
+        other.intakes["r"].engine._endpoint = publisher.endpoint
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        proxy.cut()
+        await until(lambda: (one.role("r"), other.role("r")) == ("mirror", "writer"), what=lambda: (told(one, "r"), told(other, "r")))
+        await publisher.publish(event(2, 0, 6))
+        await all_hold(prompt(2, 6)[1], one, other)
+        await all_hold(prompt(1, 6)[1], one, other)
+        assert not any(state == "unobserved" for state, _ in other.changes)
+
+
+async def test_a_newer_incarnation_that_nobody_has_is_given_up(redis_server, monkeypatch):
+    """Somebody wrote it, or the host's clock was set back before the engine was restarted: the one there is is shared again."""
+    monkeypatch.setattr("cachemap.cluster.shared.UNLED_SECONDS", 1.0)
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        await one_and_a_mirror(redis_server.url, publisher, one, other)
+        with redis_server.client() as client:
+            client.set(one.intakes["r"].keys.life, f"{time.time():.2f}")
+        await until(lambda: one.role("r") == other.role("r") == "alone")
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        await healed(one, other)
+        await publisher.publish(event(2, 0, 6))
+        await all_hold(prompt(2, 6)[1], one, other)
+
+
+async def reaches(gateway, seconds=6.0):
+    await until(lambda: gateway.shared.usable, seconds, lambda: gateway.shared.trouble)
+    assert gateway.shared.trouble == ""
+
+
+async def test_a_mirror_that_leads_after_an_outage_has_no_trouble_with_what_it_no_longer_reads(redis_server):
+    async with Proxy(redis_server.port) as proxy, publishing() as publisher, gateways(redis_server.url) as (one,), gateways(proxy.url) as (other,):
+        await one_and_a_mirror("", publisher, one, other)
+        proxy.cut()
+        await until(lambda: "deltas cannot be read" in other.shared.trouble)
+        await one.stop()
+        proxy.mend()
+        other.shared.look_soon()  # it leads before it would have read again
+        await led(other)
+        await reaches(other)
+
+
+async def test_a_leader_that_another_relieved_has_no_trouble_with_what_it_no_longer_writes(start_redis, monkeypatch):
+    monkeypatch.setattr("cachemap.cluster.shared.LEASE_SECONDS", 1.0)
+    monkeypatch.setattr("cachemap.cluster.shared.LOOK_SECONDS", 0.2)
+    server = start_redis(maxmemory_policy="noeviction")
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
+        await one_and_a_mirror(server.url, publisher, one, other)
+        with server.client() as client:
+            client.config_set("maxmemory", 1)
+            await publisher.publish(event(1, 0, 6))
+            await until(lambda: "cannot be written" in one.shared.trouble)
+            await until(lambda: one.role("r") == "alone")
+            assert not one.shared.usable, "it has given up, and Redis is as full as before"
+            client.config_set("maxmemory", 0)
+        await led(other)
+        await mirrored(one)
+        await reaches(one)
+        await reaches(other)
+
+
+async def test_a_gateway_without_replicas_knows_whether_redis_is_there(start_redis, monkeypatch):
+    monkeypatch.setattr("cachemap.cluster.shared.LOOK_SECONDS", 0.2)
+    server = start_redis()
+    async with gateways(server.url) as (one,):
+        await reaches(one)
+        server.kill()
+        await until(lambda: not one.shared.usable)
+        server.restart()
+        await reaches(one)
+
+
+async def test_sentinel_fails_over(tmp_path):
+    with running(Sentinels(tmp_path)) as servers:
+        async with publishing() as publisher, gateways(servers.url, 2) as (one, other):
+            await one_and_a_mirror(servers.url, publisher, one, other)
+            await publisher.publish(event(1, 0, 6))
+            await all_hold(prompt(1, 6)[1], one, other)
+            servers.primary.kill()
+            await publisher.publish(event(2, 0, 6))
+            await all_hold(prompt(2, 6)[1], one, other)
+            await until(lambda: one.shared.usable and other.shared.usable, 20)
+            await healed(one, other)
+            await publisher.publish(event(3, 0, 6))
+            await all_hold(prompt(3, 6)[1], one, other)
+
+
+async def test_cluster_with_one_shard_gone(tmp_path):
+    with running(Cluster(tmp_path)) as cluster:
+        async with publishing() as a, publishing() as b, gateways(cluster.url, 2) as (one, other):
+            names = spread(cluster)
+            for name, publisher in zip(names, (a, b), strict=True):
+                await one_and_a_mirror(cluster.url, publisher, one, other, name)
+                await publisher.publish(event(1, 0, 6))
+                await all_hold(prompt(1, 6)[1], one, other, name=name)
+            dead = cluster.node_of(one.intakes[names[0]].keys.lease)
+            dead.kill()
+            for name, publisher in zip(names, (a, b), strict=True):
+                await publisher.publish(event(2, 0, 6))
+                await all_hold(prompt(2, 6)[1], one, other, name=name)
+            await until(lambda: other.role(names[0]) == "alone")
+            assert {one.role(names[1]), other.role(names[1])} == {"writer", "mirror"}  # the other shard's replica is as before
+            dead.restart()
+            for name in names:
+                await healed(one, other, name)
+
+
+async def test_a_shard_of_which_no_replica_is_left_is_no_trouble(tmp_path):
+    with running(Cluster(tmp_path)) as cluster:
+        async with publishing() as a, publishing() as b, gateways(cluster.url) as (one,):
+            names = spread(cluster)
+            for name, publisher in zip(names, (a, b), strict=True):
+                one.follow(name, publisher)
+                await led(one, name)
+            cluster.node_of(one.intakes[names[0]].keys.lease).kill()
+            await until(lambda: not one.shared.usable)
+            await one.remove(names[0])
+            await reaches(one)
+
+
+def spread(cluster: Cluster) -> list[str]:
+    """Names of two replicas that lie on different shards."""
+    from cachemap.cluster.keys import Keys
+
+    first, *rest = (f"r{i}" for i in range(40))
+    home = cluster.node_of(Keys("test", first, "").lease)
+    return [first, next(name for name in rest if cluster.node_of(Keys("test", name, "").lease) is not home)]
+
+

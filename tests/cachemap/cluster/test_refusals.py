@@ -1,0 +1,145 @@
+"""A Redis that answers with refusals: what is said is plain, and names the key, the reason and what to do."""
+
+import asyncio
+import contextlib
+import re
+
+import pytest
+
+from cachemap.cluster.connect import Ways, in_words, parse
+from gateway.dispatch.shared import SharedLedger
+from policies import Ledger, make
+from tests.gateway.test_redis_check import DOCUMENTED, acl
+
+from ..publisher import publishing
+from .gateways import event, gateways, until
+
+SCRIPT = re.compile(r"user_script|Error running|f_[0-9a-f]{40}|\r|\n")
+
+
+@contextlib.asynccontextmanager
+async def gateway(url):
+    """What a gateway has of the map and of the ledger, with one replica."""
+    ledger = Ledger()
+    load = SharedLedger(Ways(parse(url)), "prod", ledger, make("least_time").cost)
+    ledger.add("r:1")
+    async with publishing() as publisher, gateways(url, deployment="prod") as (one,):
+        one.follow("r:1", publisher)
+        load.start()
+        try:
+            yield one.shared, load, publisher
+        finally:
+            await load.stop()
+
+
+def is_plain(said, *words):
+    return all(word in said for word in words) and not SCRIPT.search(said)
+
+
+@pytest.fixture
+def refusing(start_redis, redis_binary):
+    """Redis servers by how they refuse: a URL, and what one does to a server that was well."""
+
+    def read_only():
+        return start_redis(binary=redis_binary, replicaof=f"127.0.0.1 {start_redis(binary=redis_binary).port}").url
+
+    def user(text, login="gate:secret"):
+        return start_redis(binary=redis_binary, user=text).url.replace("//", f"//{login}@")
+
+    return {
+        "read-only": read_only,
+        "no SET": lambda: user(acl(*(one for one in DOCUMENTED if one != "SET"))),
+        "no EVALSHA": lambda: user(acl(*(one for one in DOCUMENTED if one != "EVALSHA"))),
+        "no TIME": lambda: user(acl(*(one for one in DOCUMENTED if one != "TIME"))),
+        "other keys": lambda: user("gate on >secret ~other:* +@all"),
+        "no password": lambda: start_redis(binary=redis_binary, requirepass="secret").url,
+        "another password": lambda: user(acl(*DOCUMENTED), "gate:guess"),
+    }  # fmt: skip
+
+
+ACL = "does not let this user do that", "grant the user what docs/scaling.md lists"
+
+
+@pytest.mark.parametrize(
+    ("how", "of_map", "of_ledger"),
+    [
+        ("read-only", ("refuses SET at hitherto:1:prod:{", ":lease: it is a read-only replica", "give the URL of the primary"), ("read-only replica", "give the URL")),
+        ("no SET", ("refuses SET at hitherto:1:prod:{", *ACL), ("joined",)),
+        ("no EVALSHA", ("evalsha", "hitherto:1:prod:{", *ACL), ("evalsha", "hitherto:1:prod:{pool}", *ACL)),
+        ("no TIME", ("refuses TIME:", *ACL), ("refuses TIME:", *ACL)),
+        ("other keys", ("hitherto:1:prod:{", *ACL), ("hitherto:1:prod:{pool}", *ACL)),
+        ("no password", ("does not accept this user and password", "HITHERTO_REDIS_URL"), ("does not accept",)),
+        ("another password", ("does not accept this user and password", "HITHERTO_REDIS_URL"), ("does not accept",)),
+    ],
+)
+async def test_what_is_refused_at_which_key_why_and_what_to_do(refusing, how, of_map, of_ledger):
+    async with gateway(refusing[how]()) as (shared, ledger, _):
+        await until(lambda: is_plain(shared.trouble, *of_map), 5, lambda: shared.trouble)
+        await until(lambda: is_plain(ledger.reason, *of_ledger), 5, lambda: ledger.reason)
+        assert shared.reachable and not shared.usable
+
+
+async def test_one_that_is_full_says_so_of_deltas_too(start_redis, redis_binary, caplog):
+    server = start_redis(binary=redis_binary)
+    async with gateway(server.url) as (shared, ledger, publisher):
+        await until(lambda: shared.usable and shared.leases and shared.snapshots and ledger.joined)
+        with server.client() as client:
+            client.config_set("maxmemory", 1)
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: is_plain(shared.trouble, "refuses XADD at hitherto:1:prod:{", ":deltas: it has no memory left (maxmemory)", "raise its maxmemory"), 5, lambda: shared.trouble)
+        assert shared.reachable and not shared.usable
+        await until(lambda: not ledger.joined and is_plain(ledger.reason, "no memory left"), 5, lambda: ledger.reason)
+        seen = [ledger.joined]
+
+        def came_and_went():
+            if ledger.joined != seen[-1]:
+                seen.append(ledger.joined)
+            return len(seen) > 5
+
+        await until(came_and_went)
+    assert len([one for one in caplog.messages if "the shared ledger is away" in one]) == 1
+
+
+async def test_one_that_is_gone_is_not_reachable(start_redis):
+    server = start_redis()
+    async with gateway(server.url) as (shared, ledger, _):
+        await until(lambda: shared.usable and ledger.joined)
+        server.kill()
+        await until(lambda: not shared.reachable and not ledger.joined)
+        assert "onnect" in shared.trouble
+
+
+async def answers(reply):
+    """A server that answers everything alike."""
+
+    async def serve(reader, writer):
+        while await reader.read(65536):
+            writer.write(reply)
+        writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", 0)
+
+
+async def test_one_that_loads_its_data_answers():
+    server = await answers(b"-LOADING Redis is loading the dataset in memory\r\n")
+    async with server, gateway(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}") as (shared, ledger, _):
+        await until(lambda: "it is still loading its data" in shared.trouble and "it is still loading its data" in ledger.reason, 5, lambda: (shared.trouble, ledger.reason))
+        assert shared.reachable and not shared.usable
+
+
+@pytest.mark.parametrize(
+    ("said", "plain"),
+    [  # as Redis 7 puts it
+        ("refuses SET at hitherto:1:d:{3}:map:r:1:7:lease: READONLY You can't write against a read only replica. script: f8739d2f837ed52b12f51c023a427edc715b85d85, on @user_script:110.",
+         "Redis refuses SET at hitherto:1:d:{3}:map:r:1:7:lease: it is a read-only replica (READONLY You can't write against a read only replica.); give the URL of the primary, "
+         "or redis+sentinel://, which finds it"),
+        ("ACL failure in script: User gate has no permissions to run the 'set' command",
+         "Redis refuses: its ACL does not let this user do that (ACL failure in script: User gate has no permissions to run the 'set' command); grant the user what docs/scaling.md lists"),
+        ("MISCONF Redis is configured to save RDB snapshots", "Redis refuses: it takes no writes because it cannot save to disk (MISCONF Redis is configured to save RDB snapshots); "
+         "see its log and its disk, or turn stop-writes-on-bgsave-error off"),
+        ("Error running script (call to f_1776dded815f5a397c9ae5eaffc05dfe95100adb): @user_script:8: @user_script: 8: attempt to index a nil value", "attempt to index a nil value"),
+        ("Connection refused", "Connection refused"),
+    ],
+)  # fmt: skip
+def test_what_other_versions_say_is_as_plain(said, plain):
+    assert in_words(said) == plain

@@ -1,0 +1,333 @@
+"""One writes, the others mirror: what is the same in all maps, and when."""
+
+import asyncio
+from array import array
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from cachemap import chain_seed, hash_blocks
+from cachemap.cluster import shared
+
+from ..publisher import BLOCK, CLEARED, publishing, removed, stored
+from .gateways import Gateway, event, gateways, prompt, until
+
+PROMPT = prompt(1, 12)[1]
+
+
+async def led(gateway, name="r", publisher=None):
+    """It writes, and its subscription has reached the engine."""
+    await until(lambda: gateway.role(name) == "writer" and gateway.intakes[name].journal and not gateway.intakes[name].journal.whole)
+    if publisher is not None:
+        await publisher.subscribed()
+
+
+async def mirrored(gateway, name="r"):
+    await until(lambda: gateway.role(name) == "mirror", what=lambda: (gateway.role(name), gateway.intakes[name].role_reason))
+
+
+async def same(one, other, name="r"):
+    await until(lambda: one.contents(name) == other.contents(name), what=lambda: (told(one, name), told(other, name)))
+
+
+def told(gateway, name):
+    one = gateway.intakes[name]
+    return {"role": one.role, "why": one.role_reason, "n": one.n, "head": one.head, "held": len(gateway.contents(name)["held"]), "state": one.state, "seq": one.last_seq}
+
+
+@asynccontextmanager
+async def shared_by(url, count, **replay):
+    """A replica that so many gateways follow, the first writing; all hold the first six blocks of prompt 1."""
+    async with publishing(**replay) as publisher, gateways(url, count) as (one, *others):
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        for other in others:
+            other.follow("r", publisher)
+            await mirrored(other)
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: all(each.held("r", PROMPT) == 6 for each in (one, *others)))
+        yield publisher, one, *others
+
+
+async def test_a_mirror_holds_what_the_writer_holds(redis_server):
+    _, hashes = prompt(1, 12)
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        other.follow("r", publisher)
+        await mirrored(other)
+        await publisher.publish(event(1, 0, 8), event(1, 8, 12))
+        await until(lambda: other.held("r", hashes) == 12)
+        assert one.held("r", hashes) == 12
+        await publisher.publish(removed(10_011), removed(10_010))
+        await until(lambda: other.held("r", hashes) == 10, what=lambda: (told(one, "r"), told(other, "r")))
+        await publisher.publish(CLEARED, event(2, 0, 3))
+        await until(lambda: other.held("r", prompt(2, 3)[1]) == 3)
+        await same(one, other)
+        assert other.held("r", hashes) == 0 and other.intakes["r"].state == "live"
+        assert publisher.asked == [0]  # nobody but the writer reads events
+        assert 0 < other.shared.lag_seconds < 5 and other.intakes["r"].blocks_stored == 15
+
+
+async def test_a_new_gateway_is_warm_from_snapshot_and_tail(redis_server):
+    async with publishing() as publisher, gateways(redis_server.url) as running:
+        one = running[0]
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        for number in range(1, 6):
+            await publisher.publish(*(event(number, start, start + 40) for start in range(0, 400, 40)))
+        await until(lambda: one.shared.snapshots > 1 and one.held("r", prompt(5, 400)[1]) == 400)
+        await publisher.publish(removed(*(10_000 + i for i in range(399, 300, -1))), event(6, 0, 10), event(6, 0, 10))
+        await until(lambda: one.held("r", prompt(6, 10)[1]) == 10)
+        two = Gateway(redis_server.url)
+        running.append(two)
+        two.shared.start()
+        two.follow("r", publisher)
+        await same(one, two)
+        assert len(two.contents("r")["held"]) == 1911 and len(two.contents("r")["copies"]) == 10
+        assert two.intakes["r"].state == "live" and publisher.asked == [0]
+
+
+async def test_leases_are_shared_by_gateways_that_start_together(redis_server):
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        for i in range(24):
+            for gateway in (one, other):
+                gateway.follow(f"r{i}", publisher)
+        await until(lambda: one.shared.leases + other.shared.leases == 24)
+        assert min(one.shared.leases, other.shared.leases) >= 4
+
+
+async def test_a_writer_that_stops_hands_over_and_the_next_goes_on(redis_server):
+    async with shared_by(redis_server.url, 2) as (publisher, one, other):
+        await one.stop()
+        await publisher.publish(event(1, 6, 9))  # while nobody leads
+        await led(other)
+        await publisher.publish(event(1, 9, 12))
+        await until(lambda: other.held("r", PROMPT) == 12)
+        assert set(publisher.asked) == {0} and other.shared.takeovers == 1  # the last batch known is number 0
+        assert not any("cleared" in reason for _, reason in other.changes)
+
+
+async def test_a_writer_that_dies_is_followed_within_seconds(redis_server):
+    async with shared_by(redis_server.url, 3) as (publisher, one, *others):
+        await one.stop(gracefully=False)
+        await publisher.publish(event(1, 6, 12))
+        died = asyncio.get_running_loop().time()
+        await until(lambda: all(other.held("r", PROMPT) == 12 for other in others))
+        assert asyncio.get_running_loop().time() - died < 6
+        assert sorted(other.role("r") for other in others) == ["mirror", "writer"]
+        await same(*others)
+
+
+async def test_what_a_dead_writer_missed_and_the_engine_lost_is_cleared(redis_server):
+    async with shared_by(redis_server.url, 2, kept=3) as (publisher, one, other):
+        await one.stop(gracefully=False)
+        for number in range(2, 7):
+            await publisher.publish(event(number, 0, 4))
+        await until(lambda: other.held("r", prompt(6, 4)[1]) == 4)
+        assert other.held("r", PROMPT) == 0
+        assert ("gap", "the engine no longer has what was missed: cleared") in other.changes
+
+
+async def test_an_engine_that_restarted_while_nobody_led_is_empty(redis_server):
+    async with shared_by(redis_server.url, 2) as (publisher, one, other):
+        await one.stop(gracefully=False)
+        publisher.restart()
+        await publisher.publish(event(2, 0, 4))
+        await until(lambda: other.held("r", prompt(2, 4)[1]) == 4)
+        assert other.held("r", PROMPT) == 0
+
+
+async def test_a_new_incarnation_starts_from_nothing_and_the_old_one_counts_no_more(redis_server):
+    _, hashes = prompt(1, 6)
+    async with publishing() as publisher, gateways(redis_server.url, 3) as (one, other, late):
+        one.follow("r", publisher, "100.00")
+        await led(one, "r", publisher)
+        for gateway in (other, late):
+            gateway.follow("r", publisher, "100.00")
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: other.held("r", hashes) == late.held("r", hashes) == 6)
+        publisher.restart()
+        other.follow("r", publisher, "200.00")
+        await led(other)
+        assert other.held("r", hashes) == 0
+        await until(lambda: one.held("r", hashes) == late.held("r", hashes) == 0)  # they have not heard of it yet, Redis has
+        assert "newer incarnation" in late.intakes["r"].role_reason and "newer incarnation" in one.intakes["r"].role_reason
+        await publisher.publish(event(2, 0, 5))
+        for gateway in (one, late):
+            gateway.follow("r", publisher, "200.00")
+        await until(lambda: all(gateway.held("r", prompt(2, 5)[1]) == 5 for gateway in (one, other, late)))
+        with redis_server.client() as client:
+            assert not [key for key in client.keys() if b":100.00:" in key]
+
+
+@pytest.mark.parametrize("first", ["seen-1", "100.00"])
+async def test_a_gateway_that_cannot_tell_the_incarnation_takes_the_one_others_know(redis_server, first):
+    _, hashes = prompt(1, 6)
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        one.follow("r", publisher, first)
+        await led(one, "r", publisher)
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: one.held("r", hashes) == 6)
+        other.follow("r", publisher, "100.00" if first == "seen-1" else "seen-7")
+        await until(lambda: {one.role("r"), other.role("r")} == {"writer", "mirror"} and other.held("r", hashes) == 6)
+        await publisher.publish(event(2, 0, 6))
+        await until(lambda: one.held("r", prompt(2, 6)[1]) == other.held("r", prompt(2, 6)[1]) == 6)
+        await same(one, other)
+        with redis_server.client() as client:
+            assert not [key for key in client.keys() if b":-:" in key]
+
+
+@pytest.mark.parametrize("name", ["100.00@10.0.0.5", "100.00@fe80::1%eth0", "pid-17"])
+async def test_every_name_of_an_incarnation_stays_in_redis_and_is_shared(redis_server, name):
+    """Also by gateways that reach the engine at another address, or have never seen it move."""
+    _, hashes = prompt(1, 6)
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        one.follow("r", publisher, name)
+        await led(one, "r", publisher)
+        other.follow("r", publisher, name.partition("@")[0])
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: other.held("r", hashes) == 6)
+        assert (one.role("r"), other.role("r")) == ("writer", "mirror")
+        with redis_server.client() as client:
+            assert client.get(one.intakes["r"].keys.life).decode() == name.partition("@")[0]
+
+
+async def test_gateways_that_name_blocks_otherwise_are_not_mixed(redis_server):
+    async with publishing() as publisher, gateways(redis_server.url) as running:
+        one = running[0]
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        other = Gateway(redis_server.url, model="another")
+        running.append(other)
+        other.shared.start()
+        other.follow("r", publisher)
+        await until(lambda: other.role("r") == "alone" and other.intakes["r"].state == "live")
+        assert "model m, here it is another" in other.intakes["r"].role_reason
+        await publisher.publish(event(1, 0, 6))
+        await until(lambda: len(one.contents("r")["held"]) == len(other.contents("r")["held"]) == 6)
+        assert not set(one.contents("r")["held"].values()) & set(other.contents("r")["held"].values())
+
+
+async def test_deployments_do_not_meet(redis_server):
+    async with publishing() as publisher, gateways(redis_server.url) as running:
+        running.append(Gateway(redis_server.url, deployment="other"))
+        running[1].shared.start()
+        for gateway in running:
+            gateway.follow("r", publisher)
+        for gateway in running:
+            await led(gateway)
+
+
+async def test_a_replica_whose_events_cannot_be_used_is_modelled_by_all(redis_server):
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        other.follow("r", publisher)
+        await mirrored(other)
+        await publisher.publish(stored([1], list(range(2 * BLOCK)), block_size=2 * BLOCK))
+        await until(lambda: one.intakes["r"].state == other.intakes["r"].state == "unobserved")
+        other.map.expect(0, prompt(3, 5)[1], 0.0)
+        assert other.map.match(prompt(3, 5)[1], 0.0).held == [5]
+        late = Gateway(redis_server.url)
+        late.shared.start()
+        try:
+            late.follow("r", publisher)
+            await until(lambda: late.intakes["r"].state == "unobserved")
+        finally:
+            await late.stop()
+
+
+async def test_a_mirror_that_finds_its_map_wrong_has_the_events_read_anew(redis_server):
+    async with shared_by(redis_server.url, 2) as (publisher, one, other):
+        one.map.remove(0, [10_003])  # all have drifted, by their writer
+        await until(lambda: other.held("r", PROMPT) == 3)
+        other.intakes["r"].resync()
+        await until(lambda: one.held("r", PROMPT) == other.held("r", PROMPT) == 6)
+        await same(one, other)
+
+
+async def test_what_an_adapters_name_stood_for_before_is_forgotten_by_all_and_by_the_next_writer(redis_server):
+    red = hash_blocks(array("I", prompt(2, 3)[0]).tobytes(), BLOCK, chain_seed("m", BLOCK, "red"))
+    async with shared_by(redis_server.url, 2) as (publisher, one, other):
+        await publisher.publish(event(2, 0, 3) | {"lora_name": "red", "lora_id": 1})
+        await until(lambda: one.held("r", red) == other.held("r", red) == 3)
+        for gateway in (other, one):  # each sees it by itself
+            gateway.intakes["r"].forget_adapter("red")
+        await until(lambda: [each.held("r", PROMPT) + each.held("r", red) for each in (one, other)] == [6, 6])
+        await same(one, other)
+        await one.stop()
+        await led(other)
+        other.intakes["r"].resync()
+        await until(lambda: len(publisher.asked) > 2 and other.held("r", PROMPT) == 6)
+        assert other.held("r", red) == 0
+
+
+async def test_a_reader_that_was_too_slow_for_the_tail_loads_the_snapshot(redis_server):
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        other.follow("r", publisher)
+        await mirrored(other)
+        other.shared._tasks["follow 0"].cancel()  # it sleeps
+        for number in range(1, 31):
+            await publisher.publish(*(event(number, start, start + 40) for start in range(0, 200, 40)))
+            await until(lambda number=number: one.held("r", prompt(number, 200)[1]) == 200)
+        await until(lambda: one.shared.snapshots > 1)
+        with redis_server.client() as client:
+            kept = client.xrange(one.intakes["r"].keys.deltas, count=1)
+            assert not kept or int(kept[0][0].split(b"-")[0]) > other.intakes["r"].n + 1
+        del other.shared._tasks["follow 0"]
+        other.shared._spawn("follow 0", lambda: other.shared._follow(0))
+        await same(one, other)
+        assert other.shared.reloads >= 1
+
+
+async def test_a_mirror_that_has_read_on_when_a_look_is_answered_stays(redis_server, monkeypatch):
+    """What Redis told of the deltas' number is older than what was read meanwhile."""
+    async with shared_by(redis_server.url, 2) as (publisher, one, other):
+        tend, looks = shared.TEND, []
+
+        async def late(client, keys, arguments):
+            answer = await tend(client, keys, arguments)
+            if arguments[0] == other.shared.token:
+                looks.append(answer)
+                if len(looks) == 1:
+                    await publisher.publish(event(2, 0, 6))
+                    await until(lambda: other.held("r", prompt(2, 6)[1]) == 6)
+            return answer
+
+        monkeypatch.setattr(shared, "TEND", late)
+        await until(lambda: len(looks) > 1)
+        assert other.shared.reloads == 0 and other.role("r") == "mirror"
+
+
+@pytest.mark.parametrize("reads_on", [True, False])
+async def test_a_mirror_that_is_always_a_little_behind_is_not_stuck(redis_server, reads_on):
+    async with gateways(redis_server.url) as (one,):
+        reloads = []
+        mirror = SimpleNamespace(mirror_at=0.0, mirroring=True, n=5, behind=0, looked_n=-1, reload=reloads.append, want=lambda role: None)
+        for _ in range(5):
+            one.shared._mirror(mirror, mirror.n + 2, mirror.n)
+            mirror.n += reads_on
+        assert bool(reloads) is not reads_on
+
+
+async def test_two_replicas_at_once_with_evictions_and_clears_end_equal(redis_server):
+    async with publishing() as a, publishing() as b, gateways(redis_server.url, 3) as running:
+        for gateway in running:
+            gateway.follow("a", a)
+            gateway.follow("b", b)
+        for publisher in (a, b):
+            await publisher.subscribed()
+        for step in range(60):
+            for publisher, base in ((a, 100), (b, 500)):
+                await publisher.publish(event(base + step, 0, 7), *([removed(*(10_000 * (base + step - 5) + i for i in range(3, 7)))] if step > 5 else []))
+                if step == 30:
+                    await publisher.publish(CLEARED)
+        for name in ("a", "b"):
+            await until(lambda name=name: all(gateway.intakes[name].last_seq == 60 for gateway in running))
+            await same(running[0], running[1], name)
+            await same(running[0], running[2], name)
+            assert 0 < len(running[0].contents(name)["held"]) < 400

@@ -1,0 +1,213 @@
+"""Decoding batches, and what each kind of event does to the map."""
+
+from array import array
+
+import msgspec
+import pytest
+
+from cachemap import CacheMap, chain_seed, hash_blocks
+from cachemap.events.apply import EventApplier
+from cachemap.events.records import Cleared, EventError, Removed
+from cachemap.events.sequence import Order, classify
+
+from ..publisher import BLOCK, decode, removed, stored
+
+TOKENS = list(range(BLOCK * 4))
+
+
+def hashes(tokens=TOKENS, **seed):
+    return hash_blocks(array("I", tokens).tobytes(), BLOCK, chain_seed("m", BLOCK, **seed))
+
+
+def batch(*events, timestamp=1.5):
+    return decode(msgspec.msgpack.encode([timestamp, list(events), 0])).events
+
+
+@pytest.fixture
+def setting():
+    table = CacheMap(1 << 20)
+    slot = table.attach("r", None, True)
+    return table, EventApplier(table, slot, "m", BLOCK)
+
+
+def apply(setting, *events):
+    setting[1].apply(batch(*events))
+    setting[1].flush()
+
+
+def held(setting, chain):
+    return setting[0].match(chain, 0.0).confirmed[0]
+
+
+def test_maps_and_arrays_say_the_same():
+    as_map = batch(stored([1, 2], TOKENS[:8], 7), removed(3), {"type": "AllBlocksCleared"})
+    as_array = batch(
+        ["BlockStored", [1, 2], 7, TOKENS[:8], BLOCK, None, "GPU", None, [None, None], 0],
+        ["BlockRemoved", [3], "GPU"],
+        ["AllBlocksCleared"],
+    )
+    assert as_map[0].keys == as_array[0].keys and as_map[0].parent == 7
+    assert as_map[1:] == as_array[1:] == [Removed([3], "gpu", 0), Cleared()]
+    assert as_map[0]._replace(extra=None) == as_array[0]._replace(extra=None)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"", b"\xc1", msgspec.msgpack.encode(3), msgspec.msgpack.encode([1.0]),
+        msgspec.msgpack.encode(["x", []]), msgspec.msgpack.encode([1.0, 5]),
+    ],
+)  # fmt: skip
+def test_what_is_no_batch_is_refused(payload):
+    with pytest.raises(EventError):
+        decode(payload)
+
+
+@pytest.mark.parametrize(
+    "event, why",
+    [
+        ({"no": "type"}, "unknown type 'None'"),
+        ([], "unknown type 'None'"),
+        (5, "unknown type 'None'"),
+        ({"type": "BlockMoved"}, "unknown type 'BlockMoved'"),
+        (["BlockMoved", 1, 2], "unknown type 'BlockMoved'"),
+        (stored([1], [1, 2, 3]), "BlockStored: 3 tokens for 1 blocks of 4"),
+        (stored("ab", []), "BlockStored: block_hashes must be ints or bytes"),
+        (stored([1], [1, 2, 3, -4]), "BlockStored: "),
+        (stored([1], [1, 2, 3, "4"]), "BlockStored: "),
+        (stored([1], TOKENS[:4], extra_keys=[None, None]), "BlockStored: 2 extra keys for 1 blocks"),
+        ({"type": "BlockStored", "keys": [1]}, "BlockStored without 'block_hashes'"),
+        ({"type": "BlockRemoved", "keys": [1]}, "BlockRemoved without 'block_hashes'"),
+    ],
+)
+def test_an_event_that_cannot_be_read_is_passed_over_and_says_why(event, why):
+    got = decode(msgspec.msgpack.encode([1.0, [stored([1], TOKENS[:4]), event, stored([2], TOKENS[4:8], 1)]]))
+    assert [one.keys for one in got.events] == [[1], [2]]
+    assert len(got.passed_over) == 1 and got.passed_over[0].startswith(why)
+
+
+def test_unknown_fields_are_ignored():
+    got = decode(msgspec.msgpack.encode([1, [stored([1], [0] * 4, new=3)], 0, 9]))
+    assert len(got.events) == 1 and not got.passed_over and got.timestamp == 1.0
+
+
+def test_salt_and_adapter_name_another_chain(setting):
+    apply(setting, stored([1, 2], TOKENS[:8], extra_keys=[["t1"], None]))
+    apply(setting, stored([3, 4], TOKENS[8:], 2))
+    lora = dict(lora_name="ad", extra_keys=[["ad", "t1"], ["ad"]])
+    apply(setting, stored([11, 12], TOKENS[:8], **lora))
+    assert held(setting, hashes()) == 0
+    assert held(setting, hashes(cache_salt="t1")) == 4
+    assert held(setting, hashes(adapter="ad")) == 0
+    assert held(setting, hashes(adapter="ad", cache_salt="t1")) == 2
+
+
+def test_blocks_of_an_adapter_without_a_name_are_not_the_base_models(setting):
+    """The first array form of vLLM's events had the adapter's number only."""
+    apply(setting, ["BlockStored", [1, 2], None, TOKENS[:8], BLOCK, 1, "GPU"])
+    assert held(setting, hashes()) == 0 and setting[1].stored == 2
+    apply(setting, ["BlockStored", [3], None, TOKENS[:4], BLOCK, None, "GPU"])
+    assert held(setting, hashes()) == 1
+
+
+def test_a_salt_spelled_like_the_adapter_is_a_salt(setting):
+    """As vLLM 0.32 publishes it for model "ad" with cache_salt "ad": the name on every block, then the salt on the first."""
+    apply(setting, stored([1, 2], TOKENS[:8], lora_id=1, lora_name="ad", extra_keys=[["ad", "ad"], ["ad"]]))
+    apply(setting, stored([3], TOKENS[8:12], 2, lora_id=1, lora_name="ad", extra_keys=[["ad"]]))
+    assert held(setting, hashes(adapter="ad", cache_salt="ad")) == 3
+    assert held(setting, hashes(adapter="ad")) == 0
+    apply(setting, stored([4], TOKENS[:4], extra_keys=[["ad"]]))
+    assert held(setting, hashes(cache_salt="ad")) == 1
+
+
+def test_blocks_that_cover_an_image_match_no_text_but_can_be_removed(setting):
+    image = [["img", 3]]
+    apply(setting, stored([1, 2, 3], TOKENS[:12], extra_keys=[None, image[0], None]))
+    apply(setting, stored([4], TOKENS[12:], 3))
+    assert held(setting, hashes()) == 1
+    assert setting[0].stats()["blocks"] == 4 and setting[1].orphans == 0
+    apply(setting, stored([9], TOKENS[:4], extra_keys=[[["img", 0]]]))
+    apply(setting, removed(1), removed(2), removed(3), removed(4), removed(9))
+    assert setting[0].stats()["blocks"] == 0
+
+
+def test_a_block_whose_parent_is_unknown_is_left_out(setting):
+    apply(setting, stored([5], TOKENS[:4], 77))
+    assert setting[1].orphans == 1 and setting[0].stats()["blocks"] == 0
+
+
+def test_branches_within_one_batch_find_their_parents(setting):
+    apply(
+        setting,
+        stored([1, 2], TOKENS[:8]),
+        stored([3], TOKENS[8:12], 2),
+        stored([4], [7, 7, 7, 7], 1),
+        stored([5], TOKENS[12:], 3),
+    )
+    assert held(setting, hashes()) == 4
+    assert held(setting, hashes(TOKENS[:4] + [7, 7, 7, 7])) == 2
+
+
+def test_removed_and_stored_again_in_one_batch_ends_as_it_was_sent(setting):
+    apply(setting, stored([1, 2], TOKENS[:8]))
+    apply(setting, removed(2), removed(1), stored([1], TOKENS[:4]))
+    assert held(setting, hashes()) == 1
+    apply(setting, stored([2], TOKENS[4:8], 1), removed(2))
+    assert held(setting, hashes()) == 1
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_block_computed_twice_is_held_until_both_copies_went(setting, together):
+    """Engines publish each copy's coming and going; seen at prompts that end on a block's edge."""
+    first, second = stored([1, 2], TOKENS[:8]), stored([2], TOKENS[4:8], 1)
+    if together:
+        apply(setting, first, second)
+    else:
+        apply(setting, first)
+        apply(setting, second)
+    apply(setting, removed(2))
+    assert held(setting, hashes()) == 2
+    apply(setting, removed(2))
+    assert held(setting, hashes()) == 1
+    apply(setting, stored([2], TOKENS[4:8], 1), removed(2))
+    assert held(setting, hashes()) == 1
+
+
+def test_clearing_forgets_copies_too(setting):
+    apply(setting, stored([1], TOKENS[:4]), stored([1], TOKENS[:4]), {"type": "AllBlocksCleared"})
+    apply(setting, stored([1], TOKENS[:4]), removed(1))
+    assert held(setting, hashes()) == 0
+
+
+def test_other_cache_groups_and_kinds_are_counted_not_used(setting):
+    apply(setting, stored([1], TOKENS[:4], group_idx=1))
+    apply(setting, stored([1], TOKENS[:4], kv_cache_spec_kind="sliding_window"))
+    apply(setting, stored([1], TOKENS[:4]), removed(1, group_idx=1))
+    assert held(setting, hashes()) == 1 and setting[1].ignored == 3
+
+
+def test_a_copy_in_a_lower_tier_needs_no_tokens(setting):
+    table, _ = setting
+    apply(setting, stored([1, 2, 3], TOKENS[:12]))
+    apply(setting, stored([1, 2, 3], [], medium="CPU"), removed(3), removed(2))
+    assert held(setting, hashes()) == 1
+    match = table.match(hashes(), 0.0)
+    assert match.held == [1] and match.lower == {0: [("cpu", 2)]}
+    apply(setting, removed(3, medium="CPU"))
+    assert table.match(hashes(), 0.0).lower == {0: [("cpu", 1)]}
+
+
+@pytest.mark.parametrize(
+    ("last", "number", "sent", "order"),
+    [
+        ((None, 0.0), 5, 1.0, Order.FIRST),
+        ((4, 1.0), 5, 1.0, Order.CONTIGUOUS),
+        ((4, 1.0), 6, 2.0, Order.GAP),
+        ((4, 1.0), 4, 1.0, Order.STALE),
+        ((4, 1.0), 3, 0.5, Order.STALE),
+        ((4, 1.0), 0, 2.0, Order.RESTART),
+        ((4, 1.0), 2, 2.0, Order.RESTART),
+    ],
+)
+def test_order_of_batches(last, number, sent, order):
+    assert classify(*last, number, sent) is order

@@ -1,0 +1,435 @@
+"""Event intake over real sockets: what arrives, what is lost, what comes again."""
+
+import asyncio
+import contextlib
+import socket
+from array import array
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+import cachemap.events.intake
+import cachemap.events.sockets
+from cachemap import CacheMap, EventIntake, chain_seed, hash_blocks
+
+from ..publisher import BLOCK, CLEARED, Publisher, decode, publishing, removed, stored
+
+TOKENS = list(range(BLOCK * 12))
+HASHES = hash_blocks(array("I", TOKENS).tobytes(), BLOCK, chain_seed("m", BLOCK))
+
+
+def blocks(start, stop):
+    """BlockStored for blocks start .. stop of the prompt; keys are 100 + index."""
+    keys = [100 + i for i in range(start, stop)]
+    tokens = TOKENS[start * BLOCK : stop * BLOCK]
+    return stored(keys, tokens, 99 + start if start else None)
+
+
+async def until(true, seconds=10.0):
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def following(publisher, *, replay=True, answers=True, **options):
+    """A map whose slot 0 follows the publisher; gives it, the intake and its changes."""
+    table, changes = CacheMap(1 << 20), []
+    slot = table.attach("r", None, True)
+    intake = EventIntake(
+        table, slot, endpoint=publisher.endpoint, replay=publisher.replay if replay else None,
+        decode=decode, model="m", block_size=BLOCK, on_change=lambda *change: changes.append(change), **options,
+    )  # fmt: skip
+    task = asyncio.ensure_future(intake.run())
+    try:
+        await publisher.subscribed()
+        if replay and answers:
+            await until(lambda: publisher.asked)
+        yield table, intake, changes
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def held(table):
+    return table.match(HASHES, 0.0).confirmed[0]
+
+
+async def test_blocks_stored_removed_and_cleared_reach_the_map():
+    async with publishing() as publisher, following(publisher) as (table, intake, changes):
+        await publisher.publish(blocks(0, 4), blocks(4, 6))
+        await until(lambda: held(table) == 6)
+        await publisher.publish(blocks(6, 12))
+        await until(lambda: held(table) == 12)
+        await publisher.publish(removed(111), removed(110))
+        await until(lambda: held(table) == 10)
+        assert (intake.blocks_stored, intake.blocks_removed, intake.batches) == (12, 2, 3)
+        assert intake.state == "live" and intake.last_seq == 2 and intake.last_event_at
+        await publisher.publish(CLEARED)
+        await until(lambda: held(table) == 0)
+        assert [state for state, _ in changes] == ["live"]
+
+
+@pytest.mark.parametrize("topic_in_replay", [True, False])
+async def test_what_was_published_before_connecting_is_replayed(topic_in_replay):
+    async with publishing(topic_in_replay=topic_in_replay) as publisher:
+        await publisher.publish(blocks(0, 8))
+        await publisher.publish(removed(107))
+        async with following(publisher) as (table, intake, _):
+            await until(lambda: intake.state == "live")
+            assert held(table) == 7 and intake.replayed == 2 and publisher.asked == [0]
+
+
+async def test_a_replay_of_thousands_of_batches_loses_none():
+    async with publishing() as publisher:
+        for _ in range(4000):
+            await publisher.publish(blocks(0, 1))
+        await publisher.publish(blocks(1, 12))
+        async with following(publisher) as (table, intake, _):
+            await until(lambda: intake.state == "live")
+            assert intake.replayed == 4001 and held(table) == 12
+
+
+async def test_a_gap_is_replayed_and_the_batch_after_it_applied_once():
+    async with publishing() as publisher, following(publisher) as (table, intake, changes):
+        await publisher.publish(blocks(0, 4))
+        await until(lambda: held(table) == 4)
+        await publisher.publish(blocks(4, 8), lose=True)
+        await publisher.publish(blocks(8, 12))
+        await until(lambda: held(table) == 12 and intake.state == "live")
+        assert publisher.asked == [0, 1]
+        assert intake.gaps == 1 and intake.last_seq == 2 and intake.batches == 3
+        assert [state for state, _ in changes] == ["live", "gap", "live"]
+
+
+async def test_a_gap_beyond_the_record_clears_the_replica_and_says_so():
+    async with publishing(kept=2) as publisher, following(publisher) as (table, intake, changes):
+        await publisher.publish(blocks(0, 4))
+        await until(lambda: held(table) == 4)
+        for _ in range(4):
+            await publisher.publish(removed(999), lose=True)
+        await publisher.publish(blocks(0, 2))
+        await until(lambda: intake.last_seq == 5 and intake.state == "live")
+        assert held(table) == 2
+        assert any("cannot be replayed: cleared" in reason for _, reason in changes)
+
+
+async def test_a_gap_without_a_replay_socket_clears_and_goes_on():
+    async with publishing() as publisher:
+        async with following(publisher, replay=False) as (table, intake, changes):
+            await publisher.publish(blocks(0, 4))
+            await until(lambda: held(table) == 4)
+            await publisher.publish(removed(103), lose=True)
+            await publisher.publish(blocks(4, 6), blocks(0, 1))
+            await until(lambda: intake.last_seq == 2)
+            assert held(table) == 1 and intake.orphans == 2 and intake.state == "live"
+            assert any("cleared" in reason for _, reason in changes)
+
+
+async def test_a_restarted_engine_voids_what_its_predecessor_held():
+    async with publishing() as publisher, following(publisher) as (table, intake, changes):
+        for i in range(3):
+            await publisher.publish(blocks(4 * i, 4 * i + 4))
+        await until(lambda: held(table) == 12)
+        publisher.restart()
+        await publisher.publish(blocks(0, 2), lose=True)  # before the subscriber is back
+        await publisher.publish(blocks(2, 3))
+        await until(lambda: intake.last_seq == 1 and held(table) == 3)  # the rest comes with the replay
+        assert ("gap", "the engine restarted: cleared") in changes
+
+
+async def test_late_and_repeated_batches_change_nothing():
+    async with publishing() as publisher, following(publisher) as (table, intake, _):
+        await publisher.publish(blocks(0, 4))
+        await publisher.publish(removed(103))
+        await until(lambda: intake.last_seq == 1)
+        old = publisher.record[0]
+        await publisher.publish_raw([b"kv", (0).to_bytes(8, "big"), old])
+        await publisher.publish(removed(102))
+        await until(lambda: intake.last_seq == 2)
+        assert held(table) == 2 and intake.batches == 3
+
+
+async def test_garbage_is_counted_and_survived():
+    async with publishing() as publisher, following(publisher) as (table, intake, _):
+        await publisher.publish_raw([b"kv", b"short", b"\xc1"])
+        await publisher.publish_raw([b"kv", (7).to_bytes(8, "big"), b"\xc1\xc1"])
+        await publisher.publish(blocks(0, 2))
+        await until(lambda: held(table) == 2)
+        assert intake.malformed == 2 and "2 KV event batches could not be read" in intake.problems[0]
+
+
+async def test_resync_forgets_and_asks_for_everything():
+    async with publishing() as publisher, following(publisher) as (table, intake, _):
+        await publisher.publish(blocks(0, 4))
+        await until(lambda: held(table) == 4)
+        table.remove(0, [102])  # the map drifted
+        intake.resync()
+        assert held(table) == 0
+        await until(lambda: held(table) == 4)
+        assert publisher.asked == [0, 0]
+
+
+RED = hash_blocks(array("I", TOKENS).tobytes(), BLOCK, chain_seed("m", BLOCK, "red"))
+
+
+def red(start, stop, first_key):
+    """BlockStored for blocks start .. stop under the adapter "red"; keys are first_key + index."""
+    event = blocks(start, stop) | {"lora_name": "red", "lora_id": 1, "extra_keys": [["red"]] * (stop - start)}
+    return event | {"block_hashes": [first_key + i for i in range(start, stop)], "parent_block_hash": first_key + start - 1 if start else None}
+
+
+async def test_an_adapters_name_that_stands_for_another_folder_voids_what_was_stored_under_it():
+    """Also where the engine replays it; what else the replica holds comes back, and what is stored from now on counts."""
+    async with publishing() as publisher, following(publisher) as (table, intake, _):
+        def seen():
+            return held(table), table.match(RED, 0.0).confirmed[0]
+
+        await publisher.publish(blocks(0, 4))
+        await publisher.publish(red(0, 3, 1000))
+        await until(lambda: seen() == (4, 3))
+        intake.forget_adapter("red")
+        assert seen() == (0, 0)
+        await until(lambda: seen() == (4, 0))
+        await publisher.publish(red(0, 1, 2000))
+        await until(lambda: seen() == (4, 1))
+        await publisher.publish(removed(1000, 1001, 1002), red(1, 2, 2000))
+        await until(lambda: seen() == (4, 2))
+        intake.resync()
+        await until(lambda: seen() == (4, 2))
+
+
+async def test_a_replay_socket_that_does_not_answer_is_asked_again(monkeypatch):
+    monkeypatch.setattr(cachemap.events.sockets, "REPLAY_SECONDS", 0.05)
+    monkeypatch.setattr(cachemap.events.intake, "RETRY_SECONDS", (0.05, 0.1))
+    publisher = Publisher()
+    try:
+        await publisher.publish(blocks(0, 4))
+        table, slot = CacheMap(1 << 20), 0
+        table.attach("r", None, True)
+        intake = EventIntake(
+            table, slot, endpoint=publisher.endpoint, replay=publisher.replay, decode=decode, model="m",
+            block_size=BLOCK,
+        )  # fmt: skip
+        task = asyncio.ensure_future(intake.run())
+        await publisher.subscribed()
+        await publisher.publish(blocks(0, 1))  # live events flow meanwhile
+        await until(lambda: held(table) == 1)
+        publisher.serve_replay()
+        await until(lambda: held(table) == 4)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    finally:
+        await publisher.close()
+
+
+async def test_an_engine_that_is_long_in_replaying_keeps_nothing_waiting(monkeypatch):
+    """As one that has just started: what it tells meanwhile is known at once, and what it told before when it answers."""
+    monkeypatch.setattr(cachemap.events.sockets, "REPLAY_SECONDS", 60)
+    publisher = Publisher()
+    await publisher.publish(blocks(0, 2), lose=True)
+    try:
+        async with following(publisher, answers=False) as (table, intake, _):
+            await publisher.publish(stored([1], TOKENS[:BLOCK]), stored([2], TOKENS[BLOCK : 2 * BLOCK], 1))
+            await until(lambda: held(table) == 2)
+            assert intake.unreplayed and intake.replayed == 0
+            await publisher.publish(removed(2))
+            await until(lambda: held(table) == 1)
+            publisher.serve_replay()
+            await until(lambda: intake.replayed == 3)
+            assert held(table) == 2  # by the keys of the batch before
+            await publisher.publish(removed(101))
+            await until(lambda: held(table) == 1)
+            assert intake.state == "live" and intake.gaps == 0
+    finally:
+        await publisher.close()
+
+
+@pytest.mark.parametrize("drops_end", [False, True], ids=["a hole", "no end"])
+async def test_what_an_engines_socket_drops_of_a_record_is_asked_for_again(monkeypatch, drops_end):
+    """vLLM's drops what is 1,000 messages ahead of the network, and says nothing."""
+    monkeypatch.setattr(cachemap.events.sockets, "REPLAY_SECONDS", 0.2 if drops_end else 60)
+    async with publishing(room=3, drops_end=drops_end) as publisher:
+        for number in range(8):
+            await publisher.publish(blocks(number, number + 1), lose=True)
+        async with following(publisher) as (table, intake, _):
+            await until(lambda: not intake.unreplayed)
+            assert publisher.asked == [0, 3, 6] and intake.last_seq == 7 and intake.replayed == 8
+            assert held(table) == 8 and table.match(HASHES, 0.0).held == [8]
+
+
+async def test_a_record_of_which_the_rest_is_gone_meanwhile_is_asked_for_anew(monkeypatch):
+    monkeypatch.setattr(cachemap.events.sockets, "REPLAY_SECONDS", 60)
+    monkeypatch.setattr(cachemap.events.intake, "RETRY_SECONDS", (0.0, 0.0))
+    async with publishing(room=3) as publisher:
+        for number in range(8):
+            await publisher.publish(blocks(number, number + 1), lose=True)
+        asked = []
+
+        def forgets(start: int) -> None:
+            asked.append(start)
+            if start == 3:
+                publisher.record = {number: batch for number, batch in publisher.record.items() if number > 4}
+
+        publisher.asked = SimpleNamespace(append=forgets)
+        async with following(publisher) as (table, intake, _):
+            await until(lambda: not intake.unreplayed)
+            assert asked == [0, 3, 0] and intake.last_seq == 7 and held(table) == 0  # what is left begins in the middle of a chain
+
+
+async def test_what_comes_while_the_record_is_on_its_way_is_not_forgotten_with_the_rest(monkeypatch):
+    """The engine reads its record out, tells of another batch, and only then the record is here."""
+    asked, replay = [], cachemap.events.intake.replay
+
+    async def as_of_before_the_last(endpoint, start):
+        asked.append(start)
+        async for messages in replay(endpoint, start):
+            yield [frames for frames in messages if len(asked) > 1 or cachemap.events.intake.SEQUENCE.unpack(frames[-2])[0] < 2]
+
+    monkeypatch.setattr(cachemap.events.intake, "replay", as_of_before_the_last)
+    monkeypatch.setattr(cachemap.events.sockets, "REPLAY_SECONDS", 60)
+    publisher = Publisher()
+    await publisher.publish(blocks(0, 2), lose=True)
+    try:
+        async with following(publisher, answers=False) as (table, intake, _):
+            await publisher.publish(blocks(2, 4))
+            await publisher.publish(blocks(4, 6))
+            await until(lambda: intake.last_seq == 2)
+            publisher.serve_replay()
+            await until(lambda: not intake.unreplayed)
+            assert asked == [0, 2] and intake.last_seq == 2 and held(table) == 6
+    finally:
+        await publisher.close()
+
+
+async def test_a_silent_replica_is_modelled_until_its_events_come(monkeypatch):
+    monkeypatch.setattr(cachemap.events.intake, "SILENT_SECONDS", 0.0)
+    async with publishing() as publisher, following(publisher) as (table, intake, changes):
+        await until(lambda: intake.state == "live")
+        for _ in range(3):
+            intake.request_finished(5)
+            intake.request_finished(0)  # nothing new in it: says nothing
+        assert intake.state == "live"
+        intake.request_finished(5)
+        assert intake.state == "unobserved" and "no block was reported" in changes[-1][1]
+        table.expect(0, HASHES, 0.0)
+        assert table.match(HASHES, 1e6).held == [12]  # a model does not expire
+        await publisher.publish(blocks(0, 4), lose=True)
+        await publisher.publish(blocks(4, 6))
+        await until(lambda: intake.state == "live" and held(table) == 6)
+        assert table.match(HASHES, 0.0).held == [6]
+
+
+async def test_events_under_another_topic_are_named_not_dropped_silently(monkeypatch):
+    monkeypatch.setattr(cachemap.events.intake, "SILENT_SECONDS", 0.0)
+    async with publishing(topic=b"kv@r1") as publisher:
+        async with following(publisher, replay=False, topic="kv@r0") as (table, intake, changes):
+            await publisher.publish(blocks(0, 4))
+
+            def finished():
+                intake.request_finished(4)
+                return "kv@r1" in intake.reason
+
+            await until(finished)
+            assert held(table) == 0 and intake.state == "unobserved"
+
+
+async def test_another_block_size_makes_the_replica_unobserved_and_says_why():
+    async with publishing() as publisher, following(publisher) as (table, intake, changes):
+        await publisher.publish(stored([1], list(range(32)), block_size=32))
+        await until(lambda: intake.state == "unobserved")
+        assert "32 tokens" in intake.reason and f"blocks of {BLOCK}" in intake.reason
+        await publisher.publish(stored([2], list(range(32)), block_size=32))
+        await until(lambda: intake.last_seq == 1)
+        assert [state for state, _ in changes].count("unobserved") == 1
+
+
+async def test_array_events_with_byte_hashes_as_older_engines_send_them():
+    keys = [bytes([i]) * 32 for i in range(12)]
+    async with publishing() as publisher, following(publisher) as (table, intake, _):
+        await publisher.publish(["BlockStored", keys[:8], None, TOKENS[: 8 * BLOCK], BLOCK, None, "GPU"])
+        await publisher.publish(["BlockStored", keys[8:], keys[7], TOKENS[8 * BLOCK :], BLOCK, None])
+        await publisher.publish(["BlockRemoved", [keys[11]], "GPU"], ["SomethingNew", 1, 2])
+        await until(lambda: intake.last_seq == 2)
+        assert held(table) == 11 and intake.passed_over == 1 and intake.malformed == 0
+
+
+async def test_an_engine_that_writes_blocks_in_another_way_is_unobserved_and_the_reason_names_it(monkeypatch):
+    """As a later vLLM might: a field renamed, an event added. It must not flap between the two ways of following."""
+    monkeypatch.setattr(cachemap.events.intake, "SILENT_SECONDS", 0.0)
+    renamed = blocks(0, 4)
+    renamed["tokens"] = renamed.pop("token_ids")
+    async with publishing() as publisher, following(publisher) as (table, intake, changes):
+        for number in range(6):
+            await publisher.publish(renamed, {"type": "BlockMoved"}, removed(300 + number))
+            await until(lambda number=number: intake.last_seq == number)
+            intake.request_finished(4)
+        assert intake.state == "unobserved" and "BlockStored without 'token_ids'" in intake.reason
+        assert [state for state, reason in changes if "passed over" not in reason].count("live") == 1 and intake.gaps == 0
+        (said,) = intake.problems
+        assert "12 KV events were passed over" in said and "unknown type 'BlockMoved'" in said
+        assert sum("are passed over" in reason for _, reason in changes) == 2  # each cause is told once
+        await publisher.publish(blocks(0, 4))
+        await until(lambda: intake.state == "live" and held(table) == 4)
+
+
+def test_the_payload_of_the_tests_is_that_of_the_engine():
+    recorded = bytes.fromhex("93cb41dac001dbe80e6e918ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391cf")
+    ours = msgspec.msgpack.encode([1795164015.6258807, [stored([1 << 63], [0] * BLOCK)], 0])
+    assert ours[:1] + ours[9:44] == recorded[:1] + recorded[9:44]
+
+
+@contextlib.asynccontextmanager
+async def hearing(endpoint, replay=None, capacity=8):
+    """An intake of an endpoint that may not be there; gives its map and itself."""
+    table = CacheMap(1 << 20)
+    intake = EventIntake(table, table.attach("r", capacity, True), endpoint=endpoint, replay=replay, decode=decode, model="m", block_size=BLOCK)
+    task = asyncio.ensure_future(intake.run())
+    try:
+        yield table, intake
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_endpoint_where_nobody_listens_is_told_at_once_and_the_cache_is_modelled_until_somebody_does(unused_tcp_port):
+    async with hearing(f"tcp://127.0.0.1:{unused_tcp_port}") as (table, intake):
+        await until(lambda: intake.state == "unobserved", 0.9)
+        table.expect(0, HASHES, 0.0)
+        assert table.match(HASHES, 0.0).held[0] <= 8, "all that the engine's cache has room for"
+        assert f"tcp://127.0.0.1:{unused_tcp_port} cannot be reached: nothing listens there" in intake.reason
+        async with publishing(port=unused_tcp_port) as publisher:
+            await publisher.subscribed()
+            await until(lambda: intake.state == "connecting")
+            await publisher.publish(blocks(0, 4))
+            await until(lambda: held(table) == 4 and intake.state == "live")
+
+
+async def test_an_endpoint_that_takes_connections_and_says_nothing_is_unreachable(monkeypatch):
+    monkeypatch.setattr(cachemap.events.intake, "LINK_SECONDS", 0.2)
+    monkeypatch.setattr(cachemap.events.intake, "WAKE_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        async with hearing(f"tcp://127.0.0.1:{server.getsockname()[1]}") as (_, intake):
+            await until(lambda: intake.state == "unobserved")
+            assert "no ZMQ publisher answered" in intake.reason
+
+
+async def test_a_connection_that_is_lost_for_long_voids_what_was_heard_and_is_followed_again(monkeypatch):
+    monkeypatch.setattr(cachemap.events.intake, "LINK_LOST_SECONDS", 0.3)
+    monkeypatch.setattr(cachemap.events.intake, "WAKE_SECONDS", 0.1)
+    publisher = Publisher()
+    publisher.serve_replay()
+    async with hearing(publisher.endpoint, publisher.replay) as (table, intake):
+        await publisher.subscribed()
+        await publisher.publish(blocks(0, 4))
+        await until(lambda: held(table) == 4)
+        port = int(publisher.endpoint.rpartition(":")[2])
+        await publisher.close()
+        await until(lambda: intake.state == "unobserved" and held(table) == 0)
+        assert "was lost and cannot be made again" in intake.reason
+        async with publishing(port=port) as back:
+            await back.subscribed()
+            await back.publish(blocks(0, 2))
+            await until(lambda: held(table) == 2)

@@ -23,6 +23,8 @@ import numpy as np
 from cachemap import CacheMap
 from gateway.dispatch.backend import Backend
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.models import Models
+from gateway.prompt import Prompt
 from policies import NAMES, CostGroup, Ledger, Router, make
 from replicas import State
 
@@ -56,7 +58,7 @@ class Backends:
         self.ledger, self.now = Ledger(), time.monotonic()
         self.map = CacheMap((1 << 26) + count * (1 << 18))
         self.dispatcher = Dispatcher(
-            pipeline=SimpleNamespace(block_size=16), router=Router(make("least_time"), self.map, self.ledger, CostGroup()), metrics=None, retries=1, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=None, ask_models=None,
+            models=Models.of(None), router=Router(make("least_time"), self.map, self.ledger, CostGroup()), metrics=None, retries=1, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=None, ask_models=None,
         )  # fmt: skip
         for number in range(count):
             name = f"10.0.{number // 250}.{number % 250}:8000"
@@ -94,7 +96,7 @@ class Backends:
 def measure(count: int, turns: int) -> dict:
     backends = Backends(count)
     dispatcher, policies = backends.dispatcher, {name: make(name) for name in NAMES}
-    prompts = [SimpleNamespace(model="m", tokens=BLOCKS * 16 + 5, hashes=chain.tolist(), session=str(number), max_tokens=None, reads_cache=True, path="/v1/completions")
+    prompts = [Prompt("/v1/completions", "m", tokens=BLOCKS * 16 + 5, hashes=chain.tolist(), session=str(number))
                for number, chain in enumerate(backends.chains)]  # fmt: skip
     times: dict[str, list[float]] = {name: [] for name in ("match", "weigh", "loop", "one by one", *NAMES)}
 

@@ -84,6 +84,7 @@ def replay() -> None:
     from cachemap import CacheMap
     from gateway.dispatch import dispatcher as module
     from gateway.dispatch.backend import Backend
+    from gateway.models import Models
     from gateway.prompt.pipeline import Pipeline
     from gateway.telemetry.metrics import Metrics
     from policies import CostGroup, Ledger, Router, make
@@ -94,7 +95,7 @@ def replay() -> None:
     cachemap, ledger = CacheMap(1 << 26), Ledger()
     router = Router(make("least_time"), cachemap, ledger, CostGroup())
     dispatcher = module.Dispatcher(
-        pipeline=Pipeline(sim_model_dir(), "m", 16), router=router, metrics=Metrics(), retries=2, request_timeout=60, idle_timeout=60,
+        models=Models.of(Pipeline(sim_model_dir(), "m", 16)), router=router, metrics=Metrics(), retries=2, request_timeout=60, idle_timeout=60,
         response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
     )  # fmt: skip
     for port in range(9001, 9001 + REPLICAS):
@@ -103,7 +104,7 @@ def replay() -> None:
         dispatcher.add(Backend(replica, router.add(replica.id, cachemap.attach(replica.id, 8192, True))))
         ledger.load(replica.id).scraped(0, 0.5)
     for load in bodies_of_both(bodies)[:WARM]:  # answered, and told of by events, but for the last: those decode
-        request = Request(dispatcher.pipeline.prepare("/v1/chat/completions", load))
+        request = Request(dispatcher.models.prepare("/v1/chat/completions", load, None, ()))
         dispatcher.choose(request)
         cachemap.store(request.backend.slot, request.prompt.hashes, request.prompt.hashes)
         router.first_token(request.placement, None)
@@ -117,12 +118,12 @@ def bodies_of_both(bodies) -> list[bytes]:
 
 
 def count(dispatcher, loads: list[bytes]) -> None:
-    pipeline, cachemap, policy = dispatcher.pipeline, dispatcher.router.map, dispatcher.router.policy
+    models, cachemap, policy = dispatcher.models, dispatcher.router.map, dispatcher.router.policy
     gc.collect()
     gc.disable()
     ask = ask_valgrind()
     ask(START)
-    prompts = [pipeline.prepare("/v1/chat/completions", load) for load in loads]
+    prompts = [models.prepare("/v1/chat/completions", load, None, ()) for load in loads]
     ask(DUMP_AT, b"prompt")
     for prompt in prompts:
         cachemap.match(prompt.hashes, 1000.0)

@@ -24,6 +24,7 @@ from gateway.dispatch import life
 from gateway.dispatch.backend import Backend
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.together import Together
+from gateway.models import Models
 from gateway.prompt.pipeline import Pipeline
 from gateway.telemetry.metrics import Metrics
 from gateway.wire import upstream as wire
@@ -120,7 +121,7 @@ def build(shadows: list[str]) -> tuple[Server, Dispatcher]:
     cachemap = CacheMap(1 << 28)
     router = Router(make("least_time"), cachemap, Ledger(), CostGroup())
     dispatcher = Dispatcher(
-        pipeline=Pipeline(sim_model_dir(), "m", 16), router=router, metrics=Metrics(), retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
+        models=Models.of(Pipeline(sim_model_dir(), "m", 16)), router=router, metrics=Metrics(), retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
         shadows=shadows,
     )  # fmt: skip
     if dispatcher.shadows is not None:
@@ -145,7 +146,7 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
     server, dispatcher = build(shadows)
     watch = Stopwatch()
     if watched:
-        pipeline, policy = dispatcher.pipeline, dispatcher.router.policy
+        pipeline, policy = dispatcher.models.pipelines[0], dispatcher.router.policy
         watch.time(pipeline, "prepare", "prepare: JSON, render, tokens, hashes")
         watch.time(dispatcher.router.map, "match", "match: who holds how much")
         watch.time(policy, "choose", "choose: least_time")

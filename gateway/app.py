@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +23,13 @@ from replicas import profile as profiles
 from . import datapath
 from .admin.guard import Guard
 from .admin.server import Admin
-from .comparison import TokenizerComparison
 from .config import ConfigError, Settings, kept_replicas, known_urls, read_token
 from .dispatch.backend import Backend
 from .dispatch.decisions import Decisions
 from .dispatch.outcomes import UNCONFIRMED
 from .lifetime import cannot_listen, greeting, run
-from .model import launch_profile, model_and_name, model_dir
-from .prompt.pipeline import Pipeline
+from .model import launch_profile, model_and_name
+from .models import HASHED_AS, Models, ModelSpace
 from .telemetry import traces
 from .telemetry.metrics import Metrics, Reading
 from .telemetry.view import View
@@ -64,12 +62,13 @@ class Gateway:
         self.shared = _shared_map(settings, self.map, self.background)
         self.profile = launch_profile(settings)
         self.model_dir, self.served_name = model_and_name(settings, self.profile)
+        self.models = Models(settings, self.model_dir, self.served_name, self.costs)
         self.receiver = traces.receiver()
         self.spans = traces.start()
         self.dispatcher = datapath.dispatcher(
             settings,
             self.spans,
-            pipeline=self._pipeline(self.model_dir, self.served_name),
+            models=self.models,
             cachemap=self.map,
             metrics=self.metrics,
             ledger=self.ledger,
@@ -78,10 +77,12 @@ class Gateway:
             on_traffic=self.traffic,
             ask_models=self.fleet.ask_models,
         )
-        self.server = Server(self.dispatcher, datapath.limits(settings, self.dispatcher.pipeline))
+        self.server = Server(self.dispatcher, datapath.limits(settings, self.models.pipelines))
         self.decisions = Decisions(self.dispatcher, decision_prefix)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
+        self.models.moved, self.models.on_change = self._moved, self._models_changed
         self.view.shared = self.shared
+        self.view.models = self.models
         self.view.background = self.background
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.dispatcher.shared = self.view.shared_ledger = self.shared_ledger
@@ -89,12 +90,7 @@ class Gateway:
         self.metrics.read_from(self._connections)
         self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
         self.port = self.admin_port = 0
-        self.comparison = TokenizerComparison(lambda: self.dispatcher.pipeline)
-        self._learning: asyncio.Task[None] | None = None
         self._caring: asyncio.Task[None] | None = None
-
-    def _pipeline(self, directory: Path | None, name: str) -> Pipeline:
-        return datapath.pipeline(self.settings, directory, name)
 
     # --- start and stop
 
@@ -146,10 +142,9 @@ class Gateway:
         cut = await self.server.drain(seconds)
         if cut:
             log.warning("%d requests were still running after %g s and were cut", cut, seconds)
-        for task in (self._caring, self._learning):
-            if task is not None:
-                task.cancel()
-        self.comparison.stop()
+        if self._caring is not None:
+            self._caring.cancel()
+        self.models.stop()
         for backend in list(self.dispatcher.backends.values()):
             backend.stop()
         if self.shared is not None:
@@ -186,7 +181,7 @@ class Gateway:
                 self._forget(backend)
         elif new is State.READY:
             self._meet(replica)
-        self.dispatcher.changed()
+        self._models_changed()
 
     def _meet(self, replica: Replica) -> None:
         """A replica is ready, for the first time or again: know it, and listen to its events."""
@@ -195,7 +190,7 @@ class Gateway:
             self._forget(backend)
             backend = None
         if backend is not None and backend.incarnation == replica.incarnation:
-            self._learn_from(replica)
+            self.models.adopt(replica)
             self._follow_adapters(backend)
             if backend.source != replica.events:
                 self._listen(backend)
@@ -207,8 +202,9 @@ class Gateway:
             self.dispatcher.add(backend)
         else:  # another process behind the same address: its cache is empty
             self.map.clear(backend.slot)
+            backend.event_block_size = None
         backend.follow_incarnation()
-        self._learn_from(replica)
+        self.models.adopt(replica)
         self._listen(backend, anew=True)
 
     def _follow_adapters(self, backend: Backend) -> None:
@@ -221,53 +217,22 @@ class Gateway:
             else:
                 self.map.clear(backend.slot)
 
-    def _learn_from(self, replica: Replica) -> None:
-        """What the gateway needs of the model is told by the engines that serve it."""
-        pipeline = self.dispatcher.pipeline
-        # What one replica has no room for may fit another: it refuses that itself.
-        pipeline.max_model_len = max((b.replica.max_model_len or 0 for b in self.dispatcher.backends.values()), default=0) or None
-        if replica.version:
-            pipeline.follow(replica.version_quirks, at_once=False)  # while versions are mixed, the way of the one that came last
-        size = self.settings.block_size or replica.block_size or datapath.DEFAULT_BLOCK_SIZE
-        if size != pipeline.block_size:
-            if any(b.replica is not replica for b in self.dispatcher.backends.values()):
-                log.error("replica %s has blocks of %d tokens, the others of %d: its cache can't be compared, it is chosen by load alone",
-                          replica.id, size, pipeline.block_size)  # fmt: skip
-            else:
-                pipeline.block_size = size
-        self._bound_bodies()
-        if self.model_dir is None and replica.models and self._learning is None:
-            name = next(name for name, parent in replica.models.items() if parent is None)
-            self.view.waiting_for = f"the tokenizer of {name}, which is being loaded"
-            self._learning = asyncio.create_task(self._learn_model(name, replica.root))
-        self.comparison.compare(replica)
+    def _moved(self, replica: Replica, space: ModelSpace) -> None:
+        """What the replica holds is known in other tokens and blocks from now on, or it is of another model."""
+        backend = self.dispatcher.backends[replica.id]
+        backend.candidate.space = space.number
+        self.dispatcher.router.regroup(replica.id, space.costs)
+        if backend.incarnation == replica.incarnation and backend.event_block_size not in (None, space.kind.block_size):
+            self._listen(backend, anew=True)
 
-    def _bound_bodies(self) -> None:
-        self.server.limits = datapath.limits(self.settings, self.dispatcher.pipeline)
-
-    async def _learn_model(self, name: str, root: str | None) -> None:
-        """No --model was given: try what a replica was started with, which is not here if its folders are its own, and
-        then what it calls its model, which may be any name."""
-        loop, old = asyncio.get_running_loop(), self.dispatcher.pipeline
-        try:
-            directory = await loop.run_in_executor(None, model_dir, root, name)
-            pipeline = await loop.run_in_executor(None, self._pipeline, directory, self.served_name)
-            pipeline.block_size, pipeline.max_model_len = old.block_size, old.max_model_len
-            quirks = next((b.replica.version_quirks for b in self.dispatcher.backends.values() if b.replica.version), {})
-            pipeline.follow(quirks, at_once=False)
-            self.model_dir, self.dispatcher.pipeline = directory, pipeline
-            self._bound_bodies()
-            log.info("tokenizer and chat template of %s from %s", name, directory)
-            for backend in self.dispatcher.backends.values():
-                self.comparison.compare(backend.replica)
-        except ConfigError as error:
-            log.error("no tokenizer: prompts are matched as text. %s", error)
-        finally:
-            self.view.waiting_for = None
+    def _models_changed(self) -> None:
+        self.dispatcher.changed()
+        self.server.limits = datapath.limits(self.settings, self.models.pipelines)
 
     def _listen(self, backend: Backend, anew: bool = False) -> None:
         """Follow the replica's events as it tells of them now. `anew`: whatever is known of its cache is void."""
         source = backend.source = backend.replica.events
+        block_size = backend.event_block_size = self.models.block_size(backend.id)
 
         def begin() -> None:
             if anew:
@@ -285,8 +250,8 @@ class Gateway:
             "replay": source.replay,
             "decode": backend.replica.dialect.event_decoder(records),
             "topic": "",  # all: one publisher an endpoint, and a topic nobody expected must not make us deaf
-            "model": self.dispatcher.pipeline.served_name,
-            "block_size": self.dispatcher.pipeline.block_size,
+            "model": HASHED_AS,
+            "block_size": block_size,
             "on_change": lambda state, reason: log.info("events of %s: %s: %s", backend.id, state, reason),
         }
         if self.shared is not None:
@@ -325,8 +290,8 @@ class Gateway:
         self.slots.pop(backend.id, None)
         self.intakes.pop(backend.id, None)
         self.metrics.forget(backend.id)
-        if not any(other.replica.engine == backend.replica.engine for other in self.dispatcher.backends.values()):
-            self.comparison.forget(backend.replica.engine)
+        self.models.forget(backend.replica)
+        self._models_changed()
 
     def _connections(self) -> Reading:
         elsewhere = self.decisions.on()  # counted here, and on others' connections

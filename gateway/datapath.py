@@ -6,18 +6,16 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from policies import CostGroup, Ledger, Router, make
 
-from .config import ConfigError, Settings
+from .config import Settings
 from .dispatch.dispatcher import Dispatcher
 from .dispatch.life import Life
 from .dispatch.usage import Usage
-from .prompt.model import ModelError
 from .prompt.pipeline import SWITCH_SECONDS, Pipeline
 from .telemetry import log as lines
 from .telemetry.metrics import Metrics
@@ -33,26 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto")
 
-# What block hashes are seeded with, and so a part of what gateways that share a map must have in common. Not the name of a folder or
-# of a setting, which may differ between gateways before the same engines: one replica serves one base model, and the map has
-# a part for each replica.
-HASHED_AS = "model"
-DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
 # The largest body of a model that takes text alone, where the operator says nothing. Text has 4 to 5 bytes a token, with every
 # character escaped 12. The least is for lists of prompts, whose sum no context bounds; images and sound have any size.
 BYTES_PER_TOKEN, LEAST_BODY, MOST_BODY = 32, 16 * 2**20, 64 * 2**20
-
-
-def pipeline(settings: Settings, directory: Path | None, name: str) -> Pipeline:
-    """Raises ConfigError for a model that cannot be used, by the name that the operator knows it by."""
-    size = settings.block_size or DEFAULT_BLOCK_SIZE
-    try:
-        made = Pipeline(directory, HASHED_AS, size, chat_template=settings.chat_template)
-    except ModelError as error:
-        raise ConfigError(f"model {name}: {error}") from None
-    if directory is not None and made.tokenizer is None:
-        log.warning("model %s: %s. Its prompts are routed by load", name, made.template_error)
-    return made
 
 
 def dispatcher(settings: Settings, spans: Spans | None, *, cachemap: CacheMap, ledger: Ledger, costs: CostGroup, **rooms: Any) -> Dispatcher:
@@ -76,18 +57,17 @@ def dispatcher(settings: Settings, spans: Spans | None, *, cachemap: CacheMap, l
     )
 
 
-def largest_body(settings: Settings, pipeline: Pipeline) -> int:
-    """Bytes of the largest body that is taken: as --max-body-bytes says, else as prompts of this model need."""
+def largest_body(settings: Settings, pipelines: Iterable[Pipeline]) -> int:
+    """Bytes of the largest body that is taken: as --max-body-bytes says, else as prompts of these models need."""
     if settings.max_body_bytes is not None:
         return settings.max_body_bytes
-    if pipeline.takes_media or pipeline.max_model_len is None:
-        return MOST_BODY
-    return min(MOST_BODY, max(LEAST_BODY, BYTES_PER_TOKEN * pipeline.max_model_len))
+    needed = [MOST_BODY if one.takes_media or one.max_model_len is None else BYTES_PER_TOKEN * one.max_model_len for one in pipelines]
+    return min(MOST_BODY, max(LEAST_BODY, *needed))
 
 
-def limits(settings: Settings, pipeline: Pipeline) -> Limits:
-    """What clients may send. Made again when `pipeline` has learned more of its model."""
-    largest = largest_body(settings, pipeline)
+def limits(settings: Settings, pipelines: Iterable[Pipeline]) -> Limits:
+    """What clients may send. Made again when more is known of the models."""
+    largest = largest_body(settings, pipelines)
     return Limits(
         body_bytes=largest,
         requests_bytes=max(settings.request_budget, 2 * largest + 2**20),  # whatever the budget, one request of the largest size must fit

@@ -32,7 +32,7 @@ LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "wait
 def describe(policy: str, prompt: Prompt, asked: Asked) -> dict[str, Any]:
     """One decision as plain data. `terms` are seconds and add up to `seconds`; policies that do not
     weigh seconds have none."""
-    demand, candidates, choice, _ = asked
+    demand, candidates, choice, *_ = asked
     terms = choice.terms or [{}] * len(candidates)
     return {
         "path": prompt.path,
@@ -215,7 +215,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     candidates = [router.add(one.id, slot) for slot, one in zip(slots, up, strict=True)]
     for candidate, one in zip(candidates, up, strict=True):
         candidate.load = _load(one)
-    return describe(settings.policy, prompt, router.ask(demand_of(prompt, size), Targets(candidates), 0.0, explain=True))
+    return describe(settings.policy, prompt, router.ask(demand_of(prompt), Targets(candidates), 0.0, explain=True))
 
 
 def _load(replica: Any) -> Load:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from .costs import CostGroup
+from .costs import CostGroup, Costs
 from .ledger import Ledger, Reservation
 from .load import UNTIMED
 from .roster import Roster
@@ -48,11 +48,14 @@ class PrefixMap(Protocol):
 
 
 class Targets:
-    """Who may get a request, in an order that stays; of many the same object should serve for as long as they are the same."""
-    __slots__ = ("candidates", "roster", "slots", "nothing")
+    """Who may get a request, in an order that stays; of many the same object should serve for as long as they are the same.
+    `space`: the one that all of them are of; None: they are of several."""
+    __slots__ = ("candidates", "roster", "slots", "nothing", "space")
 
     def __init__(self, candidates: Sequence[Candidate], roster: Roster | None = None) -> None:
         self.candidates, self.roster = candidates, roster
+        spaces = {one.space for one in candidates}
+        self.space = spaces.pop() if len(spaces) == 1 else None
         if roster is not None:
             self.slots = np.array([one.slot for one in candidates])
             self.nothing = np.zeros(len(candidates))
@@ -67,6 +70,12 @@ class Targets:
         return Targets([one for one in self.candidates if one.replica == replica])
 
 
+class Held(NamedTuple):
+    """A request in the tokens and blocks of one space, and how many of its blocks each slot of the map holds."""
+    demand: Demand
+    match: Match | None
+
+
 class Asked(NamedTuple):
     """What the policy would do with a request by the loads known here. Nothing is done yet. `overlap`: prompt tokens that
     the candidate it chose holds."""
@@ -74,6 +83,7 @@ class Asked(NamedTuple):
     candidates: Sequence[Candidate]
     choice: Choice
     overlap: int
+    spaces: Mapping[int, Held] | None = None    # by space, where the candidates are of several
 
 
 class Decision(NamedTuple):
@@ -133,13 +143,20 @@ class Router:
         self.candidates[replica] = candidate
         return candidate
 
+    def regroup(self, replica: str, group: CostGroup) -> None:
+        """It is of this kind, and what was learned of it as one of another kind is void."""
+        candidate = self.candidates[replica]
+        if candidate.costs.group is not group:
+            candidate.costs.group.remove(replica)
+            candidate.costs = group.add(replica)
+
     def remove(self, replica: str) -> None:
         """What is still placed there settles without a trace in the map."""
         if (candidate := self.candidates.pop(replica, None)) is not None:
             candidate.slot = -1
+            candidate.costs.group.remove(replica)
         self._used.pop(replica, None)
         self.ledger.remove(replica)
-        self.costs.remove(replica)
         self.lost(replica)
 
     def lost(self, replica: str) -> None:
@@ -148,20 +165,22 @@ class Router:
             self._gone(replica)
 
     def targets(self, candidates: Sequence[Candidate]) -> Targets:
-        return Targets(candidates, Roster(candidates, self.ledger, self.costs) if len(candidates) >= MANY else None)
+        alike = len(candidates) >= MANY and len({(one.space, one.costs.group) for one in candidates}) == 1
+        return Targets(candidates, Roster(candidates, self.ledger, candidates[0].costs.group) if alike else None)
 
     def rest(self, now: float) -> None:
         """Called now and then: replicas that nobody was placed on while others were are on their way back to being tried."""
         elapsed, self._rested_at = max(0.0, min(now - self._rested_at, 1.0)), now
-        idle, used = [], []
+        idle: dict[CostGroup, list[Costs]] = {}
+        used: dict[CostGroup, list[Costs]] = {}
         for name, candidate in self.candidates.items():
             load = candidate.load
             chosen, since = self._used.get(name, (0.0, 0.0))
             if chosen != load.recent or load.requests:
                 self._used[name], since = (load.recent, now), now
-            (idle if now - since >= PASSED_OVER_SECONDS else used).append(candidate.costs)
-        if idle and used:
-            self.costs.rest(idle, used, elapsed)
+            (idle if now - since >= PASSED_OVER_SECONDS else used).setdefault(candidate.costs.group, []).append(candidate.costs)
+        for group in idle.keys() & used.keys():
+            group.rest(idle[group], used[group], elapsed)
 
     # --- a request is placed
 
@@ -170,14 +189,15 @@ class Router:
 
     def ask(self, demand: Demand, targets: Targets, now: float, explain: bool = False) -> Asked:
         """What would be done; asked again at once it is the same."""
-        candidates = self.weighed(demand, targets, now)
+        spaces = None if targets.space == demand.space else self._weigh_spaces(demand, targets, now)
+        candidates = self.weighed(demand, targets, now) if spaces is None else targets.candidates
         choice = self.policy.choose(demand, candidates, explain)
-        return Asked(demand, candidates, choice, candidates[choice.index].overlap)
+        return Asked(demand, candidates, choice, candidates[choice.index].overlap, spaces)
 
     def take(self, asked: Asked, now: float, decision: Decision | None = None) -> Placement:
         """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was made
         by the load of all gateways, of the same candidates."""
-        demand, candidates, choice, overlap = asked
+        demand, candidates, choice, overlap, spaces = asked
         if decision is None:
             candidate = candidates[choice.index]
             reservation = self.ledger.reserve(candidate.replica, demand.tokens - overlap, demand.tokens, now=demand.now if demand.now != UNTIMED else None)
@@ -186,17 +206,21 @@ class Router:
             candidate = candidates[choice.index]
             self.ledger.others(decision.replica, decision.others)
             reservation = self.ledger.reserve(candidate.replica, decision.uncached, overlap + decision.uncached, decision.counted)
-        placement = Placement(candidate, demand, overlap, reservation, now)
-        if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
+        placed = demand
+        if spaces is not None:
+            placed, overlap = _in_space(candidate, spaces, demand)
+        placement = Placement(candidate, placed, overlap, reservation, now)
+        if placed.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
             placement.expects = True
-            self.map.expect(candidate.slot, demand.hashes, now)
+            self.map.expect(candidate.slot, placed.hashes, now)
         if self._placed is not None:
             self._placed(demand, candidates, choice)
         return placement
 
     def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
         """Whom one would try one after the other."""
-        left, order = [*self.weighed(demand, targets, now)], []
+        spaces = None if targets.space == demand.space else self._weigh_spaces(demand, targets, now)
+        left, order = [*(self.weighed(demand, targets, now) if spaces is None else targets.candidates)], []
         while left and len(order) < most:
             order.append(left.pop(self.policy.choose(demand, left).index).replica)
         return order
@@ -222,6 +246,20 @@ class Router:
             for one in candidates:
                 one.lower = tuple((tier, blocks * size) for tier, blocks in match.lower.get(one.slot, ())) if match else ()
         return candidates if roster is None else roster
+
+    def _weigh_spaces(self, demand: Demand, targets: Targets, now: float) -> Mapping[int, Held]:
+        """As `weighed`, for candidates that are not all of the demand's space. What one holds is found in the tokens of its own
+        space and counted in those of `demand`, so that all are weighed by the same measure; of a third space nothing is known."""
+        spaces: dict[int, Held] = {}
+        for one in (demand, demand.also):
+            if one is not None:
+                spaces[one.space] = Held(one, self.map.match(one.hashes, now) if one.hashes and one.reads_cache else None)
+        for candidate in targets.candidates:
+            own, overlap = _in_space(candidate, spaces, demand)
+            if own is not demand and own.tokens != demand.tokens:
+                overlap = max(0, min(overlap * demand.tokens // max(1, own.tokens), demand.tokens - 1))
+            candidate.overlap, candidate.lower = overlap, ()
+        return spaces
 
     # --- what becomes of it
 
@@ -259,3 +297,14 @@ class Router:
         if self._ended is not None and reservation.stage != "done":
             self._ended(reservation.replica, placement.demand)
         self.ledger.release(reservation)
+
+
+def _in_space(candidate: Candidate, spaces: Mapping[int, Held], demand: Demand) -> tuple[Demand, int]:
+    """The request as this candidate's engine will see it, and prompt tokens that it holds. Of a space that the request was not
+    prepared for no blocks are known."""
+    held = spaces.get(candidate.space)
+    if held is None:
+        return replace(demand, hashes=(), root=0, also=None), 0
+    own, match = held
+    blocks = min(match.held[candidate.slot], hittable(own.tokens, own.block_size)) if match is not None else 0
+    return own, blocks * own.block_size

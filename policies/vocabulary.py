@@ -22,6 +22,8 @@ class Demand:
     draw: float = 0.0               # 0 <= draw < 1, drawn once per request: candidates that are equal are told apart by it
     reads_cache: bool = True        # its prompt is found in a cache; of one with logprobs, say, all is computed
     path: str = ""                  # of the API that it is posted to
+    space: int = 0                  # whose tokens and blocks these are: a candidate of another space has none of them
+    also: Demand | None = None      # the same request in the tokens and blocks of another space, if candidates are of two
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class Candidate:
     lower: tuple[tuple[str, int], ...] = ()  # further tokens in slower tiers, after the overlap
     slot: int = -1                           # where the map of prefixes has it; -1: nowhere, or no more
     rank_paths: Collection[str] | None = None  # where requests are computed by this rank of its engine; None: everywhere
+    space: int = 0                           # in which tokens and blocks its cache is known
 
 
 class Choice(NamedTuple):

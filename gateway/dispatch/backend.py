@@ -27,7 +27,7 @@ MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "candidate", "on_broken", "pool", "drift", "record", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "not_forwarded", "incarnation", "gone")
+    __slots__ = ("replica", "id", "slot", "candidate", "on_broken", "pool", "drift", "record", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "not_forwarded", "incarnation", "gone", "event_block_size")
 
     def __init__(self, replica: Replica, candidate: Candidate):
         """`candidate`: as the router knows the replica."""
@@ -47,6 +47,7 @@ class Backend:
         self.adapter_roots: dict[str, str] = {}  # where each adapter was loaded from, as last told
         self.host_line, self.not_forwarded = self._head_parts()
         self.incarnation: str | None = None
+        self.event_block_size: int | None = None  # what `intake` takes its blocks to have
         self.gone = False  # removed; what still runs on it settles without a trace
 
     def _new_pool(self) -> Pool:

@@ -40,7 +40,7 @@ class Decided:
 
     __slots__ = ("id", "prompt", "tried", "lease", "state", "streams", "backend", "placement", "begun", "sent_at", "first_at", "made", "timer", "size")
 
-    response = None  # no answer passes here, so nobody knows who made one
+    response = model = None  # no answer passes here, so nobody knows who made one
     status, fault, pieces, suspicions = 200, 0, 0, ()  # what goes wrong is the caller's to see; the engine's own count tells how many there were
 
     def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], lease: float):

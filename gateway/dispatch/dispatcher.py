@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from random import random
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from policies import UNTIMED, Asked, Decision, Demand, Router, Targets
 from replicas import State as ReplicaState
 
 from ..prompt import Prompt
-from ..prompt.pipeline import Pipeline
 from ..wire.downstream import Downstream
 from ..wire.http import Headers, Request
 from .backend import Backend
@@ -40,6 +40,7 @@ from .usage import Usage
 if TYPE_CHECKING:
     from replicas import Replica
 
+    from ..models import Models
     from ..telemetry.metrics import Metrics
     from .decisions import Decided
     from .shared import SharedLedger
@@ -57,7 +58,7 @@ class Dispatcher:
     def __init__(
         self,
         *,
-        pipeline: Pipeline,
+        models: Models,
         router: Router,
         metrics: Metrics,
         retries: int,
@@ -74,7 +75,7 @@ class Dispatcher:
         allow_paths: Sequence[str] = (),
         life: Callable[[Dispatcher, Downstream, Request, bytes, str], Life] = Life,
     ):
-        self.pipeline = pipeline
+        self.models = models
         self.router = router
         self.metrics = metrics
         self.retries = retries
@@ -93,18 +94,19 @@ class Dispatcher:
         self.shadows = Shadows(shadows, metrics) if shadows else None
         self.life = life  # with traces, one that makes them
         self.backends: dict[str, Backend] = {}
-        self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, lambda: self.pipeline.made_by)
+        self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, models.made_by)
         self.lives: set[Life] = set()
         self.draining = False
         self.held_up_at = 0.0  # the last time at which the event loop went on after it had been held up
         self.preparation = Preparation(self)
         self._chosen: list[Life | Decided] | None = None  # while they are held back
         self.shared: SharedLedger | None = None  # with Redis
-        self.models: dict[str, str | None] = {}  # every served name, with the base model of an adapter
+        self.names: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
         self._serving: dict[str | None, Targets] = {}
+        self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
-        self._local = {"/v1/models": self._models, "/health": self._health}
+        self._local = {"/v1/models": self._list_models, "/health": self._health}
 
     # --- replicas come and go
 
@@ -123,25 +125,32 @@ class Dispatcher:
         return backend
 
     def changed(self) -> None:
-        """Some replica's state or models changed: who may serve what is found anew."""
+        """Some replica's state, models or space changed: who may serve what is found anew."""
+        self.models.refresh()
         self._serving.clear()
         self.forwarding.look()
-        self.models = {name: parent for backend in self._taking(None) for name, parent in backend.replica.models.items()}
-        self.adapters = frozenset(name for name, parent in self.models.items() if parent)
+        self._with_room.clear()
+        self.names = {name: parent for backend in self._taking(None) for name, parent in backend.replica.models.items()}
+        self.adapters = frozenset(name for name, parent in self.names.items() if parent)
 
     def serving(self, model: str | None) -> Targets:
         """Replicas that may get a request for `model`: the ready ones; degraded ones only if none is ready."""
         found = self._serving.get(model)
         if found is None:
             found = self.router.targets([backend.candidate for backend in self._taking(model)])
-            if model is None or model in self.models:  # a client may ask for any name; those are not kept
+            if model is None or model in self.names:  # a client may ask for any name; those are not kept
                 self._serving[model] = found
         return found
 
-    def untried(self, prompt: Prompt | None, tried: tuple[Backend, ...]) -> list[Backend]:
-        """Replicas that a request may go to next: ready ones, and degraded ones once all that are ready have failed it."""
-        model = prompt.model or None if prompt is not None else None
-        return self._taking(model, tried)
+    def untried(self, prompt: Prompt | None, tried: tuple[Backend, ...], named: str | None = None) -> list[Backend]:
+        """Replicas that a request may go to next: ready ones, and degraded ones once all that are ready have failed it.
+        `named`: the model of a request without prompt."""
+        model = (prompt.model if prompt is not None else named) or None
+        found = self._taking(model, tried)
+        if prompt is not None and self.models.differ_in_context(model):
+            least = self._least_context(model, prompt)
+            found = [backend for backend in found if self.models.has_room(backend.id, least)]
+        return found
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
         for state in TAKE_TRAFFIC:
@@ -152,14 +161,14 @@ class Dispatcher:
 
     def unheard_of(self, model: str) -> bool:
         """Replicas are ready and have told their models, and this is none of them."""
-        return model not in self.models and bool(model and self.models) and not self._taking(model)
+        return model not in self.names and bool(model and self.names) and not self._taking(model)
 
     # --- the wire's calls
 
     def handle(self, client: Downstream, request: Request) -> None:
         path = request.path
         local = self._local.get(path)
-        if local is not None and request.method in ("GET", "HEAD") and (self.models or local != self._models):
+        if local is not None and request.method in ("GET", "HEAD") and (self.names or local != self._list_models):
             local(client, request)
             return
         given = request.header(b"x-request-id")
@@ -179,7 +188,7 @@ class Dispatcher:
         elif request.method not in METHODS:
             life.refused(Failure(405, f"{request.method} is not supported", allow=", ".join(sorted(METHODS)).encode()))
         elif path not in PROMPT_PATHS or request.method != "POST":
-            life.prepared(None)
+            self.preparation.begin_other(life)
         else:
             self.preparation.begin(life)
 
@@ -208,23 +217,43 @@ class Dispatcher:
         if prompt is None:
             return Demand(tokens=0, draw=random())
         alone = self.shared is None or not self.shared.joined  # else others change the load, and nobody tells when
-        return demand_of(prompt, self.pipeline.block_size, now if alone else UNTIMED, random())
+        return demand_of(prompt, now if alone else UNTIMED, random())
 
-    def targets(self, prompt: Prompt | None, tried: tuple[Backend, ...] = ()) -> Targets:
+    def targets(self, prompt: Prompt | None, tried: tuple[Backend, ...] = (), named: str | None = None) -> Targets:
         """Who may get it now. Raises Failure when nobody can."""
-        model = prompt.model or None if prompt is not None else None
+        model = (prompt.model if prompt is not None else named) or None
         targets = self.serving(model)
         if not targets:
             raise self._nobody(model)
         if tried:
-            targets = Targets([backend.candidate for backend in self.untried(prompt, tried)])
+            targets = Targets([backend.candidate for backend in self.untried(prompt, tried, named)])
             if not targets:
                 raise Failure(503, "no replica is left to try")
+        elif prompt is not None and self.models.differ_in_context(model):
+            targets = self._roomy(model, self._least_context(model, prompt))
         return targets
+
+    def _least_context(self, model: str | None, prompt: Prompt) -> int:
+        """Whom a prompt may be sent to, where the model's replicas differ in the length of their context: those that have room for it
+        and its answer, else those that have room for the prompt, which refuse its answer in their own words. Which of them are
+        ready does not matter here: a replica that is too small refuses for good what another would answer later."""
+        contexts = self.models.contexts.get(model) or self.models.contexts[None]
+        wanted = prompt.tokens + (prompt.max_tokens or 1)
+        return next((one for one in contexts if one >= wanted), contexts[-1])
+
+    def _roomy(self, model: str | None, least: int) -> Targets:
+        found = self._with_room.get((model, least))
+        if found is None:
+            found = self.router.targets([one.candidate for one in self._taking(model) if self.models.has_room(one.id, least)])
+            if not found:
+                raise Failure(503, f"the prompt has room only in replicas with a context of {least} tokens, and none of them is ready")
+            if model is None or model in self.names:
+                self._with_room[model, least] = found
+        return found
 
     def _targets(self, life: Life | Decided) -> Targets:
         """As `targets`, with one alone where only that can do it."""
-        targets = self.targets(life.prompt, life.tried)
+        targets = self.targets(life.prompt, life.tried, life.model)
         if life.response is not None and (maker := self.responses.maker(life.response)) is not None:
             return targets.only(maker) or targets
         return targets
@@ -266,6 +295,8 @@ class Dispatcher:
         """Here, or as the shared ledger has decided."""
         placement = life.placement = self.router.take(asked, now, decision)
         life.backend = self.backends[placement.candidate.replica]
+        if asked.spaces is not None and life.prompt is not None:
+            life.prompt = as_variant(life.prompt, placement.candidate.space)
         if seen is not None:
             self.shadows.acted(seen, asked.choice.index if decision is None else decision.index)
 
@@ -285,7 +316,7 @@ class Dispatcher:
             self.choose(life)  # the replica left while Redis was asked
 
     def _nobody(self, model: str | None) -> Failure:
-        known = self.models
+        known = self.names
         if model is not None and known and model not in known:
             return Failure(404, f"the model {model[:200]!r} does not exist; served here: {', '.join(sorted(known))}", param="model", code="model_not_found")
         states = "; ".join(f"{one.id} is {one.state}: {one.reason}" for one in self.replicas.values())
@@ -293,11 +324,11 @@ class Dispatcher:
 
     def may_retry(self, life: Life) -> bool:
         """Whether a failing answer may be thrown away: an attempt and another replica are left."""
-        return len(life.tried) < self.retries and bool(self.untried(life.prompt, (*life.tried, life.backend)))
+        return len(life.tried) < self.retries and bool(self.untried(life.prompt, (*life.tried, life.backend), life.model))
 
     def may_be_elsewhere(self, life: Life) -> bool:
         """Whether a replica is left that was not asked for a stored response."""
-        return bool(self.untried(life.prompt, (*life.tried, life.backend)))
+        return bool(self.untried(life.prompt, (*life.tried, life.backend), life.model))
 
     def better_elsewhere(self, life: Life, now: float) -> bool:
         """Whether an unanswered request should leave a replica that is lost, or that is unwell and has had its time,
@@ -305,7 +336,7 @@ class Dispatcher:
         patience = PATIENCE.get(life.backend.replica.state)
         if patience is None or now - life.sent_at < patience or not self.may_retry(life):
             return False
-        return self.untried(life.prompt, (*life.tried, life.backend))[0].replica.state is ReplicaState.READY
+        return self.untried(life.prompt, (*life.tried, life.backend), life.model)[0].replica.state is ReplicaState.READY
 
     def silence(self, backend: Backend) -> float:
         """Seconds without a byte after which a stream is given up. An engine that was asked to stop may have ended its
@@ -322,15 +353,16 @@ class Dispatcher:
 
     # --- answers of the gateway's own
 
-    def _models(self, client: Downstream, request: Request) -> None:
+    def _list_models(self, client: Downstream, request: Request) -> None:
         """Only where some name is known: an empty list would be taken for an answer. Until a replica is ready it is 503, as
         for prompts; one that tells the gateway no names (it wants an API key) is asked with what the client brought."""
-        names = self.models
-        length = self.pipeline.max_model_len
         data = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "hitherto", "root": parent or name, "parent": parent, "max_model_len": length}
-            for name, parent in sorted(names.items())
-        ]
+            {
+                "id": name, "object": "model", "created": 0, "owned_by": "hitherto", "root": parent or name, "parent": parent,
+                "max_model_len": max(self.models.contexts.get(name, ()), default=None),
+            }
+            for name, parent in sorted(self.names.items())
+        ]  # fmt: skip
         client.reply(200, orjson.dumps({"object": "list", "data": data}), JSON)
 
     def _health(self, client: Downstream, request: Request) -> None:
@@ -338,8 +370,22 @@ class Dispatcher:
         client.reply(200 if ready else 503, b"" if ready else error_body("", 503, "no replica is ready"), [] if ready else JSON)
 
 
-def demand_of(prompt: Prompt, block_size: int, now: float = UNTIMED, draw: float = 0.0) -> Demand:
+def as_variant(prompt: Prompt, space: int) -> Prompt:
+    """The request as the replicas of this space have it; `also` leads from there to where it was."""
+    also = prompt.also
+    if prompt.space == space:
+        return prompt
+    if also is None or also.space != space:
+        return replace(prompt, mode="load", note="a third variant of its model has it", hashes=(), token_ids=b"", space=space, also=prompt)
+    prompt.also, also.also = None, prompt
+    return also
+
+
+def demand_of(prompt: Prompt, now: float = UNTIMED, draw: float = 0.0) -> Demand:
     """What a prompt asks of a replica."""
-    hashes = prompt.hashes
+    hashes, also = prompt.hashes, prompt.also
     root = hashes[0] if hashes else 0
-    return Demand(prompt.tokens, block_size, root, prompt.session, prompt.max_tokens, now, hashes, draw, prompt.reads_cache, prompt.path)
+    return Demand(
+        prompt.tokens, prompt.block_size, root, prompt.session, prompt.max_tokens, now, hashes, draw, prompt.reads_cache, prompt.path,
+        prompt.space, None if also is None else demand_of(also, now, draw),
+    )  # fmt: skip

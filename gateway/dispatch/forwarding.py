@@ -181,8 +181,8 @@ class Forwarding:
 class TokenIdForwarding:
     """The part of the dispatcher that decides between a prompt's text and its ids."""
 
-    def __init__(self, metrics: Metrics, wanted: bool, backends: Mapping[str, Backend], made_by: Callable[[], int]):
-        """`made_by`: the pipeline's number for its present way of making ids. What was confirmed of another is void."""
+    def __init__(self, metrics: Metrics, wanted: bool, backends: Mapping[str, Backend], made_by: Callable[[str], int]):
+        """`made_by`: the number of the present way of making a replica's ids. What was confirmed of another is void."""
         self.metrics, self.wanted, self._backends, self._made_by = metrics, wanted, backends, made_by
         self._differed: dict[str, tuple[Forwarding, str]] = {}  # by replica: the process that made other ids, and how
 
@@ -193,16 +193,18 @@ class TokenIdForwarding:
         life.sent_ids = False
         if prompt is None:
             return body
+        if prompt.also is not None:
+            prompt.also.token_ids = b""
         if not prompt.kind or not self.wanted:
             prompt.token_ids = b""
             return body
         kind = None
-        if not self._differed and prompt.path not in (known := self._known(backend)).rejected_because:
+        if not self._off(backend) and prompt.path not in (known := self._known(backend)).rejected_because:
             kind = known.seen(prompt.path, prompt.kind)
         if kind is not None and self._may_forward(life, kind) and (spliced := with_ids(body, prompt, backend.replica.dialect.chat_token_ids)) is not None:
             kind.left -= 1
             life.sent_ids, body = True, spliced
-        if life.sent_ids or kind is None or not self._wants_check(known, kind, prompt):
+        if life.sent_ids or kind is None or not self._wants_check(backend, known, kind, prompt):
             prompt.token_ids = b""
         self.metrics.long_prompts.inc(backend.id, "ids" if life.sent_ids else "text")
         return body
@@ -214,27 +216,27 @@ class TokenIdForwarding:
             return
         if life.ids_refused is backend:
             self._reject(backend, prompt.path, "it refused a request with ids that it answered without")
-        elif usage.prompt is not None and usage.prompt != prompt.tokens and prompt.mode == "exact" and not prompt.several and not self._outdated(prompt):
+        elif usage.prompt is not None and usage.prompt != prompt.tokens and prompt.mode == "exact" and not prompt.several and not self._outdated(backend, prompt):
             self._differ(backend, prompt.path, f"its usage says {usage.prompt} tokens of a prompt that has {prompt.tokens} here")
         if prompt.kind and prompt.token_ids:
             known = self._known(backend)
             kind = known.kinds.get((prompt.path, prompt.kind))
-            if kind is not None and self._wants_check(known, kind, prompt):
+            if kind is not None and self._wants_check(backend, known, kind, prompt):
                 given = life.request.header(b"authorization")
                 headers = {**backend.replica.headers, **({"authorization": given} if given else {})}
                 known.checking = asyncio.create_task(self._check(backend, prompt, life.request.body, headers))
 
     def _may_forward(self, life: Life, kind: _Kind) -> bool:
         prompt = life.prompt
-        if kind.left <= 0 or life.tried or life.ids_refused is not None or not prompt.token_ids or self._outdated(prompt):
+        if kind.left <= 0 or life.tried or life.ids_refused is not None or not prompt.token_ids or self._outdated(life.backend, prompt):
             return False
         # An engine that makes the ids refuses what is too long for its context; one that gets them would cut the answer.
         limit = life.backend.replica.max_model_len
         return limit is not None and prompt.tokens + max(1, prompt.max_tokens or 1) <= limit
 
-    def _wants_check(self, known: Forwarding, kind: _Kind, prompt: Prompt) -> bool:
+    def _wants_check(self, backend: Backend, known: Forwarding, kind: _Kind, prompt: Prompt) -> bool:
         """Whether this body, sent as received, is to be checked once it is answered."""
-        if known.checking is not None or prompt.path in known.rejected_because or self._differed or self._outdated(prompt) or monotonic() < kind.pause:
+        if known.checking is not None or prompt.path in known.rejected_because or monotonic() < kind.pause or self._off(backend) or self._outdated(backend, prompt):
             return False
         if len(kind.bodies) >= CONFIRMATIONS:
             return not kind.left
@@ -255,13 +257,13 @@ class TokenIdForwarding:
             log.info("replica %s: whether it makes the same token ids is not known yet: %s", backend.id, error)
             return
         except Different as error:
-            if not backend.gone and known is backend.forwarding and not self._outdated(prompt):
+            if not backend.gone and known is backend.forwarding and not self._outdated(backend, prompt):
                 self.metrics.token_id_checks.inc(backend.id, "different")
                 self._differ(backend, path, f"{error} ({prompt.kind}): another tokenizer or chat template, or a mistake of the gateway's")
             return
         finally:
             known.checking = None
-        if backend.gone or known is not backend.forwarding or self._outdated(prompt) or self._differed or path in known.rejected_because:
+        if backend.gone or known is not backend.forwarding or self._outdated(backend, prompt) or self._off(backend) or path in known.rejected_because:
             return
         if why:
             self._reject(backend, path, why)
@@ -282,13 +284,13 @@ class TokenIdForwarding:
             backend.replica.takes_ids = known.says()
         kind.left = CHECK_EVERY - 1
 
-    def _outdated(self, prompt: Prompt) -> bool:
+    def _outdated(self, backend: Backend, prompt: Prompt) -> bool:
         """Whether its ids were made in a way that has been left since."""
-        return prompt.made_by != self._made_by()
+        return prompt.made_by != self._made_by(backend.id)
 
     def _known(self, backend: Backend) -> Forwarding:
         """What is known of the process that is behind the replica now, and of ids as they are made now."""
-        known, made_by = backend.forwarding, self._made_by()
+        known, made_by = backend.forwarding, self._made_by(backend.id)
         if known.incarnation != backend.incarnation:
             known = _forwarding(backend)
         if known.made_by != made_by:
@@ -301,11 +303,17 @@ class TokenIdForwarding:
 
     def look(self) -> None:
         """Some replica has come, gone or become another process."""
-        gone = [id for id, (known, _) in self._differed.items() if (backend := self._backends.get(id)) is None or _forwarding(backend) is not known]
+        gone = [id for id, (known, _) in self._differed.items() if (one := self._backends.get(id)) is None or _forwarding(one) is not known]
         for id in gone:
             del self._differed[id]
         if gone and not self._differed:
             self._begin_anew()
+
+    def _off(self, backend: Backend) -> bool:
+        """Whether a replica whose prompts are made like this one's has, in its present process, made other ids than the gateway."""
+        return bool(self._differed) and any(
+            (one := self._backends.get(id)) is not None and one.candidate.space == backend.candidate.space for id in self._differed
+        )
 
     def _begin_anew(self) -> None:
         log.info("token ids may be forwarded again: the replicas that made others are gone")
@@ -313,15 +321,17 @@ class TokenIdForwarding:
             backend.replica.takes_ids = _forwarding(backend).says()
 
     def _differ(self, backend: Backend, path: str, why: str) -> None:
-        """End it for all replicas."""
+        """End it for all replicas whose prompts are made in the same way."""
         if backend.id in self._differed:
             return
         known = self._known(backend)
         self._differed[backend.id] = known, why
         self.metrics.ids_refused.inc(backend.id)
-        log.error("no replica gets token ids from now on, all prompts go as text: replica %s, %s: %s. Compare --model and --chat-template with the "
+        log.error("no replica of this model gets token ids from now on, all prompts go as text: replica %s, %s: %s. Compare --model and --chat-template with the "
                   "engine's (`hitherto doctor` does); it begins again when another process is behind that replica", backend.id, path, why)  # fmt: skip
         for one in self._backends.values():
+            if one.candidate.space != backend.candidate.space:
+                continue
             _forwarding(one).kinds.clear()
             one.replica.takes_ids = f"{path}: no, {why if one is backend else f'replica {backend.id} makes other ids'}"
 

@@ -75,6 +75,8 @@ class Life:
         "tried", "last_error", "reconnected", "losses", "suspicions",
         # the stored response it is about, if any: only one replica has that
         "response",
+        # what a request without prompt names as its model
+        "model",
         # whether the body has the prompt's ids in it, and the replica that would not have them
         "sent_ids", "ids_refused",
         # the answer as it passes
@@ -104,7 +106,7 @@ class Life:
         self.suspicions: tuple[Suspicion, ...] = ()
         self.last_error = ""
         self.reconnected = False
-        self.response: str | None = None
+        self.response = self.model = None
         self.sent_ids = False
         self.ids_refused: Backend | None = None
         self.tail: deque[bytes] = deque(maxlen=TAIL)

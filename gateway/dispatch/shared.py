@@ -133,7 +133,7 @@ class SharedLedger:
             self._observe("away", 0.0)
             answer(None)
             return
-        demand, candidates, choice, _ = asked
+        demand, candidates, choice, *_ = asked
         hashes = demand.hashes if demand.reads_cache else ()
         chosen = self._among(choice, demand, candidates)
         cost, tokens, replicas = self._cost, demand.tokens, [candidates[i].replica for i in chosen]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_64
+
 _FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
           "chat_template.json", "config.json", "params.json", "processor_config.json", "preprocessor_config.json",
           "additional_chat_templates/*.jinja"]
@@ -73,6 +75,20 @@ class ModelFiles:
         inner = self.settings.get("text_config")
         value = (inner if isinstance(inner, dict) else self.settings).get("max_position_embeddings")
         return value if isinstance(value, int) else None
+
+
+def contents(directory: Path, chat_template: str | Path | None = None) -> int:
+    """Return a digest of all files that `load_model` and the tokenizer may read, which changes when one of them does."""
+    digest = xxh3_64()
+    found = {path for pattern in _FILES for path in directory.glob(pattern)}
+    if chat_template is not None:
+        found.add(Path(chat_template))
+    for path in sorted(found):
+        try:
+            digest.update(path.name.encode() + path.read_bytes())
+        except OSError:
+            digest.update(path.name.encode() + b" cannot be read")
+    return digest.intdigest()
 
 
 def load_model(directory: Path, chat_template: str | Path | None = None) -> ModelFiles:

@@ -48,7 +48,7 @@ SWITCH_SECONDS = 0.0005
 # What vLLM allows `n` to be unless VLLM_MAX_N_SEQUENCES says otherwise. It ignores `best_of` (0.28 and 0.32 tried).
 _MOST_SEQUENCES = 16_384
 _UNKNOWN_CONTEXT = 1_000_000               # tokens that a prompt may have where nothing tells how many
-_PREFIX_BYTES = 256 * 1024 * 1024
+PREFIX_BYTES = 256 * 1024 * 1024
 # Characters of what a client wrote that outlive the body: of a longer session the SHA-256 stands for it.
 _LONG_SESSION = 256
 _LONGEST_NOTE = 500
@@ -96,7 +96,7 @@ class Pipeline:
 
     def __init__(self, model_dir: Path | None, served_name: str, block_size: int, *,
                  chat_template: str | Path | None = None, max_model_len: int | None = None,
-                 prefix_bytes: int = _PREFIX_BYTES) -> None:
+                 prefix_bytes: int = PREFIX_BYTES) -> None:
         """`model_dir` None: there is no tokenizer, prompts are matched as text ("text" mode).
 
         `max_model_len` is the engine's context length in tokens (None: not checked); it may be
@@ -123,6 +123,7 @@ class Pipeline:
         self._template_given = chat_template is not None
         self._lead: bytes | None = None        # special tokens before a text, if there are none behind it
         self.made_by = 0                       # another number whenever ids may be made in another way than before
+        self.space = 0                         # the number of those replicas whose tokens and blocks are these
         if model_dir is not None:
             self._load(model_dir, chat_template)
 
@@ -235,6 +236,12 @@ class Pipeline:
         if self.tokenizer is not None:
             self.tokenizer.bound(tokens)
 
+    def bound_prefixes(self, budget_bytes: int) -> None:
+        """What may be remembered of known prefixes, where pipelines share a budget."""
+        self._prefix_bytes = budget_bytes
+        if self.prefixes is not None:
+            self.prefixes.bound(budget_bytes)
+
     @property
     def takes_media(self) -> bool:
         """Whether prompts may hold more than text, as far as is known."""
@@ -281,9 +288,14 @@ class Pipeline:
         if path not in PATHS:
             return Prompt(path, "", mode="load", note="this path is routed by load alone")
         request, unusual = parse(body, self._max_model_len or _UNKNOWN_CONTEXT)
+        return self.prepare_parsed(path, body, request, unusual, headers, adapters)
+
+    def prepare_parsed(self, path: str, body: bytes, request: dict[str, Any], unusual: str, headers: Mapping[str, str] | None,
+                       adapters: Collection[str]) -> Prompt:
+        """As `prepare`, where `parse` has read the body already. Leaves `request` as it is."""
         made_by = self.made_by
         prompt = _header_fields(path, request, headers, adapters)
-        prompt.made_by = made_by
+        prompt.made_by, prompt.space, prompt.block_size = made_by, self.space, self._block_size
         _refuse_beyond_limits(prompt, request, self.max_model_len)
         if path in _FREE:
             refuse_deep_arguments(request)

@@ -69,6 +69,10 @@ class Prefixes:
         self.hit_chars = 0                 # characters of prompts found here, of all that came
         self.all_chars = 0
 
+    def bound(self, budget_bytes: int) -> None:
+        """Keep within this many bytes from the next generation on."""
+        self._half = budget_bytes // 2
+
     def tokens(self, seed: int, segments: Sequence[Segment | Piece], slots: Sequence[Any], lead: bytes = b"") -> Found:
         """Raises Mismatch. `lead`: special tokens (always the same) that stand before the text."""
         young, old = self._young, self._old

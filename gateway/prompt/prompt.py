@@ -63,3 +63,6 @@ class Prompt:
     include_usage: bool = False
     previous_response: str | None = None  # the stored response that it goes on from
     note: str = ""
+    block_size: int = 16                  # tokens in each block of `hashes`
+    space: int = 0                        # the pipeline's number for its tokens and blocks, see `Pipeline.space`
+    also: Prompt | None = None            # the same request as another variant of its model has it, where there are two

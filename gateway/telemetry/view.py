@@ -13,6 +13,7 @@ from typing import Any
 from gateway import __version__
 from gateway.config import Settings
 from gateway.dispatch.shadow import told
+from gateway.models import Models
 from gateway.telemetry.metrics import Metrics, Reading
 from policies import Ledger, Load
 from replicas.problems import NO_CACHED_TOKENS, Problem
@@ -34,7 +35,7 @@ _SCRAPED = {"replica_waiting_requests": "waiting", "replica_running_requests": "
 class View:
     """`slots`: replica id -> its slot in the map; `intakes`: replica id -> its EventIntake, for those
     with events. Both, like `replicas`, are the gateway's own dicts and may change under way. Set
-    `draining` when the gateway stops taking new work, `waiting_for` while something it needs is on its way."""
+    `draining` when the gateway stops taking new work."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class View:
         self.slots, self.intakes = slots, intakes
         self.started = time.monotonic()
         self.draining = False
-        self.waiting_for: str | None = None
+        self.models: Models | None = None  # what is known of each model
         self.shared_ledger: Any = None  # SharedLedger, with Redis
         self.background: Any = None  # Background, whose failures are shown
         self.shared: Any = None  # SharedMap, where several gateways share one map
@@ -60,8 +61,8 @@ class View:
         """None when requests can be served, else what is missing and what to do."""
         if self.draining:
             return "the gateway is stopping and finishes what it has"
-        if self.waiting_for:
-            return f"waiting for {self.waiting_for}"
+        if self.models is not None and (missing := self.models.waiting_for):
+            return f"waiting for {missing}"
         if any(replica.state in TAKES_TRAFFIC for replica in self.replicas.values()):
             return None
         if not self.replicas:
@@ -76,6 +77,7 @@ class View:
             "version": __version__,
             "policy": self.settings.policy,
             "models": sorted({name for replica in self.replicas.values() for name in replica.models}),
+            "spaces": self.models.describe() if self.models is not None else [],
             "uptime_seconds": round(time.monotonic() - self.started, 3),
             "ready": why_not is None,
             "why_not": why_not,

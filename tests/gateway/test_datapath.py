@@ -21,12 +21,12 @@ def pipeline():
 @pytest.mark.parametrize("context, largest", [(None, 64), (8192, 16), (131_072, 16), (1_000_000, 30), (10_000_000, 64), (10**12, 64)])
 def test_the_largest_body_is_as_the_longest_context_needs(pipeline, context, largest):
     pipeline.max_model_len = context
-    assert datapath.limits(Settings(), pipeline).body_bytes // MIB == largest
-    assert datapath.limits(Settings(max_body_bytes="5MiB"), pipeline).body_bytes == 5 * MIB
+    assert datapath.limits(Settings(), [pipeline]).body_bytes // MIB == largest
+    assert datapath.limits(Settings(max_body_bytes="5MiB"), [pipeline]).body_bytes == 5 * MIB
 
 
 def test_nothing_is_taken_for_too_large_of_a_model_that_is_not_known():
-    assert datapath.limits(Settings(), Pipeline(None, "m", 16, max_model_len=8192)).body_bytes == 64 * MIB
+    assert datapath.limits(Settings(), [Pipeline(None, "m", 16, max_model_len=8192)]).body_bytes == 64 * MIB
 
 
 @pytest.mark.parametrize("file, said", [("preprocessor_config.json", {}), ("processor_config.json", {}), ("config.json", {"vision_config": {}})])

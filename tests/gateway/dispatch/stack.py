@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from cachemap import CacheMap
 from gateway.dispatch.backend import Backend
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.models import Models
 from gateway.prompt.pipeline import Pipeline
 from gateway.telemetry.metrics import Counter, Metrics
 from gateway.wire.http import Limits
@@ -72,7 +73,7 @@ async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_tim
 
     async with AsyncExitStack() as resources:
         dispatcher = Dispatcher(
-            pipeline=pipeline or Pipeline(None, "m", 16), router=Router(make(policy), CacheMap(1 << 24), Ledger(), CostGroup()), metrics=Metrics(),
+            models=Models.of(pipeline or Pipeline(None, "m", 16)), router=Router(make(policy), CacheMap(1 << 24), Ledger(), CostGroup()), metrics=Metrics(),
             retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True, replicas={},
             on_traffic=traffic, **{"ask_models": nothing_new, **options},
         )  # fmt: skip

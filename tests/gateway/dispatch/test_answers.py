@@ -154,7 +154,7 @@ async def test_a_stream_that_is_an_error_teaches_nothing_and_counts_as_what_it_i
         assert (got, body) == (200, event + DONE)  # the last replica's word stands
         assert backend.candidate.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0 and s.metrics.predictions.total() == 0
         assert backend.intake.finished == 0, "nothing was computed, so no event must come"
-        prompt = s.dispatcher.pipeline.prepare(path.decode(), body_for(path))
+        prompt = s.dispatcher.models.pipelines[0].prepare(path.decode(), body_for(path))
         assert s.dispatcher.router.map.match(prompt.hashes, 0.0).held[backend.slot] == 0
         kind = f"{status // 100}xx"
         assert s.metrics.requests.total(status=kind) == 1 and s.metrics.replica_requests.total(replica=backend.id, status=kind) == 1
@@ -316,7 +316,7 @@ async def test_a_degraded_replica_is_tried_before_a_502():
 )  # fmt: skip
 async def test_numbers_beyond_the_engines_limits_are_refused_in_its_words(path, fields, words):
     async with stack(answers()) as s:
-        s.dispatcher.pipeline.max_model_len = 100
+        s.dispatcher.models.pipelines[0].max_model_len = 100
         given = {**json.loads(body_for(path.encode())), "stream": False}
         talk = await s.talk()
         await talk.say(post(json.dumps(given).encode(), path.encode()))

@@ -151,7 +151,7 @@ async def test_a_bug_of_ours_leaves_nothing_to_the_collector(pipeline, monkeypat
     async with stack(answers(), pipeline=pipeline) as s:
         with no_cycles():
             with monkeypatch.context() as patched:
-                patched.setattr(s.dispatcher.pipeline, "prepare", fails)
+                patched.setattr(s.dispatcher.models.pipelines[0], "prepare", fails)
                 talk = await s.talk()
                 await asks(talk, post(), post(LONG))
             for body in (BAD, LONG, NOT_JSON + b" " * OFFLOAD_BYTES):

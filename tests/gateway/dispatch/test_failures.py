@@ -48,7 +48,7 @@ async def test_an_unwell_replica_is_passed_over(status):
 
 def held(s) -> list[int]:
     """Blocks of LONG that each replica is taken to hold."""
-    hashes = s.dispatcher.pipeline.prepare("/v1/chat/completions", LONG).hashes
+    hashes = s.dispatcher.models.pipelines[0].prepare("/v1/chat/completions", LONG).hashes
     assert len(hashes) > 3
     return [s.dispatcher.router.map.match(hashes, monotonic()).held[backend.slot] for backend in s.dispatcher.backends.values()]
 
@@ -441,7 +441,7 @@ async def test_a_bug_in_preparing_routes_the_request_by_load(padding, monkeypatc
         raise ZeroDivisionError("a bug")
 
     async with stack(answers()) as s:
-        monkeypatch.setattr(s.dispatcher.pipeline, "prepare", fails)
+        monkeypatch.setattr(s.dispatcher.models.pipelines[0], "prepare", fails)
         talk = await s.talk()
         await talk.say(post() + post(BODY[:-1] + b',"pad":"' + b"x" * padding + b'"}'))
         assert [(await talk.response())[0] for _ in range(2)] == [200, 200]

@@ -259,7 +259,7 @@ async def test_blocks_in_a_slower_tier_reach_the_policy_for_that_request_only():
         dispatcher = s.dispatcher
         slow, _ = dispatcher.backends.values()
         dispatcher.router.map.observed(slow.slot, True)
-        prompt = dispatcher.pipeline.prepare("/v1/chat/completions", LONG)
+        prompt = dispatcher.models.pipelines[0].prepare("/v1/chat/completions", LONG)
         keys = list(range(1, len(prompt.hashes) + 1))
         dispatcher.router.map.store(slow.slot, prompt.hashes[:2], keys[:2])
         dispatcher.router.map.store(slow.slot, prompt.hashes, keys, "cpu")
@@ -268,10 +268,10 @@ async def test_blocks_in_a_slower_tier_reach_the_policy_for_that_request_only():
             return dispatcher.router.ask(dispatcher.demand(prompt, 0.0), dispatcher.targets(prompt), 0.0).candidates
 
         candidates = candidates_for(prompt)
-        size = dispatcher.pipeline.block_size
+        size = dispatcher.models.pipelines[0].block_size
         assert (candidates[0].overlap, candidates[0].lower) == (2 * size, (("cpu", (len(keys) - 2) * size),))
         assert candidates[1].lower == ()
-        candidates = candidates_for(dispatcher.pipeline.prepare("/v1/chat/completions", LONG.replace(b"hi ", b"ho ")))
+        candidates = candidates_for(dispatcher.models.pipelines[0].prepare("/v1/chat/completions", LONG.replace(b"hi ", b"ho ")))
         assert candidates[0].lower == ()
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from cachemap import CacheMap
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.models import Models
+from gateway.prompt import Prompt
 from policies import CostGroup, Ledger, Roster, Router, make, router
 
 from .stack import backend_for, nothing_new
@@ -16,7 +18,7 @@ COUNT = 40
 
 def fleet(policy="least_time"):
     dispatcher = Dispatcher(
-        pipeline=SimpleNamespace(block_size=16), router=Router(make(policy), CacheMap(1 << 24), Ledger(), CostGroup()), metrics=None,
+        models=Models.of(None), router=Router(make(policy), CacheMap(1 << 24), Ledger(), CostGroup()), metrics=None,
         retries=2, request_timeout=5, idle_timeout=5, response_headers=True, replicas={}, on_traffic=None, ask_models=nothing_new,
     )  # fmt: skip
     for number in range(COUNT):
@@ -28,7 +30,7 @@ def fleet(policy="least_time"):
 
 def life(rng, chains, dispatcher):
     chain = rng.choice(chains)[: rng.randrange(2, 60)]
-    prompt = SimpleNamespace(model="m", tokens=16 * len(chain) + 3, hashes=chain, session=None, max_tokens=None, reads_cache=True, path="/v1/completions")
+    prompt = Prompt("/v1/completions", "m", tokens=16 * len(chain) + 3, hashes=chain)
     tried = tuple(rng.sample([*dispatcher.backends.values()], 2)) if rng.random() < 0.2 else ()
     return SimpleNamespace(prompt=prompt, tried=tried)
 

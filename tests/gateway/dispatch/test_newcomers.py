@@ -84,7 +84,7 @@ async def test_a_request_for_an_adapter_waits_until_engines_were_asked_and_goes_
         status, headers, _ = await talk.response()
         assert (status, headers["x-hitherto-replica"], len(seen)) == (200, backends[1].id, 1)
         await eventually(s.idle)
-        hashes = s.dispatcher.pipeline.prepare("/v1/chat/completions", ADAPTER, adapters={"sql"}).hashes
+        hashes = s.dispatcher.models.pipelines[0].prepare("/v1/chat/completions", ADAPTER, adapters={"sql"}).hashes
         assert s.dispatcher.router.map.match(hashes, 0.0).held[backends[1].slot] == len(hashes) > 0  # not those of a model of that name
 
 

@@ -1,0 +1,476 @@
+"""Models: what each served model needs for its prompts to be exact, and which replicas are of which model.
+
+A `ModelSpace` is one way of making prompts: a tokenizer, a chat template, a block size, and the quirks of the engine's version. All
+replicas whose engines work alike are of one space. Replicas that serve the same name but differ in any of this (a rolling upgrade to
+another block size, a tokenizer that was changed on disk between two starts) are variants of the model with a space each: a request is
+prepared once for each variant that is present, for two at most. Everything is found from what engines tell, whenever they tell it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from policies import CostGroup
+from replicas import Replica, State
+
+from .comparison import TokenizerComparison
+from .config import ConfigError, Settings
+from .model import model_dir
+from .prompt import Prompt
+from .prompt.fields import parse
+from .prompt.model import ModelError, contents
+from .prompt.pipeline import PATHS, PREFIX_BYTES, Pipeline
+from .prompt.quirks import VersionQuirks
+
+log = logging.getLogger("hitherto")
+
+# What block hashes are seeded with, and so a part of what gateways that share a map must have in common. Not the name of a folder or
+# of a setting, which may differ between gateways before the same engines: one replica serves one base model, and the map has
+# a part for each replica.
+HASHED_AS = "model"
+DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
+MOST_VARIANTS = 2  # that a request is prepared for; replicas of a third are chosen by load
+TAKES_TRAFFIC = (State.READY, State.DEGRADED)
+
+
+def new_pipeline(settings: Settings, directory: Path | None, name: str) -> Pipeline:
+    """Raises ConfigError for a model that cannot be used, by the name that the operator knows it by."""
+    size = settings.block_size or DEFAULT_BLOCK_SIZE
+    try:
+        made = Pipeline(directory, HASHED_AS, size, chat_template=settings.chat_template)
+    except ModelError as error:
+        raise ConfigError(f"model {name}: {error}") from None
+    if directory is not None and made.tokenizer is None:
+        log.warning("model %s: %s. Its prompts are routed by load", name, made.template_error)
+    return made
+
+
+class Source(NamedTuple):
+    """A model's files as they were when an engine started. `contents`: a digest of them."""
+
+    directory: Path
+    contents: int
+
+
+class Kind(NamedTuple):
+    """What makes prompts differ. `source` None: no files are known here, so prompts are matched as text."""
+
+    source: Source | None
+    block_size: int
+    quirks: VersionQuirks
+
+    def differences(self, other: Kind) -> str:
+        """In words, what sets this variant apart."""
+        told = []
+        if self.block_size != other.block_size:
+            told.append(f"blocks of {self.block_size} tokens instead of {other.block_size}")
+        if self.source != other.source:
+            mine, its = (one.source.directory if one.source else "no files here" for one in (self, other))
+            told.append(f"another tokenizer or chat template ({mine} instead of {its})" if mine != its else f"the files in {mine} as they are now")
+        if self.quirks != other.quirks:
+            told.append("a version of the engine that makes prompts in another way")
+        return ", ".join(told)
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A replica, and what was found of the incarnation that it had when it was adopted last."""
+
+    replica: Replica
+    incarnation: str
+    space: ModelSpace | None = None
+    source: Source | None = None  # what it was started from does not change with what is on the disk later
+    context: int | None = None  # the longest prompt in tokens
+
+
+class ModelSpace:
+    """A model, or one variant of it: how its prompts are made, and the replicas that take them so."""
+
+    def __init__(self, number: int, kind: Kind, pipeline: Pipeline, costs: CostGroup):
+        self.number, self.kind, self.costs = number, kind, costs
+        self.names: set[str] = set()  # under which its replicas serve the base model
+        self.members: dict[str, Member] = {}
+        self.loading: asyncio.Task[None] | None = None
+        self.use(pipeline)
+        self.comparison = TokenizerComparison(lambda: self.pipeline)
+
+    @property
+    def name(self) -> str:
+        return min(self.names, default="the model")
+
+    @property
+    def context(self) -> int | None:
+        """The longest context of its replicas in tokens."""
+        return max((one.context or 0 for one in self.members.values()), default=0) or None
+
+    def use(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        pipeline.space, pipeline.block_size = self.number, self.kind.block_size
+
+    def follow(self, kind: Kind) -> None:
+        """Make prompts in this way from now on, with the same files."""
+        self.kind = kind
+        self.pipeline.block_size = kind.block_size
+
+
+class Models:
+    """The spaces of all models. Replicas are adopted into them, and requests prepared by them."""
+
+    def __init__(self, settings: Settings, directory: Path | None, name: str, costs: CostGroup | None = None):
+        """`directory`: of the model that the operator names, None if none is; `name`: what launched engines serve it by."""
+        self._settings, self.directory, self._name = settings, directory, name
+        self._numbers = count()
+        self._costs = costs or CostGroup()
+        self.members: dict[str, Member] = {}
+        # Called when a replica is of another space or its space has changed, and when something changed that nobody else knows of.
+        self.moved: Callable[[Replica, ModelSpace], None] = lambda replica, space: None
+        self.on_change: Callable[[], None] = lambda: None
+        self._owner: set[str] = set()  # names of the model that `directory` is for
+        self._owner_is_certain = False
+        self._found: dict[tuple[str | None, str], Path | None] = {}  # where the files are of what engines call their model
+        self._finding: dict[tuple[str | None, str], asyncio.Task[None]] = {}
+        first = new_pipeline(settings, directory, name)
+        kind = Kind(self._read(directory), first.block_size, VersionQuirks())
+        self.spaces = [ModelSpace(next(self._numbers), kind, first, self._costs)]
+        self._said: set[tuple[int, ...]] = set()
+        self.refresh()
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> Models:
+        """One model, whose prompts this pipeline makes, whatever its replicas tell."""
+        made = cls.__new__(cls)
+        made.members, made.spaces, made.contexts, made.several, made._mixed, made._one = {}, [], {}, False, False, pipeline
+        return made
+
+    # --- what requests ask
+
+    def prepare(self, path: str, body: bytes, headers: Mapping[str, str] | None, adapters: Collection[str]) -> Prompt:
+        """One request -> Prompt, as its model has it; may run in a thread. Raises PromptError and TakesLong, as `Pipeline.prepare`."""
+        one = self._one
+        if one is not None:
+            return one.prepare(path, body, headers, adapters)
+        if path not in PATHS:
+            return Prompt(path, "", mode="load", note="this path is routed by load alone")
+        request, unusual = parse(body, self._context)
+        first, *others = self.routes(request.get("model"))
+        prompt = first.pipeline.prepare_parsed(path, body, request, unusual, headers, adapters)
+        for other in others:
+            prompt.also = other.pipeline.prepare_parsed(path, body, request, unusual, headers, adapters)
+        return prompt
+
+    def routes(self, model: object) -> tuple[ModelSpace, ...]:
+        """The variants that a request for this model is prepared for, the most common one first."""
+        routes = self._routes
+        return (routes.get(model) if type(model) is str else None) or routes.get("") or routes[None]
+
+    @property
+    def pipelines(self) -> list[Pipeline]:
+        return [space.pipeline for space in self.spaces] or [self._one]
+
+    def block_size(self, replica: str) -> int:
+        """Tokens in a block of this replica, which has been adopted."""
+        return self.members[replica].space.kind.block_size
+
+    def made_by(self, replica: str) -> int:
+        """The number of the way in which ids are made for this replica, see `Pipeline.made_by`."""
+        one = self._one
+        return (one if one is not None else self.members[replica].space.pipeline).made_by
+
+    def differ_in_context(self, model: str | None) -> bool:
+        """Whether the replicas that serve this name have contexts of several lengths."""
+        return self._mixed and len(self.contexts.get(model) or self.contexts[None]) > 1
+
+    def has_room(self, replica: str, tokens: int) -> bool:
+        """Whether so many tokens fit its context, as far as is known."""
+        member = self.members.get(replica)
+        return member is None or not member.context or tokens <= member.context
+
+    # --- replicas come, change and go
+
+    def adopt(self, replica: Replica) -> ModelSpace:
+        """The space of a replica that is ready, by what its engine tells now."""
+        member = self.members.get(replica.id)
+        if member is not None and member.replica is not replica:
+            self._leave(member)
+            member = None
+        if member is None:
+            member = self.members[replica.id] = Member(replica, replica.incarnation)
+        elif member.incarnation != replica.incarnation:
+            member.incarnation, member.source, member.context = replica.incarnation, None, None
+        member.context = replica.max_model_len or member.context
+        kind, names = self._kind(member), _base_names(replica)
+        space = member.space
+        if space is None or space.kind != kind or (space.names and names and not space.names & names):
+            space = self._space_for(member, kind, names)
+        space.names |= names
+        if replica.version:
+            space.pipeline.follow(replica.version_quirks, at_once=False)
+        space.comparison.compare(replica)
+        return space
+
+    def forget(self, replica: Replica) -> None:
+        """The replica is gone."""
+        member = self.members.get(replica.id)
+        if member is not None and member.replica is replica:
+            del self.members[replica.id]
+            self._leave(member)
+            self._drop_empty()
+
+    def stop(self) -> None:
+        for task in [*self._finding.values(), *(one.loading for one in self.spaces)]:
+            if task is not None:
+                task.cancel()
+        for space in self.spaces:
+            space.comparison.stop()
+
+    def _kind(self, member: Member) -> Kind:
+        replica, space = member.replica, member.space
+        if member.source is None:
+            member.source = self._read(self._directory(replica))
+        size = self._settings.block_size or replica.block_size or (space.kind.block_size if space else DEFAULT_BLOCK_SIZE)
+        return Kind(member.source, size, VersionQuirks.of(replica.version_quirks) if replica.version or space is None else space.kind.quirks)
+
+    def _space_for(self, member: Member, kind: Kind, names: set[str]) -> ModelSpace:
+        """An existing space of that kind, or its own or an empty one made to be, or a new one."""
+        old = member.space
+        space = next((one for one in self.spaces if one.kind == kind and one.members and (one.names & names or not (one.names and names))), None)
+        if space is None:
+            free = [one for one in self.spaces if not one.members or (one is old and _has_no_other(one, member))]
+            space = next((one for one in free if one.kind.source == kind.source or one is old), None)
+            if space is not None:
+                self._retune(space, kind)
+            else:
+                space = self._new_space(kind, names)
+            self._share_costs(space, names)
+        if space is not old:
+            self._leave(member)
+        space.members[member.replica.id], member.space = member, space
+        space.names |= names
+        self._drop_empty()
+        self._say(space)
+        self.moved(member.replica, space)
+        return space
+
+    def _retune(self, space: ModelSpace, kind: Kind) -> None:
+        """Nobody is of this space as it was, so it may become another kind."""
+        old = space.kind
+        space.follow(kind)
+        if old.source != kind.source:
+            space.use(new_pipeline(self._settings, None, self._name))
+            self._load(space)
+
+    def _new_space(self, kind: Kind, names: set[str]) -> ModelSpace:
+        space = ModelSpace(next(self._numbers), kind, new_pipeline(self._settings, None, self._name), CostGroup())
+        space.names = set(names)
+        self.spaces.append(space)
+        self._load(space)
+        return space
+
+    def _share_costs(self, space: ModelSpace, names: set[str]) -> None:
+        """Variants of a model have one group of costs; the first model goes on with what was learned before."""
+        relative = next((one for one in self.spaces if one is not space and one.names & names), None)
+        if relative is not None:
+            space.costs = relative.costs
+        elif space.names and not space.names & names:
+            space.costs = CostGroup()
+        space.names = set(names)
+
+    def _leave(self, member: Member) -> None:
+        space, member.space = member.space, None
+        if space is None or space.members.get(member.replica.id) is not member:
+            return
+        del space.members[member.replica.id]
+        if not any(one.replica.engine == member.replica.engine for one in space.members.values()):
+            space.comparison.forget(member.replica.engine)
+
+    def _drop_empty(self) -> None:
+        """Keep one space without replicas, if there is no other: what is known of the model serves those that come back."""
+        for space in [one for one in self.spaces if not one.members]:
+            if len(self.spaces) > 1:
+                self.spaces.remove(space)
+                space.comparison.stop()
+                if space.loading is not None:
+                    space.loading.cancel()
+
+    def _say(self, space: ModelSpace) -> None:
+        """Variants, each combination once."""
+        variants = [one for one in self.spaces if one.members and one.names & space.names]
+        numbers = tuple(one.number for one in variants)
+        if len(variants) < 2 or numbers in self._said:
+            return
+        self._said.add(numbers)
+        first, *others = variants
+        for other in others:
+            log.warning("model %s: replicas %s are a variant: %s", space.name, ", ".join(other.members), other.kind.differences(first.kind))
+        log.warning("model %s: prompts are prepared for %d variants%s", space.name, min(len(variants), MOST_VARIANTS),
+                    "; replicas of a third are chosen by load alone" if len(variants) > MOST_VARIANTS else "")  # fmt: skip
+
+    # --- where a model's files are
+
+    def _read(self, directory: Path | None) -> Source | None:
+        return None if directory is None else Source(directory, contents(directory, self._settings.chat_template))
+
+    def _directory(self, replica: Replica) -> Path | None:
+        names = _base_names(replica)
+        if self.directory is not None:
+            if not replica.models or self._is_owner(replica, names):
+                return self.directory
+            here = _folder_here(replica.root)
+            return here if here is not None else self.directory  # which the comparison with the engine may prove wrong
+        if not replica.models:
+            return None
+        asked = replica.root, min(names, default="")
+        if asked not in self._found and (here := _folder_here(replica.root)) is not None:
+            self._found[asked] = here
+            log.info("tokenizer and chat template of %s from %s", asked[1], here)
+        if asked not in self._found and asked not in self._finding:
+            self._finding[asked] = asyncio.create_task(self._find(*asked))
+        return self._found.get(asked)
+
+    def _is_owner(self, replica: Replica, names: set[str]) -> bool:
+        """Whether this is the model that the operator gave the files of: the one that has its name or folder, else the first."""
+        called = {self._settings.model, self._settings.served_model_name, self._name, self.directory.name}
+        certain = bool(names & called) or _same_folder(replica.root, self.directory) or replica.root == self._settings.model
+        if certain and not self._owner_is_certain:
+            if self._owner and not self._owner & names:
+                asyncio.get_running_loop().call_soon(self._adopt_again)
+                self._owner = set()
+            self._owner_is_certain = True
+        if certain or not self._owner or self._owner & names:
+            self._owner |= names
+            return True
+        return False
+
+    async def _find(self, root: str | None, name: str) -> None:
+        """No --model was given: try what a replica was started with, which is not here if its folders are its own, and
+        then what it calls its model, which may be any name."""
+        asked, loop = (root, name), asyncio.get_running_loop()
+        try:
+            self._found[asked] = await loop.run_in_executor(None, model_dir, root, name)
+            log.info("tokenizer and chat template of %s from %s", name, self._found[asked])
+        except ConfigError as error:
+            self._found[asked] = None
+            log.error("no tokenizer: prompts of %s are matched as text. %s", name, error)
+        finally:
+            self._finding.pop(asked, None)
+        self._adopt_again()
+
+    def _adopt_again(self) -> None:
+        for member in list(self.members.values()):
+            if member.incarnation == member.replica.incarnation and member.replica.models:
+                member.source = None
+                self.adopt(member.replica)
+        self.on_change()
+
+    @property
+    def waiting_for(self) -> str | None:
+        """What the gateway has no tokenizer for yet, as long as it has none for any model."""
+        busy = [space.name for space in self.spaces if space.loading is not None] + [name for _, name in self._finding]
+        ready = any(space.members and space.kind.source is not None and space.loading is None for space in self.spaces)
+        return f"the tokenizer of {busy[0]}, which is being loaded" if busy and not ready else None
+
+    # --- pipelines are loaded
+
+    def _load(self, space: ModelSpace) -> None:
+        if space.loading is not None:
+            space.loading.cancel()
+            space.loading = None
+        if space.kind.source is not None:
+            space.loading = asyncio.create_task(self._loaded(space, space.kind.source))
+
+    async def _loaded(self, space: ModelSpace, source: Source) -> None:
+        name = space.name if space.names else self._name
+        try:
+            pipeline = await asyncio.get_running_loop().run_in_executor(None, new_pipeline, self._settings, source.directory, name)
+        except ConfigError as error:
+            log.error("no tokenizer: prompts of %s are matched as text. %s", name, error)
+        else:
+            space.use(pipeline)
+            told = next((one.replica.version_quirks for one in space.members.values() if one.replica.version), {})
+            pipeline.follow(told, at_once=False)
+            for member in space.members.values():
+                space.comparison.compare(member.replica)
+        space.loading = None
+        self.on_change()
+
+    # --- what follows from all of it
+
+    def refresh(self) -> None:
+        """Replicas' states, models or spaces have changed."""
+        if not self.spaces:
+            return  # `of`
+        taking = [one for one in self.members.values() if one.replica.state in TAKES_TRAFFIC and one.space is not None]
+        counts = Counter((name, one.space) for one in taking for name in (None, *(one.replica.models or ("",))))
+        routes: dict[str | None, list[ModelSpace]] = {None: []}
+        for (name, space), _ in sorted(counts.items(), key=lambda item: (-item[1], item[0][1].number)):
+            routes.setdefault(name, []).append(space)
+        self._routes = {name: (*found[:MOST_VARIANTS],) for name, found in routes.items()}
+        if not self._routes[None]:
+            self._routes[None] = (self.spaces[0],)
+        self.several = len({frozenset(one.replica.models) for one in taking}) > 1
+        self._bound_contexts(routes)
+        with_files = [one for one in self.spaces if one.kind.source is not None]
+        for space in with_files:
+            space.pipeline.bound_prefixes(PREFIX_BYTES // len(with_files))
+        present = {space for space in routes[None]} or {self.spaces[0]}
+        self._one = present.pop().pipeline if len(present) == 1 else None
+
+    def _bound_contexts(self, routes: Mapping[str | None, Iterable[ModelSpace]]) -> None:
+        """A replica's context counts while it is away: what fits it alone has to wait for it."""
+        self.contexts: dict[str | None, tuple[int, ...]] = {}
+        for name, spaces in routes.items():
+            names = {one for space in spaces for one in space.names}
+            related = [space for space in self.spaces if space in spaces or space.names & names]
+            self.contexts[name] = (*sorted({one.context for space in related for one in space.members.values() if one.context}),)
+        self._mixed = len(self.contexts[None]) > 1
+        for space in self.spaces:
+            related = [one for one in self.spaces if one is space or one.names & space.names]
+            longest = max((one.context or 0 for one in related), default=0) or None
+            if longest != space.pipeline.max_model_len:
+                space.pipeline.max_model_len = longest
+        self._context = max((space.context or 0 for space in self.spaces), default=0) or 1_000_000
+
+    def describe(self) -> list[dict[str, Any]]:
+        """For people: each model's own, and its variants."""
+        return [
+            {
+                "models": sorted(space.names),
+                "replicas": list(space.members),
+                "directory": str(space.kind.source.directory) if space.kind.source else None,
+                "block_size": space.kind.block_size,
+                "max_model_len": space.context,
+                "versions": sorted({one.replica.version for one in space.members.values() if one.replica.version}),
+                "variants": sum(bool(one.names & space.names) for one in self.spaces if one.members),
+            }
+            for space in self.spaces
+            if space.members
+        ]
+
+
+def _base_names(replica: Replica) -> set[str]:
+    return {name for name, parent in replica.models.items() if parent is None}
+
+
+def _has_no_other(space: ModelSpace, member: Member) -> bool:
+    """Whether all replicas of a space are this engine's, or of engines that have restarted since."""
+    engine = member.replica.engine
+    return all(one.replica.engine == engine or one.incarnation != one.replica.incarnation for one in space.members.values())
+
+
+def _folder_here(root: str | None) -> Path | None:
+    """Only a path with its folders: a bare name may be a folder here by chance."""
+    if not root or "/" not in root or not Path(root).is_absolute():
+        return None
+    path = Path(root)
+    return path if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "config.json")) else None
+
+
+def _same_folder(root: str | None, directory: Path) -> bool:
+    return _folder_here(root) is not None and Path(root).resolve() == directory.resolve()

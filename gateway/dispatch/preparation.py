@@ -6,13 +6,14 @@ import asyncio
 import functools
 import heapq
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ..prompt import Prompt, PromptError
+from ..prompt.named import named_model
 from ..prompt.offload import TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS
 from .life import Failure, Life
@@ -102,7 +103,32 @@ class Preparation:
 
     def begin_other(self, life: Life) -> None:
         """A request that is passed on without a look at its prompt, to replicas that serve its model."""
-        life.prepared(None)
+        request = life.request
+        if request.method != "POST" or life.response is not None or not self._dispatcher.models.several:
+            life.prepared(None)
+            return
+        content_type, body = request.header(b"content-type") or "", request.body
+        if len(body) <= OFFLOAD_BYTES:
+            self._named(life, named_model(content_type, body))
+        else:
+            thread = self.long.submit(len(body), functools.partial(named_model, content_type, body))
+            thread.add_done_callback(lambda done: life.take_step(self._named, life, done.result()))
+
+    def _named(self, life: Life, model: str | None) -> None:
+        life.model = model
+        if model is not None and self._dispatcher.unheard_of(model):
+            self._ask_anew(self._passed_on(life))
+        else:
+            life.prepared(None)
+
+    async def _passed_on(self, life: Life) -> None:
+        await self._dispatcher.newcomers.asked()
+        life.take_step(life.prepared, None)
+
+    def _ask_anew(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._unheard.add(task)
+        task.add_done_callback(self._unheard.discard)
 
     async def prompt(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
         """Of a request that is not sent from here. Raises PromptError, and whatever else goes wrong."""
@@ -167,9 +193,7 @@ class Preparation:
         if prompt.mode == "load" and life.label not in NO_PREFILL:
             metrics.prompt_failures.inc(prompt.path)
         if self._dispatcher.unheard_of(prompt.model):
-            task = asyncio.ensure_future(self._anew(life, prompt))
-            self._unheard.add(task)
-            task.add_done_callback(self._unheard.discard)
+            self._ask_anew(self._anew(life, prompt))
         else:
             life.prepared(prompt)
 

@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from replicas.simulated.model import sim_model_dir
 
-from .running import running
+from .running import counted, running
 
 PROSE = "All the world's a stage, and all the men and women merely players. "
 
@@ -69,4 +70,111 @@ async def test_each_model_has_its_own_tokens_blocks_and_context(start_engine, ot
         assert "512" in refused.json()["error"]["message"]
         spaces = (await gateway.status())["spaces"]
         assert {(*one["models"],): (one["block_size"], one["max_model_len"]) for one in spaces} == {("long",): (16, 131072), ("short",): (32, 512)}
+        assert set((await gateway.status())["totals"]["prompts"]) == {"exact"}
+
+
+@pytest.fixture
+async def reranker():
+    """An engine that serves one model, which ranks and transcribes, and refuses any other as vLLM does. It has no tokenizer here."""
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "ranker", "object": "model", "root": "/models/ranker", "parent": None, "max_model_len": 512}]})
+
+    async def serve(request: web.Request) -> web.Response:
+        said = await (request.json() if request.content_type == "application/json" else request.post())
+        if said.get("model", "ranker") != "ranker":
+            return web.json_response({"error": {"message": "The model does not exist.", "code": 404}}, status=404)
+        return web.json_response({"object": "served", "path": request.path})
+
+    async def well(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application(client_max_size=1 << 24)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/health", well)
+    for path in ("/v1/rerank", "/v1/score", "/classify", "/pooling", "/v1/audio/transcriptions"):
+        app.router.add_post(path, serve)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    await runner.cleanup()
+
+
+async def test_what_is_only_passed_on_goes_to_replicas_that_serve_its_model(start_engine, reranker):
+    chat = start_engine().wait()
+    async with running("--replica-url", chat.url, reranker, "--policy", "round_robin") as gateway:
+        await gateway.ready(2)
+        for path in ("/v1/rerank", "/v1/score", "/classify", "/pooling") * 2:
+            body = {"model": "ranker", "query": "x", "documents": [PROSE] * (2000 if path == "/classify" else 1)}  # the long one is looked at in a thread
+            answer = await gateway.client.post(path, json=body)
+            assert answer.status_code == 200 and answer.json()["path"] == path, answer.text
+        for _ in range(4):
+            form = {"data": {"model": "ranker"}, "files": {"file": ("a.wav", b"\0" * 300_000)}}
+            assert (await gateway.client.post("/v1/audio/transcriptions", **form)).status_code == 200
+        unknown = await gateway.client.post("/v1/rerank", json={"model": "nobody", "query": "x"})
+        assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
+        assert "ranker, sim" in unknown.json()["error"]["message"]
+
+
+async def test_replicas_of_one_model_with_contexts_of_unlike_length_get_the_prompts_that_fit(start_engine):
+    small, large = start_engine("--max-model-len", "512"), start_engine("--max-model-len", "16384")
+    async with running("--replica-url", small.wait().url, large.wait().url, "--policy", "round_robin") as gateway:
+        await compared(gateway, 2)
+        used = []
+        for _ in range(4):
+            long = await gateway.chat([{"role": "user", "content": PROSE * 100}])
+            assert long.status_code == 200, long.text
+            used.append(long.headers["x-hitherto-replica"])
+            room = await gateway.chat([{"role": "user", "content": "Say much."}], max_tokens=700)  # the prompt fits both, its answer one
+            assert room.status_code == 200, room.text
+            used.append(room.headers["x-hitherto-replica"])
+        assert set(used) == {f"127.0.0.1:{large.port}"}
+        short = {(await gateway.chat([{"role": "user", "content": "Hello."}])).headers["x-hitherto-replica"] for _ in range(4)}
+        assert len(short) == 2
+        assert (await gateway.chat([{"role": "user", "content": PROSE * 2000}])).status_code == 400
+        large.process.kill()
+        await gateway.until(lambda status: sum(one["state"] == "ready" for one in status["replicas"]) == 1)
+        waits = await gateway.chat([{"role": "user", "content": PROSE * 100}])
+        assert waits.status_code == 503 and "16384" in waits.json()["error"]["message"]
+
+
+async def test_variants_of_one_model_are_each_predicted_exactly(start_engine, tmp_path):
+    """Blocks of 16 and 32 tokens, and files that were changed on disk between two starts, behind one name and without a restart."""
+    folder = Path(other_model(tmp_path / "model"))
+    flags = ("--model", str(folder), "--served-model-name", "sim")
+    first, second = start_engine(*flags), start_engine(*flags, "--block-size", "32")
+    async with running("--replica-url", first.wait().url, second.wait().url, "--policy", "round_robin") as gateway:
+        await compared(gateway, 2)
+        text = PROSE * 60
+
+        async def each(count: int) -> dict[str, int]:
+            """What each replica was found to hold."""
+            found: dict[str, int] = {}
+            for _ in range(200):
+                reply = await gateway.chat([{"role": "user", "content": text}])
+                predicted, reported = (int(reply.headers["x-hitherto-cached-tokens"]), reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+                assert predicted <= reported
+                if predicted and predicted == reported:
+                    found[reply.headers["x-hitherto-replica"]] = predicted
+                if len(found) == count:
+                    return found
+            raise AssertionError(f"what is held is never predicted: {found}")
+
+        held = await each(2)
+        assert sorted(one["block_size"] for one in (await gateway.status())["spaces"]) == [16, 32]
+        assert b"blocks of 32 tokens instead of 16" in b"".join(gateway.log) or b"blocks of 16 tokens instead of 32" in b"".join(gateway.log)
+        template = folder / "chat_template.jinja"
+        template.write_text("Be brief. Be clear. Be kind, and say nothing that is not so. " + template.read_text())
+        port = first.port
+        first.stop()
+        again = start_engine(*flags, "--port", str(port)).wait()
+        await gateway.until(lambda status: len(status["spaces"]) == 2 and any("as they are now" in line.decode() for line in gateway.log))
+        await compared(gateway, 2)
+        assert again.port == port
+        anew = await each(2)
+        assert anew[f"127.0.0.1:{port}"] > held[f"127.0.0.1:{port}"]
+        page = (await gateway.admin.get("/metrics")).text
+        assert counted(page, "hitherto_predictions_total", outcome="over") == 0
         assert set((await gateway.status())["totals"]["prompts"]) == {"exact"}

@@ -140,7 +140,7 @@ def show_config(args: argparse.Namespace) -> int:
 def replica(argv: Sequence[str]) -> int:
     from replicas.simulated import cli
 
-    parser = Parser(prog="hitherto replica", description="Run one simulated engine behind vLLM's endpoints, metrics and KV events.")
+    parser = Parser(prog="hitherto replica", description=cli.ABOUT)
     cli.add_arguments(parser)
     return cli.run(parser.parse_args(argv))
 

@@ -208,7 +208,7 @@ async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]
 def _silent(trial: Trial, source: EventSource) -> Finding:
     # Nothing that the engine tells says on which node a rank is; that its publisher is not where the others are is what shows.
     elsewhere = ("; ranks on another node than the server that answers for them are not supported, their caches can only be guessed: "
-                 "start one engine a rank (--data-parallel-external-lb) and give the URL of each" if trial.replica.rank else "")  # fmt: skip
+                 f"{trial.replica.dialect.remedies.nodes}" if trial.replica.rank else "")  # fmt: skip
     return Finding("fail", f"events {trial.id}", f"silent: the engine stored new blocks, but nothing came from {source.endpoint} within {EVENT_SECONDS:g} s",
                    "check that this address can be reached from here, and that the engine binds it (tcp://*:PORT) with prefix caching on; "
                    f"else say where events are: --replica-url URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT{elsewhere}")  # fmt: skip

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from replicas.ask import Answer, get
+from replicas.answer import Answer
+from replicas.ask import get
 from replicas.engines import DEFAULT, DIALECTS, EngineDialect, recognize
 from replicas.event_source import EventSource
 from replicas.metrics import Scrape, missing, parse

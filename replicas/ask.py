@@ -1,38 +1,16 @@
 """One GET to an engine, with a deadline, and its answer. Never raises: what went wrong is in the answer, in words."""
 
 import errno
-import json
-from dataclasses import dataclass
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from replicas.answer import Answer
 from replicas.deadline import within
 
 # Of these the engine is innocent.
 OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
-
-
-@dataclass(slots=True)
-class Answer:
-    """One GET. `status` 0 means no answer came; then `fault` and `error` say why. `fresh`: it took a new connection;
-    `closes`: the server announced that it closes that connection after this answer."""
-
-    status: int
-    body: bytes = b""
-    fault: str = ""
-    error: str = ""
-    fresh: bool = False
-    closes: bool = False
-
-    def json(self) -> dict:
-        """The body as an object; {} when it is anything else."""
-        try:
-            value = json.loads(self.body)
-        except ValueError:
-            return {}
-        return value if isinstance(value, dict) else {}
 
 
 async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:

@@ -25,6 +25,7 @@ class Remedies(NamedTuple):
     unlisted: str  # it does not say whether and where they are
     binding: str  # the publisher connects, so nobody can subscribe
     ranks: str  # one data-parallel rank publishes none
+    nodes: str  # a rank is silent that may be on another node
     replay: str  # they cannot be replayed
     cached_tokens: str  # answers do not tell how much of a prompt was cached
 

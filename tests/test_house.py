@@ -1,6 +1,7 @@
 """The house keeps its shape: imports point one way, every module says what its room is for."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,36 @@ def test_inner_rooms_of_the_gateway_know_only_their_own(part):
         for name in imports(path):
             if name.startswith("gateway."):
                 assert name.split(".")[1] in INSIDE[part], f"{path.relative_to(ROOT)} imports {name}"
+
+
+# Kinds of engines, and where the product may name them outside docstrings and comments.
+ENGINES = re.compile(r"vllm|sglang|tensorrt|trtllm|lmdeploy|llama[._]?cpp|\btgi\b", re.IGNORECASE)
+MAY_NAME_ENGINES = (
+    "replicas/engines",  # the dialects
+    "replicas/simulated",  # imitates one
+    "loadgen/demo",  # plays with simulated or with real engines, as it is told
+    "loadgen/plan",  # sizes caches as one engine does, and is compared with its log
+    "loadgen/drive/target.py",  # --backend takes the names that other load generators know
+    "loadgen/simulate/field",  # other gateways' rules, by their own names
+)
+
+
+def spoken(path: Path) -> list[str]:
+    """Every name and every string of a module that is no docstring."""
+    tree, found = ast.parse(path.read_text()), []
+    docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list) and node.body and isinstance(node.body[0], ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)) and id(node) not in docstrings:
+            found.append(node.value if isinstance(node.value, str) else node.value.decode("latin-1"))
+        found += [value for name in ("id", "attr", "name", "asname", "module", "arg") if isinstance(value := getattr(node, name, None), str)]
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_a_dialect_names_an_engine(path):
+    """What is said of one kind of engine, to it or to people, comes from its dialect."""
+    if not str(path.relative_to(ROOT)).startswith(MAY_NAME_ENGINES):
+        assert not [one for one in spoken(path) if ENGINES.search(one)]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))

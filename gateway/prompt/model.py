@@ -14,7 +14,7 @@ _FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
           "chat_template.json", "config.json", "params.json", "processor_config.json", "preprocessor_config.json",
           "additional_chat_templates/*.jinja"]
 # Architectures whose conversations vLLM writes by a program of its own, whatever template the model has.
-_WRITTEN_BY_VLLM = frozenset({
+_WRITTEN_BY_PROGRAM = frozenset({
     "GptOssForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration",
     "DeepseekV41ForCausalLM", "KimiK3ForConditionalGeneration", "MoonshotKimiaForCausalLM", "InklingForCausalLM",
     "InklingForConditionalGeneration"})
@@ -98,8 +98,8 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Mode
     no_tokenizer = _mistral_format(directory)
     if no_tokenizer:
         no_template = no_tokenizer
-    elif any(name in _WRITTEN_BY_VLLM for name in settings.get("architectures") or ()):
-        no_template = "vLLM writes this model's conversations without its chat template"
+    elif any(name in _WRITTEN_BY_PROGRAM for name in settings.get("architectures") or ()):
+        no_template = "the engine writes this model's conversations without its chat template"
     if not (directory / "tokenizer.json").is_file() and not no_tokenizer:
         if not config and not settings:
             raise ModelError(f"{directory} has no tokenizer.json and nothing else of a model: give the folder that the engine was "
@@ -119,7 +119,7 @@ def _mistral_format(directory: Path) -> str:
 
     if has("consolidated*.safetensors") and has("tekken.json", "tokenizer.model.v*") \
             or has("params.json") and not has("*.safetensors", "*.bin", "*.gguf"):
-        return "vLLM makes this model's tokens with mistral-common (--tokenizer-mode hf would make it use tokenizer.json)"
+        return "the engine makes this model's tokens with mistral-common (--tokenizer-mode hf would make it use tokenizer.json)"
     return ""
 
 

@@ -170,7 +170,7 @@ def _class_name(settings: dict[str, Any], told: str, byte_level: bool, newer: bo
     kind = settings.get("model_type")
     generic = kind in _GENERIC_TYPES or kind in (_GENERIC_SINCE if newer else _GENERIC_BEFORE)
     registered = "" if generic else _CLASS_OF_TYPE.get(kind)
-    if kind in _BY_VLLM:
+    if kind in _TAKEN_AS_THEY_ARE:
         return ""
     if told == "LlamaTokenizer" and byte_level and newer and not generic and kind not in _CLASS_IS_WRONG:
         return ""
@@ -203,8 +203,8 @@ _GENERIC_SINCE = frozenset("""
 _CLASS_IS_WRONG = frozenset({"hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"})
 # Model types whose files transformers may hand to mistral-common where there is a tekken.json.
 _MISTRAL_TYPES = frozenset("ministral ministral3 mistral mistral3 mistral_large4 mixtral pixtral voxtral voxtral_realtime".split())
-# vLLM itself takes the class that uses tokenizer.json as it is.
-_BY_VLLM = frozenset({"internlm2", "step3_vl", "step3p7", "unlimited-ocr", "unlimited_ocr"})
+# Model types for which vLLM itself takes the class that uses tokenizer.json as it is.
+_TAKEN_AS_THEY_ARE = frozenset({"internlm2", "step3_vl", "step3p7", "unlimited-ocr", "unlimited_ocr"})
 _CLASS_OF_TYPE = {
     **dict.fromkeys("""
         audioflamingo3 colqwen2 cosmos3_omni dots3_note fun_asr_nano hunyuan_vl internvl lighton_ocr

@@ -1,4 +1,4 @@
-"""What the engines themselves say about their prefix caches: `vllm:` counters on /metrics.
+"""What the engines themselves say about their prefix caches: counters on /metrics, as vLLM names them.
 
 Replicas are found through the gateway's admin side. Everything is optional: an engine that can't
 be read or does not count is left out, and the report then has only what replies carried.
@@ -13,7 +13,7 @@ import orjson
 
 from loadgen.drive.client import BadURL, Client
 
-_COUNTER = re.compile(rb"^vllm:prefix_cache_(queries|hits)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+]+)", re.MULTILINE)
+_COUNTER = re.compile(rb"^(?:\w+:)?prefix_cache_(queries|hits)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+]+)", re.MULTILINE)
 Counts = dict[str, dict[str, float]]
 
 

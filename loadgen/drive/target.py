@@ -49,7 +49,7 @@ def add_asking(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--extra-body", type=_object, default={}, metavar="JSON",
                        help="fields to merge into every request; null removes one")
     group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction,
-                       help="ask for full-length replies, a vLLM extension (default: for traces with times)")
+                       help="ask for full-length replies, which engines take beside OpenAI's fields (default: for traces with times)")
     group.add_argument("--timeout", type=positive, default=600.0, metavar="S",
                        help="give a request up after this many seconds (default %(default)g)")
 

@@ -80,7 +80,7 @@ def _facts(report: Report) -> Table:
     table.add_row("prompt tokens", count(cache["prompt_tokens"]) if cache["prompt_tokens"] is not None
                   else "the server reports no usage")
     table.add_row("cached, reported", _share(cache["cached_tokens"], cache["hit_rate"], "the engine does not report it "
-                                             "(vLLM: --enable-prompt-tokens-details)"))
+                                             "(`hitherto doctor` says how it would)"))
     if cache["predicted_on"]:
         table.add_row("cached, predicted", _share(cache["predicted_tokens"], cache["predicted_hit_rate"], ""))
     if report["replicas"]:

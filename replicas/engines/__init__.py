@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from replicas.ask import Answer
+from replicas.answer import Answer
 from replicas.engines.dialect import EngineDialect
 from replicas.engines.simulated import SIMULATED
 from replicas.engines.vllm import VLLM

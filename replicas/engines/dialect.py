@@ -7,7 +7,7 @@ here: OpenAI's endpoints, /health, Prometheus' text format, msgpack over ZMQ.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from replicas.ask import Answer
+from replicas.answer import Answer
 from replicas.command import LaunchProfile
 from replicas.event_source import EventSource
 from replicas.exits import LogGrammar

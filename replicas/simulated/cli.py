@@ -6,6 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+ABOUT = "Run one simulated engine behind vLLM's endpoints, metrics and KV events."
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags; names that vLLM has too mean what they mean there."""
@@ -129,6 +131,6 @@ async def _until_told(runner, publisher, http) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hitherto replica", description="One simulated vLLM engine.")
+    parser = argparse.ArgumentParser(prog="hitherto replica", description=ABOUT)
     add_arguments(parser)
     return run(parser.parse_args(argv))

@@ -4,7 +4,7 @@ with it; it is started and set otherwise."""
 import re
 from collections.abc import Mapping
 
-from replicas.ask import Answer
+from replicas.answer import Answer
 from replicas.command import LaunchProfile
 from replicas.engines.vllm import Vllm
 from replicas.exits import LogGrammar
@@ -26,6 +26,7 @@ class Simulated(Vllm):
         unlisted=f"give their address as {EVENTS_BY_HAND}, or start the simulated engine without --no-events",
         binding="run the simulated engine and the gateway in one version of Hitherto",
         ranks="it has one rank: what stands before several has to list the events of each in /kv_event_sources",
+        nodes="give the URL of each engine",
         replay="give replay=tcp://HOST:PORT (its --replay-port) where events= is given in the URL",
         cached_tokens="start the simulated engine without --no-cached-tokens",
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from replicas.ask import Answer
+from replicas.answer import Answer
 from replicas.command import LaunchProfile
 from replicas.engines.dialect import EventRecords, Sources
 from replicas.engines.vllm import log, metrics, sources
@@ -22,6 +22,7 @@ REMEDIES = Remedies(
     unlisted=f"if KV events are on, give their address as {EVENTS_BY_HAND}; else start vLLM with --kv-events-config",
     binding="write the endpoint in --kv-events-config as tcp://*:PORT",
     ranks="publish over tcp://*:PORT, to which vLLM adds the rank, and let all ranks run one version",
+    nodes="start one engine a rank (--data-parallel-external-lb) and give the URL of each",
     replay='add "replay_endpoint":"tcp://*:PORT" to --kv-events-config, and replay=tcp://HOST:PORT if events= is given in the URL',
     cached_tokens="start vLLM with --enable-prompt-tokens-details",
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Where KV events are published, as /kv_event_sources tells it (vLLM 0.31 and newer)."""
 
 from replicas.addresses import check_endpoint
-from replicas.ask import Answer
+from replicas.answer import Answer
 from replicas.event_source import EventSource
 from replicas.names import bracketed
 from replicas.problems import EVENTS_BY_HAND, EVENTS_OFF, NO_REPLAY, Problem, Remedies

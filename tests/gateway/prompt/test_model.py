@@ -134,7 +134,7 @@ def test_models_that_the_engine_reads_in_its_own_way(tmp_path, files, chat, text
         (tmp_path / name).symlink_to(model_dir("sim") / name)
     pipeline = Pipeline(write(tmp_path, **files), "m", 16)
     talk = pipeline.prepare("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "hi"}]}')
-    assert talk.mode == chat and ("vLLM" in talk.note) == (chat == "load")
+    assert talk.mode == chat and ("the engine" in talk.note) == (chat == "load")
     plain = pipeline.prepare("/v1/completions", b'{"prompt": "hi"}')
     assert plain.mode == text and ("mistral-common" in plain.note) == (text == "load")
     assert pipeline.prepare("/v1/completions", b'{"prompt": [1, 2]}').mode == "exact"

@@ -50,7 +50,7 @@ def test_a_report_with_everything():
 
 def test_a_report_says_what_is_missing():
     text = drawn(show.run_report(summarise(run_of(record()))))
-    assert "the server reports no usage" in text and "--enable-prompt-tokens-details" in text
+    assert "the server reports no usage" in text and "hitherto doctor" in text
     assert "replicas" not in text and "predicted" not in text
 
 

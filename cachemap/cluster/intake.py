@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cachemap.changes import Change, Clear, Observe, Store, merged
 from cachemap.events.intake import EventIntake
@@ -25,9 +25,6 @@ from cachemap.cluster.codec import FIRST, RELOAD, Damaged, Delta, Identity, Posi
 from cachemap.cluster.connect import FAILURES, heed_cancellation
 from cachemap.cluster.journal import Journal
 from cachemap.cluster.keys import RESYNC, REWRITE, UNNAMED, Keys
-
-if TYPE_CHECKING:
-    from cachemap.cluster.shared import SharedMap
 
 log = logging.getLogger("hitherto.share")
 
@@ -41,10 +38,32 @@ class Absent(Exception):
     """Nothing is written of this replica."""
 
 
+class Coordinator(Protocol):
+    """What a SharedIntake asks of the gateway's SharedMap, which speaks to Redis for all replicas."""
+
+    reloads: int
+    takeovers: int
+
+    @property
+    def reachable(self) -> bool: ...
+    @property
+    def usable(self) -> bool: ...
+    def now(self) -> float: ...
+    def join(self, member: SharedIntake) -> None: ...
+    def leave(self, member: SharedIntake) -> None: ...
+    def unreachable(self, member: SharedIntake) -> None: ...
+    def stumbled(self, member: SharedIntake, error: BaseException) -> None: ...
+    def wish(self, member: SharedIntake, what: bytes) -> None: ...
+    def failed(self, error: BaseException) -> None: ...
+    def lag(self, at: float) -> None: ...
+    async def read_snapshot(self, keys: Keys) -> list[bytes]: ...
+    async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, Delta]]: ...
+
+
 class SharedIntake:
     """Follows one replica; `run` until cancelled. Made by `SharedMap.intake`; arguments as of EventIntake."""
 
-    def __init__(self, shared: SharedMap, cache_map: CacheMap, slot: int, replica: str, keys: Keys, *, model: str, block_size: int,
+    def __init__(self, shared: Coordinator, cache_map: CacheMap, slot: int, replica: str, keys: Keys, *, model: str, block_size: int,
                  on_change: Callable[[str, str], None] = lambda state, reason: None, **source):  # fmt: skip
         self._shared, self._map, self._slot, self.keys = shared, cache_map, slot, keys
         self.replica, self.unnamed = replica, keys.incarnation == UNNAMED

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from cachemap.cluster.codec import RELOAD, Snapshot, encode_delta, encode_snapshot
-from cachemap.cluster.connect import FAILURES, REFUSED, Script, Trouble, in_words
+from cachemap.cluster.connect import FAILURES, REFUSED, Script, Trouble, Ways, in_words
+from cachemap.cluster.intake import SharedIntake
 from cachemap.cluster.journal import Journal
 from cachemap.cluster.keys import KEEP_SECONDS
-
-if TYPE_CHECKING:
-    from cachemap.cluster.intake import SharedIntake
-    from cachemap.cluster.shared import SharedMap
 
 HERE = Path(__file__).parent
 PUBLISH, COMMIT = Script((HERE / "publish.lua").read_text()), Script((HERE / "commit.lua").read_text())
@@ -25,10 +24,28 @@ WRITES = "deltas and snapshots cannot be written"  # a trouble
 MOST_BYTES = 1 << 18  # of deltas in one call: a server is blocked for less than a millisecond
 
 
+class Writers(Protocol):
+    """What Writing asks of the gateway's SharedMap: whose leases it holds, and where failures and troubles are kept."""
+
+    members: list[SharedIntake]
+    token: str
+    ways: Ways
+
+    def guard(self, member: SharedIntake) -> AbstractContextManager[None]: ...
+    def beside(self, work: Coroutine[Any, Any, None]) -> None: ...
+    def groups(self, members: list[SharedIntake]) -> list[list[SharedIntake]]: ...
+    def lane(self, member: SharedIntake) -> int: ...
+    def look_soon(self) -> None: ...
+    def in_trouble(self, what: str, lane: int, trouble: Trouble) -> None: ...
+    def works(self, what: str, lane: int) -> None: ...
+    def failed(self, error: BaseException) -> None: ...
+    def stumbled(self, member: SharedIntake, error: BaseException) -> None: ...
+
+
 class Writing:
     """One loop for all replicas whose leases this gateway holds; snapshots are written beside it."""
 
-    def __init__(self, shared: SharedMap):
+    def __init__(self, shared: Writers):
         self._shared = shared
         self.snapshots: set[SharedIntake] = set()  # of these one is on its way
         self.written = 0

@@ -86,6 +86,8 @@ class Gateway:
         self.view.background = self.background
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.dispatcher.shared = self.view.shared_ledger = self.shared_ledger
+        if self.shared_ledger is not None:
+            self.shared_ledger.begin_answers, self.shared_ledger.end_answers = self.dispatcher.hold_back, self.dispatcher.send_on
         self.metrics.read_from(self.view.reading)
         self.metrics.read_from(self._connections)
         self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))

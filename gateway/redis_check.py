@@ -87,7 +87,7 @@ async def _try_ledger(place: Place, deployment: str) -> Finding:
     """A request is placed and counted as by one gateway, and another one sees its load."""
     from cachemap.cluster import Ways
     from gateway.dispatch.shared import SharedLedger
-    from policies import Candidate, CostGroup, Demand, Ledger, make
+    from policies import Asked, Candidate, CostGroup, Demand, Ledger, make
 
     policy, ledgers = make("least_time"), [Ledger(), Ledger()]
     loads = [ledger.add("doctor:1") for ledger in ledgers]
@@ -104,8 +104,8 @@ async def _try_ledger(place: Place, deployment: str) -> Finding:
                 ledgers[0].reserve("doctor:1", decision.uncached, 32, decision.counted)
             answer.set_result(decision)
 
-        demand = Demand(32, 16)
-        shared[0].decide(policy.choose(demand, [candidate]), demand, [candidate], [1, 2], count)
+        demand = Demand(32, 16, hashes=[1, 2])
+        shared[0].decide(Asked(demand, [candidate], policy.choose(demand, [candidate]), 0), count)
         if await answer is None:
             return Finding("fail", "redis: ledger", f"no decision is made there: {shared[0].reason}", ADVICE)
         if not await _soon(lambda: loads[1].requests == 1):

@@ -156,11 +156,15 @@ class Ledger:
 
     def outstanding(self) -> dict[str, tuple[int, ...]]:
         """What this gateway has on each replica, in the order of `own`, removed replicas included."""
-        found = {replica: self.own(replica) for replica in self._loads}
-        for replica, load in self._leaving:
-            counts = (getattr(load, name) for name in _COUNTS)
-            found[replica] = tuple(map(sum, zip(found.get(replica, NOTHING), counts)))
-        return found
+        return {replica: self.outstanding_on(replica) for replica in (*self._loads, *[replica for replica, _ in self._leaving])}
+
+    def outstanding_on(self, replica: str) -> tuple[int, ...]:
+        """The same of one."""
+        counts = self.own(replica)
+        for name, load in self._leaving:
+            if name == replica:
+                counts = tuple([count + getattr(load, field) for count, field in zip(counts, _COUNTS)])
+        return counts
 
     def total(self) -> Load:
         """This gateway's sum over all replicas, removed ones with requests left included: zero when idle."""

@@ -276,10 +276,12 @@ class Line:
         self._connection: AbstractConnection | None = None
 
     async def ask(self, commands: Sequence[tuple]) -> list:
-        """Their replies, in order; raises what the first one to fail raised. One call at a time."""
+        """Their replies, in order; raises what the first one to fail raised. One call at a time, and the caller says how long it may
+        take: a time limit of redis-py's for each write and each reply costs as much as they do."""
         client = await self._ways.to(self._key)
         if client is not self._client:  # the first time, or the key has moved
             self._client, self._connection = client, await client.connection_pool.get_connection()
+            self._connection.socket_timeout = None
         connection = self._connection
         try:
             await connection.send_packed_command(b"".join(map(pack_command, commands)), check_health=False)

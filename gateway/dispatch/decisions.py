@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,9 @@ class Decided:
         self.made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
         self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
+
+    def take_step(self, step: Callable[[], None]) -> None:
+        step()
 
     def chosen(self) -> None:
         self.made.set_result(None)

@@ -286,6 +286,9 @@ class Dispatcher:
             self.metrics.shared_decisions.inc("away")
         self._place(life, asked, seen, now)
         self.metrics.stage_seconds.observe("choose", perf_counter() - begun)
+        self._go_on(life)
+
+    def _go_on(self, life: Life | Decided) -> None:
         if self._chosen is None:
             life.chosen()
         else:
@@ -311,7 +314,7 @@ class Dispatcher:
             self.shared.undo(decision)
         if there:
             self._place(life, asked, seen, monotonic(), decision)
-            life.chosen()
+            self._go_on(life)
         elif waiting:
             self.choose(life)  # the replica left while Redis was asked
 

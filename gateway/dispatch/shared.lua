@@ -5,11 +5,11 @@
 --         alive       sorted set: gateway token -> when its lease ends (ms, by this server's clock alone)
 --         of:TOKEN    the part of `load` that one gateway answers for
 --         sent:N      hash for 5 s of time: hash of a prompt's prefix -> replicas it was sent to
--- ARGV  an operation, the gateway's token, and what the operation needs. Lists are packed into one argument each:
---       packing 46 of them took the client 300 us, 7 take 50. Names are joined by line ends.
+-- ARGV  an operation, the gateway's token, and what the operation needs. Lists are packed into one argument each, and
+--       names are joined by line ends.
 --
 -- Before this text stands `cost`, what the gateways' policy weighs replicas by, in Lua, and FAR, a time that is not known.
--- A gateway that stops renewing its lease is taken out of `load` by whoever comes next. Each gateway restates its part with
+-- A gateway that stops renewing its lease is taken out of `load` with the next heartbeat of any other. Each gateway restates its part with
 -- every heartbeat, and sums are compared with their parts, so whatever is lost or damaged here is right again within
 -- seconds. A load that cannot be one counts as none.
 local LOAD, ALIVE, OF, SENT = KEYS[1] .. 'load', KEYS[1] .. 'alive', KEYS[1] .. 'of:', KEYS[1] .. 'sent:'
@@ -63,9 +63,14 @@ local function reap(token)
   call('ZREM', ALIVE, token)
 end
 
-for _, token in ipairs(ask('ZRANGEBYSCORE', ALIVE, '-inf', string.format('(%.0f', now), 'LIMIT', 0, REAPED)) do reap(token) end
+local function reap_dead()
+  for _, token in ipairs(ask('ZRANGEBYSCORE', ALIVE, '-inf', string.format('(%.0f', now), 'LIMIT', 0, REAPED)) do reap(token) end
+end
 
-local function alive(token) return call('ZSCORE', ALIVE, token) end
+local function alive(token)
+  local ends = tonumber(ask('ZSCORE', ALIVE, token))
+  return ends and ends >= now
+end
 
 local function renew(token, lease)
   call('ZADD', ALIVE, string.format('%.0f', now + lease), token)
@@ -91,6 +96,7 @@ local operations = {}
 
 -- token, lease ms, former token or '', replicas and their loads: all this gateway has outstanding
 function operations.join(token)
+  reap_dead()
   if ARGV[4] ~= '' then reap(ARGV[4]) end
   renew(token, ARGV[3])
   count_all(token, ARGV[5], ARGV[6])
@@ -99,13 +105,6 @@ end
 
 function operations.leave(token)
   reap(token)
-  return 1
-end
-
--- token, replicas and changes of their loads; 0 if the token is not alive: then nothing is counted
-function operations.move(token)
-  if not alive(token) then return 0 end
-  count_all(token, ARGV[3], ARGV[4])
   return 1
 end
 
@@ -181,6 +180,7 @@ end
 -- token, lease ms, replicas, what this gateway has on each: renews the lease, mends what is wrong. Gives the load of all
 -- on each of the replicas, and how many loads of this gateway and how many sums were wrong
 function operations.beat(token)
+  reap_dead()
   if not alive(token) then return 0 end
   bound('ZCARD', ALIVE, MOST_NAMES)
   bound('HLEN', LOAD, MOST_NAMES)
@@ -194,29 +194,90 @@ function operations.beat(token)
   return {loads, parts, sums}
 end
 
--- Which of the replicas were sent the deepest known prefix: replica -> number of the depth
-local function sent_to(fields)
-  local deepest = {}
-  if #fields == 0 then return deepest, {} end
-  local generation = math.floor(now / GENERATION)
-  local current = ask('HMGET', SENT .. generation, unpack(fields))
-  local before = ask('HMGET', SENT .. (generation - 1), unpack(fields))
-  for i = #fields, 1, -1 do
-    for replica in string.gmatch((current[i] or '') .. '\n' .. (before[i] or ''), '[^\n]+') do
-      if not deepest[replica] then deepest[replica] = i end
-    end
-  end
-  return deepest, current
+-- What a hash has for the replicas, as tables of numbers
+local function loads_at(key, replicas)
+  local found = ask('HMGET', key, unpack(replicas))
+  for i = 1, #replicas do found[i] = {numbers(found[i])} end
+  return found
 end
 
-local function record_sent(fields, current, replica)
-  local changes = {}
-  for i, field in ipairs(fields) do
-    local known = current[i] or ''
-    if not string.find('\n' .. known .. '\n', '\n' .. replica .. '\n', 1, true) then
-      changes[#changes + 1] = field
-      changes[#changes + 1] = known == '' and replica or known .. '\n' .. replica
+local function store(key, replicas, loads, changed)
+  local kept, gone = {}, {}
+  for i in pairs(changed) do
+    local packed = struct.pack(PACKED, unpack(loads[i]))
+    if packed == NOTHING then
+      gone[#gone + 1] = replicas[i]
+    else
+      kept[#kept + 1] = replicas[i]
+      kept[#kept + 1] = packed
     end
+  end
+  if #kept > 0 then call('HSET', key, unpack(kept)) end
+  if #gone > 0 then call('HDEL', key, unpack(gone)) end
+end
+
+-- Make the first replicas' part what the gateway says it is. `changed` has those where it was not.
+local function count_stated(packed, ours, all, changed)
+  for i = 1, #packed / SIZE do
+    local stated = {struct.unpack(PACKED, packed, SIZE * (i - 1) + 1)}
+    for n = 1, 5 do
+      local by = stated[n] - ours[i][n]
+      if by ~= 0 then
+        -- below zero only if something was lost, which the next heartbeats mend
+        all[i][n], ours[i][n], changed[i] = math.max(0, all[i][n] + by), stated[n], true
+      end
+    end
+  end
+end
+
+-- What a replica is known to do: the sums here, and what its engine and the asking gateway say (`at`: where in `standing`).
+-- It is not known since when it computes its prompts.
+local function load_of(counts, standing, at)
+  local load = {since = FAR, begun = counts[2], begun_tokens = counts[3]}
+  load.requests, load.prefilling, load.prefill_tokens, load.decoding, load.context_tokens = unpack(counts)
+  load.waiting, load.kv_usage, load.capacity_tokens, load.recent = struct.unpack('<dddd', standing, at)
+  return load
+end
+
+-- Where prompts with these prefixes were sent in this generation and in the one before, by prefix
+local function sent_lately(fields)
+  local current, before = {}, {}
+  if #fields > 0 then
+    local generation = math.floor(now / GENERATION)
+    local one, other = ask('HMGET', SENT .. generation, unpack(fields)), ask('HMGET', SENT .. (generation - 1), unpack(fields))
+    for i, field in ipairs(fields) do current[field], before[field] = one[i] or '', other[i] or '' end
+  end
+  return current, before
+end
+
+-- Which replicas were sent which of the prefixes, from the shortest to the longest: replica -> number of the longest
+local function longest_sent(fields, current, before)
+  local longest = {}
+  for i = #fields, 1, -1 do
+    local known = current[fields[i]] .. '\n' .. before[fields[i]]
+    if known ~= '\n' then
+      for replica in string.gmatch(known, '[^\n]+') do longest[replica] = longest[replica] or i end
+    end
+  end
+  return longest
+end
+
+local function record_sent(fields, current, changed, replica)
+  for _, field in ipairs(fields) do
+    local known = current[field]
+    if known == '' then
+      current[field], changed[field] = replica, true
+    elseif not string.find('\n' .. known .. '\n', '\n' .. replica .. '\n', 1, true) then
+      current[field], changed[field] = known .. '\n' .. replica, true
+    end
+  end
+end
+
+local function store_sent(current, changed)
+  local changes = {}
+  for field in pairs(changed) do
+    changes[#changes + 1] = field
+    changes[#changes + 1] = current[field]
   end
   if #changes > 0 then
     local key = SENT .. math.floor(now / GENERATION)
@@ -225,57 +286,98 @@ local function record_sent(fields, current, replica)
   end
 end
 
--- What the replica is known to do: the sums here, and what its engine and the asking gateway say. It is not known
--- since when it computes its prompts.
-local function load_of(packed, waiting, kv_usage, capacity_tokens, recent)
-  local load = {waiting = waiting, kv_usage = kv_usage, capacity_tokens = capacity_tokens, recent = recent, since = FAR}
-  load.requests, load.prefilling, load.prefill_tokens, load.decoding, load.context_tokens = numbers(packed)
-  load.begun, load.begun_tokens = load.prefilling, load.prefill_tokens
-  return load
+-- A request: its five arguments from ARGV[at], see `turn`. All its prefixes are added to `fields`, once.
+local function request_at(at, fields, seen)
+  local header, hashes = ARGV[at], ARGV[at + 4]
+  local one = {held = ARGV[at + 2], counts = ARGV[at + 3], terms = {}, who = {}, fields = {}}
+  local position
+  one.draw, one.ratio, one.slack, one.size, one.most, position = struct.unpack('<ddddd', header)
+  for i = 1, (#header - 40) / 8 do one.terms[i], position = struct.unpack('<d', header, position) end
+  for i = 1, #ARGV[at + 1] / 2 do one.who[i] = struct.unpack('<H', ARGV[at + 1], 2 * i - 1) + 1 end
+  for i = 1, #hashes / 8 do
+    local field = string.sub(hashes, 8 * i - 7, 8 * i)
+    one.fields[i] = field
+    if not seen[field] then fields[#fields + 1], seen[field] = field, true end
+  end
+  return one
 end
 
--- token, three numbers (draw, ratio, slack) and what `cost` takes of the request, candidates, depths, hashes at these
--- depths, replicas. A candidate is 9 numbers: what it holds (3), its speeds (2), and what the gateway knows of its load (4);
--- a depth is the tokens of a prefix.
--- Gives: index from 0, tokens held (-1: as the gateway thought), load met of all and of this gateway.
-function operations.decide(token)
-  if not alive(token) then return 0 end
-  local header, candidates, depths, hashes, replicas = ARGV[3], ARGV[4], ARGV[5], ARGV[6], names(ARGV[7])
-  local draw, ratio, slack, at = struct.unpack('<ddd', header)
-  local request, fields = {}, {}
-  for i = 1, (#header - 24) / 8 do request[i], at = struct.unpack('<d', header, at) end
-  for i = 1, #hashes / 8 do fields[i] = string.sub(hashes, 8 * i - 7, 8 * i) end
-  local loads = ask('HMGET', LOAD, unpack(replicas))
-  local deepest, current = sent_to(fields)
+-- What the n-th candidate holds: tokens in its first tier, in slower ones, and these by their worth
+local function held_by(request, n)
+  local many = #request.who
+  local overlap, lower, fetched = struct.unpack('<d', request.held, 8 * n - 7), 0, 0
+  if #request.held > 8 * many then
+    lower, fetched = struct.unpack('<d', request.held, 8 * (many + n) - 7), struct.unpack('<d', request.held, 8 * (2 * many + n) - 7)
+  end
+  return overlap, lower, fetched
+end
 
+-- Which of its candidates is to get the request; and what it is taken to hold, -1 if that is what the gateway thought
+local function choose(request, replicas, loads, standing, longest)
   local costs, held, overlaps, least = {}, {}, {}, math.huge
-  for i, replica in ipairs(replicas) do
-    local overlap, lower, fetched, speed, pace, waiting, usage, capacity, recent = struct.unpack('<ddddddddd', candidates, 72 * (i - 1) + 1)
-    held[i] = -1
-    local depth = deepest[replica]
+  for n, i in ipairs(request.who) do
+    local overlap, lower, fetched = held_by(request, n)
+    local depth = longest[replicas[i]]
+    held[n] = -1
     if depth then
-      local sent = struct.unpack('<d', depths, 8 * (depth - 1) + 1)
+      local sent = math.min(struct.unpack('<I4', request.counts, 4 * depth - 3), request.most) * request.size
       if sent > overlap then
         local left = math.max(0, overlap + lower - sent) -- in slower tiers, behind what was sent there
         fetched = lower > 0 and fetched * left / lower or 0
-        overlap, lower, held[i] = sent, left, sent
+        overlap, lower, held[n] = sent, left, sent
       end
     end
-    local sum = cost(request, overlap, lower, fetched, load_of(loads[i], waiting, usage, capacity, recent), speed, pace)
-    costs[i], overlaps[i] = sum == sum and sum or math.huge, overlap
-    least = math.min(least, costs[i])
+    local speed, pace = struct.unpack('<dd', standing, 48 * (i - 1) + 1)
+    local sum = cost(request.terms, overlap, lower, fetched, loads[i], speed, pace)
+    costs[n], overlaps[n] = sum == sum and sum or math.huge, overlap
+    least = math.min(least, costs[n])
+  end
+  local ties = {}
+  for n, sum in ipairs(costs) do
+    if sum <= least * request.ratio + request.slack then ties[#ties + 1] = n end
+  end
+  local chosen = ties[math.floor(request.draw * #ties) + 1]
+  return chosen, held[chosen], overlaps[chosen]
+end
+
+-- token; replicas; what this gateway has on the first of them, now that it has changed; of each replica two speeds and four
+-- numbers that the gateway knows of its load; then of each request, in the order in which they are to be decided, five:
+--   draw, ratio, slack, tokens of a block, blocks that can be found held, and what `cost` takes of the request
+--   its candidates, as indices from 0 into the replicas
+--   what each candidate holds: in its first tier; then, if any holds more, in slower ones, and these by their worth
+--   lengths in blocks of prefixes of its prompt, and their hashes
+-- Gives seven numbers of each: index into its candidates from 0, tokens held (-1: as the gateway thought), and the load met of
+-- all other gateways. 0 if the token is not alive: then nothing is counted.
+function operations.turn(token)
+  if not alive(token) then return 0 end
+  local replicas, standing = names(ARGV[3]), ARGV[5]
+  if #replicas == 0 then return '' end
+  local ours, all, changed = loads_at(OF .. token, replicas), loads_at(LOAD, replicas), {}
+  count_stated(ARGV[4], ours, all, changed)
+
+  local requests, fields, seen, loads, answers, anew = {}, {}, {}, {}, {}, {}
+  for at = 6, #ARGV, 5 do requests[#requests + 1] = request_at(at, fields, seen) end
+  local current, before = sent_lately(fields)
+  if #requests > 0 then
+    for i = 1, #replicas do loads[i] = load_of(all[i], standing, 48 * (i - 1) + 17) end
+  end
+  for number, request in ipairs(requests) do
+    local chosen, held, overlap = choose(request, replicas, loads, standing, longest_sent(request.fields, current, before))
+    local i = request.who[chosen]
+    local others = {}
+    for n = 1, 5 do others[n] = math.max(0, all[i][n] - ours[i][n]) end
+    answers[number] = struct.pack('<ddddddd', chosen - 1, held, unpack(others))
+    for _, counts in ipairs({all[i], ours[i]}) do
+      counts[1], counts[2], counts[3] = counts[1] + 1, counts[2] + 1, counts[3] + request.terms[1] - overlap
+    end
+    loads[i], changed[i] = load_of(all[i], standing, 48 * (i - 1) + 17), true
+    record_sent(request.fields, current, anew, replicas[i])
   end
 
-  local ties = {}
-  for i, sum in ipairs(costs) do
-    if sum <= least * ratio + slack then ties[#ties + 1] = i end
-  end
-  local chosen = ties[math.floor(draw * #ties) + 1]
-  local replica = replicas[chosen]
-  local load, mine = struct.pack(PACKED, numbers(loads[chosen])), struct.pack(PACKED, numbers(ask('HGET', OF .. token, replica)))
-  count(token, replica, struct.pack(PACKED, 1, 1, request[1] - overlaps[chosen], 0, 0))
-  record_sent(fields, current, replica)
-  return {chosen - 1, held[chosen], load, mine}
+  store(LOAD, replicas, all, changed)
+  store(OF .. token, replicas, ours, changed)
+  store_sent(current, anew)
+  return table.concat(answers)
 end
 
 return operations[ARGV[1]](ARGV[2])

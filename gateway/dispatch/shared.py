@@ -2,14 +2,15 @@
 
     shared = SharedLedger(Ways(parse(url)), "default", ledger, policy.cost)
     shared.start()
-    shared.decide(choice, demand, candidates, hashes, answer)     # answer(Decision) or answer(None)
+    shared.decide(asked, answer)     # answer(Decision) or answer(None)
 
-What a gateway counts (`Ledger.moved`) goes there in batches; what others have comes back with decisions and
-heartbeats and is added to the loads that policies see. All changes are sums under the gateway's token. Whenever
-it is not certain what arrived (an error, a lease that ran out), the token is given up, which takes everything
-under it out of the sums, and all that is outstanding is counted anew under another one. What Redis itself loses or
-somebody damages is mended by heartbeats: each restates all that the gateway has outstanding and compares sums with
-their parts.
+Whatever waits goes there together: the requests of one turn of the event loop, and what this gateway now has on the
+replicas where that has changed (`Ledger.moved`). One call of a script states the latter, decides the former one after the
+other, and says what others have there, which is added to the loads that policies see; heartbeats say the same of all
+replicas. All that a gateway has stands under its token. Whenever it is not certain what arrived (an error, a lease that
+ran out), the token is given up, which takes everything under it out of the sums, and all that is outstanding is counted
+anew under another one. What Redis itself loses or somebody damages is mended by heartbeats: each restates all that the
+gateway has outstanding and compares sums with their parts.
 
 Nothing waits for Redis: a decision that takes longer than its deadline is made by the local view and what Redis
 reserved for it is taken back; while Redis is away all decisions are local at once.
@@ -25,8 +26,9 @@ import logging
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain, count, repeat
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,18 +47,24 @@ log = logging.getLogger("hitherto.dispatch")
 
 _SCRIPT = Path(__file__).with_name("shared.lua").read_text()
 DEADLINE = 0.002  # seconds a request may wait for the shared decision; it takes 0.3 ms on one machine
+TICK = 0.0005  # seconds by which a timer may be early
 TURNS = 3  # of this process's event loop, after that: it may have been busy with something else while the reply came
 LEASE = 3.0  # seconds after which a gateway that is silent is taken out of the sums
 GATHER = 0.005  # seconds that changes wait for a decision to go along with; a message of their own costs as much as one
 BEAT = 0.25  # seconds between heartbeats: how old the view of other gateways' load may be
 PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
 MOST = 64  # candidates that are handed over: those cheapest by the local view
-_HEADER = struct.Struct("<15d")
+MOST_TOGETHER = 32  # requests in one call of the script: it takes 2 ms at most, and others wait meanwhile
+_HEADER = struct.Struct("<17d")
 _LOAD = struct.Struct("<5d")
-_CANDIDATE = struct.Struct("<9d")
+_STANDING = struct.Struct("<6d")
+_ANSWER = struct.Struct("<7d")
+_NO_STANDING = bytes(_STANDING.size)
 _NO_COST = "local function cost() return 0 end"
 # Numbers of blocks at which a prompt's prefix is made known to other gateways: all up to 8, then four an octave.
 _COUNTS = (1, 2, 3, *(part << octave for octave in range(20) for part in (4, 5, 6, 7)))
+_COUNT = struct.Struct("<I")
+_PACKED_COUNTS = b"".join(map(_COUNT.pack, _COUNTS))
 
 
 Answer = Callable[[Decision | None], None]
@@ -78,17 +86,19 @@ class _Heartbeat:
 class _Pending:
     """A decision on its way. `answer` is None once the request has gone on without it."""
 
-    __slots__ = ("answer", "arguments", "begun", "chosen", "overlaps", "replicas", "tokens")
+    __slots__ = ("answer", "asked", "begun", "candidates", "chosen", "names", "overlaps", "packed")
 
-    def __init__(self, answer: Answer, tokens: int, chosen: list[int], replicas: list[str], overlaps: list[int], arguments: list[Any]):
+    def __init__(self, answer: Answer, asked: Asked, chosen: Sequence[int], candidates: Sequence[Candidate], names: Sequence[str], overlaps: list[int], packed: tuple[bytes, bytes, bytes]):
         self.answer: Answer | None = answer
-        self.tokens, self.chosen, self.replicas, self.overlaps, self.arguments = tokens, chosen, replicas, overlaps, arguments
+        self.asked, self.chosen, self.candidates, self.names, self.overlaps, self.packed = asked, chosen, candidates, names, overlaps, packed
         self.begun = perf_counter()
 
 
 class SharedLedger:
     """This gateway's part in it, from `start` to `stop`. `observe(outcome, seconds)` hears of each decision:
-    shared, late or away. All keys of a deployment lie in one slot, so that one script can see them."""
+    shared, late or away. All keys of a deployment lie in one slot, so that one script can see them.
+
+    Answers come several at once, between calls of `begin_answers` and `end_answers`."""
 
     def __init__(
         self,
@@ -111,7 +121,11 @@ class SharedLedger:
         self._token = self._former = ""
         self._scopes: dict[str, str] = {}
         self._queue: list[_Pending] = []
-        self._changes: dict[str, list[int]] = {}
+        self._open: deque[_Pending] = deque()  # the latest decisions, some of which may wait still
+        self._watch: asyncio.TimerHandle | None = None  # when the first of them is late
+        self._changed: set[str] = set()  # replicas on which this gateway has something else than it last stated
+        self._replicas: dict[str, list[str]] = {}  # by the names that all gateways have for them
+        self._targets: tuple[Sequence[Candidate], list[str]] = (), []  # the latest, and their names
         self._due: asyncio.TimerHandle | None = None  # when changes go by themselves
         self._pump: asyncio.Task[None] | None = None
         self._beats: asyncio.Task[None] | None = None
@@ -122,6 +136,8 @@ class SharedLedger:
         self.joined = False
         self.repairs = {"part": 0, "sum": 0}  # loads in Redis that were not what this gateway has there, or what their parts add up to
         self.reason = "not connected yet"
+        self.begin_answers: Callable[[], None] = _nothing
+        self.end_answers: Callable[[], None] = _nothing
         ledger.moved = self._moved
 
     # --- decisions
@@ -134,104 +150,123 @@ class SharedLedger:
             answer(None)
             return
         demand, candidates, choice, *_ = asked
-        hashes = demand.hashes if demand.reads_cache else ()
         chosen = self._among(choice, demand, candidates)
-        cost, tokens, replicas = self._cost, demand.tokens, [candidates[i].replica for i in chosen]
-        slack = cost.slack if cost is not None else (1.0, 0.0)
-        arguments = [
-            _HEADER.pack(demand.draw, *slack, *Cost.request(demand, candidates[0].costs.group, choice.future)),
-            b"".join([self._packed_candidate(candidates[i]) for i in chosen]),
-            *self._depths(demand, candidates, hashes),
-            self._names(replicas),
-        ]
-        overlaps = [candidates[i].overlap for i in chosen]
-        pending = _Pending(answer, tokens, chosen, replicas, overlaps, arguments)
-        asyncio.get_running_loop().call_later(self._deadline, self._too_late, pending)
+        if len(chosen) == len(candidates):
+            chosen, chosen_ones, names = range(len(candidates)), candidates, self._names_of(candidates)
+        else:
+            chosen_ones = [candidates[i] for i in chosen]
+            names = [self._name(one.replica) for one in chosen_ones]
+        overlaps = [one.overlap for one in chosen_ones]
+        pending = _Pending(answer, asked, chosen, chosen_ones, names, overlaps, (self._held(chosen_ones, overlaps), *self._prefixes(demand, overlaps)))
+        self._open.append(pending)
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().call_later(self._deadline, self._look)
         self._queue.append(pending)
         self._start_pump()
+
+    def _names_of(self, candidates: Sequence[Candidate]) -> list[str]:
+        """As all gateways call them; of the same candidates the same list, so that it is packed once for many requests."""
+        latest, names = self._targets
+        if candidates is not latest:
+            names = [self._name(one.replica) for one in candidates]
+            self._targets = candidates, names
+        return names
 
     def _among(self, choice: Choice, demand: Demand, candidates: Sequence[Candidate]) -> Sequence[int]:
         """Who is to be decided among, as indices. A choice that is not the least of a cost is made here, and counted there."""
         if self._cost is None or choice.among is None:
-            return [choice.index]
+            return (choice.index,)
         if len(choice.among) <= MOST:
             return choice.among
         totals = [sum(terms) for terms in self._cost.of_all(demand, candidates, choice.future)]
         return sorted(choice.among, key=totals.__getitem__)[:MOST]
 
-    def _packed_candidate(self, candidate: Candidate) -> bytes:
-        load, costs = candidate.load, candidate.costs
-        held = self._cost.held(candidate) if self._cost is not None else (candidate.overlap, 0, 0.0)
-        return _CANDIDATE.pack(*held, costs.ttft.value, costs.step.value, load.waiting, load.kv_usage, load.capacity_tokens, load.recent)
+    def _held(self, candidates: Sequence[Candidate], overlaps: Sequence[int]) -> bytes:
+        """What they hold of the prompt, packed: in their first tiers, and if any holds more, in slower ones, and that by its worth."""
+        if self._cost is None or not any([one.lower for one in candidates]):
+            return struct.pack(f"<{len(overlaps)}d", *overlaps)
+        return struct.pack(f"<{3 * len(overlaps)}d", *chain(*zip(*map(self._cost.held, candidates), strict=True)))
 
-    def _depths(self, demand: Demand, candidates: Sequence[Candidate], hashes: Sequence[int]) -> tuple[bytes, bytes]:
-        """Prefixes of the prompt by which gateways tell each other where it went: their tokens and hashes, packed. What every
-        candidate holds anyway is left out."""
+    def _prefixes(self, demand: Demand, overlaps: Sequence[int]) -> tuple[bytes, bytes]:
+        """Prefixes of the prompt by which gateways tell each other where it went: their lengths in blocks and their hashes,
+        packed. What every candidate holds anyway is left out."""
+        hashes = demand.hashes if demand.reads_cache else ()
         blocks = len(hashes)
         if not blocks:
             return b"", b""
-        size = demand.block_size
-        least = min(candidate.overlap for candidate in candidates) // size
-        counts = [*_COUNTS[bisect_right(_COUNTS, least) : bisect_right(_COUNTS, blocks)]]
-        if blocks not in counts[-1:] and blocks > least:
-            counts.append(blocks)
-        most = hittable(demand.tokens, size)
-        held = [min(count, most) * size for count in counts]
-        return struct.pack(f"<{len(held)}d", *held), struct.pack(f"<{len(counts)}Q", *[hashes[count - 1] for count in counts])
+        least = min(overlaps) // demand.block_size
+        first, end = bisect_right(_COUNTS, least), bisect_right(_COUNTS, blocks)
+        lengths, chosen = _PACKED_COUNTS[4 * first : 4 * end], [hashes[count - 1] for count in _COUNTS[first:end]]
+        if blocks > least and blocks != _COUNTS[end - 1]:
+            lengths += _COUNT.pack(blocks)
+            chosen.append(hashes[-1])
+        return lengths, struct.pack(f"<{len(chosen)}Q", *chosen)
 
     def _name(self, replica: str) -> str:
         """As all gateways call it."""
         name = self._scopes.get(replica)
         if name is None:
             name = self._scopes[replica] = scope(replica)
+            self._replicas.setdefault(name, []).append(replica)
         return name
 
-    def _names(self, replicas: Sequence[str]) -> str:
-        """On a line each."""
-        return "\n".join([self._name(replica) for replica in replicas])
+    def _look(self) -> None:
+        """Whoever has waited for as long as is allowed gets some turns of the event loop more, and then goes on."""
+        self._watch, overdue, decisions = None, [], self._open
+        loop, since = asyncio.get_running_loop(), perf_counter() - self._deadline
+        while decisions and (decisions[0].answer is None or decisions[0].begun <= since + TICK):
+            if (pending := decisions.popleft()).answer is not None:
+                overdue.append(pending)
+        if decisions:
+            self._watch = loop.call_later(decisions[0].begun - since, self._look)
+        if overdue:
+            loop.call_soon(self._too_late, overdue)
 
-    def _too_late(self, pending: _Pending, turns: int = TURNS) -> None:
-        if pending.answer is not None and turns:
-            asyncio.get_running_loop().call_soon(self._too_late, pending, turns - 1)
-        elif pending.answer is not None:
-            answer, pending.answer = pending.answer, None
-            self._observe("late", perf_counter() - pending.begun)
-            answer(None)
+    def _too_late(self, overdue: list[_Pending], turns: int = TURNS - 1) -> None:
+        overdue = [pending for pending in overdue if pending.answer is not None]
+        if overdue and turns:
+            asyncio.get_running_loop().call_soon(self._too_late, overdue, turns - 1)
+            return
+        self.begin_answers()
+        for pending in overdue:
+            self._answer(pending, "late", None)
+        self.end_answers()
 
-    def _decided(self, pending: _Pending, token: str, reply: Any) -> None:
-        """Redis has answered, or (no list) the token is dead or the script failed. Whatever is amiss with the reply or with
-        what is done about it is this request's alone, and it is answered."""
+    def _decided(self, batch: Sequence[_Pending], token: str, replies: Sequence[Any]) -> None:
+        """Redis has answered, or (None) the token is dead or the script failed. Whatever is amiss with a reply or with
+        what is done about it is one request's alone, and it is answered."""
+        self.begin_answers()
+        for pending, reply in zip(batch, chain(replies, repeat(None))):
+            try:
+                decision = _decision(pending, reply, token == self._token) if reply is not None else None
+            except Exception as error:
+                self._background.failed(DECISIONS, error)
+                decision = None
+            if pending.answer is not None:
+                self._answer(pending, "away" if decision is None else "shared", decision)
+            elif decision is not None:
+                self.undo(decision)
+        self.end_answers()
+
+    def _answer(self, pending: _Pending, outcome: str, decision: Decision | None) -> None:
+        answer, pending.answer = pending.answer, None
+        self._observe(outcome, perf_counter() - pending.begun)
         try:
-            decision = _decision(pending, reply, token == self._token)
-            if pending.answer is None:
-                if decision is not None:
-                    self.undo(decision)
-                return
-            self._observe("away" if decision is None else "shared", perf_counter() - pending.begun)
-            answer, pending.answer = pending.answer, None
             answer(decision)
         except Exception as error:
             self._background.failed(DECISIONS, error)
-            answer, pending.answer = pending.answer, None
-            if answer is not None:
-                answer(None)
 
     def undo(self, decision: Decision) -> None:
         """Take back what was reserved: the request went elsewhere, or away."""
         if decision.counted:
-            self._moved(decision.replica, (-1, -1, -decision.uncached, 0, 0))
+            self._moved(decision.replica)
 
     # --- what goes there
 
-    def _moved(self, replica: str, change: Sequence[int]) -> None:
-        """`Ledger.moved`: sums of changes wait here until they are sent."""
-        sums = self._changes.get(replica)
-        if sums is None:
-            self._changes[replica] = list(change)
-        else:
-            for i, count in enumerate(change):
-                sums[i] += count
-        if self.joined and self._due is None:
+    def _moved(self, replica: str, change: Sequence[int] = ()) -> None:
+        """`Ledger.moved`: what this gateway has there now is stated with whatever goes next."""
+        self._changed.add(replica)
+        if self._due is None and self.joined:
             self._due = asyncio.get_running_loop().call_later(GATHER, self._start_pump)
 
     def _start_pump(self) -> None:
@@ -243,13 +278,13 @@ class SharedLedger:
 
     async def _send_all(self) -> None:
         """Whatever waits goes out together; decisions that come meanwhile, and the changes by then, go next."""
-        while self.joined and (self._queue or self._heartbeat or (self._changes and self._due is None)):
+        while self.joined and (self._queue or self._heartbeat or (self._changed and self._due is None)):
             batch, self._queue = self._queue, []
             heartbeat, self._heartbeat = self._heartbeat, None
             token, decisions = self._token, []
             try:
-                moved, beaten, *decisions = await self._send(token, heartbeat, batch)
-                if token == self._token and 0 in (moved, beaten):
+                alive, beaten, decisions = await self._send(token, heartbeat, batch)
+                if token == self._token and not alive:
                     self._lost("its lease ran out")
                 elif token == self._token and heartbeat is not None:
                     self._compared(heartbeat.stated, beaten)
@@ -261,26 +296,60 @@ class SharedLedger:
                 if token == self._token:
                     self._lost(f"{type(error).__name__}: {error}")
             finally:
-                for pending, reply in zip_longest(batch, decisions):
-                    self._decided(pending, token, reply)
+                if batch:
+                    self._decided(batch, token, decisions)
                 if heartbeat is not None:
                     heartbeat.done.set()
 
-    async def _send(self, token: str, heartbeat: _Heartbeat | None, batch: list[_Pending]) -> list[Any]:
-        """Replies to the changes, to the heartbeat (None without one), and to each decision; raises what the script or the
+    async def _send(self, token: str, heartbeat: _Heartbeat | None, batch: list[_Pending]) -> tuple[bool, Any, list[Any]]:
+        """Whether the token is alive, the reply to the heartbeat, and that to each request; raises what the script or the
         connection raised. Nothing else is under way under this token, so what is outstanding now is what Redis must
-        have once the changes are counted."""
+        have once this is counted."""
         begin = ("EVALSHA", self.script.sha, 1, self._key)
-        changes, self._changes = self._changes, {}
-        commands: list[tuple] = [(*begin, "move", token, *self._packed(changes))]
+        changed, self._changed = self._changed, set()
+        commands: list[tuple] = []
+        if heartbeat is not None or not batch:
+            commands.append((*begin, "turn", token, *self._turn(changed, ())))
+            changed = set()
         if heartbeat is not None:
             heartbeat.stated = self._stated()
             loads = b"".join([_LOAD.pack(*counts) for counts in heartbeat.stated.values()])
             commands.append((*begin, "beat", token, int(LEASE * 1000), "\n".join(heartbeat.stated), loads))
-        commands += [(*begin, "decide", token, *pending.arguments) for pending in batch]
+        for at in range(0, len(batch), MOST_TOGETHER):
+            commands.append((*begin, "turn", token, *self._turn(changed if at == 0 else (), batch[at : at + MOST_TOGETHER])))
         async with asyncio.timeout(PATIENCE):
             replies = await self._line.ask(commands)
-        return replies if heartbeat is not None else [replies[0], None, *replies[1:]]
+        beaten = replies[1] if heartbeat is not None else None
+        return 0 not in replies, beaten, [one for reply in replies if isinstance(reply, bytes) for one in _ANSWER.iter_unpack(reply)]
+
+    def _turn(self, changed: Collection[str], batch: Sequence[_Pending]) -> list[Any]:
+        """What the script's `turn` takes after the token."""
+        replicas: dict[str, Candidate | None] = dict.fromkeys(map(self._name, changed))
+        stated = b"".join([_LOAD.pack(*self._own(name)) for name in replicas])
+        alike = {id(pending.names): pending for pending in batch}  # those with the same candidates
+        for pending in alike.values():
+            replicas.update(zip(pending.names, pending.candidates))
+        standing = b"".join([_standing(one) if one is not None else _NO_STANDING for one in replicas.values()])
+        positions = dict(zip(replicas, count()))
+        packed = {key: struct.pack(f"<{len(one.names)}H", *map(positions.__getitem__, one.names)) for key, one in alike.items()}
+        requests: list[bytes] = []
+        for pending in batch:
+            held, lengths, hashes = pending.packed
+            requests += self._header(pending.asked), packed[id(pending.names)], held, lengths, hashes
+        return ["\n".join(replicas), stated, standing, *requests]
+
+    def _header(self, asked: Asked) -> bytes:
+        demand, candidates, choice, *_ = asked
+        slack = self._cost.slack if self._cost is not None else (1.0, 0.0)
+        size = demand.block_size
+        return _HEADER.pack(demand.draw, *slack, size, hittable(demand.tokens, size), *Cost.request(demand, candidates[0].costs.group, choice.future))
+
+    def _own(self, name: str) -> tuple[int, ...]:
+        """What this gateway has on the replicas of that name."""
+        replicas = self._replicas[name]
+        if len(replicas) == 1:
+            return self._ledger.outstanding_on(replicas[0])
+        return tuple(map(sum, zip(*map(self._ledger.outstanding_on, replicas))))
 
     def _stated(self) -> dict[str, tuple[int, ...]]:
         """All that this gateway has outstanding, by the names that all gateways have for replicas."""
@@ -303,10 +372,6 @@ class SharedLedger:
         if (parts or sums) and now - self._logged_at > LOG_SECONDS:
             self._logged_at = now
             log.warning("the ledger in Redis was lost or damaged and is mended: %d loads of this gateway, %d sums", parts, sums)
-
-    def _packed(self, loads: dict[str, Sequence[int]]) -> tuple[str, bytes]:
-        found = [(replica, counts) for replica, counts in loads.items() if any(counts)]
-        return self._names([replica for replica, _ in found]), b"".join([_LOAD.pack(*counts) for _, counts in found])
 
     # --- the token
 
@@ -339,10 +404,11 @@ class SharedLedger:
         """A new token, and all that is outstanding under it."""
         token = os.urandom(8).hex()
         # From here on changes wait until the token is known to be alive; those before are in `outstanding`.
-        self._changes = {}
+        self._changed = set()
         self._former, self._token = self._token or self._former, token
-        outstanding = self._packed(self._ledger.outstanding())
-        await self._run("join", token, int(LEASE * 1000), self._former, *outstanding)
+        stated = {name: counts for name, counts in self._stated().items() if any(counts)}
+        loads = b"".join([_LOAD.pack(*counts) for counts in stated.values()])
+        await self._run("join", token, int(LEASE * 1000), self._former, "\n".join(stated), loads)
         if self._token == token:
             self.joined, self.reason = True, "joined"
             if self._log_when_joined:
@@ -370,19 +436,24 @@ class SharedLedger:
         if self._heartbeat is not None:
             heartbeat, self._heartbeat = self._heartbeat, None
             heartbeat.done.set()
-        for pending in queue:
-            self._decided(pending, "", None)
+        self._decided(queue, "", ())
         for replica in self._ledger.outstanding():
             self._ledger.others(replica, NOTHING)
 
 
-def _decision(pending: _Pending, reply: Any, counted: bool) -> Decision | None:
-    """What Redis decided; None if it did not."""
-    if not isinstance(reply, list):
-        return None
-    at, held, load, mine = reply
+def _nothing() -> None: ...
+
+
+def _standing(candidate: Candidate) -> bytes:
+    load, costs = candidate.load, candidate.costs
+    return _STANDING.pack(costs.ttft.value, costs.step.value, load.waiting, load.kv_usage, load.capacity_tokens, load.recent)
+
+
+def _decision(pending: _Pending, reply: Sequence[float], counted: bool) -> Decision:
+    """What Redis decided."""
+    at, held, *others = map(int, reply)
     overlap = max(pending.overlaps[at], held)
-    return Decision(pending.chosen[at], pending.replicas[at], overlap, pending.tokens - overlap, _less(load, _LOAD.unpack(mine)), counted)
+    return Decision(pending.chosen[at], pending.candidates[at].replica, overlap, pending.asked.demand.tokens - overlap, tuple(others), counted)
 
 
 def _less(load: bytes, mine: Sequence[float]) -> tuple[int, ...]:

@@ -375,6 +375,56 @@ async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(
         await until(lambda: not together(server))
 
 
+async def test_requests_that_come_together_are_decided_by_one_command_one_after_the_other(redis_server):
+    async with gateways(redis_server, 1) as (one,):
+        with redis_server.client() as client:
+            await one.route(prompt(99))
+            one.end_all()
+            await until(lambda: not together(redis_server))
+            client.config_resetstat()
+            prompts = [prompt(n % 4 + 1) for n in range(100)]  # more than go into one call
+            routed = await asyncio.gather(*map(one.route, prompts))
+            calls = {name: told["calls"] for name, told in client.info("commandstats").items()}
+        assert one.outcomes == {"shared": 101}
+        assert calls["cmdstat_evalsha"] <= 4 + 2 * 3  # and heartbeats
+        assert sum(calls.values()) < 150
+        # Each met those before it: equal prompts find what the first of them leaves, and all are counted.
+        assert sum(overlap > 0 for _, overlap in routed) >= 80
+        sums = {replica: counts for replica, counts in one.ledger.outstanding().items() if any(counts)}
+        assert together(redis_server) == sums and sum(counts[0] for counts in sums.values()) == 100
+        one.end_all()
+        await until(lambda: not together(redis_server))
+
+
+async def test_what_is_left_on_a_replica_that_was_removed_is_counted_until_it_ends(redis_server):
+    async with gateways(redis_server, 1) as (one,):
+        await asyncio.gather(*(one.route(prompt(n + 1)) for n in range(16)))
+        replica = one.candidates[0].replica
+        held = together(redis_server)[replica]
+        one.ledger.remove(replica)
+        leaving = [reservation for reservation in one.open if reservation.replica == replica]
+        one.ledger.first_byte(leaving[0])
+        await until(lambda: together(redis_server)[replica] == (held[0], held[1] - 1, held[2] - leaving[0].uncached, 1, TOKENS))
+        one.end_all()
+        await until(lambda: not together(redis_server))
+
+
+async def test_a_request_that_waits_longer_than_others_is_late_when_its_own_time_is_up(redis_server):
+    """One look serves all that wait, and each has its own time all the same."""
+    async with Proxy(redis_server.port) as proxy, gateways(proxy, 1, deadline=0.3) as (one,):
+        proxy.delay = 5.0
+        loop, spent = asyncio.get_running_loop(), []
+
+        async def route(after):
+            await asyncio.sleep(after)
+            begun = loop.time()
+            await one.route(prompt(1))
+            spent.append(loop.time() - begun)
+
+        await asyncio.gather(*(route(after) for after in (0, 0.1, 0.2)))
+        assert one.outcomes == {"late": 3} and min(spent) > 0.29
+
+
 async def test_what_nobody_damaged_is_never_mended(redis_server):
     async with gateways(redis_server, 3) as fleet:
         end = asyncio.get_running_loop().time() + 1.5  # some heartbeats under load

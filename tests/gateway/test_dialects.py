@@ -90,7 +90,7 @@ async def test_each_engine_is_read_and_asked_in_its_own_way(known, simulated):
         assert sorted(ranks[1]) == sorted(shards[0]) == [["0"], ["0"], ["1"], ["1"]]
         assert ranks[0] == shards[1] == [["client"]] * 4
 
-        prompts = house.gateway.dispatcher.pipeline
+        (prompts,) = house.gateway.models.pipelines
         hashes = prompts.prepare("/v1/completions", json.dumps(prompt(99)).encode()).hashes
         tokens = array("I", prompts.tokenizer.encode(prompt(99)["prompt"])).tolist()[: len(hashes) * PAGE]
         await house.publishers[1].subscribed()

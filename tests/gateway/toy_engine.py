@@ -7,6 +7,7 @@ import zmq.asyncio
 from aiohttp import web
 
 from replicas.engines.dialect import Sources
+from replicas.engines.vllm.versions import version_quirks
 from replicas.event_source import EventSource
 from replicas.exits import PLAIN
 from replicas.metrics import MetricNames
@@ -65,7 +66,8 @@ class ToyDialect:
         return decode
 
     def version_quirks(self, version):
-        return {}
+        """As the other engines' here, so that one way of making prompts does for all."""
+        return version_quirks("0.33.0")
 
     def launch_profile(self):
         raise NotImplementedError
@@ -109,7 +111,7 @@ def vllm() -> Fake:
     series = "num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total".split()
     lines = [f'vllm:{name}{{engine="{rank}"}} 0' for name in series for rank in (0, 1)]
     lines += [f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="200",engine="{rank}"}} 1' for rank in (0, 1)]
-    return Fake({"/health": "", "/v1/models": MODELS, "/version": {"version": "0.32.0"}, "/metrics": "\n".join(lines), "/kv_event_sources": {}})
+    return Fake({"/health": "", "/v1/models": MODELS, "/version": {"version": "0.33.0"}, "/metrics": "\n".join(lines), "/kv_event_sources": {}})
 
 
 def toy(ports: list[int]) -> Fake:
@@ -117,7 +119,7 @@ def toy(ports: list[int]) -> Fake:
     lines = [f'toy_{name}{{shard="{shard}"}} 0' for name in ("busy", "queue", "full", "asked", "found") for shard in (0, 1)]
     lines += [f'toy_cache{{page="{PAGE}",pages="60",tokens="480",shard="{shard}"}} 1' for shard in (0, 1)]
     publishers = {str(shard): port for shard, port in enumerate(ports)}
-    return Fake({"/health": "", "/v1/models": MODELS, "/version": {"toy": 7}, "/metrics": "\n".join(lines), "/toy/publishers": publishers})
+    return Fake({"/health": "", "/v1/models": MODELS, "/version": {"toy": 7, "version": "7"}, "/metrics": "\n".join(lines), "/toy/publishers": publishers})
 
 
 class Publisher:

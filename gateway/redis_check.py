@@ -8,7 +8,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import zmq
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 PINGS = 20
 NEAR_SECONDS = 0.002  # what a decision waits for Redis at most
-
-
 TRIAL_SECONDS = 3.0  # a lease is taken and a snapshot written within a second, where Redis is well
 ADVICE = "see the ACL that docs/scaling.md lists, and that the URL leads to a primary that takes writes"
 
@@ -125,6 +123,12 @@ async def _soon(true: Callable[[], bool]) -> bool:
     return False
 
 
+def _decode_nothing(payload: bytes) -> NoReturn:
+    from cachemap.events.records import EventError
+
+    raise EventError("nobody publishes anything in a trial")
+
+
 class _TrialMap:
     """What a gateway has of the shared map, for replicas that are none and tell nothing. Leaves nothing in Redis."""
 
@@ -135,7 +139,10 @@ class _TrialMap:
         self.map = CacheMap(1 << 20)
         self.shared = SharedMap(place, deployment, self.map)
         self.intakes = [
-            self.shared.intake(self.map.attach(name, None, True), name, "1", endpoint=endpoint, replay=None, model="doctor", block_size=16)
+            self.shared.intake(
+                self.map.attach(name, None, True), name, "1",
+                endpoint=endpoint, replay=None, decode=_decode_nothing, model="doctor", block_size=16,
+            )
             for name in replicas
         ]
         self._tasks: list[asyncio.Task[None]] = []

@@ -28,7 +28,9 @@ import struct
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from itertools import chain, count, repeat
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,9 +90,19 @@ class _Pending:
 
     __slots__ = ("answer", "asked", "begun", "candidates", "chosen", "names", "overlaps", "packed")
 
-    def __init__(self, answer: Answer, asked: Asked, chosen: Sequence[int], candidates: Sequence[Candidate], names: Sequence[str], overlaps: list[int], packed: tuple[bytes, bytes, bytes]):
+    def __init__(
+        self,
+        answer: Answer,
+        asked: Asked,
+        chosen: Sequence[int],
+        candidates: Sequence[Candidate],
+        names: Sequence[str],
+        overlaps: list[int],
+        packed: tuple[bytes, bytes, bytes],
+    ):
         self.answer: Answer | None = answer
-        self.asked, self.chosen, self.candidates, self.names, self.overlaps, self.packed = asked, chosen, candidates, names, overlaps, packed
+        self.asked, self.overlaps, self.packed = asked, overlaps, packed
+        self.chosen, self.candidates, self.names = chosen, candidates, names
         self.begun = perf_counter()
 
 
@@ -152,12 +164,13 @@ class SharedLedger:
         demand, candidates, choice, *_ = asked
         chosen = self._among(choice, demand, candidates)
         if len(chosen) == len(candidates):
-            chosen, chosen_ones, names = range(len(candidates)), candidates, self._names_of(candidates)
+            among, chosen, names = candidates, range(len(candidates)), self._names_of(candidates)
         else:
-            chosen_ones = [candidates[i] for i in chosen]
-            names = [self._name(one.replica) for one in chosen_ones]
-        overlaps = [one.overlap for one in chosen_ones]
-        pending = _Pending(answer, asked, chosen, chosen_ones, names, overlaps, (self._held(chosen_ones, overlaps), *self._prefixes(demand, overlaps)))
+            among = [candidates[i] for i in chosen]
+            names = [self._name(one.replica) for one in among]
+        overlaps = [one.overlap for one in among]
+        packed = self._held(among, overlaps), *self._prefixes(demand, overlaps)
+        pending = _Pending(answer, asked, chosen, among, names, overlaps, packed)
         self._open.append(pending)
         if self._watch is None:
             self._watch = asyncio.get_running_loop().call_later(self._deadline, self._look)
@@ -196,10 +209,10 @@ class SharedLedger:
             return b"", b""
         least = min(overlaps) // demand.block_size
         first, end = bisect_right(_COUNTS, least), bisect_right(_COUNTS, blocks)
-        lengths, chosen = _PACKED_COUNTS[4 * first : 4 * end], [hashes[count - 1] for count in _COUNTS[first:end]]
+        lengths, (last, _, *chosen) = _PACKED_COUNTS[4 * first : 4 * end], _ends_of_prefixes(first, end)(hashes)
         if blocks > least and blocks != _COUNTS[end - 1]:
             lengths += _COUNT.pack(blocks)
-            chosen.append(hashes[-1])
+            chosen.append(last)
         return lengths, struct.pack(f"<{len(chosen)}Q", *chosen)
 
     def _name(self, replica: str) -> str:
@@ -320,7 +333,8 @@ class SharedLedger:
         async with asyncio.timeout(PATIENCE):
             replies = await self._line.ask(commands)
         beaten = replies[1] if heartbeat is not None else None
-        return 0 not in replies, beaten, [one for reply in replies if isinstance(reply, bytes) for one in _ANSWER.iter_unpack(reply)]
+        answers = b"".join([reply for reply in replies if isinstance(reply, bytes)])
+        return 0 not in replies, beaten, list(_ANSWER.iter_unpack(answers))
 
     def _turn(self, changed: Collection[str], batch: Sequence[_Pending]) -> list[Any]:
         """What the script's `turn` takes after the token."""
@@ -442,6 +456,12 @@ class SharedLedger:
 
 
 def _nothing() -> None: ...
+
+
+@lru_cache(1024)
+def _ends_of_prefixes(first: int, end: int) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Of a prompt's hashes the last one, and those that end prefixes of _COUNTS[first:end] blocks."""
+    return itemgetter(-1, -1, *[count - 1 for count in _COUNTS[first:end]])
 
 
 def _standing(candidate: Candidate) -> bytes:

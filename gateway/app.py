@@ -205,6 +205,7 @@ class Gateway:
         else:  # another process behind the same address: its cache is empty
             self.map.clear(backend.slot)
             backend.event_block_size = None
+            self.dispatcher.router.lost(replica.id)
         backend.follow_incarnation()
         self.models.adopt(replica)
         self._listen(backend, anew=True)
@@ -306,7 +307,7 @@ class Gateway:
         return self.view.status()
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        """What would happen to this request now. Changes nothing: the policy asked is a copy."""
+        """What would happen to this request now. Nothing is placed."""
         return await datapath.explain(self.settings, self.dispatcher, path, body, headers)
 
 

@@ -48,7 +48,7 @@ class PrefixMap(Protocol):
 
 
 class Targets:
-    """Who may get a request, in an order that stays; of many the same object should serve for as long as they are the same.
+    """The candidates for a request, in a stable order. The same object should serve while they are the same: it caches arrays.
     `space`: the one that all of them are of; None: they are of several."""
     __slots__ = ("candidates", "roster", "slots", "nothing", "space")
 
@@ -169,7 +169,8 @@ class Router:
         return Targets(candidates, Roster(candidates, self.ledger, candidates[0].costs.group) if alike else None)
 
     def rest(self, now: float) -> None:
-        """Called now and then: replicas that nobody was placed on while others were are on their way back to being tried."""
+        """Move the learned costs of replicas that got no request for PASSED_OVER_SECONDS, while others did, towards those of the others,
+        so that they are tried again. Called a few times a second."""
         elapsed, self._rested_at = max(0.0, min(now - self._rested_at, 1.0)), now
         idle: dict[CostGroup, list[Costs]] = {}
         used: dict[CostGroup, list[Costs]] = {}
@@ -210,15 +211,24 @@ class Router:
         if spaces is not None:
             placed, overlap = _in_space(candidate, spaces, demand)
         placement = Placement(candidate, placed, overlap, reservation, now)
-        if placed.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
-            placement.expects = True
-            self.map.expect(candidate.slot, placed.hashes, now)
-        if self._placed is not None:
-            self._placed(demand, candidates, choice)
+        try:
+            self._tell(placement)
+            if self._placed is not None:
+                self._placed(demand, candidates, choice)
+        except BaseException:    # nobody could release what nobody has
+            self.ledger.release(reservation)
+            raise
         return placement
 
+    def _tell(self, placement: Placement) -> None:
+        """Let the map expect its blocks, where they will be on this replica for certain."""
+        candidate, demand = placement.candidate, placement.demand
+        if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
+            placement.expects = True
+            self.map.expect(candidate.slot, demand.hashes, placement.at)
+
     def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
-        """Whom one would try one after the other."""
+        """Up to `most` replicas, in the order in which they would be tried."""
         spaces = None if targets.space == demand.space else self._weigh_spaces(demand, targets, now)
         left, order = [*(self.weighed(demand, targets, now) if spaces is None else targets.candidates)], []
         while left and len(order) < most:
@@ -294,9 +304,10 @@ class Router:
 
     def _release(self, placement: Placement) -> None:
         reservation = placement.reservation
-        if self._ended is not None and reservation.stage != "done":
-            self._ended(reservation.replica, placement.demand)
-        self.ledger.release(reservation)
+        if reservation.stage != "done":
+            self.ledger.release(reservation)
+            if self._ended is not None:
+                self._ended(reservation.replica, placement.demand)
 
 
 def _in_space(candidate: Candidate, spaces: Mapping[int, Held], demand: Demand) -> tuple[Demand, int]:

@@ -188,10 +188,10 @@ class Fleet:
         """Of a replica, or by its own id. Raises KeyError."""
         return self.engines.get(id) or self.engines[self.replicas[id].engine]
 
-    def succeeded(self, id: str, count: int = 1) -> None:
-        """So many requests were answered by the replica, with whatever status below 500."""
+    def succeeded(self, id: str) -> None:
+        """A request was answered by the replica, with whatever status below 500."""
         if id in self.replicas:
-            self._engine(id).watch.succeeded(monotonic(), count)
+            self._engine(id).watch.succeeded(monotonic())
 
     def failed(self, id: str, kind: str) -> None:
         """A request failed by the engine's fault: connect, closed (before the answer's end), timeout, 5xx, or foreign (what

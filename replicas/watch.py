@@ -116,8 +116,8 @@ class Watch:
 
     # What traffic shows
 
-    def succeeded(self, now: float, count: int) -> None:
-        self.health.succeeded(now, count)
+    def succeeded(self, now: float) -> None:
+        self.health.succeeded(now)
         if self.replica.state is State.DEGRADED and not self.progress.stalled(now) and self.health.opinion(now).verdict is Verdict.GOOD:
             self.tell(self.replica, Event.SERVES, "answers requests again")
 

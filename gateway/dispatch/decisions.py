@@ -54,14 +54,20 @@ class Decided:
         self.timer: asyncio.TimerHandle | None = None
         self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
 
-    def take_step(self, step: Callable[[], None]) -> None:
-        step()
+    def take_step(self, step: Callable[..., None], *given: object) -> None:
+        """A bug of ours in it ends this request alone."""
+        try:
+            step(*given)
+        except Exception as error:
+            self.unchosen(error)
 
     def chosen(self) -> None:
-        self.made.set_result(None)
+        if not self.made.done():  # else the caller has left
+            self.made.set_result(None)
 
-    def unchosen(self, failure: Failure) -> None:
-        self.made.set_exception(failure)
+    def unchosen(self, failure: Exception) -> None:
+        if not self.made.done():
+            self.made.set_exception(failure)
 
 
 class Decisions:

@@ -314,9 +314,9 @@ class Dispatcher:
             self.shared.undo(decision)
         if there:
             self._place(life, asked, seen, monotonic(), decision)
-            self._go_on(life)
+            life.take_step(self._go_on, life)
         elif waiting:
-            self.choose(life)  # the replica left while Redis was asked
+            life.take_step(self.choose, life)  # the replica left while Redis was asked
 
     def _nobody(self, model: str | None) -> Failure:
         known = self.names

@@ -36,7 +36,7 @@ MAY_BE_OURS = frozenset((400, 404, 413, 415, 422, 431))
 ERROR_ANSWER, FOREIGN_ANSWER = "error answer", "foreign answer"
 # Failures after which nothing was computed: nobody took the request, a full one said that another should, or its answer
 # began with the failure.
-REFUSED = frozenset(("connect", "status 503", ERROR_ANSWER, FOREIGN_ANSWER))
+REFUSED = frozenset(("connect", "elsewhere", "status 503", ERROR_ANSWER, FOREIGN_ANSWER))
 # Failures that show a replica going down, or hanging, with the request in its hands ...
 LOSSES = frozenset(("closed", "protocol", "hung"))
 # ... after which no other replica is risked. One may be a coincidence.
@@ -343,6 +343,7 @@ class Life:
         if not error.kind.startswith(("status", "elsewhere", ERROR_ANSWER)):
             dispatcher.outcomes.failed(self.backend, error.kind)
         dispatcher.router.abandon(self.placement, computed=error.kind not in REFUSED)
+        self.sent_at, self.streams = 0.0, self.prompt is not None and self.prompt.stream
         self.tried += (self.backend,)
         self.last_error = f"replica {self.backend.id}: {error}"
         # A refused connection is a loss as well if the one before it died with this request on it.
@@ -435,7 +436,7 @@ class Life:
     def _release(self) -> None:
         """An end of another kind than that which `outcomes` settles."""
         if self.placement is not None:
-            self.dispatcher.router.abandon(self.placement)
+            self.dispatcher.router.abandon(self.placement, computed=self.sent_at > 0)
 
 
 DO = {

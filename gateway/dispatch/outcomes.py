@@ -118,7 +118,7 @@ class Outcomes:
                 self._settle(life, b"".join(life.tail))
             except Exception:
                 log.exception("learning from an answer failed")
-                self._dispatcher.router.abandon(life.placement)
+                life.take_step(self._dispatcher.router.abandon, life.placement)
 
     def _settle(self, life: Life, tail: bytes) -> None:
         """A complete answer, which its client has: compare what was predicted with what was delivered."""

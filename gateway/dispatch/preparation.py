@@ -69,9 +69,9 @@ class LongPrompts:
             if not entry or entry[1].cancelled():
                 continue
             work, future = entry
+            thread = asyncio.get_running_loop().run_in_executor(self._threads, work)
             self._free -= 1
             self._larger |= large
-            thread = asyncio.get_running_loop().run_in_executor(self._threads, work)
             thread.add_done_callback(functools.partial(self._done, future, large))
 
     def _done(self, future: asyncio.Future[Any], large: bool, thread: asyncio.Future[Any]) -> None:
@@ -146,12 +146,14 @@ class Preparation:
         with event_loop:
             prepared = [(life, self._prepare(life)) for life in lives if life.state is not State.ENDED]
         self._dispatcher.hold_back()
-        for life, (prompt, seconds) in prepared:
-            if prompt is TAKES_LONG:
-                self._beside(life)
-            else:
-                life.take_step(self._prepared, life, prompt, seconds, "prepare")
-        self._dispatcher.send_on()
+        try:
+            for life, (prompt, seconds) in prepared:
+                if prompt is TAKES_LONG:
+                    life.take_step(self._beside, life)
+                else:
+                    life.take_step(self._prepared, life, prompt, seconds, "prepare")
+        finally:
+            self._dispatcher.send_on()
 
     def _beside(self, life: Life) -> None:
         """Others are answered meanwhile. Nothing is prepared if the client has left when its turn comes."""

@@ -176,7 +176,7 @@ class Pipeline:
         return self._verdict(reading)
 
     def read_as(self, how: str) -> Verdict:
-        """What `judge` of another process has found. May take seconds."""
+        """What `judge` has found, once it was put aside. May take seconds."""
         if self.reading is None or how == self.reading.how:
             return Verdict(how)
         return self._verdict(next((one for one in self._readings.all() if one.how == how), None), how)
@@ -196,10 +196,6 @@ class Pipeline:
         self._confirmed, self._differs = confirmed and in_use, dict(differs)
         if self._readings is not None:
             self._weigh()
-
-    def tokenizer_state(self) -> dict[str, Any]:
-        """What `read_as` and `adopt` need to bring the pipeline of another process to this state."""
-        return {"how": self.reading.how if self.reading else "", "confirmed": self._confirmed, "differs": self._differs}
 
     def inexact(self, model: str = "") -> str:
         """Why a text of this model cannot be turned into the engine's tokens with certainty, or ""."""

@@ -162,11 +162,11 @@ async def test_the_only_engine_restarts_and_is_still_read_as_it_reads(tmp_path, 
 
 
 def test_a_way_that_is_no_longer_in_use_confirms_nothing(tmp_path):
-    """A worker is told of a comparison after the tokenizer was read in yet another way."""
+    """A comparison ends after the tokenizer was read in yet another way."""
     folder = Path(model(tmp_path / "distilled", {"tokenizer_class": "LlamaTokenizerFast"}))
     pipeline = Pipeline(folder, "sim", 16)
     pipeline.adopt(Verdict("rebuilt as LlamaTokenizer"), True, {})
-    assert not pipeline.tokenizer_state()["confirmed"]
+    assert pipeline.reading.how != "rebuilt as LlamaTokenizer" and not pipeline._confirmed
 
 
 async def test_an_adapter_loaded_later_is_no_more_exact_than_its_engine(compared):

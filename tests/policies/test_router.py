@@ -192,3 +192,13 @@ def test_many_are_weighed_as_arrays():
     assert targets.roster is not None and routing(Told(), *[1] * (router.MANY - 1))[1].roster is None
     assert {one.overlap for one in made.ask(prompt(4), targets, 1.0).candidates} == {SIZE}
     assert Targets(targets.candidates).roster is None
+
+
+@pytest.mark.parametrize("breaks", ["expect", "placed", "ended"])
+def test_a_bug_in_what_is_told_of_a_placement_leaves_no_load_behind(breaks, monkeypatch):
+    made, targets = routing(Told(), 0)
+    owner = made.map if breaks == "expect" else made
+    monkeypatch.setattr(owner, breaks if breaks == "expect" else f"_{breaks}", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made.finish(made.place(prompt(3), targets, 1.0))
+    assert not made.ledger.total().requests

@@ -198,7 +198,7 @@ def leave(table: CacheMap, fleet: Fleet) -> dict:
         assert table.match(sample, 0.1).confirmed[replica] > 0
         leaving(table.detach, replica)
         assert table.match(sample, 0.1).confirmed[replica] == 0
-        while table._gpu._left:
+        while table._gpu.capacity._left:
             after(table.remove, fleet.replicas - 1, [1], "gpu")
     result = {"leaving_held": sum(held) / len(held)} | leaving.milliseconds("leave")
     return result | ({"left_ms_each": sum(after.cpu) / len(held) * 1e3} | after.milliseconds("left") if after.cpu else {})

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cachemap.table.blocks import NO_BLOCKS, BlockTable, Budget, u64
+from cachemap.table.block_table import BlockTable
+from cachemap.table.blocks import NO_BLOCKS, u64
+from cachemap.table.capacity import Budget
 from cachemap.changes import Change, Clear, Contents, Observe, Remove, Store
 from cachemap.table.chains import BYTES_PER_BLOCK, EngineModel
 from cachemap.table.routed import Routed
@@ -99,9 +101,9 @@ class CacheMap:
         else:
             slot = len(self._replicas)
             self._replicas.append(replica)
-        self._gpu.attach(slot, capacity_blocks or 0)
+        self._gpu.capacity.attach(slot, capacity_blocks or 0)
         for table in self._lower.values():
-            table.attach(slot, 0)
+            table.capacity.attach(slot, 0)
         self._recount()
         return slot
 
@@ -109,7 +111,7 @@ class CacheMap:
         """The replica is gone and its slot free for another."""
         self._replica(slot)
         for table in (self._gpu, *self._lower.values()):
-            table.detach(slot)
+            table.capacity.detach(slot)
         self._routed.clear(slot)
         self._replicas[slot] = None
         self._recount()
@@ -125,7 +127,7 @@ class CacheMap:
 
     def match(self, hashes: Sequence[int], now: float) -> Match:
         """How much of the prompt with these block hashes each replica holds."""
-        gpu = self._gpu
+        gpu = self._gpu.blocks
         found = gpu.prefix(hashes)
         confirmed = gpu.reach(found, len(self._replicas))
         held = confirmed.copy()
@@ -142,7 +144,7 @@ class CacheMap:
     def _further(self, hashes: Sequence[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
         """For each slot the runs of blocks after the held ones that lie in lower tiers."""
         wanted = u64(hashes)
-        holders = {tier: table.holders_of(wanted) for tier, table in self._lower.items()}
+        holders = {tier: table.blocks.holders_of(wanted) for tier, table in self._lower.items()}
         lower = {}
         for slot, start in enumerate(held):
             runs: list[tuple[str, int]] = []
@@ -242,7 +244,7 @@ class CacheMap:
 
     def _clear(self, slot: int, replica: _Replica) -> None:
         for table in (self._gpu, *self._lower.values()):
-            table.clear(slot)
+            table.capacity.clear(slot)
         replica.copies.clear()
         self._routed.clear(slot)
         replica.model.clear()
@@ -320,7 +322,7 @@ class CacheMap:
     def stats(self) -> dict:
         """Sizes: `bytes` counts tables and the estimate for predicted and modelled blocks."""
         tables = (self._gpu, *self._lower.values())
-        blocks = sum(table.index.count for table in tables)
+        blocks = sum(table.blocks.index.count for table in tables)
         chained = len(self._routed) + sum(len(replica.model) for _, replica in self._live)
         return {
             "blocks": blocks,
@@ -328,7 +330,7 @@ class CacheMap:
             "bytes_per_block": self._budget.used / blocks if blocks else 0.0,
             "predicted": len(self._routed),
             "modelled": sum(len(replica.model) for _, replica in self._live),
-            "evicted": sum(table.evicted for table in tables),
+            "evicted": sum(table.capacity.evicted for table in tables),
             "refused": sum(table.refused for table in tables),
             "slots": {
                 slot: self.held(slot) if replica.observed else len(replica.model)
@@ -352,5 +354,5 @@ class CacheMap:
             table = self._lower[tier] = BlockTable(self._budget)
             for slot, replica in enumerate(self._replicas):
                 if replica is not None:
-                    table.attach(slot, 0)
+                    table.capacity.attach(slot, 0)
         return table

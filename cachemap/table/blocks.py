@@ -1,105 +1,178 @@
-"""BlockTable: which replicas hold which block, in one tier, at about 30 bytes a block.
+"""Blocks: the blocks of one tier, who holds them, and when they were used last.
 
-`Lookup` is how it is read and `Room` how it grows; here is what engines' events do to it. A removal tells us
-nothing but the engine's own key of a block, hence `aliases`.
+A block is a number. Beside one another, by number, lie the blocks' hashes, the numbers of their holder sets, and the
+epochs of their last use; an `Index` finds the number of a hash. Blocks that came together have consecutive numbers, so
+most of a prompt is one comparison of its hashes with those behind the first one's number, and no search at all.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from cachemap.table.lookup import NO_BLOCKS, u64
-from cachemap.table.room import OLDEST, Budget, Room
-from cachemap.table.buckets import MIX, Buckets, distinct
+from cachemap.table.buckets import U64, distinct
+from cachemap.table.holders import HolderSets, spread
+from cachemap.table.ids import BlockIdAllocator
+from cachemap.table.index import Index
+from cachemap.table.memory import zeros
 
-__all__ = ["NO_BLOCKS", "BlockTable", "Budget", "u64"]
+NO_BLOCKS = np.empty(0, U64)
+PIECE = 256  # blocks of a prompt looked up first; then always as many as were found before,
+MOST = 4096  # up to this: larger arrays would be new memory each time
+EPOCHS = 64  # to a table full of uses: the finest it can tell apart is 1.6 % of its blocks
+OLDEST = 128  # ages stop here, two tables full of uses; three would wrap in a byte
+DATED = 1 << 12  # blocks whose ages are cut in the same epoch
+BYTES_BESIDE = 13  # of a block: hash, set, epoch
+SHORT = 8  # where blocks of a prompt lie in shorter runs than this, all at once are looked up quicker
 
-Heads = list[tuple[int, int]]
+
+def u64(numbers: Iterable[int]) -> np.ndarray:
+    """Ints of up to 64 bits as an array; by way of `array`, a third quicker than numpy's."""
+    return np.frombuffer(array("Q", numbers), U64)
 
 
-class BlockTable(Room):
-    """One tier's blocks. Replicas are small ints; hashes and tags are uint64 arrays."""
+class Found:
+    """The numbers of a prompt's leading blocks, as pieces that select them: slices where they are consecutive."""
+
+    __slots__ = ("count", "pieces")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.pieces: list[slice | np.ndarray] = []
+
+    def add(self, piece: slice | np.ndarray, count: int) -> None:
+        self.pieces.append(piece)
+        self.count += count
+
+    def number(self, at: int) -> int:
+        for piece in self.pieces:
+            count = piece.stop - piece.start if isinstance(piece, slice) else len(piece)
+            if at < count:
+                return piece.start + at if isinstance(piece, slice) else int(piece[at])
+            at -= count
+        raise IndexError(at)
+
+
+class Blocks:
+    """One tier's blocks and who holds them; at most `most` of them, for which memory is taken as they come."""
+
+    def __init__(self, most: int):
+        size = most + 1  # none has the number 0
+        self.hashes = zeros(size, U64)  # 0: no block has this number
+        self.sets = zeros(size, np.uint32)
+        self.epochs = zeros(size, np.uint8)  # of each block's last use
+        self.epoch, self._used_in_epoch = 0, 0
+        self.marks_uses = False  # before a table is half full, nothing is evicted soon
+        self.ids = BlockIdAllocator()
+        self.index = Index(1, size.bit_length(), self.hashes)
+        self.holders = HolderSets()
 
     @property
-    def tag_bits(self) -> int:
-        """How wide a fingerprint is, its top bit, which is always set, included."""
-        return 64 - self._number_bits
+    def nbytes(self) -> int:
+        return self.ids.top * BYTES_BESIDE + self.index.nbytes + self.holders.nbytes
 
-    def store(self, slot: int, hashes: np.ndarray, tags: np.ndarray, heads: Heads) -> list[int]:
-        """The replica now holds these blocks, known to it under these tags.
+    def prefix(self, hashes: Sequence[int]) -> Found:
+        """The leading blocks that anyone holds; marks them as used now."""
+        found, piece, number = Found(), PIECE, 0
+        while found.count < len(hashes):
+            wanted = hashes[found.count : found.count + piece]
+            number = number or self.index.at(wanted[0])
+            if not number:
+                break
+            number = self._lead(wanted, u64(wanted), number, found)
+            if not number:
+                break
+            piece = min(found.count, MOST)
+        self._mark_used(found)
+        return found
 
-        The blocks form chains; `heads` has for each chain the index of its first block and
-        the hash of the block before that, 0 if the chain starts a prompt. Gives the indices
-        of those it held already: a further copy of each.
-        """
-        numbers = self._settle(slot, hashes, heads)
-        if numbers is None:
-            self.refused += len(hashes)
-            return []
-        alias = self.aliases[slot]
-        packed = (tags << self._tag_shift) | numbers.view(np.uint64)
-        at = alias.find(tags)
-        if (at >= 0).any() or self._held(slot, numbers).any() or len(distinct(numbers)) < len(numbers):
-            return self._store_again(slot, numbers, packed, at)
-        self._join(slot, numbers)
-        lost = alias.words.take(alias.add(tags, packed)) != packed
-        if lost.any():  # one tag for two blocks: a key given twice, or a clash
-            self._release(slot, numbers[lost])
-        return []
+    def _lead(self, hashes: Sequence[int], wanted: np.ndarray, number: int, found: Found) -> int:
+        """Find the leading blocks of these, run by run; `number` is where the first may be. If all are there, gives where
+        what follows them may be."""
+        at, end, runs, numbers = 0, len(wanted), 0, self.hashes
+        while at < end:
+            if number == len(numbers) or numbers.item(number) != hashes[at]:
+                number = self.index.at(hashes[at])
+                if not number:
+                    return 0
+            there = numbers[number : number + end - at]
+            same = there == wanted[at : at + len(there)]
+            run = len(same) if same.all() else int(same.argmin())
+            found.add(slice(number, number + run), run)
+            at, number, runs = at + run, number + run, runs + 1
+            if runs > 3 and at < SHORT * runs and at < end:
+                rest = self.index.numbers(wanted[at:])
+                known = len(rest) if rest.all() else int((rest == 0).argmax())
+                if known:
+                    found.add(rest[:known], known)
+                return int(rest[-1]) + 1 if known == len(rest) else 0
+        return number
 
-    def _held(self, slot: int, numbers: np.ndarray) -> np.ndarray:
-        return self.holders.has(self.sets.take(numbers), slot)
+    def reach(self, found: Found, slots: int) -> list[int]:
+        """For each of `slots` replicas, how many of these leading blocks it holds in a row."""
+        lengths = [0] * slots
+        mask, whole, held, last, at = self.holders.mask, -1, -1, -1, 0
+        for piece in found.pieces:
+            sets = self.sets[piece]
+            ends = (sets[1:] != sets[:-1]).nonzero()[0] + 1
+            changes = zip((0, *ends.tolist()), (int(sets[0]), *sets[ends].tolist())) if len(ends) else ((0, int(sets[0])),)
+            for end, number in changes:
+                if number == last:
+                    continue
+                last = number
+                if held < 0:
+                    whole = held = mask(number)
+                    continue
+                still = held & mask(number)  # a replica's run ends where it leaves the set
+                if still != held:
+                    lost = held ^ still
+                    if held is whole and 2 * lost.bit_count() > slots:
+                        # a system prompt that all hold: 5 us instead of 40 with 1,024 replicas
+                        lengths = [at + end] * slots
+                        spread(lengths, (1 << slots) - 1 & ~whole, 0)
+                    else:
+                        spread(lengths, lost, at + end)
+                    held = still
+                    if not held:
+                        return lengths
+            at += len(sets)
+        if held > 0:
+            spread(lengths, held, at)
+        return lengths
 
-    def _store_again(self, slot: int, numbers: np.ndarray, packed: np.ndarray, at: np.ndarray) -> list[int]:
-        """`store` where a tag or a block is known already or comes twice: tag by tag. `at`: where the tags are, or -1."""
-        alias, twins = self.aliases[slot], self._twins.setdefault(slot, Counter())
-        known = at >= 0
-        again = known.nonzero()[0][alias.payloads(at[known]) == numbers[known]].tolist()
-        renamed = distinct(at[known])
-        before = alias.payloads(renamed)
-        alias.put(at[known], packed[known])
-        added = np.empty(0, np.int64)
-        if len(again) < len(numbers):
-            added = distinct(alias.add(packed[~known] >> self._tag_shift, packed[~known]))
-        now = alias.payloads(renamed)
-        moved = before != now
-        named = np.concatenate((now[moved], alias.payloads(added)))
-        first = distinct(named[~self._held(slot, named)])
-        if len(first):
-            self._join(slot, first)
-        if len(first) < len(named):
-            beyond = Counter(named.tolist()) - Counter(first.tolist())
-            twins.update(dict(zip(self.hashes[[*beyond]].tolist(), beyond.values())))
-        self._unname(slot, before[moved])
-        self._release(slot, numbers[~self._held(slot, numbers)])  # whose tag went to another block
-        return again
+    def holds(self, slot: int, number: int) -> bool:
+        return bool(self.holders.mask(int(self.sets[number])) >> slot & 1)
 
-    def _unname(self, slot: int, numbers: np.ndarray) -> np.ndarray:
-        """These blocks have an alias less; the replica no longer holds those of which it was the last: gives their hashes."""
-        hashes = self.hashes[numbers]
-        twins = self._twins.get(slot)
-        if twins:
-            last = np.array([not _fewer(twins, block) for block in hashes.tolist()], bool)
-            numbers, hashes = numbers[last], hashes[last]
-        self._release(slot, numbers)
-        return hashes
+    def holders_of(self, hashes: np.ndarray) -> list[int]:
+        """For each block the replicas that hold it, as an int of bits by slot."""
+        sets = self.sets.take(self.index.numbers(hashes)).tolist()
+        masks = {number: self.holders.mask(number) for number in set(sets)}
+        return [masks[number] for number in sets]
 
-    def _settle(self, slot: int, hashes: np.ndarray, heads: Heads) -> np.ndarray | None:
-        """The numbers of these blocks, new ones put in; None if they cannot fit."""
-        if not self._fit(slot, len(hashes)):
-            return None
-        numbers = self.index.numbers(hashes)
-        new = (numbers == 0).nonzero()[0]
-        if len(new):
-            numbers[new] = self._enter(hashes.take(new))
-        ends = [head for head, _ in heads[1:]] + [len(numbers)]
-        for (start, parent), end in zip(heads, ends):
-            self._date(numbers[start:end], parent)
-        self._tick(len(numbers))
-        return numbers
+    # ---- use ----
 
-    def _date(self, chain: np.ndarray, parent: int) -> None:
+    def _mark_used(self, found: Found) -> None:
+        if self.marks_uses:
+            for piece in found.pieces:
+                self.epochs[piece] = self.epoch
+            self.tick(found.count)
+
+    def ages(self, numbers: np.ndarray) -> np.ndarray:
+        return self.epoch - self.epochs[numbers].astype(np.int64) & 0xFF
+
+    def tick(self, used: int) -> None:
+        """Count uses. In each epoch one in 64 of all ages is cut, so that none wraps."""
+        self._used_in_epoch += used
+        if self._used_in_epoch * EPOCHS < self.ids.top:
+            return
+        self._used_in_epoch = 0
+        self.epoch = self.epoch + 1 & 0xFF
+        for start in range(self.epoch % EPOCHS * DATED, self.ids.top, EPOCHS * DATED):
+            piece = slice(start, start + DATED)
+            ages = np.minimum(np.uint8(self.epoch) - self.epochs[piece], np.uint8(OLDEST))
+            self.epochs[piece] = np.uint8(self.epoch) - ages
+
+    def date(self, chain: np.ndarray, parent: int) -> None:
         """A chain counts as used now, but not later than the block before it was."""
         number = 0
         if parent and len(chain):
@@ -108,67 +181,44 @@ class BlockTable(Room):
                 number = self.index.at(parent)
         age = self.epoch - int(self.epochs[number]) & 0xFF if number else 0
         if age:
-            now = self._ages(chain)
+            now = self.ages(chain)
             self.epochs[chain] = self.epoch - np.minimum(now, age) & 0xFF
         else:
             self.epochs[chain] = self.epoch
 
-    def remove(self, slot: int, tags: np.ndarray) -> np.ndarray:
-        """The replica no longer holds these; gives the hashes of those it had."""
-        self._clean()
-        alias = self.aliases[slot]
-        at = alias.find(tags)
-        at = distinct(at[at >= 0])
-        numbers = alias.payloads(at)
-        alias.drop(at)
-        return self._unname(slot, numbers)
+    # ---- blocks come and go ----
 
-    def resolve(self, slot: int, tags: np.ndarray) -> np.ndarray:
-        """The hash of each block the replica holds under these tags, 0 where unknown."""
-        alias = self.aliases[slot]
-        at = alias.find(tags)
-        hashes = self.hashes.take(alias.payloads(at))
-        hashes[at < 0] = 0
-        return hashes
+    def enter(self, hashes: np.ndarray, end: int) -> np.ndarray:
+        """Give numbers below `end` to blocks that are absent; there must be room for them."""
+        numbers = self.ids.take(len(hashes), end)
+        self.hashes[numbers] = hashes
+        known = self.index.insert(hashes, numbers)
+        twins = numbers[known != numbers]
+        if len(twins):
+            self.hashes[twins] = 0
+            self.ids.give(twins)
+        self.epochs[known] = self.epoch - OLDEST & 0xFF
+        return known
 
-    def contents(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes and tags of all the replica holds, those longest unused first."""
-        alias = self.aliases[slot]
-        words = alias.words[alias.words.nonzero()]
-        numbers = (words & self._number_mask).view(np.int64)
-        order = np.argsort(OLDEST * 2 - 1 - self._ages(numbers), kind="stable")
-        return self.hashes[numbers[order]], (words >> self._tag_shift)[order]
+    def join(self, slot: int, numbers: np.ndarray) -> None:
+        """The replica holds these blocks (distinct) from now on."""
+        self.sets[numbers] = self.holders.turn(self.sets.take(numbers), slot, True)
 
-    def differing(self, slot: int, hashes: np.ndarray, tags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What stands between what the replica holds and these: which of these it does not hold, as
-        indices, and the tags it has besides."""
-        alias = self.aliases[slot]
-        at = alias.find(tags)
-        held = self.hashes.take(alias.payloads(at)) == hashes
-        missing = ((at < 0) | ~held).nonzero()[0]
-        besides = alias.words != 0
-        besides[at[at >= 0]] = False
-        return missing, alias.words[besides] >> self._tag_shift
+    def release(self, slot: int, numbers: np.ndarray) -> None:
+        """The replica no longer holds these; those that nobody holds go."""
+        if not len(numbers):
+            return
+        numbers = distinct(numbers)
+        sets = self.sets[numbers] = self.holders.turn(self.sets.take(numbers), slot, False)
+        self.drop(numbers[sets == 0])
 
-    def tags(self, engine_keys: list[int] | list[bytes]) -> np.ndarray:
-        """Engine keys as alias tags: mixed, cut to the fingerprint's width, never 0."""
-        try:
-            keys = u64(engine_keys)
-        except (TypeError, OverflowError):  # bytes, or ints that are signed or longer
-            keys = u64(map(_key, engine_keys))
-        return ((keys * MIX) >> self._tag_shift) | self._tag_top
-
-
-def _fewer(counts: Counter[int], block: int) -> bool:
-    """One alias of the block went; whether there are others."""
-    beyond = counts[block] if block in counts else 0
-    if beyond > 1:
-        counts[block] = beyond - 1
-    elif beyond:
-        del counts[block]
-    return beyond > 0
-
-
-def _key(key: int | bytes) -> int:
-    """An engine key as u64; of a digest the last 8 bytes, as vLLM itself shortens it."""
-    return (int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) & (1 << 64) - 1
+    def drop(self, numbers: np.ndarray) -> None:
+        if not len(numbers):
+            return
+        self.index.remove(numbers)
+        kinds, counts = np.unique(self.sets.take(numbers), return_counts=True)
+        for number, count in zip(kinds.tolist(), counts.tolist()):
+            self.holders.leave(number, count)
+        self.hashes[numbers] = 0
+        self.sets[numbers] = 0
+        self.ids.give(numbers)

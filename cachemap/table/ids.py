@@ -1,4 +1,4 @@
-"""Numbers: which numbers blocks have. Those asked for together are consecutive as far as can be, since `Lookup` walks them."""
+"""BlockIdAllocator: which numbers blocks have. Those asked for together are consecutive as far as can be, since `Blocks` walks them."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ KEPT = 16  # one in 16 may be unused before any is used again: runs that came ba
 SORTED = 1 << 14  # unused numbers put in order at a time: 0.2 ms
 
 
-class Numbers:
+class BlockIdAllocator:
     """Counts from 1. `top` is the first number never used."""
 
     def __init__(self) -> None:

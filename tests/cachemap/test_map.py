@@ -329,11 +329,11 @@ def test_the_budget_is_hard_and_the_ends_of_the_oldest_chains_go(capacity, share
     stats = table.stats()
     assert stats["evicted"] > 1000 and stats["refused"] == 0
     assert max(table.match(conversations[-1], 0.0).held) == len(conversations[-1])
-    for under_way in table._gpu._shedding.values():
+    for under_way in table._gpu.capacity._shedding.values():
         assert all(under_way)
     gone = 0
     for prompt in conversations:
-        present = table._gpu.index.numbers(u64(prompt)) > 0
+        present = table._gpu.blocks.index.numbers(u64(prompt)) > 0
         length = int(present.argmin()) if not present.all() else len(prompt)
         assert not present[length:].any(), "a block outlived the one before it"
         gone += length == 0

@@ -1,4 +1,4 @@
-"""Room: what a block table needs of memory. Growth, and what goes when there is none left, a step with each call.
+"""Capacity: a block table's growth within the budget, and what is evicted when that is used up, a step with each call.
 
 The size is bounded by a byte budget that counts all arrays. When it is reached, what was not used for longest goes,
 replica by replica. No block is younger than its parent, so what goes are the ends of chains.
@@ -9,21 +9,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from cachemap.table.lookup import Found, Lookup
-from cachemap.table.memory import LARGE, give_back, zeros
-from cachemap.table.ids import Numbers
-from cachemap.table.buckets import FILL, U64, Buckets, distinct
+from cachemap.table.blocks import BYTES_BESIDE, OLDEST, Blocks
+from cachemap.table.buckets import FILL, Buckets, distinct
+from cachemap.table.memory import LARGE, give_back
 
-EPOCHS = 64  # to a table full of uses: the finest it can tell apart is 1.6 % of its blocks
-OLDEST = 128  # ages stop here, two tables full of uses; three would wrap in a byte
-DATED = 1 << 12  # blocks whose ages are cut in the same epoch
 SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs more than storing
 SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
 CHUNK = 1 << 15  # places of a replica looked at in a step of shedding
 LEFT = 1 << 11  # blocks of a replica that left, handled in a step: 1 to 4 ms
 JUMP = 8  # times its size a table grows at most, as laying out memory takes time; 4 moves twice as many words on the way to 50 M
 SMALL = 1 << 15  # places that a table may grow to at once
-BYTES_BESIDE = 13  # of a block: hash, set, epoch
 LEAST_BYTES = 29  # of a block with one holder: those, 5.6 in the index, 10.5 its alias
 BYTES_PER_BLOCK = 33  # the same with some slack
 SLACK = 1 << 12  # bytes left for holder sets that come with a call
@@ -38,7 +33,7 @@ class Budget:
 
     def __init__(self, total: int):
         self.total = total
-        self.tables: list[Room] = []
+        self.tables: list[Capacity] = []
 
     @property
     def used(self) -> int:
@@ -49,48 +44,40 @@ class Budget:
         return self.total - self.used
 
 
-class Room(Lookup):
-    """A table that grows and sheds. For each replica, `aliases` translates the engine's own key of a
-    block to the block's number: one word of fingerprint and number."""
+class Capacity:
+    """The memory of one block table, which grows and sheds. For each replica, `aliases` translates the engine's own key
+    of a block to the block's number: one word of fingerprint and number."""
 
     def __init__(self, budget: Budget):
-        super().__init__(min(budget.total // LEAST_BYTES, MOST_BLOCKS))
+        self.blocks = Blocks(min(budget.total // LEAST_BYTES, MOST_BLOCKS))
         self._budget = budget
-        self._numbers = Numbers()
-        self._number_bits = max(NUMBER_BITS, len(self.hashes).bit_length())
-        self._number_mask = U64((1 << self._number_bits) - 1)
-        self._tag_top = U64(1 << (63 - self._number_bits))
-        self._tag_shift = U64(self._number_bits)
+        self.id_bits = max(NUMBER_BITS, len(self.blocks.hashes).bit_length())
         self.aliases: dict[int, Buckets] = {}
         self._alias_bytes = 0
         # A block may have several aliases: older engines do not tell a tenant's salt, an adapter may be loaded again
         # under its name. By replica and block, those beyond the first: it holds the block until the last is removed.
-        self._twins: dict[int, Counter[int]] = {}
+        self.twins: dict[int, Counter[int]] = {}
         self._capacity: dict[int, int] = {}
         self._share = 1.0  # of the capacities, what the budget allows
         self._left: deque[np.ndarray] = deque()  # blocks that replicas had which are gone or were cleared
         self._outgrown: deque[np.ndarray] = deque()  # arrays whose memory is being given back,
         self._given = 0  # and how much of the first is
         self._shedding: dict[int | None, Iterator[bool]] = {}  # passes that are under way
-        self.epochs = zeros(len(self.hashes), np.uint8)  # of each block's last use
-        self.epoch, self._used_in_epoch = 0, 0
-        self.marks_uses = False  # before a table is half full, nothing is evicted soon
         self.evicted = 0
-        self.refused = 0
         budget.tables.append(self)
 
     @property
     def nbytes(self) -> int:
-        return self._numbers.top * BYTES_BESIDE + self.index.nbytes + self.holders.nbytes + self._alias_bytes
+        return self.blocks.nbytes + self._alias_bytes
 
     # ---- replicas ----
 
     def attach(self, slot: int, capacity: int) -> None:
         """Make room for a replica; `capacity` (blocks, 0 if unknown) sizes later growth."""
-        self._set_alias(slot, Buckets(1, self._number_bits))
+        self._set_alias(slot, Buckets(1, self.id_bits))
         self._capacity[slot] = capacity
         self._expect()
-        self.holders.widen(slot + 1)
+        self.blocks.holders.widen(slot + 1)
 
     def detach(self, slot: int) -> None:
         self.clear(slot)
@@ -108,14 +95,14 @@ class Room(Lookup):
         with the next calls."""
         alias = self.aliases[slot]
         numbers = alias.payloads(alias.words.nonzero()[0])
-        self.holders.forget(slot)
-        self._set_alias(slot, Buckets(1, self._number_bits))
-        self._twins.pop(slot, None)
+        self.blocks.holders.forget(slot)
+        self._set_alias(slot, Buckets(1, self.id_bits))
+        self.twins.pop(slot, None)
         for start in range(0, len(numbers), LEFT):
             self._left.append(numbers[start : start + LEFT])
-        self._clean()
+        self.clean()
 
-    def _clean(self) -> None:
+    def clean(self) -> None:
         """The next step of what `clear` and growth left to do."""
         if self._outgrown:
             self._given = give_back(self._outgrown[0], self._given)
@@ -123,9 +110,9 @@ class Room(Lookup):
                 self._outgrown.popleft()
         if self._left:
             numbers = distinct(self._left.popleft())
-            numbers = numbers[self.hashes.take(numbers) != 0]
+            numbers = numbers[self.blocks.hashes.take(numbers) != 0]
             if len(numbers):
-                self._drop(numbers[self.holders.empty(self.sets.take(numbers))])
+                self.blocks.drop(numbers[self.blocks.holders.empty(self.blocks.sets.take(numbers))])
 
     def _set_alias(self, slot: int, alias: Buckets) -> None:
         before = self.aliases.get(slot)
@@ -134,75 +121,15 @@ class Room(Lookup):
             self._retire(before)
         self.aliases[slot] = alias
 
-    # ---- use ----
-
-    def _used(self, found: Found) -> None:
-        if self.marks_uses:
-            for piece in found.pieces:
-                self.epochs[piece] = self.epoch
-            self._tick(found.count)
-
-    def _ages(self, numbers: np.ndarray) -> np.ndarray:
-        return self.epoch - self.epochs[numbers].astype(np.int64) & 0xFF
-
-    def _tick(self, used: int) -> None:
-        """Count uses. In each epoch one in 64 of all ages is cut, so that none wraps."""
-        self._used_in_epoch += used
-        if self._used_in_epoch * EPOCHS < self._numbers.top:
-            return
-        self._used_in_epoch = 0
-        self.epoch = self.epoch + 1 & 0xFF
-        for start in range(self.epoch % EPOCHS * DATED, self._numbers.top, EPOCHS * DATED):
-            piece = slice(start, start + DATED)
-            ages = np.minimum(np.uint8(self.epoch) - self.epochs[piece], np.uint8(OLDEST))
-            self.epochs[piece] = np.uint8(self.epoch) - ages
-
-    # ---- blocks come and go ----
-
-    def _enter(self, hashes: np.ndarray) -> np.ndarray:
-        """Numbers for blocks that are absent; there must be room for them."""
-        numbers = self._numbers.take(len(hashes), self._end())
-        self.hashes[numbers] = hashes
-        known = self.index.insert(hashes, numbers)
-        twins = numbers[known != numbers]
-        if len(twins):
-            self.hashes[twins] = 0
-            self._numbers.give(twins)
-        self.epochs[known] = self.epoch - OLDEST & 0xFF
-        return known
-
-    def _end(self) -> int:
-        """The first number that there is no room for."""
-        return min(len(self.hashes), self._numbers.top + max(self._budget.left - SLACK, 0) // BYTES_BESIDE)
-
-    def _join(self, slot: int, numbers: np.ndarray) -> None:
-        """The replica holds these blocks (distinct) from now on."""
-        self.sets[numbers] = self.holders.turn(self.sets.take(numbers), slot, True)
-
-    def _release(self, slot: int, numbers: np.ndarray) -> None:
-        """The replica no longer holds these; those that nobody holds go."""
-        if not len(numbers):
-            return
-        numbers = distinct(numbers)
-        sets = self.sets[numbers] = self.holders.turn(self.sets.take(numbers), slot, False)
-        self._drop(numbers[sets == 0])
-
-    def _drop(self, numbers: np.ndarray) -> None:
-        if not len(numbers):
-            return
-        self.index.remove(numbers)
-        kinds, counts = np.unique(self.sets.take(numbers), return_counts=True)
-        for number, count in zip(kinds.tolist(), counts.tolist()):
-            self.holders.leave(number, count)
-        self.hashes[numbers] = 0
-        self.sets[numbers] = 0
-        self._numbers.give(numbers)
-
     # ---- growth ----
 
-    def _fit(self, slot: int, more: int) -> bool:
+    def end(self) -> int:
+        """The first number that there is no room for."""
+        return min(len(self.blocks.hashes), self.blocks.ids.top + max(self._budget.left - SLACK, 0) // BYTES_BESIDE)
+
+    def fit(self, slot: int, more: int) -> bool:
         """Make room for so many blocks more of this replica; whether there is."""
-        self._clean()
+        self.clean()
         self._shed_step(slot)
         self._shed_step(None)
         alias = self.aliases[slot]
@@ -210,21 +137,21 @@ class Room(Lookup):
             alias = self._carry_on(slot, alias, more)
         if alias.room < more and not self._widen_alias(slot, alias, more):
             return False
-        index = self.index
+        index = self.blocks.index
         if index.wider is not None:
             self._lead_on(index.go_on(more) if index.room >= more else index.grown())
-        if self.index.room < more:
+        if self.blocks.index.room < more:
             self._widen_index(more)
         left = self._budget.left
-        self.marks_uses = left < self._budget.total / 2
+        self.blocks.marks_uses = left < self._budget.total / 2
         if left >= 0 and self._has_room(more):
             return True
         self._shed(None, lambda: self._has_room(more) and self._budget.left >= 0)
         return self._has_room(more)
 
     def _has_room(self, more: int) -> bool:
-        numbers = self._numbers
-        return self.index.room >= more and (numbers.free >= more or numbers.free + self._end() - numbers.top >= more)
+        numbers = self.blocks.ids
+        return self.blocks.index.room >= more and (numbers.free >= more or numbers.free + self.end() - numbers.top >= more)
 
     def _carry_on(self, slot: int, alias: Buckets, more: int) -> Buckets:
         """The next step of an alias table's growth."""
@@ -251,15 +178,15 @@ class Room(Lookup):
         return True
 
     def _widen_index(self, more: int) -> None:
-        capacity = self._affordable(self.index, more, sum(self._capacity.values()))
+        capacity = self._affordable(self.blocks.index, more, sum(self._capacity.values()))
         if capacity:
-            self.index.widen(capacity)
-            self._lead_on(self.index.go_on(more) if self.index.room >= more else self.index.grown())
+            self.blocks.index.widen(capacity)
+            self._lead_on(self.blocks.index.go_on(more) if self.blocks.index.room >= more else self.blocks.index.grown())
 
     def _lead_on(self, index: Buckets) -> None:
-        if index is not self.index:
-            self._retire(self.index)
-            self.index = index
+        if index is not self.blocks.index:
+            self._retire(self.blocks.index)
+            self.blocks.index = index
 
     def _retire(self, table: Buckets) -> None:
         """Nobody needs it any more. Its memory is given back with later calls: 13 ms at once, of an index of 39 M words."""
@@ -311,40 +238,40 @@ class Room(Lookup):
         """Drop about one block in 8, those not used for longest. Yields after each step. How old those are is told from
         a sample."""
         if slot is None:
-            some = np.arange(1, self._numbers.top, 1 + self._numbers.top // SAMPLE)
-            some = some[self.hashes.take(some) != 0]
+            some = np.arange(1, self.blocks.ids.top, 1 + self.blocks.ids.top // SAMPLE)
+            some = some[self.blocks.hashes.take(some) != 0]
         else:
             alias = self.aliases[slot]
             some = alias.payloads(alias.words[:SAMPLE].nonzero()[0])
         if not len(some):
             return
-        oldest, begun = _nth_oldest(self._ages(some), len(some) // SHED), self.epoch
+        oldest, begun = _nth_oldest(self.blocks.ages(some), len(some) // SHED), self.blocks.epoch
         for one in list(self.aliases) if slot is None else [slot]:
             start = 0
             while one in self.aliases and start < len(self.aliases[one].words):
-                since = self.epoch - begun & 0xFF
+                since = self.blocks.epoch - begun & 0xFF
                 self._shed_piece(one, start, min(oldest + since, OLDEST))
                 start += CHUNK
                 yield True
 
     def _shed_piece(self, slot: int, start: int, oldest: int) -> None:
         """Drop those of a part of a replica's blocks that have this age or more."""
-        alias, before = self.aliases[slot], self.index.count
+        alias, before = self.aliases[slot], self.blocks.index.count
         at = alias.words[start : start + CHUNK].nonzero()[0] + start
         numbers = alias.payloads(at)
         if not len(numbers):
             return
-        gone = self._ages(numbers) >= oldest
+        gone = self.blocks.ages(numbers) >= oldest
         alias.drop(at[gone])
         numbers = numbers[gone]
         self._forget_twins(slot, numbers)
-        self._release(slot, numbers)
-        self.evicted += before - self.index.count
+        self.blocks.release(slot, numbers)
+        self.evicted += before - self.blocks.index.count
 
     def _forget_twins(self, slot: int, numbers: np.ndarray) -> None:
-        twins = self._twins.get(slot)
+        twins = self.twins.get(slot)
         if twins:
-            for block in self.hashes[numbers].tolist():
+            for block in self.blocks.hashes[numbers].tolist():
                 twins.pop(block, None)
 
 

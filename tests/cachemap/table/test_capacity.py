@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemap import CacheMap
-from cachemap.table import buckets, memory, room
+from cachemap.table import buckets, capacity as capacities, memory
 from cachemap.table.holders import HolderSets, spread
-from cachemap.table.ids import Numbers
+from cachemap.table.ids import BlockIdAllocator
 
 from ..test_map import PROMPTS, ReferenceMap, keys
 
@@ -23,26 +23,27 @@ STEPS = st.lists(
 
 @pytest.fixture
 def small_steps(monkeypatch):
-    monkeypatch.setattr(room, "LEFT", 2)
+    monkeypatch.setattr(capacities, "LEFT", 2)
     monkeypatch.setattr(buckets, "STEP", 3)
-    monkeypatch.setattr(room, "SMALL", 8)
+    monkeypatch.setattr(capacities, "SMALL", 8)
 
 
-def sound(lookup):
+def sound(table):
     """Every block once in the index, every set as often as it is used, every number used or free."""
-    used = lookup.hashes.nonzero()[0]
-    assert sorted(lookup.index.numbers(lookup.hashes[used]).tolist()) == used.tolist() and lookup.index.count == len(used)
-    counts = Counter(lookup.sets[used].tolist())
-    assert {number: lookup.holders.uses[number] for number in counts if number} == {n: c for n, c in counts.items() if n}
-    assert not lookup.sets[lookup.hashes == 0].any()
-    assert lookup._numbers.free + len(used) == lookup._numbers.top - 1
-    assert lookup._alias_bytes == sum(alias.nbytes for alias in lookup.aliases.values())
+    blocks = table.blocks
+    used = blocks.hashes.nonzero()[0]
+    assert sorted(blocks.index.numbers(blocks.hashes[used]).tolist()) == used.tolist() and blocks.index.count == len(used)
+    counts = Counter(blocks.sets[used].tolist())
+    assert {number: blocks.holders.uses[number] for number in counts if number} == {n: c for n, c in counts.items() if n}
+    assert not blocks.sets[blocks.hashes == 0].any()
+    assert blocks.ids.free + len(used) == blocks.ids.top - 1
+    assert table.capacity._alias_bytes == sum(alias.nbytes for alias in table.aliases.values())
 
 
 def test_all_memory_that_growth_leaves_behind_is_given_back_piece_by_piece(monkeypatch):
     """Else it goes when its last array does, all at once."""
     monkeypatch.setattr(memory, "LARGE", 4096)
-    monkeypatch.setattr(room, "LARGE", 4096)
+    monkeypatch.setattr(capacities, "LARGE", 4096)
     given, was = {}, memory.give_back
 
     def give_back(array, start):
@@ -51,17 +52,17 @@ def test_all_memory_that_growth_leaves_behind_is_given_back_piece_by_piece(monke
         given[array.ctypes.data] = max(start, further)
         return further
 
-    monkeypatch.setattr(room, "give_back", give_back)
+    monkeypatch.setattr(capacities, "give_back", give_back)
     cache_map = CacheMap(4 * MIB)
     slot = cache_map.attach("r", 60_000, True)
-    lookup, left = cache_map._gpu, []
+    table, left = cache_map._gpu, []
     rng = np.random.default_rng(3)
     for _ in range(100):
-        tables = lookup.index, lookup.aliases[slot]
+        tables = table.blocks.index, table.aliases[slot]
         hashes = rng.integers(1, 1 << 64, 512, np.uint64).tolist()
         cache_map.store(slot, hashes, hashes)
-        left += [array for before, now in zip(tables, (lookup.index, lookup.aliases[slot])) if before is not now for array in before.arrays]
-    while lookup._outgrown:
+        left += [array for before, now in zip(tables, (table.blocks.index, table.aliases[slot])) if before is not now for array in before.arrays]
+    while table.capacity._outgrown:
         cache_map.remove(slot, [1])
     large = [array for array in left if array.nbytes >= 4096]
     assert len(large) == 8 and all(given[array.ctypes.data] >= array.nbytes and not array.any() for array in large)
@@ -93,7 +94,7 @@ def test_a_step_at_a_time_it_equals_a_reference(steps):
         for one in PROMPTS:
             assert cache_map.match(one, 0.0).confirmed == [reference.confirmed(slot, one) for slot in range(3)]
         sound(cache_map._gpu)
-    while cache_map._gpu._left:
+    while cache_map._gpu.capacity._left:
         cache_map.remove(0, [1])
     sound(cache_map._gpu)
     assert cache_map.stats()["blocks"] == len(set().union(*map(reference.held, range(3))))
@@ -101,8 +102,8 @@ def test_a_step_at_a_time_it_equals_a_reference(steps):
 
 @pytest.mark.parametrize("capacity", [None, 30_000])
 def test_it_grows_and_sheds_in_steps_and_stays_sound(capacity, monkeypatch):
-    monkeypatch.setattr(room, "CHUNK", 4096)
-    monkeypatch.setattr(room, "SMALL", 512)
+    monkeypatch.setattr(capacities, "CHUNK", 4096)
+    monkeypatch.setattr(capacities, "SMALL", 512)
     monkeypatch.setattr(buckets, "STEP", 64)
     rng, cache_map = np.random.default_rng(1), CacheMap(MIB)
     slots = [cache_map.attach(f"r{i}", capacity, True) for i in range(3)]
@@ -112,7 +113,7 @@ def test_it_grows_and_sheds_in_steps_and_stays_sound(capacity, monkeypatch):
         for slot in slots[: 1 + number % 2]:
             cache_map.store(slot, chain, keys(slot, chain))
             assert cache_map.match(chain, 0.0).held[slot] == 100
-        grew += cache_map._gpu.index.wider is not None
+        grew += cache_map._gpu.blocks.index.wider is not None
         if number % 100 == 0:
             sound(cache_map._gpu)
             assert cache_map.stats()["bytes"] <= MIB
@@ -149,7 +150,7 @@ def test_spread_sets_what_the_mask_says(slots):
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=40))
 def test_numbers_are_given_once(steps):
-    numbers, out = Numbers(), []
+    numbers, out = BlockIdAllocator(), []
     for taking, count in steps:
         if taking:
             out += numbers.take(count, 1 << 20).tolist()

@@ -1,0 +1,170 @@
+"""BlockTable: which replicas hold which block, in one tier, at about 30 bytes a block.
+
+`Blocks` is what is read and `Capacity` how it grows; here is what engines' events do to them. A removal tells us
+nothing but the engine's own key of a block, hence `aliases`.
+"""
+
+from collections import Counter
+
+import numpy as np
+
+from cachemap.table.blocks import OLDEST, u64
+from cachemap.table.buckets import MIX, U64, distinct
+from cachemap.table.capacity import Budget, Capacity
+
+Heads = list[tuple[int, int]]
+
+
+class BlockTable:
+    """One tier's blocks. Replicas are small ints; hashes and tags are uint64 arrays.
+
+    It is read by its `blocks`, and replicas join, leave and lose all by its `capacity`.
+    """
+
+    def __init__(self, budget: Budget):
+        self.capacity = Capacity(budget)
+        self.blocks = self.capacity.blocks
+        self.aliases = self.capacity.aliases
+        self.refused = 0
+        id_bits = self.capacity.id_bits
+        self._id_mask = U64((1 << id_bits) - 1)
+        self._tag_top = U64(1 << (63 - id_bits))
+        self._tag_shift = U64(id_bits)
+
+    @property
+    def tag_bits(self) -> int:
+        """How wide a fingerprint is, its top bit, which is always set, included."""
+        return 64 - self.capacity.id_bits
+
+    def store(self, slot: int, hashes: np.ndarray, tags: np.ndarray, heads: Heads) -> list[int]:
+        """The replica now holds these blocks, known to it under these tags.
+
+        The blocks form chains; `heads` has for each chain the index of its first block and
+        the hash of the block before that, 0 if the chain starts a prompt. Gives the indices
+        of those it held already: a further copy of each.
+        """
+        numbers = self._settle(slot, hashes, heads)
+        if numbers is None:
+            self.refused += len(hashes)
+            return []
+        alias = self.aliases[slot]
+        packed = (tags << self._tag_shift) | numbers.view(np.uint64)
+        at = alias.find(tags)
+        if (at >= 0).any() or self._held(slot, numbers).any() or len(distinct(numbers)) < len(numbers):
+            return self._store_again(slot, numbers, packed, at)
+        self.blocks.join(slot, numbers)
+        lost = alias.words.take(alias.add(tags, packed)) != packed
+        if lost.any():  # one tag for two blocks: a key given twice, or a clash
+            self.blocks.release(slot, numbers[lost])
+        return []
+
+    def _held(self, slot: int, numbers: np.ndarray) -> np.ndarray:
+        return self.blocks.holders.has(self.blocks.sets.take(numbers), slot)
+
+    def _store_again(self, slot: int, numbers: np.ndarray, packed: np.ndarray, at: np.ndarray) -> list[int]:
+        """`store` where a tag or a block is known already or comes twice: tag by tag. `at`: where the tags are, or -1."""
+        alias, twins = self.aliases[slot], self.capacity.twins.setdefault(slot, Counter())
+        known = at >= 0
+        again = known.nonzero()[0][alias.payloads(at[known]) == numbers[known]].tolist()
+        renamed = distinct(at[known])
+        before = alias.payloads(renamed)
+        alias.put(at[known], packed[known])
+        added = np.empty(0, np.int64)
+        if len(again) < len(numbers):
+            added = distinct(alias.add(packed[~known] >> self._tag_shift, packed[~known]))
+        now = alias.payloads(renamed)
+        moved = before != now
+        named = np.concatenate((now[moved], alias.payloads(added)))
+        first = distinct(named[~self._held(slot, named)])
+        if len(first):
+            self.blocks.join(slot, first)
+        if len(first) < len(named):
+            beyond = Counter(named.tolist()) - Counter(first.tolist())
+            twins.update(dict(zip(self.blocks.hashes[[*beyond]].tolist(), beyond.values())))
+        self._unname(slot, before[moved])
+        self.blocks.release(slot, numbers[~self._held(slot, numbers)])  # whose tag went to another block
+        return again
+
+    def _unname(self, slot: int, numbers: np.ndarray) -> np.ndarray:
+        """These blocks have an alias less; the replica no longer holds those of which it was the last: gives their hashes."""
+        hashes = self.blocks.hashes[numbers]
+        twins = self.capacity.twins.get(slot)
+        if twins:
+            last = np.array([not _fewer(twins, block) for block in hashes.tolist()], bool)
+            numbers, hashes = numbers[last], hashes[last]
+        self.blocks.release(slot, numbers)
+        return hashes
+
+    def _settle(self, slot: int, hashes: np.ndarray, heads: Heads) -> np.ndarray | None:
+        """The numbers of these blocks, new ones put in; None if they cannot fit."""
+        if not self.capacity.fit(slot, len(hashes)):
+            return None
+        numbers = self.blocks.index.numbers(hashes)
+        new = (numbers == 0).nonzero()[0]
+        if len(new):
+            numbers[new] = self.blocks.enter(hashes.take(new), self.capacity.end())
+        ends = [head for head, _ in heads[1:]] + [len(numbers)]
+        for (start, parent), end in zip(heads, ends):
+            self.blocks.date(numbers[start:end], parent)
+        self.blocks.tick(len(numbers))
+        return numbers
+
+    def remove(self, slot: int, tags: np.ndarray) -> np.ndarray:
+        """The replica no longer holds these; gives the hashes of those it had."""
+        self.capacity.clean()
+        alias = self.aliases[slot]
+        at = alias.find(tags)
+        at = distinct(at[at >= 0])
+        numbers = alias.payloads(at)
+        alias.drop(at)
+        return self._unname(slot, numbers)
+
+    def resolve(self, slot: int, tags: np.ndarray) -> np.ndarray:
+        """The hash of each block the replica holds under these tags, 0 where unknown."""
+        alias = self.aliases[slot]
+        at = alias.find(tags)
+        hashes = self.blocks.hashes.take(alias.payloads(at))
+        hashes[at < 0] = 0
+        return hashes
+
+    def contents(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Hashes and tags of all the replica holds, those longest unused first."""
+        alias = self.aliases[slot]
+        words = alias.words[alias.words.nonzero()]
+        numbers = (words & self._id_mask).view(np.int64)
+        order = np.argsort(OLDEST * 2 - 1 - self.blocks.ages(numbers), kind="stable")
+        return self.blocks.hashes[numbers[order]], (words >> self._tag_shift)[order]
+
+    def differing(self, slot: int, hashes: np.ndarray, tags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What stands between what the replica holds and these: which of these it does not hold, as
+        indices, and the tags it has besides."""
+        alias = self.aliases[slot]
+        at = alias.find(tags)
+        held = self.blocks.hashes.take(alias.payloads(at)) == hashes
+        missing = ((at < 0) | ~held).nonzero()[0]
+        besides = alias.words != 0
+        besides[at[at >= 0]] = False
+        return missing, alias.words[besides] >> self._tag_shift
+
+    def tags(self, engine_keys: list[int] | list[bytes]) -> np.ndarray:
+        """Engine keys as alias tags: mixed, cut to the fingerprint's width, never 0."""
+        try:
+            keys = u64(engine_keys)
+        except (TypeError, OverflowError):  # bytes, or ints that are signed or longer
+            keys = u64(map(_key, engine_keys))
+        return ((keys * MIX) >> self._tag_shift) | self._tag_top
+
+
+def _fewer(counts: Counter[int], block: int) -> bool:
+    """One alias of the block went; whether there are others."""
+    beyond = counts[block] if block in counts else 0
+    if beyond > 1:
+        counts[block] = beyond - 1
+    elif beyond:
+        del counts[block]
+    return beyond > 0
+
+
+def _key(key: int | bytes) -> int:
+    """An engine key as u64; of a digest the last 8 bytes, as vLLM itself shortens it."""
+    return (int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) & (1 << 64) - 1

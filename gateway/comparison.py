@@ -86,7 +86,9 @@ class _Engine:
 class TokenizerComparison:
     """Compares each engine once, and keeps the pipeline at what was found."""
 
-    def __init__(self, pipeline: Callable[[], Pipeline]):
+    def __init__(self, pipeline: Callable[[], Pipeline], judged: Callable[[], None] = lambda: None):
+        """`judged` is called after an engine was compared."""
+        self._judged = judged
         self._pipeline = pipeline
         self._engines: dict[str, _Engine] = {}
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by engine
@@ -115,6 +117,13 @@ class TokenizerComparison:
             engine.how, engine.differs = old.how, old.differs
             self._run(self._adopt(pipeline))
         self._comparing[replica.engine] = self._run(self._compare(replica, engine))
+
+    def set_apart(self) -> set[str]:
+        """Engines whose tokens are not those of others that were compared here."""
+        compared = {id: one for id, one in self._engines.items() if one.compared and one.pipeline is self._pipeline()}
+        alike = {one.how for one in compared.values() if not one.differs}
+        in_use = reading.how if (reading := self._pipeline().reading) is not None else ""
+        return {id for id, one in compared.items() if one.differs or one.how != in_use} if in_use in alike else set()
 
     def forget(self, engine: str) -> None:
         """It is gone."""
@@ -162,6 +171,7 @@ class TokenizerComparison:
         else:
             log.info("replica %s makes the gateway's tokens of %d texts (%s)", id, len(answers), verdict.how)
         await self._adopt(pipeline, verdict)
+        self._judged()
 
     async def _answers(self, replica: Replica, texts: list[str]) -> list[Answer]:
         model = next((name for name, parent in replica.models.items() if parent is None), None)

@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 
 from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url, known_urls
-from gateway.model import model_dir
+from gateway.model import folder_here, model_dir
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
 from gateway.redis_check import redis_findings
@@ -109,22 +109,32 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
             yield finding
         if not urls and not refuses:
             yield _no_replicas(settings)
-        pipeline, served, directory = None, "", None
-        if replicas or settings.model or settings.launch or not (running or refuses):  # else the gateway knows the model, and we do not
-            served, directory, finding = _model(settings, [facts for _, facts in replicas])
-            yield finding
-        if directory:
-            pipeline, findings = _prompt_room(settings, directory, served, [facts for _, facts in replicas])
-            for finding in findings:
-                yield finding
+        groups = _by_model(replicas)
+        if not groups and (settings.model or settings.launch or not (running or refuses)):  # else the gateway knows the model, and we do not
+            groups = [[]]
         if replicas:
             yield _models(replicas)
-            yield _block_size(settings, replicas)
             yield await _clock(ways)
-        for address, facts in replicas:
-            for replica in described(address, facts):
-                async for finding in trials(Trial(settings, ways[address.id].session, pipeline, served, replica, _problems(address, facts))):
+        for group in groups:
+            served, directory, finding = _model(settings, [facts for _, facts in group], len(groups) > 1)
+            yield finding
+            pipeline = None
+            if directory:
+                pipeline, findings = _prompt_room(settings, directory, served, [facts for _, facts in group])
+                for finding in findings:
                     yield finding
+            if group:
+                yield _block_size(settings, group)
+                yield _context(group)
+            for address, facts in group:
+                if pipeline is not None:  # a variant's own
+                    pipeline.block_size = settings.block_size or facts.block_size or pipeline.block_size
+                    pipeline.follow(facts.dialect.version_quirks(facts.version))
+                for replica in described(address, facts):
+                    async for finding in trials(Trial(settings, ways[address.id].session, pipeline, served, replica, _problems(address, facts))):
+                        yield finding
+        for finding in _variants(running):
+            yield finding
 
 
 # --- this machine
@@ -234,8 +244,24 @@ def _no_replicas(settings: Settings) -> Finding:
 # --- the model's tokenizer and template
 
 
-def _model(settings: Settings, facts: list[Facts]) -> tuple[str, Path | None, Finding]:
+def _by_model(replicas: list[tuple[Address, Facts]]) -> list[list[tuple[Address, Facts]]]:
+    """Replicas that serve the same base model, in groups."""
+    groups: list[tuple[set[str], list[tuple[Address, Facts]]]] = []
+    for address, facts in replicas:
+        names = {name for name, parent in facts.models.items() if parent is None}
+        group = next((one for one in groups if one[0] & names or one[0] == names), None)
+        if group is None:
+            groups.append((set(names), [(address, facts)]))
+        else:
+            group[0].update(names)
+            group[1].append((address, facts))
+    return [members for _, members in groups]
+
+
+def _model(settings: Settings, facts: list[Facts], one_of_several: bool = False) -> tuple[str, Path | None, Finding]:
     """(name the replicas serve it by, its folder, what to say)."""
+    if one_of_several and settings.model and (here := next((one.root for one in facts if folder_here(one.root)), None)):
+        settings = settings.model_copy(update={"model": here})  # as the gateway does with models that --model is not for
     names = [name for one in facts for name, parent in one.models.items() if parent is None]
     simulated = settings.launch and settings.profile == "sim"
     wanted = settings.model or (names[0] if names else "sim" if simulated else None)
@@ -358,12 +384,35 @@ def _block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) -> Fi
         return Finding("fail", "block size", f"set to {settings.block_size}, but the replicas say {sizes}: no block would ever match",
                        "leave --block-size out; it is learned from the replicas")  # fmt: skip
     if len(set(sizes.values())) > 1:
-        return Finding("fail", "block size", f"differs between replicas: {sizes}", "start them all with the same --block-size")
+        return Finding("warn", "block size", f"differs between replicas of one model: {sizes}. They are variants, and each prompt is prepared for both",
+                       "start them all with the same --block-size; of more than two variants the rest is chosen by load alone")  # fmt: skip
     if sizes:
         return Finding("ok", "block size", f"{next(iter(sizes.values()))} tokens on {'every replica' if len(sizes) == len(replicas) else ', '.join(sizes)}")
     if settings.block_size:
         return Finding("ok", "block size", f"{settings.block_size} tokens, as set; the replicas do not tell")
     return Finding("warn", "block size", "no replica tells it, so the usual 16 is assumed", "give --block-size as the engines were started with")
+
+
+def _context(replicas: list[tuple[Address, Facts]]) -> Finding:
+    lengths = {address.id: facts.max_model_len for address, facts in replicas if facts.max_model_len}
+    names = ", ".join(sorted({name for _, facts in replicas for name, parent in facts.models.items() if parent is None})) or "the model"
+    if not lengths:
+        return Finding("ok", "context", f"no replica of {names} tells its length; prompts are not checked for it")
+    if len(set(lengths.values())) > 1:
+        return Finding("warn", "context", f"differs between replicas of {names}: {lengths}. Longer prompts go only to those that have room",
+                       "start them all with the same --max-model-len if that is not meant")  # fmt: skip
+    return Finding("ok", "context", f"{next(iter(lengths.values()))} tokens on every replica of {names}")
+
+
+def _variants(running: dict[str, Any] | None) -> Iterator[Finding]:
+    """What the running gateway tells apart: more than a look from here shows, since it knows what each engine was started from."""
+    spaces = [space for space in (running or {}).get("spaces", []) if space["variants"] > 1]
+    for name in sorted({name for space in spaces for name in space["models"]}):
+        told = [f"{', '.join(one['replicas'])} (blocks of {one['block_size']}, {one['directory'] or 'no files'}, version {', '.join(one['versions']) or 'unknown'})"
+                for one in spaces if name in one["models"]]  # fmt: skip
+        more = "; prompts are prepared for two of them, the replicas of the others are chosen by load alone" if len(told) > 2 else ""
+        yield Finding("warn", f"variants {name}"[:60], f"the gateway tells {len(told)} apart: {' | '.join(told)}{more}",
+                      "nothing to mend during an upgrade; restart the engines that are behind so that all are alike")  # fmt: skip
 
 
 async def _clock(ways: dict[str, Access]) -> Finding:

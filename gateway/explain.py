@@ -171,6 +171,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     """Work out the decision without a gateway. Raises ConfigError and PromptError."""
     from cachemap import CacheMap
     from gateway.dispatch.dispatcher import demand_of
+    from gateway.prompt.named import named_model
     from gateway.prompt.pipeline import Pipeline
     from replicas.access import Access
     from replicas.adopt import described
@@ -189,12 +190,19 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     if not up:
         raise ConfigError("no replica answers, so there is nothing to choose from. Start one, or correct --replica-url")
 
+    # Of several models, only the one that is asked for.
+    asked = named_model("application/json", body)
+    if any(asked in one.models for one in up):
+        for one in up:
+            if not one.serves(asked):
+                print(f"left out: {one.id}: serves {', '.join(one.models)}, not {asked}", file=sys.stderr)
+        up = [one for one in up if one.serves(asked)]
     served = settings.served_model_name or next((name for one in up for name, parent in one.models.items() if parent is None), None)
     size = settings.block_size or next((one.block_size for one in up if one.block_size), 16)
     adapters = {name for one in up for name, parent in one.models.items() if parent}
     known_as = (settings.model,) if settings.model else (*(one.root for one in up), served)
     pipeline = Pipeline(model_dir(*known_as), served or "model", size, chat_template=settings.chat_template)
-    pipeline.max_model_len = next((one.max_model_len for one in up if one.max_model_len), None)
+    pipeline.max_model_len = max((one.max_model_len or 0 for one in up), default=0) or None
     pipeline.follow(next((one.version_quirks for one in up if one.version), {}))
     prompt = pipeline.prepare(path, body, {}, adapters)
     for one in up:

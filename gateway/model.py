@@ -32,6 +32,14 @@ def model_dir(*names: str | None) -> Path:
     raise ConfigError(". ".join(wrong))
 
 
+def folder_here(root: str | None) -> Path | None:
+    """The folder that an engine names as its model's, if it is here too. Only a whole path: a bare name may be a folder here by chance."""
+    if not root or "/" not in root or not Path(root).is_absolute():
+        return None
+    path = Path(root)
+    return path if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "config.json")) else None
+
+
 def launch_profile(settings: Settings) -> LaunchProfile | None:
     """How engines are launched; None where none are."""
     if not settings.launch:

@@ -22,7 +22,7 @@ from replicas import Replica, State
 
 from .comparison import TokenizerComparison
 from .config import ConfigError, Settings
-from .model import model_dir
+from .model import folder_here, model_dir
 from .prompt import Prompt
 from .prompt.fields import parse
 from .prompt.model import ModelError, contents
@@ -88,18 +88,19 @@ class Member:
     space: ModelSpace | None = None
     source: Source | None = None  # what it was started from does not change with what is on the disk later
     context: int | None = None  # the longest prompt in tokens
+    set_apart: bool = False  # its engine makes other tokens of the same files than others do, so its prompts are matched as text
 
 
 class ModelSpace:
     """A model, or one variant of it: how its prompts are made, and the replicas that take them so."""
 
-    def __init__(self, number: int, kind: Kind, pipeline: Pipeline, costs: CostGroup):
+    def __init__(self, number: int, kind: Kind, pipeline: Pipeline, costs: CostGroup, judged: Callable[[ModelSpace], None]):
         self.number, self.kind, self.costs = number, kind, costs
         self.names: set[str] = set()  # under which its replicas serve the base model
         self.members: dict[str, Member] = {}
         self.loading: asyncio.Task[None] | None = None
         self.use(pipeline)
-        self.comparison = TokenizerComparison(lambda: self.pipeline)
+        self.comparison = TokenizerComparison(lambda: self.pipeline, lambda: judged(self))
 
     @property
     def name(self) -> str:
@@ -138,8 +139,8 @@ class Models:
         self._finding: dict[tuple[str | None, str], asyncio.Task[None]] = {}
         first = new_pipeline(settings, directory, name)
         kind = Kind(self._read(directory), first.block_size, VersionQuirks())
-        self.spaces = [ModelSpace(next(self._numbers), kind, first, self._costs)]
-        self._said: set[tuple[int, ...]] = set()
+        self.spaces = [ModelSpace(next(self._numbers), kind, first, self._costs, self._judged)]
+        self._said: frozenset[Kind] = frozenset()
         self.refresh()
 
     @classmethod
@@ -203,7 +204,7 @@ class Models:
         if member is None:
             member = self.members[replica.id] = Member(replica, replica.incarnation)
         elif member.incarnation != replica.incarnation:
-            member.incarnation, member.source, member.context = replica.incarnation, None, None
+            member.incarnation, member.source, member.context, member.set_apart = replica.incarnation, None, None, False
         member.context = replica.max_model_len or member.context
         kind, names = self._kind(member), _base_names(replica)
         space = member.space
@@ -230,12 +231,23 @@ class Models:
         for space in self.spaces:
             space.comparison.stop()
 
+    def _judged(self, space: ModelSpace) -> None:
+        """Engines that make other tokens than the rest of their space are a variant of their own: the rest stays exact."""
+        engines = space.comparison.set_apart()
+        moving = [one for one in space.members.values() if one.replica.engine in engines]
+        for member in moving:
+            member.set_apart = True
+        for member in moving:
+            self.adopt(member.replica)
+        if moving:
+            self.on_change()
+
     def _kind(self, member: Member) -> Kind:
         replica, space = member.replica, member.space
         if member.source is None:
             member.source = self._read(self._directory(replica))
         size = self._settings.block_size or replica.block_size or (space.kind.block_size if space else DEFAULT_BLOCK_SIZE)
-        return Kind(member.source, size, VersionQuirks.of(replica.version_quirks) if replica.version or space is None else space.kind.quirks)
+        return Kind(None if member.set_apart else member.source, size, VersionQuirks.of(replica.version_quirks) if replica.version or space is None else space.kind.quirks)
 
     def _space_for(self, member: Member, kind: Kind, names: set[str]) -> ModelSpace:
         """An existing space of that kind, or its own or an empty one made to be, or a new one."""
@@ -253,6 +265,8 @@ class Models:
             self._leave(member)
         space.members[member.replica.id], member.space = member, space
         space.names |= names
+        if space.loading is not None:
+            member.replica.tokenizer = "not compared yet"
         self._drop_empty()
         self._say(space)
         self.moved(member.replica, space)
@@ -267,7 +281,7 @@ class Models:
             self._load(space)
 
     def _new_space(self, kind: Kind, names: set[str]) -> ModelSpace:
-        space = ModelSpace(next(self._numbers), kind, new_pipeline(self._settings, None, self._name), CostGroup())
+        space = ModelSpace(next(self._numbers), kind, new_pipeline(self._settings, None, self._name), CostGroup(), self._judged)
         space.names = set(names)
         self.spaces.append(space)
         self._load(space)
@@ -300,12 +314,12 @@ class Models:
                     space.loading.cancel()
 
     def _say(self, space: ModelSpace) -> None:
-        """Variants, each combination once."""
+        """The variants of a model, when they change."""
         variants = [one for one in self.spaces if one.members and one.names & space.names]
-        numbers = tuple(one.number for one in variants)
-        if len(variants) < 2 or numbers in self._said:
+        kinds = frozenset(one.kind for one in variants)
+        if len(variants) < 2 or kinds == self._said:
             return
-        self._said.add(numbers)
+        self._said = kinds
         first, *others = variants
         for other in others:
             log.warning("model %s: replicas %s are a variant: %s", space.name, ", ".join(other.members), other.kind.differences(first.kind))
@@ -322,12 +336,12 @@ class Models:
         if self.directory is not None:
             if not replica.models or self._is_owner(replica, names):
                 return self.directory
-            here = _folder_here(replica.root)
+            here = folder_here(replica.root)
             return here if here is not None else self.directory  # which the comparison with the engine may prove wrong
         if not replica.models:
             return None
         asked = replica.root, min(names, default="")
-        if asked not in self._found and (here := _folder_here(replica.root)) is not None:
+        if asked not in self._found and (here := folder_here(replica.root)) is not None:
             self._found[asked] = here
             log.info("tokenizer and chat template of %s from %s", asked[1], here)
         if asked not in self._found and asked not in self._finding:
@@ -464,13 +478,5 @@ def _has_no_other(space: ModelSpace, member: Member) -> bool:
     return all(one.replica.engine == engine or one.incarnation != one.replica.incarnation for one in space.members.values())
 
 
-def _folder_here(root: str | None) -> Path | None:
-    """Only a path with its folders: a bare name may be a folder here by chance."""
-    if not root or "/" not in root or not Path(root).is_absolute():
-        return None
-    path = Path(root)
-    return path if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "config.json")) else None
-
-
 def _same_folder(root: str | None, directory: Path) -> bool:
-    return _folder_here(root) is not None and Path(root).resolve() == directory.resolve()
+    return folder_here(root) is not None and Path(root).resolve() == directory.resolve()

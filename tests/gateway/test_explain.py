@@ -11,7 +11,7 @@ from gateway import cli, explain
 from gateway.config import ConfigError, Settings
 from gateway.model import model_dir
 from gateway.prompt import Prompt, PromptError
-from policies import Candidate, Choice, CostGroup, Demand, Load, make
+from policies import Asked, Candidate, Choice, CostGroup, Demand, Load, make
 from replicas.simulated.model import sim_model_dir
 
 CHAT = b'{"model": "sim", "messages": [{"role": "user", "content": "' + b"a story about the sea " * 40 + b'"}]}'
@@ -31,7 +31,8 @@ def decision(policy="least_time"):
     ]
     demand = Demand(tokens, 16, 77)
     prompt = Prompt("/v1/chat/completions", "sim", tokens=tokens, hashes=list(range(62)), rendered_chars=4321)
-    return explain.describe(policy, prompt, demand, candidates, make(policy).choose(demand, candidates, explain=True))
+    choice = make(policy).choose(demand, candidates, explain=True)
+    return explain.describe(policy, prompt, Asked(demand, candidates, choice, candidates[choice.index].overlap))
 
 
 def test_terms_add_up_and_the_holder_is_chosen():
@@ -64,7 +65,7 @@ def test_policies_that_weigh_no_seconds_show_no_seconds():
 
 def test_a_prompt_that_was_not_read_says_so():
     demand, candidates = Demand(0), [Candidate("a:1", 0, Load(), CostGroup().add("a:1"))]
-    told = explain.describe("random", Prompt("/v1/audio", "", mode="load", note="unknown path"), demand, candidates, Choice(0, "only one"))
+    told = explain.describe("random", Prompt("/v1/audio", "", mode="load", note="unknown path"), Asked(demand, candidates, Choice(0, "only one"), 0))
     text = explain.show(told)
     assert "not read: this request goes where the load is least" in text and "note     unknown path" in text
 

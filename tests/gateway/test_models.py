@@ -170,7 +170,7 @@ async def test_variants_of_one_model_are_each_predicted_exactly(start_engine, tm
         port = first.port
         first.stop()
         again = start_engine(*flags, "--port", str(port)).wait()
-        await gateway.until(lambda status: len(status["spaces"]) == 2 and any("as they are now" in line.decode() for line in gateway.log))
+        await gateway.until(lambda _: any(b"the files in" in line for line in gateway.log))
         await compared(gateway, 2)
         assert again.port == port
         anew = await each(2)
@@ -178,3 +178,18 @@ async def test_variants_of_one_model_are_each_predicted_exactly(start_engine, tm
         page = (await gateway.admin.get("/metrics")).text
         assert counted(page, "hitherto_predictions_total", outcome="over") == 0
         assert set((await gateway.status())["totals"]["prompts"]) == {"exact"}
+
+
+async def test_an_engine_with_another_tokenizer_does_not_make_the_others_inexact(start_engine, other):
+    """As with vLLM's --tokenizer, which nothing tells: the same name, and other tokens than the rest."""
+    good, odd = start_engine(), start_engine("--model", other, "--served-model-name", "sim")
+    async with running("--model", str(sim_model_dir()), "--replica-url", good.wait().url, odd.wait().url, "--policy", "round_robin") as gateway:
+        status = await gateway.until(lambda status: len(status["spaces"]) == 2 and all("not compared" not in one["tokenizer"] for one in status["replicas"]))
+        assert sorted(one["tokenizer"].partition(":")[0].partition(",")[0] for one in status["replicas"]) == ["differs", "the gateway's"]
+        for _ in range(50):
+            reply = await gateway.chat([{"role": "user", "content": PROSE * 20}])
+            if reply.headers["x-hitherto-replica"] == f"127.0.0.1:{good.port}" and int(reply.headers["x-hitherto-cached-tokens"]) > 200:
+                break
+        else:
+            raise AssertionError("the replica with the gateway's tokenizer is never predicted to hold anything")
+        assert {"exact", "text"} <= set((await gateway.status())["totals"]["prompts"])

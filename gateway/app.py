@@ -173,7 +173,7 @@ class Gateway:
             self.fleet.look(replica)
         elif fault == UNCONFIRMED:
             self.fleet.unconfirmed(replica)
-        elif fault != "status 503":  # "full, try another": load, not illness
+        elif fault not in ("status 503", "status 429"):  # "full, try another": load, not illness
             self.fleet.failed(replica, _FAULTS.get(fault, "5xx"))
 
     def _replica_changed(self, replica: Replica, old: State, new: State) -> None:

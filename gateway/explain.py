@@ -245,7 +245,8 @@ async def _replay(cachemap: Any, slot: int, replica: Any, served: str, size: int
     )  # fmt: skip
     task = asyncio.create_task(intake.run())
     try:
-        await asyncio.wait_for(live.wait(), REPLAY_SECONDS)
+        async with asyncio.timeout(REPLAY_SECONDS):
+            await live.wait()
     except TimeoutError:
         print(f"the KV events at {source.replay} did not come within {REPLAY_SECONDS:g} s", file=sys.stderr)
     finally:

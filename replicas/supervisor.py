@@ -134,7 +134,8 @@ class Supervisor:
             again = f" ({in_vain} starts in a row failed)" if in_vain > 1 else ""
             self._on_exit(f"{reason}; next start in {wait:.1f} s{again}")
             try:
-                await asyncio.wait_for(self._stopping.wait(), wait)
+                async with asyncio.timeout(wait):
+                    await self._stopping.wait()
             except TimeoutError:
                 continue
 

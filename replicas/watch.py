@@ -98,7 +98,9 @@ class Watch:
     async def _pause(self) -> None:
         if not self._nudged.is_set():
             try:
-                await asyncio.wait_for(self._nudged.wait(), self._interval() * random.uniform(0.8, 1.2))
+                # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the event.
+                async with asyncio.timeout(self._interval() * random.uniform(0.8, 1.2)):
+                    await self._nudged.wait()
             except TimeoutError:
                 return
         self._nudged.clear()

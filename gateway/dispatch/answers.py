@@ -54,14 +54,14 @@ _KEEPS_ALIVE = re.compile(rb"(?:^|\n)(?::|event: ping)")
 
 # Statuses that a server which is no inference engine gives to a prompt. Others (401, 413, 429, 502) may come from a proxy
 # before an engine, in whatever format it has.
-FOREIGN_STATUSES = frozenset((200, 301, 302, 303, 307, 308, 404, 405, 501))
+FOREIGN_STATUSES = frozenset((200, 404, 405, 501))
 # Embeddings can be asked for as raw numbers.
 _TYPES = (b"text/event-stream", b"application/json", b"application/octet-stream", b"multipart/")
 
 
 def foreign_head(status: int, content_type: bytes) -> bool:
     """Whether no engine answers a prompt with this head. Without a content type its body decides."""
-    return status in FOREIGN_STATUSES and bool(content_type) and not content_type.startswith(_TYPES)
+    return 200 < status < 400 or status in FOREIGN_STATUSES and bool(content_type) and not content_type.startswith(_TYPES)
 
 
 class Sight(Enum):

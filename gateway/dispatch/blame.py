@@ -7,6 +7,9 @@ raises. The next replica's answer tells:
   it refuses the request (400, 413, 422) the request is at fault
   it fails the request in the same way   the request is at fault, so it counts against neither and no third is asked
 
+So it is with 401, 403, 404 and 429: a client's key or model may be wrong, and the replica's own may be, or a proxy before it
+has had enough. A replica that refuses all it is asked within a millisecond would else look idle and get everything.
+
 Where nobody else could be asked, nothing is known, and nothing counts against the replica. Each such failure is told
 to the replica's watcher, which asks the engine something of its own after a few (`replicas.health`, rule 6).
 
@@ -25,6 +28,8 @@ MOST_AGREED = 3
 REFUSALS = frozenset((400, 413, 422))
 # Failures that an engine answers with. Other 5xx come from a proxy before it, or mean that it is full.
 SAME = frozenset(("status 500", "error answer"))
+DOUBTFUL = frozenset((401, 403, 404, 429))
+REFUSED_ALIKE = frozenset(f"status {status}" for status in DOUBTFUL)
 
 
 class Suspicion(NamedTuple):
@@ -55,7 +60,11 @@ class Record:
 def agree(suspicions: Sequence[Suspicion]) -> bool:
     """Whether the last one says of the request what another engine has said."""
     *before, last = suspicions
-    return last.kind in SAME and any(one.kind in SAME and one.engine != last.engine for one in before)
+    return any(one.engine != last.engine and _alike(one.kind, last.kind) for one in before)
+
+
+def _alike(one: str, other: str) -> bool:
+    return (one in SAME and other in SAME) or (one in REFUSED_ALIKE and one == other)
 
 
 def settled(suspicions: Sequence[Suspicion]) -> bool:

@@ -16,7 +16,7 @@ from ..wire.downstream import Downstream
 from ..wire.http import Request
 from ..wire.upstream import Head, Upstream, UpstreamError
 from .answers import Sight, begins, error_status, foreign_head, keeps_alive, look
-from .blame import Suspicion, agree, settled
+from .blame import DOUBTFUL, REFUSED_ALIKE, Suspicion, agree, settled
 from .errors import JSON, error_body, error_event
 from .heads import request_head, response_lines
 from .states import TRANSITIONS, Action, Event, State
@@ -36,7 +36,7 @@ MAY_BE_OURS = frozenset((400, 404, 413, 415, 422, 431))
 ERROR_ANSWER, FOREIGN_ANSWER = "error answer", "foreign answer"
 # Failures after which nothing was computed: nobody took the request, a full one said that another should, or its answer
 # began with the failure.
-REFUSED = frozenset(("connect", "elsewhere", "status 503", ERROR_ANSWER, FOREIGN_ANSWER))
+REFUSED = REFUSED_ALIKE | {"connect", "elsewhere", "status 503", ERROR_ANSWER, FOREIGN_ANSWER}
 # Failures that show a replica going down, or hanging, with the request in its hands ...
 LOSSES = frozenset(("closed", "protocol", "hung"))
 # ... after which no other replica is risked. One may be a coincidence.
@@ -209,7 +209,7 @@ class Life:
         self.streams = content_type.startswith(b"text/event-stream")
         if self.prompt is not None and not self.streams and foreign_head(status, content_type):
             self._foreign(f"answered {status} with {content_type.decode('latin-1')[:100]}")
-        elif status in RETRYABLE and self._unsettled(f"status {status}"):
+        elif (status in RETRYABLE or (status in DOUBTFUL and self.prompt is not None and self.response is None)) and self._unsettled(f"status {status}"):
             self.advance(Event.UNWELL, UpstreamError(f"status {status}", f"answered {status}"))
         elif status == 404 and self.response is not None and self.dispatcher.may_be_elsewhere(self):
             self.advance(Event.UNWELL, UpstreamError("elsewhere", "answered 404"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from policies import hittable
 
 from .answers import error_status, speaks_api
-from .blame import REFUSALS, SAME, Suspicion, agree
+from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, Suspicion, agree
 from .drift import TOLERATED
 from .life import ERROR_ANSWER, FOREIGN_ANSWER, RETRYABLE, TAIL, TAIL_BYTES, Failure, Life
 from .together import Together
@@ -62,7 +62,8 @@ class Outcomes:
         life.suspicions += (Suspicion(backend.id, backend.replica.engine, kind, backend.record.is_witness(answered)),)
         if kind != FULL and not backend.gone:
             backend.record.failed(answered)
-            self._dispatcher.on_traffic(backend.id, UNCONFIRMED)
+            if kind not in REFUSED_ALIKE:  # a client's key may be wrong: no reason to look whether the engine computes
+                self._dispatcher.on_traffic(backend.id, UNCONFIRMED)
 
     def _decide(self, life: Life) -> None:
         """Another replica has answered the request, or refused it, so whose fault the errors before were is known."""
@@ -82,7 +83,7 @@ class Outcomes:
     def _count(self, suspicions: Sequence[Suspicion], agreed: bool) -> None:
         for one in suspicions:
             if one.replica in self._dispatcher.backends:
-                self.metrics.upstream_errors.inc(one.replica, REQUEST if agreed and one.kind in SAME else one.kind)
+                self.metrics.upstream_errors.inc(one.replica, REQUEST if agreed and one.kind in SAME | REFUSED_ALIKE else one.kind)
 
     def turned_away(self, failure: Failure) -> None:
         """No replica was asked."""
@@ -91,7 +92,7 @@ class Outcomes:
 
     def first_byte(self, life: Life | Decided) -> None:
         backend = life.backend
-        if life.status >= 500 or life.fault >= 500:
+        if life.status >= 500 or life.fault >= 500 or (life.status in DOUBTFUL and life.suspicions):
             if life.status >= 500 and life.status not in RETRYABLE:
                 self.suspect(life, "status 5xx")
             self.undecided(life)

@@ -44,7 +44,7 @@ PLAIN = re.compile(r'[^"\\\n]*').fullmatch  # a label value that is written as i
 # The values of labels that several metrics have.
 APIS = (*PROMPT_PATHS.values(), "other")
 STATUSES = ("2xx", "3xx", "4xx", "5xx", "aborted", "cut")
-STATUS_FAULTS = ("status 500", "status 502", "status 503", "status 504")
+STATUS_FAULTS = ("status 401", "status 403", "status 404", "status 429", "status 500", "status 502", "status 503", "status 504")
 CONNECTION_FAULTS = ("connect", "closed", "protocol", "hung", "aborted")
 ANSWER_FAULTS = ("error answer", "foreign answer")  # an error behind a status 200; what no engine wrote
 REPLICA: Collection[str] = ()  # known to the process, as they come and go

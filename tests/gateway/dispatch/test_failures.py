@@ -46,6 +46,39 @@ async def test_an_unwell_replica_is_passed_over(status):
         await eventually(s.idle)
 
 
+@pytest.mark.parametrize("status", [b"401 Unauthorized", b"403 Forbidden", b"404 Not Found", b"429 Too Many Requests"])
+async def test_a_replica_that_refuses_what_another_one_answers_is_passed_over_and_held_to_account(status):
+    """It takes no time, so the replica would look idle and get everything."""
+    async with stack(answers(b'{"error": "no"}', status), answers()) as s:
+        talk, kind = await s.talk(), f"status {int(status[:3])}"
+        for _ in range(6):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, ANSWER)
+        await eventually(s.idle)
+        assert s.faults and set(s.faults) == {kind} and not s.unconfirmed
+
+
+@pytest.mark.parametrize("status", [b"401 Unauthorized", b"429 Too Many Requests"])
+async def test_what_all_replicas_refuse_alike_is_held_against_none(status):
+    async with stack(*[answers(b'{"error": "no"}', status)] * 3) as s:
+        talk = await s.talk()
+        for _ in range(6):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (int(status[:3]), b'{"error": "no"}')
+        await eventually(s.idle)
+        assert not s.faults and not s.unconfirmed and s.metrics.retries.total() <= 12
+
+
+@pytest.mark.parametrize("status", [b"204 No Content", b"206 Partial Content", b"302 Found"])
+async def test_no_engine_answers_a_prompt_with_another_success_than_200(status):
+    async with stack(answers(b"" if status.startswith(b"204") else b"{}", status), answers()) as s:
+        talk = await s.talk()
+        for _ in range(4):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, ANSWER)
+        assert "foreign answer" in s.faults
+
+
 def held(s) -> list[int]:
     """Blocks of LONG that each replica is taken to hold."""
     hashes = s.dispatcher.models.pipelines[0].prepare("/v1/chat/completions", LONG).hashes

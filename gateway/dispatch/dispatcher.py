@@ -348,8 +348,16 @@ class Dispatcher:
 
     def waited(self, replica: str, now: float) -> float:
         """Seconds since the oldest prompt there that has no answer was sent."""
-        sent = (life.sent_at for life in self.lives if life.unanswered and life.prompt is not None and life.backend.id == replica)
-        return now - min(sent, default=now)
+        return now - self.oldest_unanswered().get(replica, now)
+
+    def oldest_unanswered(self) -> dict[str, float]:
+        """When the oldest prompt that has no answer was sent, by replica; in one pass over all requests."""
+        oldest: dict[str, float] = {}
+        for life in self.lives:
+            if life.unanswered and life.prompt is not None:
+                id = life.backend.id
+                oldest[id] = min(life.sent_at, oldest.get(id, life.sent_at))
+        return oldest
 
     def has_attempts(self, life: Life) -> bool:
         return len(life.tried) <= self.retries

@@ -37,16 +37,16 @@ class Answer(NamedTuple):
 
 
 class Member:
-    """`live` while it listens; `told` once it knows the replicas that there are; `heard` is when it last said something; `loads` is what it has on replicas: how many requests, and for how
-    long the oldest prompt has had no answer."""
+    """`live` while it listens; `told` once it knows the replicas that there are; `silent` is how often the supervisor has looked since its
+    last message; `loads` is what it has on replicas: how many requests, and for how long the oldest prompt has had no answer."""
 
     def __init__(self, index: int, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: Path):
         self.index, self.process = index, process
         self._reader, self._writer = reader, writer
-        self.begun = self.heard = monotonic()
+        self.begun = monotonic()
         self.live = self.told = False
         self.loads: dict[str, tuple[int, float]] = {}
-        self.beats = 0
+        self.silent = self.beats = 0
         self.admin = aiohttp.ClientSession("http://worker", connector=aiohttp.UnixConnector(str(path)), auto_decompress=False)
         self._said: set[str] = set()
         self._wrong = ""
@@ -115,7 +115,7 @@ class Member:
         try:
             while line := await self._reader.readline():
                 message = orjson.loads(line)
-                self.heard = monotonic()
+                self.silent = 0
                 self._wrong = message.get("wrong", self._wrong)
                 if "loads" in message:
                     self.loads, self.beats = message["loads"], self.beats + 1

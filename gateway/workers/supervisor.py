@@ -40,7 +40,8 @@ PAUSES = (0.1, 30.0)  # seconds before a worker that ended is replaced, doubling
 SETTLED = 10.0  # ... this long
 # Seconds that a worker which replaces another one waits for its first replica before it takes connections: its siblings have theirs.
 PATIENCE = 10.0
-HANGS = 30.0  # seconds without a word after which a worker that listens is killed
+WATCH_SECONDS = 1.0  # between two looks at the workers
+HANGS = 30  # looks in a row at which a worker that listens had sent nothing since the look before: it is killed
 STOP_SECONDS = 5.0  # beyond the time to drain: for spans and leases
 LONGEST_FOLDER = 80  # characters; a unix socket's path has 107
 COSTS_SECONDS = 5.0
@@ -224,12 +225,17 @@ class Workers:
         return None
 
     async def _watch(self) -> None:
-        """The kernel goes on giving connections to a worker that is stuck, and nobody else would see it."""
+        """Kill workers that are stuck: the kernel goes on giving them connections, and nobody else would see it.
+
+        Silence is counted in looks, not in seconds. After this process or its machine was frozen, the timer fires before the messages
+        that wait in the sockets are read; however long that took, it counts as one look.
+        """
         while True:
-            await asyncio.sleep(1)
+            await asyncio.sleep(WATCH_SECONDS)
             for member in self.live:
-                if monotonic() - member.heard > HANGS:
-                    log.error("worker %d (process %d) has said nothing for %g s and is killed", member.index, member.process.pid, HANGS)
+                member.silent += 1
+                if member.silent > HANGS:
+                    log.error("worker %d (process %d) has said nothing for %g s and is killed", member.index, member.process.pid, HANGS * WATCH_SECONDS)
                     member.kill()
 
     # --- of engines that are launched

@@ -163,6 +163,7 @@ async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state,
         await eventually(lambda: any(life.held for life in s.dispatcher.lives))
         (life,) = s.dispatcher.lives
         assert s.dispatcher.waited(ill.id, life.sent_at + 3) == 3 and s.dispatcher.waited(well.id, life.sent_at + 3) == 0
+        assert s.dispatcher.oldest_unanswered() == {ill.id: life.sent_at}
         ill.replica.state = state
         s.dispatcher.changed()
         s.dispatcher.sweep(life.sent_at + 2)

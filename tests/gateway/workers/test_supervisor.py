@@ -1,0 +1,88 @@
+"""The supervisor in this very process, so that a test can freeze it and set its clocks; on the gateway's event loop, whose timers run
+before sockets are read."""
+
+import asyncio
+import socket
+import sys
+import threading
+import time
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import uvloop
+
+from gateway.config import load
+from gateway.workers import supervisor
+from gateway.workers.member import Member
+from gateway.workers.supervisor import Workers
+
+
+@asynccontextmanager
+async def watched(folder: Path):
+    """A worker that takes connections, as far as its supervisor can tell, and the worker's end of their socket; the supervisor watches."""
+    ours, theirs = socket.socketpair()
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+    member = Member(0, process, *await asyncio.open_connection(sock=ours), folder / "socket")
+    member.live = True
+    workers = Workers(load({"workers": 2}, {}).settings)
+    workers.members[0] = member
+    watching = asyncio.create_task(workers._watch())
+    with theirs:
+        try:
+            yield member, theirs
+        finally:
+            watching.cancel()
+            member.kill()
+            await member.ended()
+            await workers.stop(0)
+
+
+class Freezes(asyncio.Protocol):
+    """Stops the process while the loop reads its sockets, as SIGSTOP does: the next that the loop does are timers."""
+
+    def data_received(self, data: bytes) -> None:
+        time.sleep(1.5)
+
+
+def test_a_supervisor_that_was_frozen_kills_no_worker(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "WATCH_SECONDS", 0.3)
+    monkeypatch.setattr(supervisor, "HANGS", 1)
+
+    async def scenario() -> None:
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(0.01):
+                with suppress(OSError):  # one that was killed is not read from any more
+                    end.send(b'{"loads":{}}\n', socket.MSG_DONTWAIT)
+
+        async with watched(tmp_path) as (member, end):
+            beating = threading.Thread(target=beat)
+            beating.start()
+            try:
+                async with asyncio.timeout(20):
+                    while not member.beats:
+                        await asyncio.sleep(0.01)
+                    freezing, sender = socket.socketpair()
+                    transport, _ = await asyncio.get_running_loop().create_unix_connection(Freezes, sock=freezing)
+                    sender.send(b"!")
+                    while member.live and member.beats < 250:
+                        await asyncio.sleep(0.01)
+                assert member.live and member.process.returncode is None
+                transport.close()
+                sender.close()
+            finally:
+                ended.set()
+                beating.join()
+
+    uvloop.run(scenario())
+
+
+def test_a_worker_that_says_nothing_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "WATCH_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        async with watched(tmp_path) as (member, _), asyncio.timeout(20):
+            assert await member.process.wait() == -9
+
+    uvloop.run(scenario())

@@ -70,7 +70,7 @@ def ask_valgrind():
 class Request:
     """As much of a `Life` as it takes to be given a replica."""
 
-    tried, response = (), None
+    tried, response, model = (), None, None
 
     def __init__(self, prompt):
         self.prompt = prompt

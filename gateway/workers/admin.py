@@ -31,6 +31,7 @@ from ..admin.side import Side, answer
 from .combine import pages
 from .member import GONE, OWN_HEADERS, Answer, Member
 
+QUERY_SECONDS = 2.0  # for a question of our own, asked of all workers: one that is stuck must not hold up what the others say
 ANSWER_SECONDS = 30.0
 LONG_SECONDS = 660.0  # an engine may take its time, and a drain too: the worker knows until when
 
@@ -52,6 +53,10 @@ class Workers(Protocol):
     @property
     def live(self) -> list[Member]:
         """Those that take connections."""
+
+    @property
+    def answering(self) -> list[Member]:
+        """Those of them that have sent a message a moment ago."""
 
     @property
     def told(self) -> list[Member]:
@@ -190,10 +195,10 @@ class WorkersAdmin(Side):
     # --- workers
 
     def _next(self) -> Member:
-        live = self.workers.live
-        if not live:
+        answering = self.workers.answering
+        if not answering:
             raise nobody()
-        return live[next(self._turns) % len(live)]
+        return answering[next(self._turns) % len(answering)]
 
     async def _ask(self, member: Member, request: web.Request) -> Answer:
         """What this worker says to the request. Raises Refusal if it ends meanwhile."""
@@ -225,16 +230,16 @@ class WorkersAdmin(Side):
         return asyncio.ensure_future(tell())
 
     async def _query(self, path: str) -> list[tuple[Member, bytes]]:
-        """What all workers answer to a question of our own, but for those that end meanwhile."""
+        """What all workers answer to a question of our own, but for those that end meanwhile or are stuck."""
 
         async def ask_one(member: Member) -> tuple[Member, bytes] | None:
             try:
-                found = await member.ask("GET", path, list(self.workers.admin_headers.items()), b"", ANSWER_SECONDS)
+                found = await member.ask("GET", path, list(self.workers.admin_headers.items()), b"", QUERY_SECONDS)
             except GONE:
                 return None
             return (member, found.body) if found.status == 200 else None
 
-        return list(filter(None, await asyncio.gather(*map(ask_one, self.workers.live))))
+        return list(filter(None, await asyncio.gather(*map(ask_one, self.workers.answering))))
 
     async def _status(self) -> dict[str, Any]:
         found = await self._query("/worker")

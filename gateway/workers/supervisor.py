@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -43,7 +45,8 @@ PATIENCE = 10.0
 WATCH_SECONDS = 1.0  # between two looks at the workers
 HANGS = 30  # looks in a row at which a worker that listens had sent nothing since the look before: it is killed
 STOP_SECONDS = 5.0  # beyond the time to drain: for spans and leases
-LONGEST_FOLDER = 80  # characters; a unix socket's path has 107
+QUIET = 3  # looks in a row without a message after which a worker is asked nothing and reported as down
+LONGEST_SOCKET = 107  # bytes of a unix socket's path
 COSTS_SECONDS = 5.0
 
 
@@ -71,7 +74,8 @@ class Workers:
         self._made: list[asyncio.Future[None]] = []
         self._listening: list[asyncio.Future[None]] = []
         self._launched = asyncio.Event()
-        self._stopping = self._has_admin = False
+        self._stopping = asyncio.Event()
+        self._has_admin = False
         self._begun = monotonic()
 
     @property
@@ -81,6 +85,10 @@ class Workers:
     @property
     def live(self) -> list[Member]:
         return [member for _, member in sorted(self.members.items()) if member.live]
+
+    @property
+    def answering(self) -> list[Member]:
+        return [member for member in self.live if member.silent <= QUIET]
 
     @property
     def told(self) -> list[Member]:
@@ -134,7 +142,7 @@ class Workers:
 
     async def stop(self, seconds: float) -> None:
         """Workers refuse new requests and end those they have for up to `seconds`; then everything that was started ends."""
-        self._stopping = True
+        self._stopping.set()
         self._launched.set()  # no worker is to wait for engines any more
         for member in self.members.values():
             if member.live:
@@ -169,17 +177,20 @@ class Workers:
     async def _keep(self, index: int, settings: dict[str, Any]) -> None:
         """One worker after another in this place, as long as the supervisor lives."""
         pause, patience = PAUSES[0], 0.0
-        while not self._stopping:
+        while not self._stopping.is_set():
             try:
                 member = self.members[index] = await Member.start(index, self._folder / f"worker-{index}.sock", settings, await self._costs())
             except OSError as error:
+                if not self._made[index].done():
+                    self._made[index].set_exception(ConfigError(f"--workers: worker {index} cannot be started: {error.strerror or error}"))
+                    return
                 log.error("worker %d cannot be started: %s", index, error)
-                await asyncio.sleep(PAUSES[1])
+                await self._rest(PAUSES[1])
                 continue
             wrong = await self._bring_up(member, patience)
             code = await member.ended()
             del self.members[index]
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             if not self._listening[index].done():
                 (self._listening if self._made[index].done() else self._made)[index].set_exception(wrong)
@@ -189,8 +200,14 @@ class Workers:
             log.warning("worker %d (process %d) ended with %s, and its clients' connections with it; another one is started in %g s%s",
                         index, member.process.pid, how(code), pause, f": {wrong}" if wrong else "")  # fmt: skip
             self.restarts += 1
-            await asyncio.sleep(pause)
+            await self._rest(pause)
             pause, patience = min(2 * pause, PAUSES[1]), PATIENCE
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait, but no longer than until the supervisor is told to stop."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
 
     async def _bring_up(self, member: Member, patience: float) -> ConfigError | None:
         """Until it takes connections; why it never did."""
@@ -206,7 +223,7 @@ class Workers:
         except ConfigError as error:
             return error
         member.live = True
-        if self._stopping:
+        if self._stopping.is_set():
             member.tell(drain=0.0)
         if self._listening[member.index].done():
             log.info("worker %d (process %d) has taken its place", member.index, member.process.pid)
@@ -215,7 +232,7 @@ class Workers:
 
     async def _costs(self) -> dict[str, Any] | None:
         """What a sibling has learned of replicas, for a worker that is new; None if there is no sibling, or it does not say."""
-        for member in self.live:
+        for member in self.answering:
             try:
                 found = await member.ask("GET", "/worker/costs", list(self.admin_headers.items()), b"", COSTS_SECONDS)
             except GONE:
@@ -276,7 +293,7 @@ class Workers:
 
     def metrics(self) -> bytes:
         """The supervisor's own part of the page."""
-        up = {str(index): float(index in self.members and self.members[index].live) for index in range(self.settings.workers)}
+        up = {str(index): 0.0 for index in range(self.settings.workers)} | {str(member.index): 1.0 for member in self.answering}
         restarts = {id: one.restarts for id, one in self.fleet.replicas.items()}
         return "".join(lines({"worker_up": up, "worker_restarts": self.restarts, "replica_restarts": restarts})).encode()
 
@@ -329,7 +346,8 @@ def _folder() -> Path:
     """Where sockets are that only this user may connect to."""
     try:
         place = tempfile.gettempdir()
-        return Path(tempfile.mkdtemp(prefix="hitherto-", dir=place if len(place) < LONGEST_FOLDER else "/tmp"))
+        fits = len(os.fsencode(place) + b"/hitherto-12345678/worker-63.sock") <= LONGEST_SOCKET
+        return Path(tempfile.mkdtemp(prefix="hitherto-", dir=place if fits else "/tmp"))
     except OSError as error:
         raise ConfigError(f"--workers: workers need a folder for their sockets, and none can be made: {error.strerror or error}. Set TMPDIR to one that can be written") from None
 

@@ -2,13 +2,16 @@
 before sockets are read."""
 
 import asyncio
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import pytest
 import uvloop
 
 from gateway.config import load
@@ -86,3 +89,27 @@ def test_a_worker_that_says_nothing_is_killed(tmp_path, monkeypatch):
             assert await member.process.wait() == -9
 
     uvloop.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["x", "\u00e9"])
+@pytest.mark.parametrize("length", [60, 75, 79])
+def test_the_path_of_a_workers_socket_is_short_enough(monkeypatch, name, length):
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        place = Path(base, name * (length - len(base) - 1))
+        place.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        folder = supervisor._folder()
+        try:
+            with socket.socket(socket.AF_UNIX) as one:
+                one.bind(str(folder / "worker-63.sock"))
+        finally:
+            shutil.rmtree(folder)
+
+
+async def test_stopping_does_not_wait_until_a_worker_would_be_replaced():
+    workers = Workers(load({"workers": 2}, {}).settings)
+    resting = asyncio.create_task(workers._rest(60.0))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await workers.stop(0)
+        await resting

@@ -189,6 +189,24 @@ async def test_a_killed_worker_takes_its_own_clients_and_is_replaced(engines):
                 await asyncio.sleep(0.05)
 
 
+async def test_the_admin_side_answers_while_a_worker_is_stuck(engines):
+    async with two(engines) as gateway:
+        await gateway.ready(2)
+        stuck = pids(await gateway.status())[0]
+        os.kill(stuck, signal.SIGSTOP)
+        try:
+            status = await gateway.status()  # its client waits 10 s
+            assert [one["ready"] for one in status["workers"]] == [False, True]
+            async with asyncio.timeout(20):
+                while await gateway.counted("hitherto_worker_up", worker="0"):
+                    await asyncio.sleep(0.05)
+            assert await gateway.counted("hitherto_worker_up", worker="1") == 1
+        finally:
+            os.kill(stuck, signal.SIGCONT)
+        status = await gateway.until(lambda status: all(one["ready"] for one in status["workers"]))
+        assert pids(status)[0] == stuck
+
+
 async def test_a_worker_in_anothers_place_knows_what_its_siblings_know(engines, start_engine):
     """What they have learned of replicas, and what operators have changed since the start."""
 

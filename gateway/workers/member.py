@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from ..config import ConfigError
 # What belongs to one connection, or is made anew for the next.
 OWN_HEADERS = frozenset(("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "expect", "content-length", "date", "server"))
 GONE = (aiohttp.ClientError, OSError, TimeoutError)  # how a question to a worker fails that has ended or is stuck
+PACKAGES = Path(__file__).parents[2]  # the folder that has the package `gateway`
 STAGE_SECONDS = 60.0  # until a worker is a step further: it may load a tokenizer on a busy machine
 LONGEST = 1 << 22  # bytes of one message: loads of 50,000 replicas
 
@@ -59,7 +61,7 @@ class Member:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway.workers.worker", stdin=theirs)
+                process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-m", "gateway.workers.worker", stdin=theirs, env=_environment())
                 reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST)
             except BaseException:
                 ours.close()
@@ -127,6 +129,11 @@ class Member:
             self.live = False
             self.kill()  # what cannot be told to stop is of no use; mostly it has ended
             asyncio.get_running_loop().call_soon(self._news.set)  # once this task is done
+
+
+def _environment() -> dict[str, str]:
+    """The supervisor's own, in which a worker imports the same package as the supervisor, whatever lies in the current directory."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))}
 
 
 def how(code: int) -> str:

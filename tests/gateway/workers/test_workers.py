@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.config import ConfigError, load
+from gateway.workers.member import Member
 from replicas.simulated.model import sim_model_dir
 from tests.gateway.running import Running, alive, running
 from tests.gateway.test_gateways import LOAD, engines, joined, together  # noqa: F401 - `engines` is a fixture
@@ -376,6 +377,18 @@ async def test_a_worker_that_cannot_start_is_said_at_once(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os, sys\nif 'gateway.workers.worker' in sys.orig_argv: os._exit(7)\n")
     code, text = await said(env={"PYTHONPATH": str(tmp_path)})
     assert code == 2 and "a worker ended with exit code 7 while it started" in text
+
+
+async def test_workers_are_of_the_supervisors_own_package(tmp_path, monkeypatch):
+    (tmp_path / "gateway").mkdir()
+    (tmp_path / "gateway/__init__.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    member = await Member.start(0, tmp_path / "socket", {}, None)
+    try:
+        with pytest.raises(ConfigError, match="exit code 1 "):  # it is told no settings
+            await member.has("made")
+    finally:
+        await member.ended()
 
 
 async def test_a_setting_that_only_workers_can_judge_is_said_as_by_one_gateway(tmp_path):

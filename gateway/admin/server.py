@@ -37,7 +37,7 @@ from gateway.telemetry.metrics import Metrics
 from replicas.kept import KeptReplicas
 from replicas.replica import Address, parse_url
 
-from .guard import PASSED_ON, Guard, Refusal
+from .guard import Guard, Refusal
 from .side import Side, answer
 
 log = logging.getLogger("hitherto.admin")
@@ -120,24 +120,6 @@ class Admin(Side):
         self.gateway = gateway
         self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
         self.page = resources.files("gateway.admin").joinpath("status.html").read_text(encoding="utf-8")
-
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.get("/", self.status_page),
-            web.get("/livez", self.livez),
-            web.get("/readyz", self.readyz),
-            web.get("/metrics", self.metrics),
-            web.get("/status", self.status),
-            web.get("/replicas", self.list),
-            web.post("/replicas", self.add),
-            web.post("/replicas/{id}/drain", self.drain),
-            web.delete("/replicas/{id}", self.remove),
-            web.route("*", "/replicas/{id}/engine/{path:.*}", self.ask_engine, name=PASSED_ON),
-            web.post("/explain", self.explain),
-            web.post("/decide", self.decide),
-            web.post("/decide/{id}/first_byte", self.first_byte),
-            web.post("/decide/{id}/done", self.done),
-        ]
 
     async def status_page(self, request: web.Request) -> web.Response:
         return web.Response(text=self.page, content_type="text/html", headers=PAGE_HEADERS)

@@ -15,7 +15,7 @@ from gateway.dispatch.errors import error_object
 from gateway.dispatch.life import Failure
 from gateway.prompt import PromptError
 
-from .guard import CHALLENGE, Guard, Refusal
+from .guard import CHALLENGE, PASSED_ON, Guard, Refusal
 
 log = logging.getLogger("hitherto.admin")
 
@@ -55,13 +55,29 @@ async def answered(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 class Side:
-    """`routes` are what it answers; `start` or `start_at` opens it, `stop` closes it."""
+    """What an admin side answers, of one gateway or of several workers: whoever is one has a handler for each route, by its name.
+    `start` or `start_at` opens it, `stop` closes it."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
 
     def routes(self) -> list[web.RouteDef]:
-        raise NotImplementedError
+        return [
+            web.get("/", self.status_page),
+            web.get("/livez", self.livez),
+            web.get("/readyz", self.readyz),
+            web.get("/metrics", self.metrics),
+            web.get("/status", self.status),
+            web.get("/replicas", self.list),
+            web.post("/replicas", self.add),
+            web.post("/replicas/{id}/drain", self.drain),
+            web.delete("/replicas/{id}", self.remove),
+            web.route("*", "/replicas/{id}/engine/{path:.*}", self.ask_engine, name=PASSED_ON),
+            web.post("/explain", self.explain),
+            web.post("/decide", self.decide),
+            web.post("/decide/{id}/first_byte", self.first_byte),
+            web.post("/decide/{id}/done", self.done),
+        ]
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self.guarded], client_max_size=64 * 2**20)

@@ -82,24 +82,6 @@ class WorkersAdmin(Side):
         self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
         self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by replica: all workers hear of changes in one order
 
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.get("/", self.pass_on),
-            web.get("/livez", self.livez),
-            web.get("/readyz", self.readyz),
-            web.get("/metrics", self.metrics),
-            web.get("/status", self.status),
-            web.get("/replicas", self.list),
-            web.post("/replicas", self.add),
-            web.post("/replicas/{id}/drain", self.drain),
-            web.delete("/replicas/{id}", self.remove),
-            web.route("*", "/replicas/{id}/engine/{path:.*}", self.pass_on, name=PASSED_ON),
-            web.post("/explain", self.pass_on),
-            web.post("/decide", self.pass_on),
-            web.post("/decide/{id}/first_byte", self.report),
-            web.post("/decide/{id}/done", self.report),
-        ]
-
     async def livez(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
@@ -187,6 +169,10 @@ class WorkersAdmin(Side):
 
     async def pass_on(self, request: web.Request) -> web.Response:
         return (await self._ask(self._next(), request)).response()
+
+    # What one worker answers for all of them, and what the worker that decided is told.
+    status_page = ask_engine = explain = decide = pass_on
+    first_byte = done = report
 
     async def _keep(self, change: str, what: str) -> None:
         async with self._keeping:

@@ -32,7 +32,7 @@ from loadgen.report.summary import machine
 from loadgen.workload.arrivals import conversation_starts
 from loadgen.workload.conversations import Conversation
 from loadgen.workload.traces import conversation_file
-from replicas import ports
+from replicas.launch import ports
 from replicas.simulated.model import sim_model_dir
 from replicas.simulated.profile import load_profile
 from tests.vllm.engines import Engine, version

@@ -21,8 +21,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from cachemap import CacheMap
-from gateway.dispatch.backend import Backend
-from gateway.dispatch.dispatcher import Dispatcher
+from gateway.proxy.backend import Backend
+from gateway.proxy.dispatcher import Dispatcher
 from gateway.models import Models
 from gateway.prompt import Prompt
 from policies import NAMES, CostGroup, Ledger, Router, make

@@ -82,11 +82,11 @@ def replay() -> None:
     """Runs in valgrind: each step of all requests after the other, with a dump of the counts behind each."""
     from bench.stages import bodies
     from cachemap import CacheMap
-    from gateway.dispatch import dispatcher as module
-    from gateway.dispatch.backend import Backend
+    from gateway.proxy import dispatcher as module
+    from gateway.proxy.backend import Backend
     from gateway.models import Models
     from gateway.prompt.pipeline import Pipeline
-    from gateway.telemetry.metrics import Metrics
+    from gateway.ops.metrics import Metrics
     from policies import CostGroup, Ledger, Router, make
     from replicas import Replica, State
     from replicas.simulated.model import sim_model_dir

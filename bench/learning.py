@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.play import Conversation, backlog, pace
-from gateway.dispatch.shadow import Seen, Shadows, told
-from gateway.telemetry.metrics import Metrics
+from gateway.proxy.shadow import Seen, Shadows, told
+from gateway.ops.metrics import Metrics
 from loadgen.simulate import Fleet, Record, Turn
 from policies import Costs
 from replicas.simulated.profile import Profile, StepDurations, load_profile

@@ -20,17 +20,17 @@ from collections.abc import Callable
 from time import perf_counter
 
 from cachemap import CacheMap
-from gateway.dispatch import life
-from gateway.dispatch.backend import Backend
-from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.together import Together
+from gateway.proxy import life
+from gateway.proxy.backend import Backend
+from gateway.proxy.dispatcher import Dispatcher
+from gateway.proxy.together import Together
 from gateway.models import Models
 from gateway.prompt.pipeline import Pipeline
-from gateway.telemetry.metrics import Metrics
-from gateway.wire import upstream as wire
-from gateway.wire.downstream import Downstream
-from gateway.wire.server import Server
-from gateway.wire.upstream import Upstream
+from gateway.ops.metrics import Metrics
+from gateway.http import upstream as wire
+from gateway.http.downstream import Downstream
+from gateway.http.server import Server
+from gateway.http.upstream import Upstream
 from policies import CostGroup, Ledger, Router, make
 from replicas import Replica, State
 from replicas.simulated.model import sim_model_dir

@@ -18,22 +18,22 @@ from cachemap.background import Background
 from cachemap.events import records
 from policies import CostGroup, Ledger
 from replicas import Fleet, Replica, State
-from replicas import profile as profiles
+from replicas.launch import profile as profiles
 
 from . import datapath
-from .admin.guard import Guard
-from .admin.server import Admin
+from .ops.guard import Guard
+from .ops.admin import Admin
 from .config import ConfigError, Settings, kept_replicas, known_urls, read_token
-from .dispatch.backend import Backend
-from .dispatch.decisions import Decisions
-from .dispatch.outcomes import UNCONFIRMED
+from .proxy.backend import Backend
+from .proxy.decisions import Decisions
+from .proxy.outcomes import UNCONFIRMED
 from .lifetime import cannot_listen, greeting, run
 from .model import launch_profile, model_and_name
 from .models import HASHED_AS, Models, ModelSpace
-from .telemetry import traces
-from .telemetry.metrics import Metrics, Reading
-from .telemetry.view import View
-from .wire.server import Server
+from .ops import traces
+from .ops.metrics import Metrics, Reading
+from .ops.view import View
+from .http.server import Server
 
 if TYPE_CHECKING:
     from cachemap.cluster import SharedIntake, SharedMap

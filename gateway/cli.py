@@ -163,13 +163,13 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def explain(args: argparse.Namespace) -> int:
-    from gateway import explain as room
+    from gateway.ops import explain as room
 
     return room.run(args, load_config(args))
 
 
 def doctor(args: argparse.Namespace) -> int:
-    from gateway import doctor as room
+    from gateway.ops import doctor as room
 
     try:
         config = load_config(args)

@@ -21,11 +21,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from replicas import profile, tls
+from replicas import tls
+from replicas.launch import profile
 from replicas.kept import KeptReplicas
 from replicas.replica import parse_url
 
-from .dispatch.paths import check_allowed
+from .proxy.paths import check_allowed
 
 ENV_PREFIX = "HITHERTO_"
 TOKEN = re.compile(r"[!-~]{16,1024}")

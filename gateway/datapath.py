@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 from policies import CostGroup, Ledger, Router, make
 
 from .config import Settings
-from .dispatch.dispatcher import Dispatcher
-from .dispatch.life import Life
-from .dispatch.usage import Usage
+from .proxy.dispatcher import Dispatcher
+from .proxy.life import Life
+from .proxy.usage import Usage
 from .prompt.pipeline import SWITCH_SECONDS, Pipeline
-from .telemetry import log as lines
-from .telemetry.metrics import Metrics
-from .wire.http import Limits
+from .ops import log as lines
+from .ops.metrics import Metrics
+from .http.messages import Limits
 
 if TYPE_CHECKING:
     from cachemap import CacheMap
     from cachemap.background import Background
 
-    from .dispatch.shared import SharedLedger
-    from .dispatch.traced import TracedLife
-    from .telemetry.spans import Spans
+    from .proxy.shared import SharedLedger
+    from .proxy.traced import TracedLife
+    from .ops.spans import Spans
 
 log = logging.getLogger("hitherto")
 
@@ -39,7 +39,7 @@ BYTES_PER_TOKEN, LEAST_BODY, MOST_BODY = 32, 16 * 2**20, 64 * 2**20
 def dispatcher(settings: Settings, spans: Spans | None, *, cachemap: CacheMap, ledger: Ledger, costs: CostGroup, **rooms: Any) -> Dispatcher:
     access = _access if settings.access_log else None
     if spans is not None:
-        from .dispatch.traced import TracedLife
+        from .proxy.traced import TracedLife
 
         rooms["life"] = functools.partial(TracedLife, spans)
     return Dispatcher(
@@ -83,7 +83,7 @@ def shared_ledger(settings: Settings, metrics: Metrics, ledger: Ledger, backgrou
         return None
     from cachemap.cluster import Ways, parse
 
-    from .dispatch.shared import SharedLedger
+    from .proxy.shared import SharedLedger
 
     def observe(outcome: str, seconds: float) -> None:
         metrics.shared_decisions.inc(outcome)
@@ -104,7 +104,7 @@ def started() -> None:
 
 async def explain(settings: Settings, dispatcher: Dispatcher, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
     """What would happen to this request now. Changes nothing."""
-    from .explain import describe
+    from .ops.explain import describe
 
     prompt = await dispatcher.preparation.prompt(path, body, headers)
     now = monotonic()

@@ -14,8 +14,8 @@ from replicas.names import bracketed
 
 from . import __version__
 from .config import ConfigError, Settings
-from .telemetry import log as lines
-from .wire.server import allow_many_connections
+from .ops import log as lines
+from .http.server import allow_many_connections
 
 log = logging.getLogger("hitherto")
 

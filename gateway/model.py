@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from gateway.config import ConfigError, Settings
-from replicas import profile as profiles
-from replicas.command import LaunchProfile
+from replicas.launch import profile as profiles
+from replicas.launch.command import LaunchProfile
 
 SIM = "sim"  # what the simulated engine calls the model that comes with it
 
@@ -15,7 +15,7 @@ SIM = "sim"  # what the simulated engine calls the model that comes with it
 def model_dir(*names: str | None) -> Path:
     """The folder with the model's tokenizer, by the first of `names` (None: not told) that leads to one. ConfigError says
     of each what is wrong and what would do."""
-    from gateway.prompt.model import ModelError, find_model
+    from gateway.prompt.tokens.model import ModelError, find_model
 
     wrong = []
     for name in dict.fromkeys(filter(None, names)):

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 from policies import CostGroup
 from replicas import Replica, State
 
-from .comparison import TokenizerComparison
+from .ops.comparison import TokenizerComparison
 from .config import ConfigError, Settings
 from .model import folder_here, model_dir
 from .prompt import Prompt
-from .prompt.fields import parse
-from .prompt.model import ModelError, contents
+from .prompt.api.fields import parse
+from .prompt.tokens.model import ModelError, contents
 from .prompt.pipeline import PATHS, PREFIX_BYTES, Pipeline
 from .prompt.quirks import VersionQuirks
 

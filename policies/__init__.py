@@ -3,18 +3,18 @@
 One policy a file; the vocabulary they share is `Load`, `Demand`, `Candidate`, `Choice`. `Ledger`
 keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
 """
-from .consistent_hash import ConsistentHash
+from .rules.consistent_hash import ConsistentHash
 from .costs import CostGroup, Costs
-from .least_load import LeastLoad
-from .least_time import LeastTime
+from .rules.least_load import LeastLoad
+from .rules.least_time import LeastTime
 from .ledger import Ledger, Reservation
-from .least_cost import Cost
-from .overlap_cost import OverlapCost
-from .power_of_two import PowerOfTwo
-from .prefix_affinity import PrefixAffinity
-from .random import Random
+from .rules.least_cost import Cost
+from .rules.overlap_cost import OverlapCost
+from .rules.power_of_two import PowerOfTwo
+from .rules.prefix_affinity import PrefixAffinity
+from .rules.random import Random
 from .roster import Roster
-from .round_robin import RoundRobin
+from .rules.round_robin import RoundRobin
 from .router import Asked, Decision, Placement, PrefixMap, Router, Targets
 from .load import UNTIMED, Load
 from .vocabulary import Candidate, Choice, Demand, Policy, hittable

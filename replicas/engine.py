@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from replicas.replica import EventSource, Replica
-from replicas.supervisor import Supervisor
+from replicas.launch.supervisor import Supervisor
 from replicas.watch import Watch
 
 

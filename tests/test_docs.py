@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from gateway.config import Settings, flag
-from gateway.telemetry.metrics import READ, Counter, Metrics
+from gateway.ops.metrics import READ, Counter, Metrics
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

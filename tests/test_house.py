@@ -17,11 +17,11 @@ ALLOWED = {
     "replicas": (),
 }
 # Inside the gateway: the wire knows no LLMs, the prompt knows no replicas.
-INSIDE = {"wire": ("wire",), "prompt": ("prompt",)}
+INSIDE = {"http": ("http",), "prompt": ("prompt",)}
 # Rings of imports that are still to be opened; none may be added.
 KNOWN_RINGS = [
-    {"gateway.wire.downstream", "gateway.wire.server"},
-    {"gateway.dispatch." + name for name in (
+    {"gateway.http.downstream", "gateway.http.server"},
+    {"gateway.proxy." + name for name in (
         "backend", "decisions", "dispatcher", "forwarding", "heads", "life", "outcomes", "preparation", "responses")},
     {"replicas.engines.vllm.profile", "replicas.engines.vllm.rules"},
 ]  # fmt: skip
@@ -137,7 +137,7 @@ def test_every_module_says_what_it_is_for(path):
 
 def test_the_rooms_that_decide_have_no_clock_and_no_sockets():
     """Policies and state machines are pure: time and load come in as arguments."""
-    pure = [*(ROOT / "policies").rglob("*.py"), ROOT / "gateway/dispatch/states.py", ROOT / "gateway/dispatch/drift.py",
+    pure = [*(ROOT / "policies").rglob("*.py"), ROOT / "gateway/proxy/states.py", ROOT / "gateway/proxy/drift.py",
             ROOT / "replicas/lifecycle.py", ROOT / "replicas/health.py", ROOT / "cachemap/events/sequence.py",
             *(ROOT / "replicas/simulated" / name for name in ("engine.py", "batch.py", "blocks.py", "steps.py", "profile.py"))]  # fmt: skip
     for path in pure:

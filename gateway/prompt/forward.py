@@ -3,7 +3,7 @@
 An engine takes ids in place of a completion's text, and some take them beside a chat's messages, in a field that its
 dialect names; it then neither renders nor tokenizes. The client's own bytes are not touched: ids are put before or between them.
 
-Pure: what an engine accepts is learned in `dispatch.forwarding`.
+Pure: what an engine accepts is learned in `proxy.forwarding`.
 """
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection
 
     A kind is all that decides, besides the texts, how an engine renders a body: the template (by its name), tools or
     none, which roles there are and which fields their messages have, and the template's variables. Bodies of a kind are shown to
-    be rendered alike by sampling a few of them (`dispatch.forwarding`). Whatever is not known here is of no kind, so what
+    be rendered alike by sampling a few of them (`proxy.forwarding`). Whatever is not known here is of no kind, so what
     a client can write makes no kind longer than _LONGEST characters. `roles`: of messages that are nothing but a text each, if
     that is known; most are.
     """

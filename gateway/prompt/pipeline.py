@@ -19,20 +19,20 @@ import orjson
 
 from cachemap import chain_seed, hash_blocks
 
-from .agreement import Answer, difference, fixed_texts
-from .anthropic import Habits, from_messages, habits
-from .chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
-from .conversation import Multimodal, has_media, refuse_deep_arguments
-from .fields import Rounded, bad, boolean, INTEGERS, bounded_integers, count, integer, packed, parse, parse_exactly, prompts_of
+from .tokens.agreement import Answer, difference, fixed_texts
+from .api.anthropic import Habits, from_messages, habits
+from .api.chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
+from .api.conversation import Multimodal, has_media, refuse_deep_arguments
+from .api.fields import Rounded, bad, boolean, INTEGERS, bounded_integers, count, integer, packed, parse, parse_exactly, prompts_of
 from .forward import LEAST_TOKENS, kind_of
-from .model import ModelFiles, load_model
+from .tokens.model import ModelFiles, load_model
 from .offload import TakesLong
-from .prefixes import Found, Prefixes
+from .tokens.prefixes import Found, Prefixes
 from .prompt import LONGEST_RESPONSE_ID, Prompt, PromptError
-from .reading import Reading, Readings
-from .renderer import Renderer
-from .template import ChatTemplate, TemplateError
-from .tokenizer import Tokenizer, TooLong
+from .tokens.reading import Reading, Readings
+from .render.renderer import Renderer
+from .render.template import ChatTemplate, TemplateError
+from .tokens.tokenizer import Tokenizer, TooLong
 from .quirks import NEWEST, VersionQuirks
 
 # A body larger than this is prepared off the event loop without a try; a smaller one may turn out to take long, too

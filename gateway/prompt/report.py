@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .chat import Chat, template_variables
+from .api.chat import Chat, template_variables
 from .pipeline import Pipeline
 from .prompt import PromptError
-from .renderer import Renderer
+from .render.renderer import Renderer
 
 _TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look a word up.", "parameters": {
     "type": "object", "properties": {"word": {"type": "string"}}}}}

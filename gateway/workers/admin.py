@@ -25,9 +25,9 @@ from replicas import Fleet
 from replicas.kept import KeptReplicas
 from replicas.replica import parse_url
 
-from ..admin.guard import PASSED_ON, Guard, Refusal
-from ..admin.server import keep
-from ..admin.side import Side, answer
+from ..ops.guard import PASSED_ON, Guard, Refusal
+from ..ops.admin import keep
+from ..ops.side import Side, answer
 from .combine import pages
 from .member import GONE, OWN_HEADERS, Answer, Member
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..telemetry.metrics import Metrics
-from ..telemetry.view import counted, counted_of
+from ..ops.metrics import Metrics
+from ..ops.view import counted, counted_of
 
 # Which state counts where workers differ, or the supervisor, which alone sees the process of an engine that was launched: the first of
 # these. So a replica is ready once it is ready for all, and drained once it is drained for all.

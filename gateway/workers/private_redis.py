@@ -1,6 +1,6 @@
 """A Redis server that workers share when no `--redis-url` names one: on a unix socket, in memory alone, and no older than its gateway.
 
-The server runs below a keeper (`replicas.supervisor`), as engines do: it is started again when it dies, and it ends with the supervisor
+The server runs below a keeper (`replicas.launch.supervisor`), as engines do: it is started again when it dies, and it ends with the supervisor
 however that ends.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from cachemap.cluster import parse
 from cachemap.cluster.connect import FAILURES, OLDEST, connect
-from replicas.command import Command
-from replicas.supervisor import Supervisor
+from replicas.launch.command import Command
+from replicas.launch.supervisor import Supervisor
 
 from ..config import ConfigError
 

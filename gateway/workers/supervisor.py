@@ -22,15 +22,15 @@ import orjson
 
 from cachemap.map import LEAST_BUDGET
 from replicas import Fleet
-from replicas import profile as profiles
+from replicas.launch import profile as profiles
 from replicas.replica import parse_url, url_of
 
-from ..admin.guard import Guard
+from ..ops.guard import Guard
 from ..config import ConfigError, Settings, admin_headers, kept_replicas, known_urls, read_token
 from ..lifetime import cannot_listen, greeting, run
 from ..model import launch_profile, model_and_name
-from ..telemetry import traces
-from ..telemetry.metrics import lines
+from ..ops import traces
+from ..ops.metrics import lines
 from .admin import WorkersAdmin
 from .combine import statuses
 from .member import GONE, Member, how

@@ -30,12 +30,12 @@ from aiohttp import web
 from replicas import Replica, State
 
 from .. import datapath
-from ..admin.server import Admin
-from ..admin.side import answer
+from ..ops.admin import Admin
+from ..ops.side import answer
 from ..app import Gateway
 from ..config import ConfigError, Settings
-from ..telemetry import log as lines
-from ..wire.server import allow_many_connections
+from ..ops import log as lines
+from ..http.server import allow_many_connections
 from .admin import decision_prefix
 
 log = logging.getLogger("hitherto.workers")
@@ -63,7 +63,7 @@ class Worker:
     def __init__(self, end: socket.socket, hello: dict[str, Any]):
         self._end, self._socket = end, Path(hello["socket"])
         self.gateway = gateway = Gateway(Settings.model_validate(hello["settings"]), hello["costs"], decision_prefix(hello["index"]))
-        gateway.admin = WorkerAdmin(gateway, gateway.admin.guard)
+        gateway.admin = WorkerAdmin(gateway, gateway.ops.guard)
         gateway.fleet.on_change.append(self._replica_changed)
         self._drained: set[str] = set()  # replicas that an operator drained before this worker was there
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from policies import Demand
-from policies.least_time import _INTERFERENCE as INTERFERENCE
+from policies.rules.least_time import _INTERFERENCE as INTERFERENCE
 
 from .replica import Replica
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from replicas.answer import Answer
-from replicas.command import LaunchProfile
+from replicas.launch.command import LaunchProfile
 from replicas.event_source import EventSource
-from replicas.exits import LogGrammar
+from replicas.launch.exits import LogGrammar
 from replicas.metrics import MetricNames
 from replicas.problems import Problem, Remedies
 

@@ -14,7 +14,7 @@ import yaml
 
 from gateway import cli
 from gateway.config import Settings, read_token
-from gateway.telemetry import traces
+from gateway.ops import traces
 from replicas.replica import parse_url
 
 ROOT = Path(__file__).parents[2]

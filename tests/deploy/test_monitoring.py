@@ -11,7 +11,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.config import Settings
-from gateway.telemetry.metrics import READ, Counter, Metrics
+from gateway.ops.metrics import READ, Counter, Metrics
 
 from ..gateway.running import running
 

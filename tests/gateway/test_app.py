@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from .running import alive, counted, running
-from .wire.talk import Talker
+from .http.talk import Talker
 
 SYSTEM = {"role": "system", "content": "You answer questions about the standard library. " * 40}
 

@@ -6,7 +6,7 @@ import pytest
 
 from gateway import datapath
 from gateway.config import Settings, load
-from gateway.prompt.model import ModelFiles
+from gateway.prompt.tokens.model import ModelFiles
 from gateway.prompt.pipeline import Pipeline
 from replicas.simulated.model import sim_model_dir
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from .running import running
-from .wire.talk import read_request
+from .http.talk import read_request
 
 BODY = {"model": "sim", "max_tokens": 4, "stream": True}
 

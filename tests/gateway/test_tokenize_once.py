@@ -6,7 +6,7 @@ import re
 import httpx
 import pytest
 
-from gateway.dispatch.forwarding import CONFIRMATIONS
+from gateway.proxy.forwarding import CONFIRMATIONS
 
 from .running import running
 

@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 
 from tests.gateway.collector import collecting
-from tests.gateway.dispatch.replies import answers, post
-from tests.gateway.dispatch.stack import stack
+from tests.gateway.proxy.replies import answers, post
+from tests.gateway.proxy.stack import stack
 from tests.gateway.running import running
-from tests.gateway.wire.talk import free_port
+from tests.gateway.http.talk import free_port
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADER = f"00-{TRACE}-{PARENT}-01"
@@ -100,9 +100,9 @@ async def test_without_a_receiver_nothing_of_it_is_imported(engine):
         gateway.client.headers["traceparent"] = HEADER
         assert (await gateway.chat(HELLO)).status_code == 200
     said = b"".join(gateway.log)
-    assert b"gateway.telemetry.traces" in said and b"httptools" in said
+    assert b"gateway.ops.traces" in said and b"httptools" in said
     assert not [line for line in gateway.log if b"| " in line and b"opentelemetry" in line]
-    assert b"gateway.dispatch.traced" not in said and b"trace_id" not in said
+    assert b"gateway.proxy.traced" not in said and b"trace_id" not in said
 
 
 async def test_without_a_receiver_the_clients_headers_pass_as_they_are():

@@ -9,7 +9,7 @@ from aiohttp import web
 from replicas.engines.dialect import Sources
 from replicas.engines.vllm.versions import version_quirks
 from replicas.event_source import EventSource
-from replicas.exits import PLAIN
+from replicas.launch.exits import PLAIN
 from replicas.metrics import MetricNames
 from replicas.problems import Problem, Remedies
 

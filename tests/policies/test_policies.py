@@ -8,8 +8,9 @@ from math import inf
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from policies import NAMES, Candidate, CostGroup, Demand, Ledger, Load, least_time, make
-from policies.least_time import TERMS
+from policies import NAMES, Candidate, CostGroup, Demand, Ledger, Load, make
+from policies.rules import least_time
+from policies.rules.least_time import TERMS
 
 
 def fleet(count, **loads):

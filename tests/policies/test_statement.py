@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies import Candidate, CostGroup, Demand, Ledger, Load, Roster, least_load, least_time, overlap_cost
+from policies import Candidate, CostGroup, Demand, Ledger, Load, Roster
+from policies.rules import least_load, least_time, overlap_cost
 from policies.load import FAR, UNTIMED
 from policies.statement import OVERLAP, REQUEST, STANDING, Arrays, expressions, lua, python, symbol
 

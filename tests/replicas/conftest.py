@@ -13,7 +13,7 @@ from aiohttp import web
 
 from replicas import Fleet
 from replicas.health import Limits
-from replicas.command import Command
+from replicas.launch.command import Command
 from replicas.engines.simulated.profile import SimProfile
 
 FAKE = Path(__file__).with_name("fake_engine.py")

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from replicas.adopt import probe, problems_of
-from replicas.ports import pick
+from replicas.launch.ports import pick
 from replicas.replica import EventSource
 
 MODELS = {

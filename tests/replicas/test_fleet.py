@@ -10,8 +10,8 @@ from aiohttp import web
 
 from replicas import Fleet, State, watch
 from replicas.health import Limits
-from replicas.ports import pick
-from replicas.supervisor import Backoff
+from replicas.launch.ports import pick
+from replicas.launch.supervisor import Backoff
 
 HOST = "127.0.0.1"
 READY, FAILED, DEGRADED, STOPPED = State.READY, State.FAILED, State.DEGRADED, State.STOPPED

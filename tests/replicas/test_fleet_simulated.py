@@ -6,7 +6,7 @@ import signal
 import aiohttp
 
 from replicas import State
-from replicas import profile as profiles
+from replicas.launch import profile as profiles
 
 BODY = {"model": "sim", "prompt": "What the standard library says about it. " * 40, "max_tokens": 4}
 

@@ -15,7 +15,7 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 GATEWAY = f"""
 import asyncio, json, sys, uvloop
 from replicas import Fleet, State, supervisor
-from replicas.command import Command
+from replicas.launch.command import Command
 from replicas.engines.simulated.profile import SimProfile
 
 class Fake(SimProfile):

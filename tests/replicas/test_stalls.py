@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from replicas import State, health, progress, watch
-from replicas.supervisor import Backoff
+from replicas.launch.supervisor import Backoff
 
 READY, DEGRADED, FAILED = State.READY, State.DEGRADED, State.FAILED
 

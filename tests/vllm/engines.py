@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from loadgen.demo.tiny_model import KV_BYTES_PER_TOKEN, MAX_POSITION, tiny_model
-from replicas import ports
+from replicas.launch import ports
 
 from ..gateway.running import Running, running
 from .adapters import lora

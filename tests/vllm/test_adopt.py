@@ -11,9 +11,9 @@ import aiohttp
 import httpx
 import pytest
 
-from gateway import doctor
+from gateway.ops import doctor
 from gateway.config import load
-from replicas import ports
+from replicas.launch import ports
 from replicas.adopt import described, probe
 from replicas.replica import parse_url
 
@@ -204,7 +204,7 @@ async def test_adapters_loaded_and_unloaded_at_run_time(ranks, engine, tmp_path)
 async def examined(engine: Engine, model, monkeypatch, tmp_path) -> dict[str, doctor.Finding]:
     """What the doctor says of one replica, by subject."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gateway.trial.EVENT_SECONDS", 2.0)
+    monkeypatch.setattr("gateway.ops.trial.EVENT_SECONDS", 2.0)
     free = ports.pick(2, "127.0.0.1", set())
     config = load({"replica_url": (engine.replica_url,), "model": str(model), "port": free[0], "admin_port": free[1]}, file=None)
     return {finding.subject.split(" 127.")[0]: finding async for finding in doctor.examine(config)}

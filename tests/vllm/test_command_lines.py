@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 
-from replicas import profile
-from replicas.command import Model, Ports
+from replicas.launch import profile
+from replicas.launch.command import Model, Ports
 from replicas.engines.vllm.profile import KvCacheDtype, VllmProfile
 
 pytestmark = pytest.mark.exact

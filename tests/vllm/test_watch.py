@@ -14,7 +14,8 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import pytest
 
-from replicas import Fleet, State, profile
+from replicas import Fleet, State
+from replicas.launch import profile
 
 from ..gateway.running import Running, alive
 from .engines import block_size, folder, gateway

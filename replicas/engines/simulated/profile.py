@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from replicas.command import Command, Model, Ports
+from replicas.launch.command import Command, Model, Ports
 from replicas.event_source import EventSource
 
 

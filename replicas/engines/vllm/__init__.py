@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicas.answer import Answer
-from replicas.command import LaunchProfile
+from replicas.launch.command import LaunchProfile
 from replicas.engines.dialect import EventRecords, Sources
 from replicas.engines.vllm import log, metrics, sources
 from replicas.engines.vllm.events import Decoder

@@ -2,7 +2,7 @@
 
 import re
 
-from replicas.exits import COMMON_REMEDIES, LogGrammar
+from replicas.launch.exits import COMMON_REMEDIES, LogGrammar
 
 _REMEDIES = (
     (r"KV cache is needed, which is larger than the available|max seq len .* is larger than|No available memory for the cache blocks",

@@ -16,8 +16,8 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from replicas import devices
-from replicas.command import Command, Model, Ports, ProfileError
+from replicas.launch import devices
+from replicas.launch.command import Command, Model, Ports, ProfileError
 from replicas.engines.vllm.rules import ATTENTION_BACKENDS, contradictions, unknown_value
 from replicas.event_source import EventSource
 

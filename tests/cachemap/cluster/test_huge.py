@@ -3,7 +3,7 @@
 What is read shows in the server's peak of memory: a reply, also one inside a script, is a copy.
 """
 
-from tests.gateway.dispatch.test_shared import Gateway as LedgerGateway
+from tests.gateway.proxy.test_shared import Gateway as LedgerGateway
 
 from ..publisher import publishing
 from .gateways import event, gateways, prompt, until

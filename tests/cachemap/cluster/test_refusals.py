@@ -7,9 +7,9 @@ import re
 import pytest
 
 from cachemap.cluster.connect import Ways, in_words, parse
-from gateway.dispatch.shared import SharedLedger
+from gateway.proxy.shared import SharedLedger
 from policies import Ledger, make
-from tests.gateway.test_redis_check import DOCUMENTED, acl
+from tests.gateway.ops.test_redis_check import DOCUMENTED, acl
 
 from ..publisher import publishing
 from .gateways import event, gateways, until

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.prompt.offload import TakesLong, event_loop
 from gateway.prompt.pipeline import OFFLOAD_BYTES, Pipeline
-from gateway.prompt.tokenizer import Tokenizer
+from gateway.prompt.tokens.tokenizer import Tokenizer
 from replicas.simulated.model import sim_model_dir
 
 from . import folders

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.prompt.anthropic import Habits
+from gateway.prompt.api.anthropic import Habits
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.quirks import NEWEST, VersionQuirks
 from replicas.engines.vllm.versions import version_quirks

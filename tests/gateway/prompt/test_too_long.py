@@ -5,9 +5,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.prompt import PromptError, tokenizer as module
+from gateway.prompt import PromptError
+from gateway.prompt.tokens import tokenizer as module
 from gateway.prompt.pipeline import Pipeline
-from gateway.prompt.tokenizer import Tokenizer, TooLong, _longest_token
+from gateway.prompt.tokens.tokenizer import Tokenizer, TooLong, _longest_token
 from replicas.simulated.model import sim_model_dir
 
 CONTEXT = 100

@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.telemetry.metrics import Metrics, lines
+from gateway.ops.metrics import Metrics, lines
 from gateway.workers.combine import pages, statuses
 
 

@@ -11,7 +11,7 @@ from loadgen.demo import scenes
 from loadgen.demo import verb as demo
 from loadgen.demo.scenes import SIMULATED
 from loadgen.workload.conversations import BadWorkload
-from replicas import profile
+from replicas.launch import profile
 
 
 def test_the_plan_puts_the_caches_under_pressure():

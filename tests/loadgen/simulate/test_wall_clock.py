@@ -16,7 +16,7 @@ from loadgen.report.summary import summarise
 from loadgen.simulate import Setting, simulate
 from loadgen.workload.conversations import Workload
 from loadgen.workload.generators import prefix_repetition
-from policies import least_time
+from policies.rules import least_time
 from replicas.simulated.profile import load_profile
 
 ENGINES, BLOCKS, SLOW, SALT = 2, 4000, 0.15, 7

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from replicas import devices, profile
-from replicas.command import Model, Ports, ProfileError
+from replicas.launch import devices, profile
+from replicas.launch.command import Model, Ports, ProfileError
 from replicas.engines.vllm.profile import QUIET, find_executable, weights
 
 PORTS = Ports.run(20000, 1)

@@ -1,1 +1,0 @@
-"""The operator's side: health, metrics, status page, JSON API."""

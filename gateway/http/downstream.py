@@ -1,0 +1,563 @@
+"""The client's side of the wire: requests are parsed and collected here, responses leave as bytes.
+
+One `Downstream` is one client connection. Requests are handed over whole, one at a time and in order
+(HTTP/1.1 pipelining): the next one waits until the exchange in progress calls `finish`. Whatever the
+client does wrong is answered here, in its place in that order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+from collections import deque
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+import httptools
+
+from .messages import FRAMING, HEADER_BYTES, REQUEST_BYTES, Headers, KnownHead, Request, connection_tokens, response, without_upgrade
+
+if TYPE_CHECKING:
+    from .server import Server
+
+
+log = logging.getLogger("hitherto.wire")
+
+# Pieces of a body from this size on are kept as they come and joined once: 4 MB take 0.1 ms, in a buffer that grows 1 to 4.
+# Smaller ones are put together: each by itself, 2-byte chunks would take 20 times their size.
+WHOLE = 4096
+# Bytes of chunk sizes and extensions that a byte of a body may bring with it: a chunk of one byte, its size in eight digits, has 12.
+FRAMING_PER_BYTE = 16
+LENGTH_DIGITS = 20  # of a Content-Length; the parser takes any number of zeros before it, of which `int` takes 4,300
+# A read (256 kB at most) is parsed in pieces, the rest waits as bytes while a request waits: 256 kB of pipelined requests with
+# 200 headers each would become 14 MB and hold up the loop for 0.1 s. Within a body a piece may be larger.
+PIECE, BODY_PIECE = 4096, 65536
+
+
+class Exchange(Protocol):
+    """What answers a request: told when its client leaves or can't keep up."""
+
+    def client_gone(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class Refusal:
+    """An answer the wire itself gives to a request that can't be read on."""
+
+    __slots__ = ("status", "message", "target")
+
+    def __init__(self, status: int, message: str, target: bytes):
+        self.status, self.message, self.target = status, message, target
+
+
+class Downstream(asyncio.Protocol):
+    __slots__ = (
+        # for the connection's life
+        "server", "transport", "parser", "closing", "close_at", "close_last", "active_at", "reading_paused", "writing_paused", "known", "read",
+        # the request being read
+        "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
+        "refused", "expects", "again", "framing", "raw", "parsed", "bare_chunk", "completed", "rated", "rated_at",
+        # the request being answered, and those behind it
+        "exchange", "current", "waiting",
+        # what came behind them and is not parsed yet: the bytes of `rest` from `rest_at` on
+        "rest", "rest_at",
+        # bytes of all these, and of the one being answered, as they are counted in the server
+        "held", "answering",
+    )  # fmt: skip
+
+    def __init__(self, server: Server):
+        self.server = server
+        self.transport: asyncio.Transport = None  # type: ignore[assignment]
+        self.parser = httptools.HttpRequestParser(self)  # refers back to this: `connection_lost` lets go of it
+        self.closing = False
+        self.close_at = self.close_last = 0.0
+        self.active_at = monotonic()
+        self.reading_paused = False
+        self.writing_paused = False
+        self.refused = False
+        self.again = b""
+        self.known: KnownHead | None = None  # of the last request
+        self.read: Request | None = None  # parsed from the bytes at hand
+        self.told = 0  # bytes of the read at hand of which the parser has told
+        self.raw: bytes | bytearray = b""  # the reads in which the present head came, or the present trailers
+        self.parsed = 0  # of them, where the last part of a request ended that the parser told of
+        self.bare_chunk = False  # the last chunk had no data yet, so it may be the end of the body
+        self.completed = False  # in the read at hand
+        self.exchange: Exchange | None = None
+        self.current: Request | None = None
+        self.waiting: deque[Request | Refusal] = deque()
+        self.rest, self.rest_at = b"", 0
+        self.held = self.answering = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.reading = False
+        self.read_begun = 0.0
+        self.head_bytes = 0
+        self.unfinished = 0  # bytes since the parser last told of any
+        self.framing = 0  # bytes behind the head that are neither body nor trailer
+        self.head_done = False
+        self.expects = False
+        self.target = b""
+        self.headers: Headers = []
+        self.body: list[bytes | bytearray] = []
+        self.body_bytes = 0
+        self.rated = 0  # of them, how many were there when the rate was last looked at
+        self.rated_at = self.active_at
+
+    # --- the transport's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        if self.server.closed:
+            self.transport.abort()
+        else:
+            self.server.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.server.connections.discard(self)
+        self.closing = True
+        self.waiting.clear()
+        exchange, self.exchange, self.current = self.exchange, None, None
+        if exchange is not None:
+            exchange.client_gone()
+        self._hold(-self.held)
+        self.answering = 0
+        # The parser and this object hold each other, and with them what was uploaded: the collector would find them after hours.
+        self.parser = None  # type: ignore[assignment]
+        self.known = self.read = None
+        self.raw = self.again = self.rest = b""
+        self._clear()
+
+    def pause_writing(self) -> None:
+        self.writing_paused = True
+        if self.exchange is not None:
+            self.exchange.pause()
+
+    def resume_writing(self) -> None:
+        self.writing_paused = False
+        if self.exchange is not None:
+            self.exchange.resume()
+        else:
+            self._next()
+
+    def data_received(self, data: bytes) -> None:
+        now = monotonic()
+        if self.closing:
+            self.close_at = min(now + self.server.limits.linger_seconds, self.close_last)
+            return
+        if self.refused:
+            return
+        self.active_at = now
+        if self.rest:
+            self._hold(len(data))
+            self.rest += data
+        elif self.reading:
+            self._feed(data)
+            self.read = None
+        elif self.known is not None and (request := self.known.read(data, now)) is not None and len(request.body) <= self.server.limits.body_bytes:
+            self._take(request, 0)
+        else:
+            self._feed(data)
+            request, self.read = self.read, None
+            self.known = KnownHead.of(data, request) if request is not None else None
+        if (self.rest or len(self.waiting) > 1) and not self.reading_paused and not self.closing:
+            self.reading_paused = True
+            self.transport.pause_reading()
+
+    def _feed(self, data: bytes, at: int = 0) -> None:
+        """Parse `data` from `at` on, as far as requests may wait. Behind a request others have their turn first."""
+        begun = at
+        while not (self.refused or self.closing):
+            end = at + (BODY_PIECE if self.reading and self.head_done else PIECE)
+            piece = data if at == 0 and end >= len(data) else data[at:end]
+            if upgrade := self._parse(piece):
+                # Some clients offer h2c on every request, and llhttp stops at such a head. The request is also a plain one:
+                # read it again without the offer.
+                head, self.again, self.raw = self.again, b"", b""
+                self.parser = httptools.HttpRequestParser(self)
+                if not self.refused:
+                    self._parse(head)
+            at += upgrade or len(piece)
+            if at >= len(data):
+                return
+            if len(self.waiting) > 1 or (self.completed and at - begun >= PIECE):
+                break
+        if not (self.refused or self.closing):
+            self._keep(data, at)
+            if len(self.waiting) <= 1:
+                asyncio.get_running_loop().call_soon(self._read_on)
+
+    def _keep(self, data: bytes, at: int) -> None:
+        self.rest, self.rest_at = data, at
+        self._hold(len(data))
+        if not self._fits(0):
+            self._refuse_more()
+
+    def _read_on(self) -> None:
+        """Few enough wait: go on with what has come, then with what comes."""
+        if self.closing or not self.reading_paused or len(self.waiting) > 1:
+            return
+        self.active_at = self.read_begun = monotonic()
+        if self.rest:
+            data, self.rest = self.rest, b""
+            self._hold(-len(data))
+            self._feed(data, self.rest_at)
+            self.read = None
+        if not (self.rest or self.closing or len(self.waiting) > 1):
+            self._resume_reading()
+
+    def _resume_reading(self) -> None:
+        if self.reading_paused:
+            self.reading_paused = False
+            self.transport.resume_reading()
+
+    def _parse(self, data: bytes) -> int:
+        """Returns where a head ends that offers to upgrade the connection; 0 if there is none, and all was parsed."""
+        if self.raw:
+            self.raw += data
+        else:
+            self.raw, self.parsed = data, 0
+        self.told, self.completed = 0, False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return upgrade.args[0]
+        except httptools.HttpParserCallbackError as error:
+            self._failed(error.__context__ or error)
+        except httptools.HttpParserError as error:
+            self._refuse(400, f"malformed HTTP request: {error}")
+        self._count_untold(len(data) - self.told)
+        if not self.reading or (self.head_done and not self.bare_chunk):
+            self.raw = b""
+        elif type(self.raw) is bytes:
+            self.raw = bytearray(self.raw)  # for a head, or trailers, that come byte by byte
+        return 0
+
+    def _count_untold(self, size: int) -> None:
+        """Bound what the parser does not tell of: it tells of a line when it has all of it, of a chunk's extensions never.
+        In a read in which a request ended it is not known whose they are; there are 256 kB in one at most."""
+        limit = self.server.limits.head_bytes
+        if self.completed:
+            self.unfinished = self.framing = 0
+        elif self.reading and self.head_done:
+            self.framing += size
+            self.unfinished = 0 if self.told else self.unfinished + size
+            if self.unfinished > limit or self.framing > limit + FRAMING_PER_BYTE * self.body_bytes:
+                self._refuse(400, f"more than {limit} bytes of chunk extensions, or of a trailer line without an end")
+        else:  # in a head, or in blank lines before one
+            self.unfinished = size if self.told else self.unfinished + size
+            if self.unfinished > limit:
+                self._refuse_head()
+
+    # --- the parser's calls
+
+    def on_message_begin(self) -> None:
+        self._clear()
+        self.reading = True
+        self.read_begun = self.active_at
+
+    def on_url(self, url: bytes) -> None:
+        self.target += url
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.head_done:  # a trailer; none is defined for these requests
+            self._count_head(len(name) + len(value))
+            return
+        self.headers.append((name.lower(), value))
+        self._count_head(len(name) + len(value))
+        if len(self.headers) > self.server.limits.header_count:
+            self._refuse(431, f"more than {self.server.limits.header_count} headers")
+
+    def _count_head(self, size: int) -> None:
+        self.told += size
+        self.head_bytes += size
+        if self.head_bytes > self.server.limits.head_bytes:
+            self._refuse_head()
+
+    def on_headers_complete(self) -> None:
+        self.head_done = True
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._refuse(505, f"HTTP/{version} is not spoken here; HTTP/1.1 is")
+        elif not self._is_http():
+            self._refuse(400, "malformed HTTP request: the request line is not METHOD TARGET HTTP/1.1")
+        if self.parser.should_upgrade():
+            return  # read again in a moment, see `_feed`
+        hosts = 0
+        for name, value in self.headers:
+            if name == b"host":
+                hosts += 1
+            elif name == b"content-length":
+                if len(value) > LENGTH_DIGITS:
+                    self._refuse(400, f"a Content-Length of more than {LENGTH_DIGITS} digits")
+                elif int(value) > self.server.limits.body_bytes:
+                    self._refuse_body()
+                elif not self._fits(int(value)):
+                    self._refuse_more()
+            elif name == b"transfer-encoding":
+                if value.strip().lower() != b"chunked":
+                    self._refuse(501, f"transfer coding {value.decode('latin-1')!r} is not known; only chunked is")
+            elif name == b"connection":
+                if not FRAMING.isdisjoint(connection_tokens([(name, value)])):
+                    self._refuse(400, "the Connection header names a header that frames the message")
+            elif name == b"expect" and version == "1.1":
+                if value.lower() == b"100-continue":
+                    self.expects = True
+                else:
+                    self._refuse(417, f"unknown expectation {value.decode('latin-1')!r}; only 100-continue is known")
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            self._refuse(400, "a request needs exactly one Host header")
+        if self.expects and not self.refused and self.current is None and not self.waiting:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _is_http(self) -> bool:
+        """The parser takes request lines of RTSP and ICE as well, and does not tell them apart."""
+        line = b"%b %b HTTP/" % (self.parser.get_method(), self.target)
+        at = self.parsed  # the request before ends here, and only blank lines may stand between
+        while self.raw[at] in b"\r\n":
+            at += 1
+        if not self.raw.startswith(line, at):
+            return False
+        self.parsed = self.raw.index(b"\r\n\r\n", at) + 4
+        return True
+
+    # The parser does not say where it is, but each line of the framing ends with the first line end there is, and a body
+    # has the length that it says.
+
+    def on_chunk_header(self) -> None:
+        self.parsed = self.raw.index(b"\n", self.parsed) + 1
+        self.bare_chunk = True
+
+    def on_chunk_complete(self) -> None:
+        if self.bare_chunk:  # the last one: trailers end with a blank line
+            self.bare_chunk = False
+            self.parsed = self.raw.index(b"\n\r\n", self.parsed - 1) + 3
+        else:
+            self.parsed = self.raw.index(b"\n", self.parsed) + 1
+
+    def on_body(self, body: bytes) -> None:
+        self.parsed += len(body)
+        self.bare_chunk = False
+        if self.refused:
+            return
+        self.told += len(body)
+        self.body_bytes += len(body)
+        self._hold(len(body))
+        if self.body_bytes > self.server.limits.body_bytes:
+            self._refuse_body()
+        elif not self._fits(0):
+            self._refuse_more()
+        elif len(body) >= WHOLE or not self.body:
+            self.body.append(body)
+        elif type(self.body[-1]) is bytearray:
+            self.body[-1] += body
+        else:
+            self.body.append(bytearray(body))
+
+    def on_message_complete(self) -> None:
+        self.completed = True
+        if self.refused:
+            return
+        method = self.parser.get_method().decode("ascii")
+        if self.parser.should_upgrade():
+            if method == "CONNECT":
+                self._refuse(405, "CONNECT is not supported: this is no forward proxy")
+            version = self.parser.get_http_version().encode()
+            kept = b"".join([b"%b: %b\r\n" % header for header in without_upgrade(self.headers)])
+            self.again = b"%b %b HTTP/%b\r\n%b\r\n" % (method.encode(), self.target, version, kept)
+            return
+        request = Request(
+            method,
+            self.target,
+            self.headers,
+            b"".join(self.body),
+            self.parser.get_http_version() == "1.0",
+            self.parser.should_keep_alive(),
+            self.read_begun,
+        )
+        request.size = max(REQUEST_BYTES, self.head_bytes + HEADER_BYTES * len(self.headers))
+        held = self.body_bytes
+        self._clear()
+        self.read = request
+        self._take(request, held)
+
+    def _take(self, request: Request, held: int) -> None:
+        """`held`: how much of it is counted already."""
+        size = request.size + len(request.body)
+        self._hold(size - held)
+        if not self._fits(0):
+            self._hold(-size)
+            self._refuse_more()
+        elif self.current is None and not self.waiting and not self.writing_paused:
+            self._begin(request)
+        else:
+            self.waiting.append(request)
+
+    # --- what it takes to hold all this
+
+    def _hold(self, size: int) -> None:
+        self.held += size
+        self.server.held += size
+
+    def _fits(self, size: int) -> bool:
+        """Whether this client may make us hold so much more: as much as is left for others then, so that a few with
+        much always leave room for many with little."""
+        return self.held + self.server.held + 2 * size <= self.server.limits.requests_bytes
+
+    # --- what a request's exchange does
+
+    def reply(self, status: int, body: bytes, headers: Headers) -> None:
+        """Answer the current request with a whole response of our own."""
+        request = self.current
+        assert request is not None
+        close = not request.keep_alive or self.server.draining
+        self.transport.write(response(status, body, headers, head_only=request.method == "HEAD", close=close))
+        self.finish()
+
+    def write(self, data: bytes) -> None:
+        self.transport.write(data)
+
+    def release(self) -> None:
+        """The current request's body will not be needed again."""
+        if self.current is not None:
+            self._hold(self.current.size - self.answering)
+            self.answering = self.current.size
+            self.current.body = b""
+
+    def finish(self, keep_alive: bool = True) -> None:
+        """The current request is answered: go on with the next, or close."""
+        request, self.current, self.exchange = self.current, None, None
+        self._hold(-self.answering)
+        self.answering = 0
+        self.active_at = monotonic()
+        if not keep_alive or request is None or not request.keep_alive or self.server.draining:
+            self._close()
+        elif self.waiting:
+            # Through the loop, so that a long pipeline of local answers can't nest calls without end.
+            asyncio.get_running_loop().call_soon(self._next)
+        elif self.expects:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def abort(self) -> None:
+        """Cut the connection so that the client can't take the response for complete."""
+        self.exchange = self.current = None
+        self.closing = True
+        self.transport.abort()
+
+    # --- inside
+
+    def _begin(self, request: Request) -> None:
+        self.current = request
+        self.answering = request.size + len(request.body)
+        try:
+            self.server.handler.handle(self, request)
+        except Exception as error:
+            self._failed(error)
+
+    def failed(self, exchange: Exchange, error: Exception) -> None:
+        """What answers a request could not go on with it."""
+        if self.exchange is exchange:
+            self._failed(error)
+        else:
+            log.error("a request that was answered made the gateway fail", exc_info=error)
+
+    def _next(self) -> None:
+        if self.closing or self.current is not None or self.writing_paused or not self.waiting:
+            return
+        item = self.waiting.popleft()
+        if isinstance(item, Refusal):
+            self._answer_refusal(item)
+        else:
+            self._begin(item)
+            self._read_on()
+
+    def _failed(self, error: BaseException) -> None:
+        """A bug of ours, not the client's: say so in the log, and end this connection cleanly."""
+        log.error("a request made the gateway fail", exc_info=error)
+        self.waiting.clear()
+        self.refused = False  # a refusal that waited is gone with the rest: this answer is the last
+        exchange, self.exchange, self.current = self.exchange, None, None
+        if exchange is not None:
+            exchange.client_gone()
+        self._refuse(500, "the gateway failed on this request; its log says why")
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"request head larger than {self.server.limits.head_bytes} bytes")
+
+    def _refuse_more(self) -> None:
+        self._refuse(503, "the gateway holds as many bytes of requests as it may (request_budget); try again")
+
+    def _refuse_body(self) -> None:
+        self._refuse(413, f"request body larger than {self.server.limits.body_bytes} bytes (max_body_bytes)")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Give up on what the client sends; say so once what it asked before is answered."""
+        if self.refused or self.closing:
+            return
+        self.refused = True
+        self.reading = False
+        self._hold(-self.body_bytes)
+        self.body, self.body_bytes = [], 0
+        self._hold(-len(self.rest))
+        self.rest = b""
+        refusal = Refusal(status, message, self.target)
+        if self.current is None and not self.waiting:
+            self._answer_refusal(refusal)
+        else:
+            self.waiting.append(refusal)
+
+    def _answer_refusal(self, refusal: Refusal) -> None:
+        headers, body = self.server.handler.refuse(refusal.status, refusal.message, refusal.target)
+        self.transport.write(response(refusal.status, body, headers, close=True))
+        # Closing at once with unread data in the socket would reset it, and the client would lose the answer: half-close,
+        # and read on into nothing until the client closes, pauses for `linger_seconds`, or `flush_seconds` are over.
+        limits, now = self.server.limits, monotonic()
+        self.closing = True
+        self.close_at, self.close_last = now + limits.linger_seconds, now + limits.flush_seconds
+        self._resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def _close(self) -> None:
+        """Close once everything is sent, or has not been for `flush_seconds`."""
+        self.closing = True
+        self.close_at = self.close_last = monotonic() + self.server.limits.flush_seconds
+        self.transport.close()
+
+    @property
+    def busy(self) -> bool:
+        """A request is being answered, or its answer is not all sent."""
+        return self.current is not None or self.transport.get_write_buffer_size() > 0
+
+    def _left(self) -> bool:
+        """Whether the client has closed its side, which is not read of while reading is paused."""
+        asked = select.poll()
+        asked.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(asked.poll(0))
+
+    def check(self, now: float) -> None:
+        """Called by the server's sweep, a few times a second."""
+        limits = self.server.limits
+        if self.reading_paused and not self.closing and self._left():
+            self._close()
+        elif self.closing:
+            if now > self.close_at:
+                self.transport.abort()
+        elif self.reading:
+            if self.reading_paused or (self.expects and (self.current is not None or self.waiting)):
+                self.read_begun = self.rated_at = now  # it waits for us
+            elif not self.head_done:
+                if now - self.read_begun > limits.head_seconds:
+                    self._refuse(408, f"request head not complete after {limits.head_seconds:g} s")
+            elif now - self.read_begun > limits.body_seconds:
+                self._refuse(408, f"request body not complete after {limits.body_seconds:g} s (upload_timeout_s)")
+            elif now - self.rated_at > limits.body_gap_seconds:
+                if self.body_bytes - self.rated < limits.body_rate * limits.body_gap_seconds:
+                    self._refuse(408, f"less than {limits.body_rate} bytes a second of the request body for {limits.body_gap_seconds:g} s")
+                self.rated, self.rated_at = self.body_bytes, now
+        elif self.current is None and now - self.active_at > limits.keep_alive_seconds:
+            self._close()

@@ -1,0 +1,379 @@
+"""The replica's side of the wire: pooled connections whose response bytes pass through untouched.
+
+A parser watches the response only for where its head ends, where the message ends, and whether the
+connection may be kept. The bytes themselves, chunk framing included, go to the sink as they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import ssl
+from collections.abc import Callable
+from time import monotonic
+from typing import Protocol
+
+import httptools
+
+from replicas.deadline import within
+
+from .messages import HOP_BY_HOP, Headers, connection_tokens, end_to_end
+
+# vLLM (uvicorn) closes a connection that is idle for 5 s; one that we reuse later may die under the request.
+IDLE_SECONDS = 4.0
+CONNECT_SECONDS = 5.0
+HEAD_BYTES = 64 * 1024
+# A trailer line grows in the parser until it ends, and nothing tells of it meanwhile. So where a chunked answer has gone on for
+# SEARCH_BYTES, line ends are looked for: between chunks there are some, and no engine makes one chunk of LINE_BYTES.
+SEARCH_BYTES, LINE_BYTES = 2**20, 2**24
+
+
+class UpstreamError(Exception):
+    """The replica broke the exchange: no connection, closed early, or not HTTP. `kind` is for metrics."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+class Sink(Protocol):
+    """Where a response goes. Calls come in the order head, data*, end; or lost, once, at any point."""
+
+    def connected(self, upstream: Upstream) -> None: ...
+    def head(self, status: int, head: Head, body: bytes) -> None: ...
+    def data(self, data: bytes) -> None: ...
+    def end(self) -> None: ...
+    def lost(self, error: UpstreamError) -> None: ...
+
+
+class Head:
+    """A response head as received. `block(extra)` is what the client gets."""
+
+    __slots__ = ("raw", "headers", "until_close", "clean")
+
+    def __init__(self, raw: bytes, headers: Headers, until_close: bool, clean: bool):
+        self.raw = raw
+        self.headers = headers
+        self.until_close = until_close
+        self.clean = clean
+
+    def get(self, name: bytes) -> bytes | None:
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+    def add(self, header: tuple[bytes, bytes]) -> None:
+        """A header for the client that the replica did not send."""
+        self.raw = b"%b%b: %b\r\n\r\n" % (self.raw[:-2], *header)
+        self.headers = [*self.headers, header]
+
+    def block(self, extra: bytes) -> bytes:
+        """Status line and headers with `extra` lines added and hop-by-hop ones gone, closing blank line included."""
+        if self.clean:
+            return b"%b%b\r\n" % (self.raw[:-2], extra)
+        status_line = self.raw[: self.raw.index(b"\r\n") + 2]
+        return b"%b%b%b\r\n" % (status_line, end_to_end(self.headers), extra)
+
+
+class Upstream(asyncio.Protocol):
+    __slots__ = (
+        # for the connection's life
+        "pool", "transport", "parser", "closed", "idle_since", "used", "paused",
+        # the response being read
+        "sink", "head_only", "status", "headers", "buffer", "head_done", "forwarding", "complete", "keep", "surplus", "clean", "framed",
+        "length", "unseen", "granted",
+    )  # fmt: skip
+
+    def __init__(self, pool: Pool):
+        self.pool = pool
+        self.transport: asyncio.Transport = None  # type: ignore[assignment]
+        self.parser: httptools.HttpResponseParser = None  # type: ignore[assignment]  # from connection to loss: it refers back to this
+        self.closed = False
+        self.idle_since = 0.0
+        self.used = False
+        self.paused = False
+        self.sink: Sink | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.head_only = False
+        self.status = 0
+        self.headers: Headers = []
+        self.buffer = b""
+        self.head_done = False
+        self.forwarding = False
+        self.complete = False
+        self.keep = False
+        self.surplus = False
+        self.clean = True
+        self.framed = False  # the head says where the body ends
+        self.length: int | None = None  # bytes of the body, where the head says so
+        # Of the body, how many bytes more are let pass without a look, and how many were, these included.
+        self.unseen = self.granted = SEARCH_BYTES
+
+    def send(self, sink: Sink, head: bytes, body: bytes, head_only: bool) -> None:
+        """Send a request; its response comes to `sink`. `head_only`: the response to HEAD has no body."""
+        self.sink = sink
+        self.head_only = head_only
+        # Joining copies the body once; above this, two writes cost less than the copy.
+        if len(body) < 65536:
+            self.transport.write(head + body)
+        else:
+            self.transport.writelines((head, body))
+
+    def pause(self) -> None:
+        """The client can't keep up: let the replica's bytes wait in the kernel, and so in the replica."""
+        if not self.paused and not self.closed:
+            self.paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.paused and not self.closed:
+            self.paused = False
+            self.transport.resume_reading()
+
+    def drop(self) -> None:
+        """Stop caring for the response. Closing is what makes the engine abort the request."""
+        self.sink = None
+        self.closed = True
+        self.transport.abort()
+
+    # --- the transport's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        self.parser = httptools.HttpResponseParser(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self.parser = None  # type: ignore[assignment]
+        self.pool.forget(self)
+        sink, self.sink = self.sink, None
+        if sink is None:
+            return
+        if self.forwarding and exc is None and self._until_close():
+            sink.end()
+        else:
+            sink.lost(UpstreamError("closed", f"connection closed by the replica ({exc or 'end of file'})"))
+
+    def data_received(self, data: bytes) -> None:
+        sink = self.sink
+        if sink is None:  # nothing was asked
+            self.closed = True
+            self.transport.abort()
+            return
+        try:
+            self.parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not self.complete:
+                return self._broken("switches protocols (101), which nobody asked for" if self.status == 101 else f"not valid HTTP: {error}")
+            self.surplus = True
+        if self.forwarding:
+            self.unseen = unseen = self.unseen - len(data)
+            if unseen < 0 and not self._has_lines(data):
+                return self._broken(f"{LINE_BYTES} bytes of a chunked response without the end of a line")
+            if not self.complete:
+                return sink.data(data)
+            if (data := self._to_the_end(data)) is None:
+                return self._broken("bytes after the end of the response")
+            sink.data(data)
+        else:
+            self.buffer = self.buffer + data if self.buffer else data
+            if not self.head_done:
+                if len(self.buffer) > HEAD_BYTES:
+                    self._broken(f"response head larger than {HEAD_BYTES} bytes")
+                return
+            self._forward_head(sink)
+        if self.complete and self.sink is sink:
+            self._finish(sink)
+
+    def _forward_head(self, sink: Sink) -> None:
+        buffer, self.buffer = self.buffer.lstrip(b"\r\n"), b""
+        end = buffer.index(b"\r\n\r\n") + 4
+        while buffer[9:10] == b"1":  # interim responses (100, 102, 103) are between the replica and us
+            buffer = buffer[end:].lstrip(b"\r\n")
+            end = buffer.index(b"\r\n\r\n") + 4
+        if not buffer.startswith(b"HTTP/1."):
+            return self._broken("it does not answer in HTTP/1.1")
+        self.forwarding = True
+        body = buffer[end:]
+        self.unseen -= len(body)
+        if self.complete and (body := self._to_the_end(body)) is None:
+            return self._broken("bytes after the end of the response")
+        sink.head(self.status, Head(buffer[:end], self.headers, self._until_close(), self.clean), body)
+
+    def _until_close(self) -> bool:
+        return not (self.framed or self._bodyless())
+
+    def _bodyless(self) -> bool:
+        return self.head_only or self.status in (204, 304)
+
+    def _has_lines(self, data: bytes) -> bool:
+        """Whether lines still end. Called when more came than was to pass unseen; `data` is the last of it."""
+        if self.length is not None or not self.framed or b"\n" in data:
+            self.granted += SEARCH_BYTES - self.unseen
+            self.unseen = SEARCH_BYTES
+            return True
+        return -self.unseen < LINE_BYTES - SEARCH_BYTES
+
+    def _to_the_end(self, data: bytes) -> bytes | None:
+        """As much of the last piece as belongs to the response; None when that can't be told. What an engine says
+        behind it is no answer to anything, and its connection is not used again."""
+        length = 0 if self._bodyless() else self.length
+        if length is None:
+            end = len(data)
+            while data.endswith(b"\r\n\r\n\r\n", 0, end):  # the parser skips blank lines before a response
+                end -= 2
+            surplus = len(data) - end
+            if self.surplus:
+                return None
+        else:
+            surplus = self.granted - self.unseen - length
+        if surplus:
+            self.keep = False
+            return data[:-surplus]
+        return data
+
+    def _finish(self, sink: Sink) -> None:
+        self.sink = None
+        # An early answer may leave part of the request unsent: the next one would queue up behind it.
+        unsent = self.transport.get_write_buffer_size()
+        reusable = self.keep and not unsent and not self.closed and not self.transport.is_closing()
+        if self.head_only:
+            self.parser = httptools.HttpResponseParser(self)  # it still waits for the body it was promised
+        self._clear()
+        if self.paused:
+            self.resume()
+        if reusable:
+            self.pool.release(self)
+        else:
+            self.closed = True
+            self.transport.abort()
+        sink.end()
+
+    def _broken(self, message: str) -> None:
+        sink = self.sink
+        self.drop()
+        if sink is not None:
+            sink.lost(UpstreamError("protocol", message))
+
+    # --- the parser's calls
+
+    def on_message_begin(self) -> None:
+        self.surplus = self.complete
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.head_done:
+            return
+        name = name.lower()
+        if name in HOP_BY_HOP:
+            self.clean = False
+        elif name == b"content-length":
+            self.framed, self.length = True, int(value)
+        elif name == b"transfer-encoding" and value.lower().endswith(b"chunked"):
+            self.framed = True
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if self.complete:
+            return
+        self.status = self.parser.get_status_code()
+        if self.status < 200:
+            self.headers, self.clean, self.framed, self.length = [], True, False, None
+            return
+        self.head_done = True
+        if self.head_only:
+            self.complete = True
+            self.keep = b"close" not in connection_tokens(self.headers)
+
+    def on_message_complete(self) -> None:
+        if self.head_done and not self.complete:
+            self.complete = True
+            self.keep = self.parser.should_keep_alive()  # known only here: the parser then forgets the message
+
+
+class Pool:
+    """Connections to one address of one replica. Last used, first taken: the rest grow idle and are closed."""
+
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, certified: str, on_broken: Callable[[], None]):
+        """`host`: the address to connect to. `certified`: with `tls`, the host that its certificate has to name.
+        `on_broken` is called when the replica closes a connection that was kept."""
+        self.host = host
+        self.port = port
+        self.tls = tls
+        self.certified = certified if tls else None
+        self.idle: dict[Upstream, None] = {}  # the last used last
+        self.closed = False
+        self.on_broken = on_broken
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    def acquire(self) -> Upstream | None:
+        """An idle connection that the replica won't close under us, or None."""
+        now = monotonic()
+        while self.idle:
+            upstream, _ = self.idle.popitem()
+            if not upstream.closed and not upstream.transport.is_closing() and now - upstream.idle_since < IDLE_SECONDS:
+                return upstream
+            upstream.closed = True
+            upstream.transport.close()
+        return None
+
+    def connect(self, sink: Sink) -> None:
+        """Open a connection; `sink.connected` or `sink.lost` tells of it."""
+        task = asyncio.get_running_loop().create_task(self._connect(sink))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, sink: Sink) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            _, upstream = await within(CONNECT_SECONDS, loop.create_connection(lambda: Upstream(self), self.host, self.port, ssl=self.tls, server_hostname=self.certified))
+        except TimeoutError:
+            sink.lost(UpstreamError("connect", f"no connection to {self.host}:{self.port} within {CONNECT_SECONDS:g} s"))
+        except OSError as error:
+            sink.lost(UpstreamError("connect", f"no connection to {self.host}:{self.port}: {error}"))
+        except asyncio.CancelledError:
+            sink.lost(UpstreamError("removed", "the replica was removed while a connection to it was being opened"))
+            raise
+        else:
+            # The replica may have closed it before this task went on; to write to it then would raise.
+            if upstream.closed or upstream.transport.is_closing():
+                sink.lost(UpstreamError("connect", f"{self.host}:{self.port} closed a new connection before the request was sent"))
+            else:
+                sink.connected(upstream)
+
+    def release(self, upstream: Upstream) -> None:
+        if self.closed:
+            upstream.closed = True
+            upstream.transport.close()
+            return
+        upstream.used = True
+        upstream.idle_since = monotonic()
+        self.idle[upstream] = None
+
+    def forget(self, upstream: Upstream) -> None:
+        if upstream in self.idle:
+            del self.idle[upstream]
+            self.on_broken()
+
+    def sweep(self, now: float) -> None:
+        """Close what has been idle for too long; the oldest lie first."""
+        for upstream in list(itertools.takewhile(lambda one: now - one.idle_since >= IDLE_SECONDS, self.idle)):
+            del self.idle[upstream]
+            upstream.closed = True
+            upstream.transport.close()
+
+    def close(self) -> None:
+        """The replica is removed: nobody gets a connection any more."""
+        self.retire()
+        for task in self._connecting:
+            task.cancel()
+
+    def retire(self) -> None:
+        """The replica is elsewhere now: what is in use or being opened is used once, and nothing is kept."""
+        self.closed = True
+        while self.idle:
+            upstream, _ = self.idle.popitem()
+            upstream.closed = True
+            upstream.transport.close()

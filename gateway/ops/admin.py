@@ -1,0 +1,237 @@
+"""The operator's HTTP side, on a port of its own.
+
+    GET  /livez                 200 as long as the process turns its event loop; depends on nothing else
+    GET  /readyz                200 when a request could be served; else 503 and why not
+    GET  /metrics               for Prometheus
+    GET  /                      status page;  GET /status the same as JSON
+    GET  /replicas              list
+    POST /replicas              {"url": "http://HOST:PORT"} adds one (201), or takes a stopped one back (200), after a
+                                drain or removal of it that is under way; 409 for another #events= than it has;
+                                after a restart it is known only with --replica-file
+    POST /replicas/ID/drain     no new requests; the ones it has are finished
+    DELETE /replicas/ID         drains and forgets it
+                                (of an engine with ranks: HOST:PORT-dp0 is one of them, HOST:PORT all)
+    ANY  /replicas/ID/engine/PATH  passed on to that engine: /sleep, /reset_prefix_cache, /v1/load_lora_adapter ...
+    POST /explain?path=/v1/...  what would happen to this request; nothing is sent
+    POST /decide?path=/v1/...   where this request goes; counted there until the caller tells its end:
+    POST /decide/ID/first_byte  its answer has begun
+    POST /decide/ID/done        it has ended; with the answer's last bytes, its usage is learned from
+
+What writes is sent as application/json; who may speak to the admin side is decided in `guard`. Errors have the shape
+of OpenAI's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any, Protocol
+
+import orjson
+from aiohttp import ClientError, web
+
+from gateway.proxy.decisions import LEASE, LEASES
+from gateway.ops.metrics import Metrics
+from replicas.kept import KeptReplicas
+from replicas.replica import Address, parse_url
+
+from .guard import Guard, Refusal
+from .side import Side, answer
+
+log = logging.getLogger("hitherto.admin")
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+                               "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+}  # fmt: skip
+
+
+class Fleet(Protocol):
+    """The part of `replicas.Fleet` that operators reach."""
+
+    replicas: dict[str, Any]
+    engines: dict[str, Any]
+
+    def add(self, url: str) -> Any: ...
+    def drain(self, id: str) -> asyncio.Task[None]: ...
+    def remove(self, id: str) -> asyncio.Task[None]: ...
+    async def quiet(self, id: str) -> None: ...
+    async def ask_engine(
+        self, id: str, method: str, target: str, body: bytes, content_type: str
+    ) -> tuple[int, str, bytes]: ...
+
+
+class Decisions(Protocol):
+    """As `proxy.decisions.Decisions`, wherever they are made; all raise Failure, `decide` PromptError too."""
+
+    async def decide(self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str], lease: float) -> dict[str, Any]: ...
+    async def first_byte(self, id: str) -> dict[str, Any]: ...
+    async def done(self, id: str, answer: bytes) -> dict[str, Any]: ...
+
+
+class Gateway(Protocol):
+    """What the admin side needs of the gateway."""
+
+    fleet: Fleet
+    kept: KeptReplicas | None
+    metrics: Metrics
+    decisions: Decisions
+
+    def status(self) -> dict[str, Any]:
+        """As `ops.view.View.status`."""
+
+    async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
+        """As `gateway.ops.explain.describe`; raises PromptError for the client's own faults, Failure when
+        no replica could answer."""
+
+
+def headers_of(request: web.Request) -> dict[str, str]:
+    """As the pipeline wants them."""
+    return {name.lower(): value for name, value in request.headers.items()}
+
+
+async def keep(kept: KeptReplicas | None, change: str, what: str) -> None:
+    """Write the file of replicas, if there is one. This comes first: what an operator was told is done is so after a restart, too."""
+    if kept is None:
+        return
+    try:
+        await asyncio.to_thread(getattr(kept, change), what)
+    except OSError as wrong:
+        message = f"nothing was changed: {kept.path} cannot be written: {wrong.strerror or wrong}. Mend that, or leave --replica-file out"
+        raise Refusal(500, message, "replica_file") from None
+
+
+def _refuse_another(engine: Any, address: Address) -> None:
+    """An engine keeps what its URL said when it was added; a URL without a fragment says nothing else."""
+    source, model = engine.watch.given, engine.watch.model
+    if address.source not in (None, source) or address.model not in (None, model):
+        raise Refusal(409, f"replica {address.id} was added with another #fragment, which it keeps: DELETE /replicas/{address.id} first, then post this again",
+                      "replica_exists")  # fmt: skip
+
+
+class Admin(Side):
+    """The admin side of one gateway."""
+
+    def __init__(self, gateway: Gateway, guard: Guard) -> None:
+        super().__init__(guard)
+        self.gateway = gateway
+        self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
+        self.page = resources.files("gateway.ops").joinpath("status.html").read_text(encoding="utf-8")
+
+    async def status_page(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.page, content_type="text/html", headers=PAGE_HEADERS)
+
+    async def livez(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(self, request: web.Request) -> web.Response:
+        status = self.gateway.status()
+        why_not = status["why_not"]
+        if why_not and not self.guard.knows_token(request):
+            why_not = "ask with the admin token to be told"
+        return answer({"ready": status["ready"], "why_not": why_not}, 200 if status["ready"] else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        page, content_type = await self.gateway.metrics.exposition()
+        return web.Response(body=page, headers={"Content-Type": content_type})
+
+    async def status(self, request: web.Request) -> web.Response:
+        return answer(self.gateway.status())
+
+    async def list(self, request: web.Request) -> web.Response:
+        return answer({"replicas": self.gateway.status()["replicas"]})
+
+    async def add(self, request: web.Request) -> web.Response:
+        try:
+            url = orjson.loads(await request.read())["url"]
+            if not isinstance(url, str):
+                raise TypeError
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise Refusal(400, 'the body must be {"url": "http://HOST:PORT"}', "invalid_body") from None
+        fleet = self.gateway.fleet
+        try:
+            address = parse_url(url)
+            id = address.id
+            await fleet.quiet(id)
+            if id not in fleet.engines:
+                await self._keep("add", url)
+                await fleet.quiet(id)  # another request may have added and removed it meanwhile
+            if id in fleet.engines:
+                _refuse_another(fleet.engines[id], address)
+            known = set(fleet.replicas)
+            replica = fleet.add(url)
+        except ValueError as wrong:
+            raise Refusal(400, str(wrong), "invalid_url") from None
+        log.info("replica %s added by an operator", replica.id)
+        return answer(self._shown(replica.id), 200 if replica.id in known else 201)
+
+    async def _keep(self, change: str, what: str) -> None:
+        async with self._keeping:
+            await keep(self.gateway.kept, change, what)
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """Answers at once; the replica's state tells when it is done."""
+        id = self._known(request)
+        self.gateway.fleet.drain(id)
+        return answer(self._shown(id), 202)
+
+    async def remove(self, request: web.Request) -> web.Response:
+        """Answers when it is done; a client that does not wait changes nothing."""
+        id = self._known(request)
+        if id in self.gateway.fleet.engines:
+            await self._keep("remove", id)
+        try:
+            removed = self.gateway.fleet.remove(id)
+        except ValueError as wrong:
+            raise Refusal(409, str(wrong), "one_of_several") from None
+        await asyncio.shield(removed)
+        log.info("replica %s removed by an operator", id)
+        return answer({"id": id, "removed": True})
+
+    async def ask_engine(self, request: web.Request) -> web.Response:
+        """Pass on what only operators may ask of an engine, and its answer."""
+        id, url = self._known(request), request.rel_url
+        target = "/" + url.raw_path.split("/", 4)[4] + (f"?{url.raw_query_string}" if url.raw_query_string else "")
+        log.info("an operator asks the engine of %s: %s %s", id, request.method, url.raw_path)
+        try:
+            body = await request.read()
+            status, kind, body = await self.gateway.fleet.ask_engine(id, request.method, target, body, request.content_type)
+        except (ClientError, OSError) as wrong:
+            message = f"the engine of {id} did not answer: {str(wrong) or type(wrong).__name__}"
+            raise Refusal(502, message, "engine_unreachable") from None
+        return web.Response(body=body, status=status, headers={"Content-Type": kind})
+
+    async def explain(self, request: web.Request) -> web.Response:
+        path = request.query.get("path", "/v1/chat/completions")
+        return answer(await self.gateway.explain(path, await request.read(), headers_of(request)))
+
+    async def decide(self, request: web.Request) -> web.Response:
+        query = request.query
+        try:
+            lease = float(query.get("lease_s", LEASE))
+        except ValueError:
+            lease = 0.0
+        if not LEASES[0] <= lease <= LEASES[1]:
+            raise Refusal(400, f"lease_s={query['lease_s']}: give seconds from {LEASES[0]:g} to {LEASES[1]:g}", "invalid_lease")
+        path = query.get("path", "/v1/chat/completions")
+        body, exclude = await request.read(), query.getall("exclude", [])
+        return answer(await self.gateway.decisions.decide(path, body, headers_of(request), exclude, lease))
+
+    async def first_byte(self, request: web.Request) -> web.Response:
+        return answer(await self.gateway.decisions.first_byte(request.match_info["id"]))
+
+    async def done(self, request: web.Request) -> web.Response:
+        return answer(await self.gateway.decisions.done(request.match_info["id"], await request.read()))
+
+    def _known(self, request: web.Request) -> str:
+        id = request.match_info["id"]
+        if id not in self.gateway.fleet.replicas and id not in self.gateway.fleet.engines:
+            known = ", ".join(self.gateway.fleet.replicas) or "none"
+            raise Refusal(404, f"there is no replica {id!r}; there are: {known}", "unknown_replica")
+        return id
+
+    def _shown(self, id: str) -> dict[str, Any]:
+        return next((shown for shown in self.gateway.status()["replicas"] if shown["id"] == id), {"id": id})

@@ -1,0 +1,254 @@
+"""`hitherto explain`: what would happen to one request, in numbers.
+
+`describe` puts a decision into words and figures; a running gateway answers `POST /explain` with
+it, from its real map, load and learned costs. Without a gateway the command does the same by itself
+from the configuration: it asks the replicas what they are, reads their KV events from the start
+where they can be replayed, and chooses with costs that have not been learned yet. Nothing is sent to an
+engine for an answer, and nothing is reserved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url, known_urls
+from gateway.model import model_dir
+from gateway.prompt import Prompt, PromptError
+from policies import Asked, CostGroup, Ledger, Load, Router, Targets, make
+
+PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
+REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
+LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
+
+
+def describe(policy: str, prompt: Prompt, asked: Asked) -> dict[str, Any]:
+    """One decision as plain data. `terms` are seconds and add up to `seconds`; policies that do not
+    weigh seconds have none."""
+    demand, candidates, choice, *_ = asked
+    terms = choice.terms or [{}] * len(candidates)
+    return {
+        "path": prompt.path,
+        "model": prompt.model,
+        "adapter": prompt.adapter,
+        "mode": prompt.mode,
+        "note": prompt.note,
+        "rendered_chars": prompt.rendered_chars,
+        "tokens": prompt.tokens,
+        "block_size": demand.block_size,
+        "blocks": len(prompt.hashes),
+        "policy": policy,
+        "choice": candidates[choice.index].replica,
+        "reason": choice.reason,
+        "replicas": [
+            {
+                "id": candidate.replica,
+                "overlap_tokens": candidate.overlap,
+                "uncached_tokens": demand.tokens - candidate.overlap,
+                "lower_tiers": [{"tier": tier, "tokens": tokens} for tier, tokens in candidate.lower],
+                "load": {name: getattr(candidate.load, name) for name in LOAD_FIELDS},
+                "terms": dict(parts),
+                "seconds": sum(parts.values()) if parts else None,
+                "chosen": index == choice.index,
+            }
+            for index, (candidate, parts) in enumerate(zip(candidates, terms, strict=True))
+        ],
+    }
+
+
+def show(told: dict[str, Any]) -> str:
+    """`describe`'s answer for a terminal."""
+    head = [
+        ("request", f"POST {told['path']}" + (f", model {told['model']}" if told["model"] else "")
+                    + (f", adapter {told['adapter']}" if told["adapter"] else "")),
+        ("prompt", _prompt_line(told)),
+        ("policy", told["policy"]),
+    ]  # fmt: skip
+    if told["note"]:
+        head.append(("note", told["note"]))
+    names = list(dict.fromkeys(name for replica in told["replicas"] for name in replica["terms"]))
+    rows = [["", "replica", "held", "to compute", "in flight", *(f"{name} ms" for name in names), *(["total ms"] if names else [])]]
+    for one in told["replicas"]:
+        held = f"{one['overlap_tokens']} ({one['overlap_tokens'] / max(1, told['tokens']):.0%})"
+        row = ["->" if one["chosen"] else "", one["id"], held, str(one["uncached_tokens"]), str(one["load"]["requests"])]
+        row += [f"{1e3 * one['terms'].get(name, 0.0):.2f}" for name in names]
+        rows.append(row + ([f"{1e3 * one['seconds']:.2f}"] if names else []))
+    lines = [f"{name:<8} {text}" for name, text in head]
+    lines += ["", *_table(rows), "", f"choice   {told['choice']}: {told['reason']}"]
+    return "\n".join(lines)
+
+
+def _prompt_line(told: dict[str, Any]) -> str:
+    if told["mode"] == "load":
+        return "not read: this request goes where the load is least"
+    chars = f"{told['rendered_chars']} characters rendered, " if told["rendered_chars"] else ""
+    return f"{chars}{told['tokens']} tokens, {told['blocks']} full blocks of {told['block_size']} ({told['mode']})"
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = (0, 1)  # the mark and the name; figures stand to the right
+    return [
+        "  ".join(f"{cell:<{width}}" if place in left else f"{cell:>{width}}" for place, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]
+
+
+# --- the command
+
+
+class Unanswered(Exception):
+    """No gateway's admin side answers there."""
+
+
+def run(args: argparse.Namespace, config: Config) -> int:
+    body, settings = _read_body(args.body), config.settings
+    try:
+        told = _somehow(args.admin, args.path, body, settings)
+    except PromptError as wrong:
+        print(f"hitherto: this request would be answered with {wrong.status}: {wrong.message}", file=sys.stderr)
+        return 1
+    print(json.dumps(told, indent=2) if args.json else show(told))
+    return 0
+
+
+def _somehow(admin: str | None, path: str, body: bytes, settings: Settings) -> dict[str, Any]:
+    url = (admin or admin_url(settings)).rstrip("/")
+    try:
+        return ask(url, path, body, admin_headers(settings))
+    except Unanswered as reason:
+        if admin:
+            raise ConfigError(f"--admin {admin}: {reason}. Give the admin side's URL of a running gateway") from None
+        if not known_urls(settings):
+            raise ConfigError(f"no gateway answers at {url} ({reason}). Start one, name its admin side with --admin URL, "
+                              "or give --replica-url so that this can be worked out without a gateway") from None  # fmt: skip
+    print("no gateway runs here: worked out from the configuration, with costs not learned yet\n", file=sys.stderr)
+    return asyncio.run(alone(settings, path, body))
+
+
+def _read_body(name: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot read the request's body: {error.strerror}. Give a JSON file as a client would send it, or - for standard input") from None
+
+
+def ask(admin: str, path: str, body: bytes, headers: dict[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:
+    """The running gateway's answer. Raises Unanswered, and PromptError where it refuses the request."""
+    url = f"{admin}/explain?{urllib.parse.urlencode({'path': path})}"
+    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json", **headers}, method="POST")
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a company's proxy
+    try:
+        with direct.open(request, timeout=seconds) as response:
+            told = json.loads(response.read())
+    except urllib.error.HTTPError as refused:
+        raise _refusal(refused, admin) from None
+    except (OSError, ValueError) as error:
+        raise Unanswered(getattr(error, "reason", error)) from None
+    if not isinstance(told, dict) or "replicas" not in told:
+        raise Unanswered("something else answers there")
+    return told
+
+
+def _refusal(refused: urllib.error.HTTPError, admin: str) -> Exception:
+    try:
+        error = json.loads(refused.read())["error"]
+        if refused.code in (401, 403):
+            return ConfigError(f"the admin side at {admin} refuses: {error['message']}")
+        return PromptError(refused.code, error["message"], error["type"], error["param"], error["code"])
+    except (ValueError, KeyError, TypeError):
+        return Unanswered(f"something else answers there, with status {refused.code}")
+
+
+async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
+    """Work out the decision without a gateway. Raises ConfigError and PromptError."""
+    from cachemap import CacheMap
+    from gateway.proxy.dispatcher import demand_of
+    from gateway.prompt.api.named import named_model
+    from gateway.prompt.pipeline import Pipeline
+    from replicas.access import Access
+    from replicas.adopt import described
+    from replicas.replica import parse_url
+    from replicas.tls import context_for
+
+    addresses = [parse_url(url) for url in known_urls(settings)]
+    ways = [Access(one.url, one.host, context_for(one.url, settings.replica_ca), one.source) for one in addresses]
+    facts = await asyncio.gather(*(way.find(PROBE_SECONDS) for way in ways))
+    await asyncio.gather(*(way.close() for way in ways))
+    for address, fact in zip(addresses, facts, strict=True):
+        if not fact.serving:
+            print(f"left out: {address.id}: {fact.error}", file=sys.stderr)
+    found = zip(addresses, ways, facts, strict=True)
+    up = [one for address, way, fact in found if fact.serving for one in described(address._replace(source=way.events), fact)]
+    if not up:
+        raise ConfigError("no replica answers, so there is nothing to choose from. Start one, or correct --replica-url")
+
+    # Of several models, only the one that is asked for.
+    asked = named_model("application/json", body)
+    if any(asked in one.models for one in up):
+        for one in up:
+            if not one.serves(asked):
+                print(f"left out: {one.id}: serves {', '.join(one.models)}, not {asked}", file=sys.stderr)
+        up = [one for one in up if one.serves(asked)]
+    served = settings.served_model_name or next((name for one in up for name, parent in one.models.items() if parent is None), None)
+    size = settings.block_size or next((one.block_size for one in up if one.block_size), 16)
+    adapters = {name for one in up for name, parent in one.models.items() if parent}
+    known_as = (settings.model,) if settings.model else (*(one.root for one in up), served)
+    pipeline = Pipeline(model_dir(*known_as), served or "model", size, chat_template=settings.chat_template)
+    pipeline.max_model_len = max((one.max_model_len or 0 for one in up), default=0) or None
+    pipeline.follow(next((one.version_quirks for one in up if one.version), {}))
+    prompt = pipeline.prepare(path, body, {}, adapters)
+    for one in up:
+        if not one.serves(prompt.model):
+            print(f"left out: {one.id}: serves {', '.join(one.models)}, not {prompt.model}", file=sys.stderr)
+    up = [one for one in up if one.serves(prompt.model)]
+    if not up:
+        raise PromptError(404, f"the model {prompt.model!r} does not exist", param="model", code="model_not_found")
+
+    cachemap = CacheMap(settings.cache_budget)
+    slots = [cachemap.attach(one.id, one.num_blocks, one.events is not None) for one in up]
+    await asyncio.gather(*(
+        _replay(cachemap, slot, one, served or "model", size)
+        for slot, one in zip(slots, up, strict=True)
+        if one.events and one.events.replay
+    ))  # fmt: skip
+    router = Router(make(settings.policy), cachemap, Ledger(), CostGroup())
+    candidates = [router.add(one.id, slot) for slot, one in zip(slots, up, strict=True)]
+    for candidate, one in zip(candidates, up, strict=True):
+        candidate.load = _load(one)
+    return describe(settings.policy, prompt, router.ask(demand_of(prompt), Targets(candidates), 0.0, explain=True))
+
+
+def _load(replica: Any) -> Load:
+    scrape = replica.scrape
+    running, waiting = (scrape.running or 0, scrape.waiting or 0) if scrape else (0, 0)
+    return Load(requests=running + waiting, decoding=running, waiting=scrape.waiting if scrape else None)
+
+
+async def _replay(cachemap: Any, slot: int, replica: Any, served: str, size: int) -> None:
+    """Fill the replica's part of the map from its event history, as far as it comes in time."""
+    from cachemap import EventIntake
+    from cachemap.events import records
+
+    source, decode = replica.events, replica.dialect.event_decoder(records)
+    live = asyncio.Event()
+    intake = EventIntake(
+        cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", decode=decode, model=served, block_size=size,
+        on_change=lambda state, reason: live.set() if state != "connecting" else None,
+    )  # fmt: skip
+    task = asyncio.create_task(intake.run())
+    try:
+        async with asyncio.timeout(REPLAY_SECONDS):
+            await live.wait()
+    except TimeoutError:
+        print(f"the KV events at {source.replay} did not come within {REPLAY_SECONDS:g} s", file=sys.stderr)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

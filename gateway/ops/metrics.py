@@ -1,0 +1,327 @@
+"""What the gateway counts, and how Prometheus reads it.
+
+A request touches about ten series. Through prometheus_client a labelled increment and an
+observation take 3.4 us together on this project's machine (a lock, a label tuple and a child each);
+the plain attributes here take 0.4 us, and become text when somebody scrapes. The event loop is
+single-threaded and is the only writer, so nothing is locked; a scrape runs on the same loop and
+lets it go on every few milliseconds: with 1,024 replicas the page has 70,000 lines.
+
+Every series is on the page before its first event, at 0: Prometheus' `rate()` does not see a counter that appears with 1, so
+the first failure of its kind would be missed. A metric therefore states the values its labels can have; replicas and policies
+in shadow are known to the process (`Metrics(known)`).
+
+Names are `hitherto_*` in base units. Labels are few and bounded: endpoints, outcomes, replicas; a
+removed replica's series go with it (`forget`). Nothing a client sends ever becomes a label.
+
+Counters and histograms are written as things happen. What other rooms already know (load, states,
+the map's size) is read from them at scrape time: `metrics.read_from(callable)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import accumulate, chain, product
+from operator import contains, itemgetter
+from time import perf_counter
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollector, ProcessCollector, generate_latest
+
+from ..proxy.paths import PROMPT_PATHS
+
+# Seconds. TTFT and whole requests: from a cached prompt on a fast GPU to a queue that lasts minutes.
+LATENCY_BUCKETS = (.005, .01, .02, .04, .06, .08, .1, .15, .2, .3, .4, .6, .8, 1, 1.5, 2, 3, 5, 8, 15, 30, 60, 120, 300)  # fmt: skip
+# The gateway's own stages take microseconds; above 10 ms something is wrong.
+STAGE_BUCKETS = (5e-6, 1e-5, 2e-5, 3e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, .25)  # fmt: skip
+
+SLICE_SECONDS = 0.002  # of the event loop that a scrape takes at once
+LOOK_LINES = 64  # of the page, between two looks at the clock
+
+PLAIN = re.compile(r'[^"\\\n]*').fullmatch  # a label value that is written as it is
+
+# The values of labels that several metrics have.
+APIS = (*PROMPT_PATHS.values(), "other")
+STATUSES = ("2xx", "3xx", "4xx", "5xx", "aborted", "cut")
+STATUS_FAULTS = ("status 401", "status 403", "status 404", "status 429", "status 500", "status 502", "status 503", "status 504")
+CONNECTION_FAULTS = ("connect", "closed", "protocol", "hung", "aborted")
+ANSWER_FAULTS = ("error answer", "foreign answer")  # an error behind a status 200; what no engine wrote
+REPLICA: Collection[str] = ()  # known to the process, as they come and go
+POLICY: Collection[str] = ()
+
+# Read at scrape: name -> (kind, help, labels). The reader returns {name: number} for those without labels,
+# {name: {value: number}} for one label and {name: {(value, value): number}} for two.
+READ = {
+    "inflight_requests": ("gauge", "Requests sent to a replica and not finished", ("replica",)),
+    "reservations": ("gauge", "Reservations in the load ledger; zero when the gateway is idle", ()),
+    "reserved_prefill_tokens": ("gauge", "Uncached prompt tokens on their way to a first byte", ("replica",)),
+    "reserved_context_tokens": ("gauge", "Context tokens of streams past their first byte", ("replica",)),
+    "replica_state": ("gauge", "1 for the state the replica is in", ("replica", "state")),
+    "replica_waiting_requests": ("gauge", "Requests the engine itself reports as waiting", ("replica",)),
+    "replica_running_requests": ("gauge", "Requests the engine itself reports as running", ("replica",)),
+    "replica_kv_usage_ratio": ("gauge", "Share of the KV cache in use, as the engine reports it", ("replica",)),
+    "replica_restarts": ("counter", "Restarts of a replica the gateway looks after", ("replica",)),
+    "map_blocks": ("gauge", "Distinct blocks in the map of who holds what", ()),
+    "map_bytes": ("gauge", "Memory the map takes", ()),
+    "map_budget_bytes": ("gauge", "Memory the map may take", ()),
+    "map_evicted_blocks": ("counter", "Blocks dropped from the map to stay within its budget", ()),
+    "map_replica_blocks": ("gauge", "Blocks the map says a replica holds", ("replica",)),
+    "map_role": ("gauge", "1 for how the replica's part of the shared map is kept: joining, mirror, writer, alone", ("replica", "role")),
+    "map_redis_up": ("gauge", "1 while the Redis of the shared map answers for all replicas and takes all that this gateway does there", ()),
+    "map_leases": ("gauge", "Replicas whose events this gateway follows for all gateways", ()),
+    "map_mirror_lag_seconds": ("gauge", "From a change's arrival in Redis to its being known here, the worst of the last 5 to 10 s", ()),
+    "map_reloads": ("counter", "Parts of the shared map that had to be loaded anew", ()),
+    "map_takeovers": ("counter", "Leases taken over from gateways that gave them up or died", ()),
+    "map_snapshots": ("counter", "Snapshots of a replica's part written to Redis", ()),
+    "ledger_joined": ("gauge", "1 while load is counted in the ledger of all gateways", ()),
+    "ledger_repairs": ("counter", "Loads in Redis that were lost or damaged and were mended: what this gateway has on a replica (part), or what all have (sum)", ("what",)),
+    "map_redis_errors": ("counter", "Calls of Redis for the shared map that failed or took too long", ()),
+    "events_state": ("gauge", "1 for the state of the replica's KV event stream: connecting, live, gap, unobserved", ("replica", "state")),
+    "event_batches": ("counter", "KV event batches taken in", ("replica",)),
+    "event_blocks_stored": ("counter", "Blocks that KV events reported as stored", ("replica",)),
+    "event_blocks_removed": ("counter", "Blocks that KV events reported as removed", ("replica",)),
+    "event_gaps": ("counter", "Holes in the sequence of KV event batches", ("replica",)),
+    "event_batches_replayed": ("counter", "KV event batches fetched again after a gap or on connecting", ("replica",)),
+    "client_connections": ("gauge", "Open connections from clients", ()),
+    "request_bytes": ("gauge", "Bytes of requests that are received, prepared or have no answer yet; --request-budget bounds them", ()),
+    "upstream_connections": ("gauge", "Open connections to a replica, idle ones included", ("replica",)),
+    "worker_up": ("gauge", "With --workers: 1 while the worker takes connections", ("worker",)),
+    "worker_restarts": ("counter", "With --workers: workers that ended and were replaced", ()),
+    "background_failures": ("counter", "Faults of the gateway's own background work, which was started again", ("work",)),
+    "uptime_seconds": ("gauge", "Time since the gateway started", ()),
+    "build_info": ("gauge", "Always 1", ("version", "policy")),
+}  # fmt: skip
+
+Reading = Mapping[str, float | Mapping[str | tuple[str, ...], float]]
+
+
+class Counter:
+    """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`. Each label is given with
+    the values it can have, as far as they are known beforehand."""
+
+    __slots__ = ("name", "help", "labels", "known", "values")
+
+    def __init__(self, name: str, help: str, **labels: Collection[str]) -> None:
+        self.name, self.help, self.labels, self.known = name, help, tuple(labels), labels
+        self.values: dict[tuple[str, ...], float] = {}
+
+    def inc(self, *labels: str, by: float = 1) -> None:
+        values = self.values
+        values[labels] = values.get(labels, 0) + by
+
+    def total(self, **where: str) -> float:
+        """The sum over all series, or over those with these labels."""
+        if len(where) == len(self.labels):
+            return self.values.get(tuple(where[label] for label in self.labels), 0)
+        places = [(self.labels.index(label), value) for label, value in where.items()]
+        return sum(number for key, number in self.values.items() if all(key[place] == value for place, value in places))
+
+    def by(self, label: str, **leave_out: str) -> dict[str, float]:
+        """The sum for each value of a label, of the series that do not have the labels left out."""
+        at, sums = self.labels.index(label), {}
+        others = [(self.labels.index(name), value) for name, value in leave_out.items()]
+        for key, number in self.values.items():
+            if not any(key[place] == value for place, value in others):
+                sums[key[at]] = sums.get(key[at], 0) + number
+        return sums
+
+    def key_of(self, series: tuple[str, ...], label: str) -> str | None:
+        return series[self.labels.index(label)] if label in self.labels else None
+
+    def forget(self, label: str, value: str) -> None:
+        self.values = {key: number for key, number in self.values.items() if self.key_of(key, label) != value}
+
+    def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
+        """Its part of the page. `known`: values of the labels that state none themselves."""
+        return _lines(self.name, "counter", self.help, self.labels, self._series(known))
+
+    def _series(self, known: Mapping[str, Collection[str]]) -> Iterator[tuple[tuple[str, ...], float]]:
+        expected = [dict.fromkeys(values or known.get(label, ())) for label, values in self.known.items()]
+        values, others = self.values, [key for key in self.values if not all(map(contains, expected, key))]
+        for key in chain(product(*expected), others):
+            yield key, values.get(key, 0)
+
+
+class Histogram:
+    """A distribution per value of its one label: `observe("r1", 0.25)`. Buckets are upper bounds, inclusive. `known`: the
+    values that the label can have, as far as they are known beforehand."""
+
+    __slots__ = ("name", "help", "label", "bounds", "known", "series")
+
+    def __init__(self, name: str, help: str, label: str, bounds: tuple[float, ...], known: Collection[str] = ()) -> None:
+        self.name, self.help, self.label, self.bounds, self.known = name, help, label, bounds, known
+        self.series: dict[str, list[float]] = {}  # count per bucket, count above the last, sum
+
+    def observe(self, value: str, number: float) -> None:
+        counts = self.series.get(value)
+        if counts is None:
+            counts = self.series[value] = [0] * (len(self.bounds) + 2)
+        counts[bisect_left(self.bounds, number)] += 1
+        counts[-1] += number
+
+    def count(self, value: str) -> int:
+        return int(sum(self.series.get(value, (0,))[:-1]))
+
+    def mean(self, value: str) -> float | None:
+        """None when nothing was observed."""
+        count = self.count(value)
+        return self.series[value][-1] / count if count else None
+
+    def quantile(self, share: float, value: str | None = None) -> float | None:
+        """Estimate within one bucket, linearly, as Prometheus' histogram_quantile does; None without data."""
+        chosen = list(self.series.values()) if value is None else [self.series[value]] if value in self.series else []
+        counts = [sum(column) for column in zip(*(series[:-1] for series in chosen), strict=True)]
+        rank, below, lower = share * sum(counts), 0.0, 0.0
+        for bound, count in zip(self.bounds, counts, strict=False):
+            if count and below + count >= rank:
+                return lower + (bound - lower) * (rank - below) / count
+            below, lower = below + count, bound
+        return self.bounds[-1] if counts and sum(counts) else None
+
+    def key_of(self, series: str, label: str) -> str | None:
+        return series if label == self.label else None
+
+    def forget(self, label: str, value: str) -> None:
+        if label == self.label:
+            self.series.pop(value, None)
+
+    def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
+        """Its part of the page, all lines of a value together, so that they are of one moment. `known`: values of the label if
+        it states none itself."""
+        name, nothing = "hitherto_" + self.name, [0.0] * (len(self.bounds) + 2)
+        bounds = [*map(repr, map(float, self.bounds)), "+Inf"]
+        yield _head(name, "histogram", self.help)
+        for value, counts in (dict.fromkeys(self.known or known.get(self.label, ()), nothing) | self.series).items():
+            labels = f'{self.label}="{_escaped(value)}"'
+            running = list(accumulate(map(float, counts[:-1])))
+            buckets = "".join([f'{name}_bucket{{le="{bound}",{labels}}} {count}\n' for bound, count in zip(bounds, running, strict=True)])
+            yield f"{buckets}{name}_count{{{labels}}} {running[-1]}\n{name}_sum{{{labels}}} {float(counts[-1])}\n"
+
+
+class Metrics:
+    """Every series of the gateway; the attributes are the catalogue."""
+
+    def __init__(self, known: Mapping[str, Collection[str]] = {}) -> None:
+        """`known`: label -> values it has at the time of a scrape, for the labels `replica` and `policy`."""
+        self._known = known
+        # requests, as clients see them
+        self.requests = Counter("requests", "Requests answered", path=APIS, status=STATUSES)
+        self.request_seconds = Histogram("request_seconds", "From the complete request to the answer's last byte", "path", LATENCY_BUCKETS, APIS)
+        self.ttft = Histogram("ttft_seconds", "From the complete request to the first byte of a streamed answer", "replica", LATENCY_BUCKETS)
+        self.client_aborts = Counter("client_aborts", "Clients that left before their answer was complete", path=APIS)
+        self.stage_seconds = Histogram("stage_seconds", "Time in the gateway's own stages", "stage", STAGE_BUCKETS, ("prepare", "prepare_offloaded", "choose"))
+        # prompts
+        self.prompts = Counter("prompts", "Prompts by how their tokens were found", mode=("exact", "engine", "text", "load"))
+        self.prompt_failures = Counter("prompt_failures", "Prompts routed by load because a template or tokenizer failed", reason=tuple(PROMPT_PATHS))
+        # the cache: predicted when choosing, reported by the engine in its answer
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens sent to a replica", replica=REPLICA)
+        self.predicted_cached_tokens = Counter("predicted_cached_tokens", "Prompt tokens the map said the replica holds", replica=REPLICA)
+        self.reported_prompt_tokens = Counter("reported_prompt_tokens", "Prompt tokens of the answers that reported cached tokens", replica=REPLICA)
+        self.reported_cached_tokens = Counter("reported_cached_tokens", "Prompt tokens the engine reported as cached", replica=REPLICA)
+        self.prefill_saved_tokens = Counter("prefill_saved_tokens", "Prompt tokens not computed again: as reported, else as predicted", replica=REPLICA)
+        self.prediction_error_tokens = Counter("prediction_error_tokens", "Distance of prediction and report", replica=REPLICA, direction=("over", "under"))
+        self.predictions = Counter("predictions", "Predictions that a report confirmed or corrected", replica=REPLICA, outcome=("equal", "over", "under"))
+        self.prompt_mismatches = Counter("prompt_mismatches", "Exact prompts of which the replica counted another number of tokens", replica=REPLICA)
+        self.heals = Counter("heals", "Times a replica's part of the map was repaired because it had drifted", replica=REPLICA)
+        # choosing and sending
+        self.replica_requests = Counter("replica_requests", "Requests sent to a replica, by how it answered", replica=REPLICA, status=STATUSES)
+        self.long_prompts = Counter("long_prompts", "Prompts worth tokenizing only once, by what the replica was sent", replica=REPLICA, sent=("ids", "text"))
+        self.ids_refused = Counter("ids_refused", "Times a replica was found not to take token ids, or not ours", replica=REPLICA)
+        self.token_id_checks = Counter("token_id_checks", "Long prompts of which a replica was asked for the token ids it makes itself, by how they compare with the gateway's", replica=REPLICA, outcome=("same", "different", "unanswered"))
+        self.shared_decisions = Counter("shared_decisions", "With Redis: choices made in the shared ledger, by this gateway's own view because that came too late, or because Redis is away", outcome=("shared", "late", "away"))
+        self.shared_decision_seconds = Histogram("shared_decision_seconds", "Time a request waited for the shared ledger's choice", "outcome", STAGE_BUCKETS, ("shared",))
+        # shadow mode: by policies that did not act
+        self.decisions = Counter("decisions", "Decisions for another proxy, by how they ended: it told, or its lease ran out", outcome=("done", "expired"))
+        self.shadow_decisions = Counter("shadow_decisions", "Choices a policy in shadow would have made, by whether the acting one made the same", policy=POLICY, choice=("same", "other"))
+        self.shadow_prefill_tokens = Counter("shadow_prefill_tokens", "Prompt tokens to compute that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
+        self.shadow_ttft_seconds = Counter("shadow_ttft_seconds", "Predicted time to the first token that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
+        self.retries = Counter("retries", "Requests sent to another replica before their first byte", reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "elsewhere", "ids", "reconnect"))
+        self.upstream_errors = Counter("upstream_errors", "Failures of replicas", replica=REPLICA, kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled", "request"))
+        self.rejections = Counter("rejections", "Requests refused without asking a replica", reason=("400", "405", "408", "413", "417", "431", "500", "501", "503", "505", "path_not_allowed", "model_not_found", "no_replica_ready", "shutting_down"))
+
+        self._readers: list[Callable[[], Reading]] = []
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
+        GCCollector(registry=self._process)
+
+    def all(self) -> Iterator[Counter | Histogram]:
+        return (value for value in vars(self).values() if isinstance(value, Counter | Histogram))
+
+    def read_from(self, reader: Callable[[], Reading]) -> None:
+        """Ask `reader` at each scrape; the names it returns must be in READ."""
+        self._readers.append(reader)
+
+    def forget(self, replica: str) -> None:
+        """Drop the series of a replica that was removed, so that labels stay bounded."""
+        for metric in self.all():
+            metric.forget("replica", replica)
+
+    def counts(self) -> dict[str, list]:
+        """What was counted so far, as `add` takes it in another process: labels with their numbers."""
+        found = {}
+        for name, metric in vars(self).items():
+            if isinstance(metric, Counter):
+                found[name] = [[key, number] for key, number in metric.values.items()]
+            elif isinstance(metric, Histogram):
+                found[name] = [[value, numbers] for value, numbers in metric.series.items()]
+        return found
+
+    def add(self, counts: Mapping[str, list]) -> None:
+        """Count what another process has counted."""
+        for name, series in counts.items():
+            metric = getattr(self, name)
+            for key, by in series:
+                if isinstance(metric, Counter):
+                    metric.inc(*key, by=by)
+                else:
+                    before = metric.series.get(key)
+                    metric.series[key] = by if before is None else [a + b for a, b in zip(before, by, strict=True)]
+
+    def _lines(self) -> Iterator[str]:
+        for metric in self.all():
+            yield from metric.lines(self._known)
+        for reader in self._readers:
+            yield from lines(reader())
+
+    async def exposition(self) -> tuple[bytes, str]:
+        """The page for GET /metrics, and its content type."""
+        parts, lines, begun = [generate_latest(self._process)], [], perf_counter()
+        for line in self._lines():
+            lines.append(line)
+            if len(lines) == LOOK_LINES:
+                parts.append("".join(lines).encode())
+                lines.clear()
+                if perf_counter() - begun > SLICE_SECONDS:
+                    await asyncio.sleep(0)
+                    begun = perf_counter()
+        return b"".join([*parts, "".join(lines).encode()]), CONTENT_TYPE_LATEST
+
+
+# --- Prometheus' text format
+
+
+def lines(reading: Reading) -> Iterator[str]:
+    """What is read at a scrape, by names in READ."""
+    for name, numbers in reading.items():
+        kind, help, labels = READ[name]
+        series = (((key,) if isinstance(key, str) else key, number) for key, number in numbers.items()) if labels else [((), numbers)]
+        yield from _lines(name, kind, help, labels, series)
+
+
+def _lines(name: str, kind: str, help: str, labels: tuple[str, ...], series: Iterable[tuple[tuple[str, ...], float]]) -> Iterator[str]:
+    """A counter or gauge: what it is, and a line for each combination of label values."""
+    name = f"hitherto_{name}_total" if kind == "counter" else f"hitherto_{name}"
+    yield _head(name, kind, help)
+    in_order = sorted(enumerate(labels), key=itemgetter(1))
+    for values, number in series:
+        told = ",".join([f'{label}="{_escaped(values[at])}"' for at, label in in_order])
+        yield f"{name}{{{told}}} {float(number)}\n" if told else f"{name} {float(number)}\n"
+
+
+def _head(name: str, kind: str, help: str) -> str:
+    return f"# HELP {name} {help}\n# TYPE {name} {kind}\n"
+
+
+def _escaped(value: str) -> str:
+    return value if PLAIN(value) else value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

@@ -1,0 +1,119 @@
+"""An HTTP side for operators: routes behind the guard, on a port or on a unix socket; errors in the shape of OpenAI's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from gateway.config import ConfigError
+from gateway.proxy.errors import error_object
+from gateway.proxy.life import Failure
+from gateway.prompt import PromptError
+
+from .guard import CHALLENGE, PASSED_ON, Guard, Refusal
+
+log = logging.getLogger("hitherto.admin")
+
+
+def answer(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS) + b"\n", status=status, content_type="application/json")
+
+
+def error(status: int, message: str, code: str | None, type: str = "invalid_request_error", param: str | None = None) -> web.Response:
+    return answer({"error": {"message": message, "type": type, "param": param, "code": code}}, status)
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The handler's response, or its failure as a JSON error."""
+    try:
+        return await handler(request)
+    except Refusal as refusal:
+        refused = error(refusal.status, str(refusal), refusal.code)
+        if refusal.status == 401:
+            refused.headers["WWW-Authenticate"] = CHALLENGE
+        return refused
+    except PromptError as wrong:
+        return error(wrong.status, wrong.message, wrong.code, wrong.type, wrong.param)
+    except Failure as failure:
+        return answer(error_object("", failure.status, failure.message, **failure.fields), failure.status)
+    except web.HTTPMethodNotAllowed as refused:
+        return error(405, f"{request.path} takes {', '.join(sorted(refused.allowed_methods))}", "method_not_allowed")
+    except web.HTTPException as refused:
+        what = f"there is nothing at {request.path}; see / for what is here" if refused.status == 404 else refused.reason
+        return error(refused.status, what, None)
+    except Exception:
+        log.exception("the admin side failed on %s %s", request.method, request.path)
+        return error(500, "the admin side failed on this request; the gateway's log says why", None, "internal_error")
+
+
+class Side:
+    """What an admin side answers, of one gateway or of several workers: whoever is one has a handler for each route, by its name.
+    `start` or `start_at` opens it, `stop` closes it."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/", self.status_page),
+            web.get("/livez", self.livez),
+            web.get("/readyz", self.readyz),
+            web.get("/metrics", self.metrics),
+            web.get("/status", self.status),
+            web.get("/replicas", self.list),
+            web.post("/replicas", self.add),
+            web.post("/replicas/{id}/drain", self.drain),
+            web.delete("/replicas/{id}", self.remove),
+            web.route("*", "/replicas/{id}/engine/{path:.*}", self.ask_engine, name=PASSED_ON),
+            web.post("/explain", self.explain),
+            web.post("/decide", self.decide),
+            web.post("/decide/{id}/first_byte", self.first_byte),
+            web.post("/decide/{id}/done", self.done),
+        ]
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self.guarded], client_max_size=64 * 2**20)
+        app.add_routes(self.routes())
+        return app
+
+    @web.middleware
+    async def guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        async def checked(request: web.Request) -> web.StreamResponse:
+            self.guard.check(request)
+            return await handler(request)
+
+        response = await answered(request, checked)
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
+        return response
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port (which the system chose if `port` is 0). ConfigError if it is taken."""
+        await self._set_up()
+        try:
+            await web.TCPSite(self.runner, host, port, reuse_address=True).start()
+        except OSError as wrong:
+            await self.runner.cleanup()
+            raise ConfigError(f"admin side: cannot listen on {host}:{port}: {wrong.strerror or wrong}. "
+                              "Stop what holds the port, or give another with --admin-port (and --admin-host)") from None  # fmt: skip
+        return self.runner.addresses[0][1]
+
+    async def start_at(self, path: Path) -> None:
+        """Listen on a unix socket, which only this user may connect to where its folder says so."""
+        await self._set_up()
+        await web.UnixSite(self.runner, path).start()
+
+    async def _set_up(self) -> None:
+        self.runner = web.AppRunner(self.app(), access_log=None, shutdown_timeout=1.0)
+        await self.runner.setup()
+
+    async def stop(self) -> None:
+        await self.runner.cleanup()

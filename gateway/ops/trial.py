@@ -1,0 +1,239 @@
+"""One short prompt that nobody has sent before, sent to one replica, and what must follow from it.
+
+The engine must count the same tokens as the gateway, publish the blocks it stored under KV events the
+gateway can place, and find them again when the prompt is sent once more. Part of `hitherto doctor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+
+from cachemap import CacheMap, EventIntake
+from cachemap.events import records
+from gateway.ops.comparison import Unanswered, engine_answers
+from gateway.config import Settings
+from gateway.prompt.pipeline import Pipeline
+from replicas.problems import NO_CACHED_TOKENS, NO_REPLAY, Problem
+from replicas.replica import EventSource, Replica
+
+EVENT_SECONDS = 5.0  # vLLM publishes with the step that stores the blocks: tens of milliseconds
+JOIN_SECONDS = 1.0  # a publisher without replay says nothing until it has something to say
+ANSWER_SECONDS = 60.0  # a loaded engine may queue the trial
+WORDS = "river lantern copper meadow orbit velvet anchor thistle marble ember willow saddle quartz harbor nimbus tinder".split()
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: Literal["ok", "warn", "fail"]
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+def turns(count: int) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": "You are a careful assistant. " + " ".join(WORDS)}]
+    for number in range(count):
+        messages.append({"role": "user", "content": f"Question {number}: what is {number} plus two?"})
+        messages.append({"role": "assistant", "content": f"That is {number + 2}."})
+    return messages[:-1]
+
+
+def chat(pipeline: Pipeline, messages: list[dict[str, str]]) -> bytes | str:
+    """The token ids of a conversation, or why there are none."""
+    prompt = pipeline.prepare("/v1/chat/completions", json.dumps({"messages": messages}).encode())
+    return prompt.token_ids if prompt.mode == "exact" else prompt.note
+
+
+@dataclass
+class Trial:
+    settings: Settings
+    session: aiohttp.ClientSession
+    pipeline: Pipeline | None
+    served: str
+    replica: Replica
+    problems: dict[str, Problem]  # what its engine already said of itself
+
+    @property
+    def id(self) -> str:
+        return self.replica.id
+
+    @property
+    def block_size(self) -> int:
+        return self.settings.block_size or self.replica.block_size or 16
+
+    @property
+    def model(self) -> str:
+        own = [name for name, parent in self.replica.models.items() if parent is None]
+        return self.served if self.served in own or not own else own[0]
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The reply; Refused when there is none to use."""
+        try:
+            url, deadline = self.replica.url + path, aiohttp.ClientTimeout(ANSWER_SECONDS)
+            async with self.session.post(url, json=body, headers=self.replica.headers, timeout=deadline) as response:
+                reply = await response.json(content_type=None)
+                if response.status in (401, 403):
+                    raise Locked
+                if response.status != 200 or not isinstance(reply, dict):
+                    raise Refused(f"{path} answers {response.status}: {json.dumps(reply)[:200]}")
+                return reply
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise Refused(f"{path} does not answer: {error or type(error).__name__}") from None
+
+
+class Refused(Exception):
+    """A replica did not answer a trial usefully."""
+
+
+class Locked(Exception):
+    """A replica wants an API key, which the doctor has not."""
+
+
+async def trials(trial: Trial) -> AsyncIterator[Finding]:
+    try:
+        async for finding in _trials(trial):
+            yield finding
+    except Locked:
+        yield Finding("warn", f"trial {trial.id}", "it wants an API key, so its tokens, events and cache could not be tried",
+                      trial.replica.dialect.remedies.models)
+
+
+async def _trials(trial: Trial) -> AsyncIterator[Finding]:
+    if trial.pipeline:
+        if trial.pipeline.tokenizer is not None:
+            yield await _same_tokenizer(trial)
+        yield await _same_tokens(trial)
+    if "caching" in trial.problems:
+        return  # said already; nothing would come and nothing be found
+    source = trial.replica.events
+    if source is None:
+        problem = trial.problems.get("events") or trial.problems["ranks"]
+        yield Finding("warn", f"events {trial.id}", problem.what, problem.remedy)
+    body = {"model": trial.model, "prompt": _new_prompt(trial.block_size), "max_tokens": 1, "temperature": 0}
+    try:
+        if source is not None:
+            async for finding in _blocks_arrive(trial, source, body):
+                yield finding
+        else:
+            await trial.post("/v1/completions", body)
+        yield _cached_tokens(trial, await trial.post("/v1/completions", body))
+    except Refused as error:
+        yield Finding("fail", f"trial {trial.id}", str(error), "the engine's own log says more")
+
+
+def _new_prompt(block_size: int) -> str:
+    """Three full blocks and a bit that nobody has sent before: a word is at least a token."""
+    return secrets.token_hex(8) + " " + " ".join(secrets.choice(WORDS) for _ in range(3 * block_size + 8))
+
+
+async def _same_tokenizer(trial: Trial) -> Finding:
+    """The engine's ids of fixed texts against ours; from then on its way of reading the files is taken."""
+    subject, pipeline = f"tokenizer {trial.id}", trial.pipeline
+    try:
+        answers = await engine_answers(trial.session, trial.replica.url, trial.model, pipeline.fixed_texts())
+    except Unanswered as error:
+        doubt = pipeline.inexact()
+        return Finding("warn", subject, f"cannot be compared with the engine's: {error}" + (f"; {doubt}: prompts are matched as text" if doubt else ""),
+                       "the engine should serve /tokenize to the gateway")  # fmt: skip
+    verdict = pipeline.judge(answers)
+    if not verdict.differs:
+        pipeline.adopt(verdict, True, {})
+    else:
+        return Finding("fail", subject, f"is another than the gateway's, so prompts are matched as text: {verdict.differs}",
+                       "the engine has another tokenizer: give --model the folder or name that it was started with")  # fmt: skip
+    return Finding("ok", subject, f"makes the same tokens of {len(answers)} texts: {verdict.how}")
+
+
+async def _same_tokens(trial: Trial) -> Finding:
+    """The engine's own count of a conversation against ours."""
+    subject, messages = f"tokens {trial.id}", turns(2)
+    ours = chat(trial.pipeline, messages)
+    try:
+        theirs = (await trial.post("/tokenize", {"model": trial.model, "messages": messages})).get("tokens")
+    except Refused as error:
+        return Finding("warn", subject, f"cannot be compared with the engine's: {error}", "the engine should serve /tokenize")
+    if isinstance(ours, str) or not isinstance(theirs, list):
+        return Finding("warn", subject, "cannot be compared with the engine's", "see the chat template above" if isinstance(ours, str) else "/tokenize tells no token ids")
+    same = [*memoryview(ours).cast("I")]
+    if same == theirs:
+        return Finding("ok", subject, f"the engine makes the same {len(theirs)} tokens of a conversation")
+    at = next((i for i, (a, b) in enumerate(zip(same, theirs, strict=False)) if a != b), min(len(same), len(theirs)))
+    return Finding("fail", subject, f"the engine's tokens differ from the gateway's at {at} (of {len(same)} here, {len(theirs)} there)",
+                   "the engine uses another tokenizer or chat template: give --model and --chat-template as it was started")  # fmt: skip
+
+
+async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]) -> AsyncIterator[Finding]:
+    """Send the prompt while listening; its blocks must come, and be the ones the gateway would look for."""
+    subject, cachemap = f"events {trial.id}", CacheMap(64 * 2**20)
+    slot = cachemap.attach(trial.id, trial.replica.num_blocks, True)
+    intake = EventIntake(cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", decode=trial.replica.dialect.event_decoder(records), model=trial.served,
+                         block_size=trial.block_size, on_change=lambda state, reason: None)  # fmt: skip
+    task = asyncio.create_task(intake.run())
+    try:
+        await _until(lambda: intake.state != "connecting", JOIN_SECONDS)
+        before = intake.batches
+        await trial.post("/v1/completions", body)
+        if trial.pipeline is None:
+            came = await _until(lambda: intake.batches > before, EVENT_SECONDS)
+            yield Finding("ok", subject, f"arrive from {source.endpoint}") if came else _silent(trial, source)
+            return
+        hashes = trial.pipeline.prepare("/v1/completions", json.dumps(body).encode()).hashes
+        found = await _until(lambda: cachemap.match(hashes, 0.0).confirmed[slot] >= len(hashes), EVENT_SECONDS)
+        if found:
+            yield Finding("ok", subject, f"{len(hashes)} of {len(hashes)} blocks of a new prompt arrived from {source.endpoint}")
+            if source.replay is None or intake.unreplayed:
+                yield _no_replay(trial, source)
+            for problem in intake.problems:
+                yield Finding("warn", subject, problem)
+        elif intake.batches == before:
+            yield _silent(trial, source)
+        else:
+            held = cachemap.match(hashes, 0.0).confirmed[slot]
+            why = "; ".join(intake.problems) or (intake.reason if intake.state == "unobserved" else "")
+            yield Finding("fail", subject, f"events arrive, but only {held} of a new prompt's {len(hashes)} blocks are the gateway's",
+                          why or "the engine's tokens, block size or model name differ: see the lines above")  # fmt: skip
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _silent(trial: Trial, source: EventSource) -> Finding:
+    # Nothing that the engine tells says on which node a rank is; that its publisher is not where the others are is what shows.
+    elsewhere = ("; ranks on another node than the server that answers for them are not supported, their caches can only be guessed: "
+                 f"{trial.replica.dialect.remedies.nodes}" if trial.replica.rank else "")  # fmt: skip
+    return Finding("fail", f"events {trial.id}", f"silent: the engine stored new blocks, but nothing came from {source.endpoint} within {EVENT_SECONDS:g} s",
+                   "check that this address can be reached from here, and that the engine binds it (tcp://*:PORT) with prefix caching on; "
+                   f"else say where events are: --replica-url URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT{elsewhere}")  # fmt: skip
+
+
+def _no_replay(trial: Trial, source: EventSource) -> Finding:
+    what = f"nothing answers at {source.replay}" if source.replay else "no replay endpoint is known"
+    return Finding("warn", f"replay {trial.id}", f"{what}. {NO_REPLAY}", trial.replica.dialect.remedies.replay)
+
+
+def _cached_tokens(trial: Trial, reply: dict[str, Any]) -> Finding:
+    subject, usage = f"cache {trial.id}", reply.get("usage") or {}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    if cached is None:
+        return Finding("warn", subject, NO_CACHED_TOKENS, trial.replica.dialect.remedies.cached_tokens)
+    if not cached:
+        return Finding("fail", subject, f"the same prompt of {usage.get('prompt_tokens')} tokens, sent twice, was not found in its cache",
+                       trial.replica.dialect.remedies.repeats)
+    return Finding("ok", subject, f"found {cached} of {usage.get('prompt_tokens')} tokens of a repeated prompt")
+
+
+async def _until(true: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.02)
+    return True

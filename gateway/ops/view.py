@@ -1,0 +1,264 @@
+"""The gateway's state put into words for people and Prometheus, from what each room knows.
+
+`View.status()` is what the status page, `GET /status` and `/readyz` show; `View.reading()` is what
+a scrape adds to the counters. Both only read. Tokens and blocks are counts, times are seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gateway import __version__
+from gateway.config import Settings
+from gateway.proxy.shadow import told
+from gateway.models import Models
+from gateway.ops.metrics import Metrics, Reading
+from policies import Ledger, Load
+from replicas.problems import NO_CACHED_TOKENS, Problem
+from replicas.lifecycle import State
+from replicas.replica import Replica
+
+TAKES_TRAFFIC = (State.READY, State.DEGRADED)
+HAS_EVENTS = (State.WARMING, State.READY, State.DEGRADED, State.DRAINING)
+_EVENT_COUNTS = {
+    "event_batches": "batches",
+    "event_blocks_stored": "blocks_stored",
+    "event_blocks_removed": "blocks_removed",
+    "event_gaps": "gaps",
+    "event_batches_replayed": "replayed",
+}
+_SCRAPED = {"replica_waiting_requests": "waiting", "replica_running_requests": "running", "replica_kv_usage_ratio": "kv_usage"}
+
+
+class View:
+    """`slots`: replica id -> its slot in the map; `intakes`: replica id -> its EventIntake, for those
+    with events. Both, like `replicas`, are the gateway's own dicts and may change under way. Set
+    `draining` when the gateway stops taking new work."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        replicas: Mapping[str, Replica],
+        ledger: Ledger,
+        cachemap: Any,
+        slots: Mapping[str, int],
+        intakes: Mapping[str, Any],
+    ) -> None:
+        self.settings, self.metrics = settings, metrics
+        self.replicas, self.ledger, self.cachemap = replicas, ledger, cachemap
+        self.slots, self.intakes = slots, intakes
+        self.started = time.monotonic()
+        self.draining = False
+        self.models: Models | None = None  # what is known of each model
+        self.shared_ledger: Any = None  # SharedLedger, with Redis
+        self.background: Any = None  # Background, whose failures are shown
+        self.shared: Any = None  # SharedMap, where several gateways share one map
+
+    def why_not_ready(self) -> str | None:
+        """None when requests can be served, else what is missing and what to do."""
+        if self.draining:
+            return "the gateway is stopping and finishes what it has"
+        if self.models is not None and (missing := self.models.waiting_for):
+            return f"waiting for {missing}"
+        if any(replica.state in TAKES_TRAFFIC for replica in self.replicas.values()):
+            return None
+        if not self.replicas:
+            return 'there is no replica; add one with POST /replicas {"url": "http://HOST:PORT"}'
+        return "no replica is ready: " + "; ".join(f"{one.id} is {one.state} ({one.reason})" for one in self.replicas.values())
+
+    def status(self) -> dict[str, Any]:
+        metrics, why_not, stats = self.metrics, self.why_not_ready(), self.cachemap.stats()
+        numbers = counted_of(metrics, self.replicas)
+        replicas = [{**self._replica(one, stats["slots"]), **numbers[one.id]} for one in list(self.replicas.values())]
+        return {
+            "version": __version__,
+            "policy": self.settings.policy,
+            "models": sorted({name for replica in self.replicas.values() for name in replica.models}),
+            "spaces": self.models.describe() if self.models is not None else [],
+            "uptime_seconds": round(time.monotonic() - self.started, 3),
+            "ready": why_not is None,
+            "why_not": why_not,
+            **counted(metrics, self.settings.shadow, replicas),
+            "map": {
+                "blocks": stats["blocks"],
+                "bytes": stats["bytes"],
+                "budget_bytes": self.settings.cache_budget,
+                "evicted": stats["evicted"],
+                **self._sharing(),
+            },
+            "background_failures": self.background.recent() if self.background else {},
+            "replicas": replicas,
+        }
+
+    def _replica(self, replica: Replica, blocks: Mapping[int, int]) -> dict[str, Any]:
+        load, intake = self._load(replica.id), self._intake(replica)
+        scrape = replica.scrape
+        return {
+            "id": replica.id,
+            "rank": replica.rank,
+            "url": replica.url,
+            "address": replica.address or None,
+            "state": str(replica.state),
+            "reason": replica.reason,
+            "since_seconds": round(time.monotonic() - replica.since, 3),
+            "managed": replica.managed,
+            "pid": replica.pid,
+            "restarts": replica.restarts,
+            "version": replica.version,
+            "models": list(replica.models),
+            "adapters": {name: parent for name, parent in replica.models.items() if parent},
+            "block_size": replica.block_size,
+            "num_blocks": replica.num_blocks,
+            "max_model_len": replica.max_model_len,
+            "problems": [*replica.problems, *_seen(replica, intake)],
+            "tokenizer": replica.tokenizer,
+            "takes_ids": replica.takes_ids,
+            "inflight": load.requests,
+            "prefill_tokens": load.prefill_tokens,
+            "context_tokens": load.context_tokens,
+            "running": scrape.running if scrape else None,
+            "waiting": scrape.waiting if scrape else None,
+            "kv_usage": scrape.kv_usage if scrape else None,
+            "events": intake.state if intake else "off",
+            "events_reason": intake.reason if intake else _why_no_events(replica),
+            "map_role": getattr(intake, "role", None),
+            "map_role_reason": getattr(intake, "role_reason", None),
+            "map_blocks": self._blocks(replica.id, blocks),
+        }
+
+    def _intake(self, replica: Replica) -> Any:
+        """None where what was heard is of an engine that is gone."""
+        return self.intakes.get(replica.id) if replica.state in HAS_EVENTS else None
+
+    def reading(self) -> Reading:
+        """For `Metrics.read_from`."""
+        ids, stats = list(self.replicas), self.cachemap.stats()
+        loads = {id: self._load(id) for id in ids}
+        reading: dict[str, Any] = {
+            "inflight_requests": {id: load.requests for id, load in loads.items()},
+            "reserved_prefill_tokens": {id: load.prefill_tokens for id, load in loads.items()},
+            "reserved_context_tokens": {id: load.context_tokens for id, load in loads.items()},
+            "reservations": self.ledger.total().requests,
+            "replica_state": {(id, str(state)): float(self.replicas[id].state is state) for id in ids for state in State},
+            "replica_restarts": {id: self.replicas[id].restarts for id in ids if self.replicas[id].managed},
+            "map_blocks": stats["blocks"],
+            "map_bytes": stats["bytes"],
+            "map_budget_bytes": self.settings.cache_budget,
+            "map_evicted_blocks": stats["evicted"],
+            "map_replica_blocks": {id: self._blocks(id, stats["slots"]) for id in ids},
+            "events_state": {(id, intake.state): 1.0 for id in ids if (intake := self._intake(self.replicas[id]))},
+            "uptime_seconds": time.monotonic() - self.started,
+            "build_info": {(__version__, self.settings.policy): 1},
+            "background_failures": {kind: one.count for kind, one in self.background.failures.items()} if self.background else {},
+            **self._shared_reading(),
+        }
+        for name, field in _SCRAPED.items():
+            reading[name] = self._scraped(field)
+        for name, attribute in _EVENT_COUNTS.items():
+            reading[name] = {id: getattr(self.intakes.get(id), attribute, 0) for id in ids}
+        return reading
+
+    def _sharing(self) -> dict[str, Any]:
+        shared, ledger = self.shared, self.shared_ledger
+        if ledger is None:
+            return {}
+        told = {"ledger_joined": ledger.joined, "ledger_reason": ledger.reason}
+        if shared is None:
+            return {"redis": told}
+        told |= {"place": str(shared.place), "deployment": shared.deployment, "reachable": shared.reachable, "trouble": shared.trouble, "leases": shared.leases, "lag_seconds": shared.lag_seconds}
+        return {"redis": told}
+
+    def _shared_reading(self) -> dict[str, Any]:
+        shared, ledger = self.shared, self.shared_ledger
+        joined = {} if ledger is None else {"ledger_joined": float(ledger.joined), "ledger_repairs": ledger.repairs}
+        if shared is None:
+            return joined
+        return {
+            **joined,
+            "map_role": {(id, intake.role): 1.0 for id, intake in self.intakes.items()},
+            "map_redis_up": float(shared.usable),
+            "map_leases": shared.leases,
+            "map_mirror_lag_seconds": shared.lag_seconds,
+            "map_reloads": shared.reloads,
+            "map_takeovers": shared.takeovers,
+            "map_snapshots": shared.snapshots,
+            "map_redis_errors": shared.errors,
+        }
+
+    def _blocks(self, id: str, by_slot: Mapping[int, int]) -> int:
+        return by_slot.get(self.slots.get(id, -1), 0)
+
+    def _scraped(self, field: str) -> dict[str, float]:
+        """Engines that do not report a figure have no sample, rather than a made-up zero."""
+        found = {id: getattr(replica.scrape, field) for id, replica in self.replicas.items() if replica.scrape}
+        return {id: number for id, number in found.items() if number is not None}
+
+    def _load(self, id: str) -> Load:
+        """Of this gateway alone: who reads several gateways' figures adds them up."""
+        return Load(*self.ledger.own(id))
+
+
+def _why_no_events(replica: Replica) -> str:
+    if replica.state not in HAS_EVENTS:
+        return f"the replica is {replica.state}: its events are followed when an engine answers there"
+    return "it is not known where the engine publishes KV events, if it does: its cache is guessed from what is sent there"
+
+
+def counted(metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The part of a status that is counted, in one process or in several together; `replicas` as the status has them."""
+    return {
+        "totals": {
+            "requests": metrics.requests.total(),
+            "errors": metrics.requests.total(status="5xx") + metrics.requests.total(status="cut"),
+            "retries": metrics.retries.total(),
+            "inflight": sum(one["inflight"] for one in replicas),
+            "prompt_tokens": metrics.prompt_tokens.total(),
+            "predicted_cached_tokens": metrics.predicted_cached_tokens.total(),
+            "reported_prompt_tokens": metrics.reported_prompt_tokens.total(),
+            "reported_cached_tokens": metrics.reported_cached_tokens.total(),
+            "prefill_saved_tokens": metrics.prefill_saved_tokens.total(),
+            "prompts": {mode: count for (mode,), count in metrics.prompts.values.items()},
+        },
+        "ttft_seconds": {"p50": metrics.ttft.quantile(0.5), "p99": metrics.ttft.quantile(0.99)},
+        "shadow": told(metrics, shadows),
+    }
+
+
+def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The part of each replica's status that is counted. For all at once: each by itself would go through the series of all of them."""
+    counters = {
+        "requests": metrics.replica_requests,
+        "prompt_tokens": metrics.prompt_tokens,
+        "predicted_cached_tokens": metrics.predicted_cached_tokens,
+        "reported_prompt_tokens": metrics.reported_prompt_tokens,
+        "reported_cached_tokens": metrics.reported_cached_tokens,
+    }
+    sums = {name: counter.by("replica") for name, counter in counters.items()}
+    sums["errors"] = metrics.upstream_errors.by("replica", kind="request")
+    return {
+        id: {
+            **{name: by_replica.get(id, 0) for name, by_replica in sums.items()},
+            "ttft_p50_seconds": metrics.ttft.quantile(0.5, id),
+            "ttft_p99_seconds": metrics.ttft.quantile(0.99, id),
+        }
+        for id in replicas
+    }
+
+
+def _seen(replica: Replica, intake: Any) -> list[str]:
+    """What traffic and events showed to be amiss, beside what the engine tells of itself."""
+    found = list(intake.problems) if intake else []
+    if replica.state is State.FAILED:
+        found.append(f"no engine is there, and nothing is sent there: {replica.reason}")
+    if intake and intake.state == "unobserved":
+        found.append(f"KV events are not followed, the cache is guessed from traffic: {intake.reason}")
+    if replica.cached_tokens is False:
+        found.append(str(Problem(NO_CACHED_TOKENS, replica.dialect.remedies.cached_tokens)))
+    if replica.tokenizer.startswith("differs"):
+        found.append(f"its tokenizer is not the gateway's, so its prompts are matched as text; it {replica.tokenizer}")
+    if ": no, " in replica.takes_ids:
+        found.append(f"long prompts are tokenized by the engine once more: {replica.takes_ids}")
+    return found

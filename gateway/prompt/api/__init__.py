@@ -1,0 +1,1 @@
+"""What clients may send, brought to one form: chat, completions, responses and messages."""

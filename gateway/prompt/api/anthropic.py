@@ -1,0 +1,184 @@
+"""`/v1/messages` to a chat request, block by block as vLLM does it."""
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from .chat import Chat, Unroutable, template_variables
+from .conversation import Multimodal, is_plain, tool_schemas
+from .fields import bad, require_exact
+from ..render.template import ChatTemplate, TemplateError
+
+
+# vLLM finds out about its template by rendering: what effort "thinking disabled" stands for, and
+# whether system messages may stand inside a conversation.
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_INLINE_SYSTEM = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How vLLM translates for one template."""
+
+    system_first: bool                     # inline system messages are moved to the front
+    disabled_effort: str | None            # reasoning_effort for thinking "disabled"; None: `thinking` is not read
+
+
+def habits(template: ChatTemplate | None, others: Sequence[str] = (), replaces_own: bool = False) -> Habits:
+    """Ask the templates the questions that vLLM asks them at start: `template`, the one for requests without tools, and
+    `others`, the sources of those that other requests get. `replaces_own`: it is not the model's, but one given with
+    --chat-template, the only one that older versions ask."""
+    if template is None or (not template.quirks.asks_template and not replaces_own):
+        return Habits(True, None)
+    system_first = any(map(_wants_system_first, (template.source, *others)))
+    if not template.quirks.asks_template:
+        return Habits(system_first, None)
+
+    def says(effort: str) -> str | None:
+        variables = template_variables({}, True, False, effort)
+        try:
+            return template.render([{"role": "user", "content": "Hi"}], None, variables)
+        except TemplateError:
+            return None
+
+    none = says("none")
+    ignored = none is None or any(says(effort) == none for effort in _EFFORTS)
+    return Habits(system_first, "low" if ignored else "none")
+
+
+def _wants_system_first(source: str) -> bool:
+    """Whether a conversation with a system message inside fails in the sandbox that vLLM probes with.
+
+    It is a bare one: without special tokens, `raise_exception`, `strftime_now` and the `generation` tag, and `tools` is
+    undefined. So a template that only needs one of these fails, too, and is taken for one that wants its system message
+    first.
+    """
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    try:
+        env.from_string(source).render(messages=_INLINE_SYSTEM, add_generation_prompt=False)
+    except Exception:                      # vLLM looks for Jinja's errors only, and does not start with any other
+        return True
+    return False
+
+
+def from_messages(request: dict[str, Any], habits: Habits) -> Chat:
+    """A Messages request as the chat request vLLM makes of it."""
+    given = request.get("messages")
+    if not isinstance(given, list) or not given:
+        raise bad("'messages' must be a non-empty list", "messages")
+    messages: list[dict[str, Any]] = []
+    system = _texts(request.get("system") or [], "system", keep_header=isinstance(request.get("system"), str))
+    for i, message in enumerate(given):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise bad(f"messages[{i}] must be an object with a role", f"messages[{i}]")
+        if message["role"] == "system":
+            text = "".join(_texts(message.get("content"), f"messages[{i}]"))
+            if text and habits.system_first:
+                system.append(text)
+            elif text:
+                messages.append({"role": "system", "content": text})
+        else:
+            _add(messages, message, f"messages[{i}]")
+    if system:
+        messages.insert(0, {"role": "system", "content": "".join(system)})
+    return Chat(messages, _tools(request), _template_variables(request, habits))
+
+
+def _texts(content: Any, where: str, keep_header: bool = False) -> list[str]:
+    """Texts of a system prompt, without Claude Code's per-request attribution line."""
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise bad(f"{where} must be a string or a list of text blocks", where)
+    if any(block.get("type") in ("tool_addition", "tool_removal") for block in blocks):
+        raise Unroutable("the set of tools changes inside the conversation")
+    texts = [block.get("text") for block in blocks if block.get("type") == "text"]
+    return [text for text in texts if isinstance(text, str) and text and (keep_header or is_plain(text))]
+
+
+def _add(messages: list[dict[str, Any]], message: dict[str, Any], where: str) -> None:
+    role, content = message["role"], message.get("content")
+    result: dict[str, Any] = {"role": role}
+    if isinstance(content, str):
+        result["content"] = content
+    elif isinstance(content, list) and all(isinstance(block, dict) for block in content):
+        parts, calls, thoughts = [], [], []
+        for block in content:
+            kind = block.get("type")
+            if kind == "text":
+                if block.get("text"):
+                    parts.append({"type": "text", "text": block["text"]})
+            elif kind == "thinking":
+                thoughts.append(block.get("thinking") or "")
+            elif kind == "tool_use":
+                calls.append(_tool_use(block))
+            elif kind == "tool_result":
+                _tool_result(block, role, messages, parts)
+            elif kind not in ("redacted_thinking", "tool_reference"):
+                raise Multimodal(str(kind))
+        if thoughts:
+            result["reasoning"] = "".join(thoughts)
+        if calls:
+            result["tool_calls"] = calls
+        if parts:
+            result["content"] = parts[0]["text"] if len(parts) == 1 else parts
+    else:
+        raise bad(f"{where}.content must be a string or a list of blocks", f"{where}.content")
+    if role != "user" or "content" in result:
+        messages.append(result)
+
+
+def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
+    given = block.get("input") or {}
+    arguments = json.dumps(given)
+    if "e+" in arguments:
+        require_exact(given)
+    return {"id": block.get("id"), "type": "function", "function": {"name": block.get("name") or "", "arguments": arguments}}
+
+
+def _tool_result(block: dict[str, Any], role: str, messages: list[dict[str, Any]], parts: list[Any]) -> None:
+    content = block.get("content")
+    if role != "user":
+        parts.append({"type": "text", "text": f"Tool result: {str(content) if content else ''}"})
+        return
+    if isinstance(content, list):
+        texts = []
+        for item in content:
+            kind = item.get("type") if isinstance(item, dict) else None
+            if kind == "text":
+                texts.append(item.get("text", ""))
+            elif kind is not None:
+                raise Multimodal(str(kind))
+        content = "\n".join(texts)
+    messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "",
+                     "content": content if isinstance(content, str) else ""})
+
+
+def _tools(request: dict[str, Any]) -> list[dict[str, Any]] | None:
+    tools = request.get("tools")
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise bad("'tools' must be a list of objects", "tools")
+    if not all(isinstance(tool.get("input_schema"), dict) for tool in tools):
+        raise Unroutable("a tool without a schema")
+    if not tools:
+        return []
+    return tool_schemas([{"function": {"name": tool.get("name"), "description": tool.get("description"),
+                                       "parameters": {**tool["input_schema"], "type": tool["input_schema"].get("type", "object")},
+                                       "strict": tool.get("strict"),
+                                       "defer_loading": tool.get("defer_loading")}} for tool in tools])
+
+
+def _template_variables(request: dict[str, Any], habits: Habits) -> dict[str, Any]:
+    config = request.get("output_config")
+    effort = config.get("effort") if isinstance(config, dict) else None
+    thinking = request.get("thinking")
+    if habits.disabled_effort and isinstance(thinking, dict) and thinking.get("type") == "disabled":
+        effort = habits.disabled_effort
+    return template_variables(request, True, False, effort)

@@ -1,0 +1,277 @@
+"""Request messages to the conversation a chat template sees.
+
+vLLM does not hand messages to the template as they came: parts become text (or stay parts,
+when the template loops over them), tool-call arguments become objects, unknown keys vanish,
+tools get their schema's defaults. All of it shows in the tokens, so all of it is done here,
+rule by rule as in vLLM 0.32 (`renderers/chat_utils.py`) and transformers 5.16 to 5.23; what other
+versions do otherwise is in `quirks.VersionQuirks`.
+"""
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+from .fields import bad, require_exact
+from .structure import arguments_of
+from ..quirks import NEWEST, VersionQuirks
+
+_SAFE_LEVELS = 500         # of nested JSON, that Python reads in any case
+# Claude Code's attribution line changes on every request; vLLM drops it from system text.
+_BILLING_HEADER = "x-anthropic-billing-header"
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+_MEDIA_KEYS = frozenset({"image_url", "image_pil", "image_embeds", "input_image", "audio_url", "audio_embeds", "input_audio",
+                         "video_url", "video_embeds", "prompt_embeds"})
+# Keys of a part that mean something to vLLM; any other reaches a template that takes parts.
+_PART_KEYS = (_MEDIA_KEYS - {"input_image", "prompt_embeds"}) | {
+    "type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file", "prompt_cache_breakpoint"}
+
+
+class Multimodal(Exception):
+    """A message holds media: the engine inserts tokens we can't know from the text."""
+
+
+class Unroutable(Exception):
+    """The engine knows something about this prompt that its body does not say."""
+
+
+# Roles whose messages, when they hold only a text, reach the template as they came.
+PLAIN_ROLES = frozenset({"system", "user", "assistant"})
+
+# Nearly all messages have just these keys and need no more than a copy.
+_PLAIN_KEYS = {"user": {"role", "content"}, "assistant": {"role", "content"}, "tool": {"role", "content", "tool_call_id"}}
+
+
+def is_plain(system_text: str) -> bool:
+    """False for the system text that vLLM edits."""
+    return not system_text.startswith(_BILLING_HEADER)
+
+
+def has_media(messages: Any) -> bool:
+    """Whether vLLM finds more than text in the parts of these messages."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    return any(isinstance(part, dict) and (not _MEDIA_KEYS.isdisjoint(part) or part.get("type", "text") not in _TEXT_PARTS | {"tool_reference"})
+               for content in contents if isinstance(content, list) for part in content)
+
+
+def conversation(messages: Any, as_parts: bool, knows_developer: bool = True, by_schema: bool = True,
+                 quirks: VersionQuirks = NEWEST, reads_thinking: bool = False) -> list[dict[str, Any]]:
+    """Messages of a chat request -> what the template gets as `messages`.
+
+    `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text
+    comes to it as `[{"type": "text", "text": ...}]`. `by_schema`: tool calls went through vLLM's
+    schema (all but those of Responses do), which puts their keys in its own order: a template may
+    dump them. `reads_thinking`: the template may look for reasoning under that name. Raises PromptError
+    (not a conversation), Multimodal, or Unroutable where releases of transformers differ.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise bad("'messages' must be a non-empty list", "messages")
+    talk = [_message(message, as_parts, by_schema, quirks, i) for i, message in enumerate(messages)]
+    if not knows_developer and any(message["role"] == "developer" for message in talk):
+        talk = _one_system([{**message, "role": "system"} if message["role"] == "developer" else message
+                            for message in talk])
+    return _as_transformers_hands_on(talk, quirks, reads_thinking)
+
+
+def _as_transformers_hands_on(talk: list[dict[str, Any]], quirks: VersionQuirks, reads_thinking: bool) -> list[dict[str, Any]]:
+    """Since 5.20 it drops keys whose value is None, since 5.21 it copies reasoning to its other names."""
+    if quirks.drops_none is not False and any(None in message.values() for message in talk):
+        if quirks.drops_none is None:
+            raise Unroutable("whether a null in a message reaches the template depends on the engine's transformers")
+        talk = [{key: value for key, value in message.items() if value is not None} for message in talk]
+    if quirks.copies_reasoning is not False and any("reasoning" in message for message in talk):
+        if quirks.copies_reasoning:
+            return [{"thinking": message["reasoning"], **message} if "reasoning" in message else message for message in talk]
+        if reads_thinking:
+            raise Unroutable("whether reasoning reaches the template as `thinking` depends on the engine's transformers")
+    return talk
+
+
+def _one_system(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All system messages merged into one at the front, unless they are that already."""
+    for message in talk:
+        if message["role"] == "system":
+            message.pop("tools", None)
+    if not any(message["role"] == "system" for message in talk[1:]):
+        return talk
+    texts = []
+    for message in talk:
+        if message["role"] == "system":
+            content = message["content"]
+            if not isinstance(content, str):
+                content = "\n".join(part["text"] for part in content if "text" in part)
+            if content:
+                texts.append(content)
+    return [{"role": "system", "content": "\n\n".join(texts)}, *(m for m in talk if m["role"] != "system")]
+
+
+def _message(message: Any, as_parts: bool, by_schema: bool, quirks: VersionQuirks, index: int) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise bad(f"{where} must be an object", where)
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise bad(f"{where} must have a string 'role'", f"{where}.role")
+    content = message.get("content")
+    if type(content) is str and not as_parts and _PLAIN_KEYS.get(role) == message.keys():
+        if role != "tool":
+            return {"role": role, "content": content}
+        if message["tool_call_id"] is not None:
+            return {"role": role, "content": content, "tool_call_id": message["tool_call_id"]}
+    if isinstance(content, str):
+        parts: list[Any] = [content]
+    elif content is None:
+        parts = []
+    elif isinstance(content, list):
+        parts = content
+    else:
+        raise bad(f"{where}.content must be a string or a list of parts", f"{where}.content")
+    if role == "system" and quirks.drops_attribution:
+        parts = _drop_billing_header(parts)
+    # an empty text is dropped, too (as a part it is an object, and stays)
+    parts = [p for p in (_part(part, as_parts, where) for part in parts) if p]
+    result: dict[str, Any] = {"role": role, "content": parts if as_parts else "\n".join(parts)}
+    if role == "assistant":
+        _assistant_fields(message, result, by_schema, quirks, where)
+    elif role == "tool":
+        if "tool_call_id" in message:
+            result["tool_call_id"] = message["tool_call_id"]
+        if as_parts and all(p["type"] == "text" for p in parts):
+            result["content"] = "\n".join(p["text"] for p in parts)
+    for key in ("name", "task"):
+        if isinstance(message.get(key), str):
+            result[key] = message[key]
+    if role == "developer":
+        require_exact(message.get("tools"))
+        result["tools"] = message.get("tools")
+    return result
+
+
+def _part(part: Any, as_parts: bool, where: str) -> Any:
+    """One content part -> text (or a text part), None for one without text."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part} if as_parts else part
+    if not isinstance(part, dict):
+        raise bad(f"{where}.content holds something that is neither text nor an object", f"{where}.content")
+    kind = part.get("type")
+    if kind == "tool_reference":
+        name = part.get("name") or part.get("tool_reference")
+        return {"type": "tool_reference", "name": name} if as_parts else name
+    if kind not in _TEXT_PARTS:
+        raise Multimodal(str(kind))
+    text = part.get(kind if kind in ("refusal", "thinking") else "text")
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise bad(f"{where}: the text of a content part must be a string", f"{where}.content")
+    if not as_parts:
+        return text
+    more = {key: value for key, value in part.items() if key not in _PART_KEYS}
+    if more:
+        require_exact(more)
+    return {"type": "text", "text": text, **more}
+
+
+def _drop_billing_header(parts: list[Any]) -> list[Any]:
+    kept = []
+    for part in parts:
+        text = part if isinstance(part, str) else None
+        if isinstance(part, dict) and part.get("type") == "text":
+            text = part.get("text")
+        if isinstance(text, str) and text.startswith(_BILLING_HEADER):
+            rest = text.partition("\n")[2]
+            if rest:
+                kept.append(rest if isinstance(part, str) else {**part, "text": rest})
+        else:
+            kept.append(part)
+    return kept
+
+
+def _assistant_fields(message: dict[str, Any], result: dict[str, Any], by_schema: bool, quirks: VersionQuirks, where: str) -> None:
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise bad(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
+        result["tool_calls"] = [_tool_call(call, by_schema, quirks, where) for call in calls]
+    reasoning = message.get("reasoning")
+    if reasoning is None:
+        reasoning = message.get("reasoning_content")
+    if reasoning is not None:
+        require_exact(reasoning)
+        result["reasoning"] = reasoning
+        result["reasoning_content"] = reasoning
+
+
+def _tool_call(call: Any, by_schema: bool, quirks: VersionQuirks, where: str) -> dict[str, Any]:
+    """A tool call with its arguments parsed."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise bad(f"{where}.tool_calls: every entry must be of type 'function' with a 'function' object",
+                  f"{where}.tool_calls")
+    seen = {**function, "arguments": _arguments(function.get("arguments"), quirks)}
+    if not by_schema:
+        return {**call, "function": seen}
+    return _ordered({**call, "function": _ordered(seen, ("arguments", "name")), "type": "function"},
+                    ("id", "function", "type"))
+
+
+def _arguments(given: Any, quirks: VersionQuirks) -> Any:
+    """`{}` when they are missing, null or no JSON; as a rule also when they are no object."""
+    if isinstance(given, str) and given:
+        try:
+            given = _read(given)
+        except ValueError:
+            return {}
+        if given is not None and not quirks.arguments_are_objects:
+            return given
+    else:
+        require_exact(given)
+    return given if isinstance(given, dict) else {}
+
+
+def refuse_deep_arguments(request: dict[str, Any]) -> None:
+    """Of a request that is not rendered here, so that nobody has read the arguments of its tool calls."""
+    for text in arguments_of(request):
+        if text.count("[") + text.count("{") > _SAFE_LEVELS:
+            with suppress(ValueError):
+                _read(text)
+
+
+def _read(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except RecursionError:  # engines read them the same way, and answer 500
+        raise bad("the arguments of a tool call are nested too deeply: more than some 900 levels") from None
+
+
+def _ordered(given: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
+    return {**{key: given[key] for key in first if key in given}, **given}
+
+
+def tool_schemas(tools: Any) -> list[dict[str, Any]] | None:
+    """`tools` of a chat request -> what the template sees: known keys only, in the schema's order."""
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not tools:
+        raise bad("'tools' must be a non-empty list", "tools")
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad(f"{where} must be {{'type': 'function', 'function': {{'name': ...}}}}", where)
+    seen = {"name": function["name"], "description": function.get("description"),
+            "parameters": function.get("parameters")}
+    loading = tool.get("defer_loading")
+    if function.get("strict") is not None:
+        seen["strict"] = function["strict"]
+    inner = function.get("defer_loading")
+    if inner is None:
+        inner = loading
+    if inner is not None:
+        seen["defer_loading"] = inner
+    result = {"type": "function", "function": seen}
+    if loading is not None:
+        result["defer_loading"] = loading
+    return result

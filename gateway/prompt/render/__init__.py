@@ -1,0 +1,1 @@
+"""Messages to text, as the model's chat template has it."""

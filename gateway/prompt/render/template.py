@@ -1,0 +1,163 @@
+"""Chat templates, rendered as the engine renders them.
+
+vLLM hands the conversation to transformers, which runs the model's Jinja template in an
+immutable sandbox with a handful of extra names. What is visible to a template here is what
+is visible there (checked against vLLM 0.32 with transformers 5.23); what a template can't
+do there (reach dunder attributes, change its inputs) it can't do here.
+"""
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.runtime
+import jinja2.sandbox
+
+from .content_format import takes_parts
+from ..quirks import NEWEST, VersionQuirks
+
+# What marks where the message to be continued ends; a template may strip its trailing blank.
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+# A key `thinking`, or a message dumped as a whole.
+_THINKING = re.compile(r"""[.'"]thinking\b|\b(?:messages?|msg|m)(?:\[[^\]]*\])?\s*\|\s*tojson""")
+
+
+class TemplateError(Exception):
+    """The template refused or failed on this conversation."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks what the assistant wrote; rendering ignores it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+           separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    """JSON without Jinja's HTML escapes, non-ASCII kept as it is."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
+class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox and the names that transformers gives a template."""
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        self.filters["tojson"] = tojson
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = strftime_now
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`message.role`, `loop.first`: the two ways of asking that are nearly all of them, at once.
+
+        The general way takes 1.5 us each and comes to the same: a dict has no attribute of that
+        name, so its item is meant; and nothing of a loop that is not underscored is unsafe. A
+        conversation of 30 messages with tools renders in half the time.
+        """
+        kind = type(obj)
+        if kind is dict:
+            if attribute in obj and attribute not in _DICT_ATTRIBUTES:
+                return obj[attribute]
+        elif kind is jinja2.runtime.LoopContext and attribute[0] != "_":
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                pass                    # undefined, which the general way words
+        return super().getattr(obj, attribute)
+
+
+class ChatTemplate:
+    """One Jinja chat template with the special tokens of its tokenizer."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], quirks: VersionQuirks = NEWEST) -> None:
+        """Raises TemplateError when `source` is not Jinja."""
+        self.source = source
+        self.quirks = quirks
+        self.special_tokens = dict(special_tokens)
+        # vLLM looks for the quoted word, too; without it developer messages become system messages
+        self.knows_developer = '"developer"' in source or "'developer'" in source
+        self.reads_thinking = bool(_THINKING.search(source))
+        env = Sandbox()
+        try:
+            self._template = env.from_string(source)
+            self.takes_parts = takes_parts(env.parse(source), quirks.looks_into_macros)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the chat template is not valid Jinja: {error}") from error
+
+    def render(self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None,
+               variables: Mapping[str, Any]) -> str:
+        """Conversation -> text. Raises TemplateError.
+
+        `variables` holds `add_generation_prompt`, `continue_final_message`, `documents` and
+        whatever the request's `chat_template_kwargs` bring; they win over the special tokens.
+        """
+        values = {**self.special_tokens, "documents": None, "add_generation_prompt": False, **variables}
+        last = None
+        if values.pop("continue_final_message", False):
+            conversation, last = tag_final_message(conversation, self.source)
+        values["messages"] = conversation
+        values["tools"] = tools
+        try:
+            text = self._template.render(values)
+        except Exception as error:      # templates are programs: they may fail in any way
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+        return text if last is None else cut_at_tag(text, last)
+
+
+def tag_final_message(conversation: list[dict[str, Any]], source: str) -> tuple[list[dict[str, Any]], str]:
+    """Mark the end of the message to be continued -> (new conversation, text that is continued)."""
+    if not conversation or conversation[-1].get("content") is None:
+        raise TemplateError("continue_final_message: the final message has no content to continue")
+    if "content" not in source:
+        raise TemplateError("continue_final_message: the template does not read message content")
+    final = dict(conversation[-1])
+    content = final["content"]
+    if isinstance(content, str):
+        final["content"] = content + _CONTINUE_TAG
+        return [*conversation[:-1], final], content
+    parts = list(content)
+    for i in reversed(range(len(parts))):
+        if isinstance(parts[i], dict) and "text" in parts[i]:
+            text = parts[i]["text"]
+            parts[i] = {**parts[i], "text": text + _CONTINUE_TAG}
+            final["content"] = parts
+            return [*conversation[:-1], final], text
+    raise TemplateError("continue_final_message: the final message has no text to continue")
+
+
+def cut_at_tag(rendered: str, final_text: str) -> str:
+    """End the rendered text where the message to be continued ends.
+
+    A template that strips messages has also stripped the tag's own trailing blank; then the
+    blanks before the tag would have gone as well, so they are cut too.
+    """
+    bare = _CONTINUE_TAG.strip()
+    at = rendered.rfind(bare)
+    if at < 0 or final_text.strip() not in rendered:
+        raise TemplateError("continue_final_message: the template drops the final message")
+    if rendered[at:at + len(_CONTINUE_TAG)] == _CONTINUE_TAG:
+        return rendered[:at]
+    return rendered[:at].rstrip()

@@ -1,0 +1,183 @@
+"""Known prefixes: the tokens and block hashes of conversations seen before.
+
+A prompt comes as segments whose tokens, one after the other, are the prompt's tokens (cut only
+where `tokenizer.safe_cuts` allows). Segments form a tree: a node is a segment behind a certain
+parent, with its own tokens and the hashes of the blocks it completes. It is found under
+(parent, SHA-256 of the literals around its text, text or, of a long one, its SHA-256), all of which the
+dictionary compares for equality. Every part of the key is content, nothing is a number that a template gave
+out: a known prefix gives exactly what tokenizing it again would, also where several templates, or a template
+compiled anew for another version of the engine, share one memo.
+
+Bounded in bytes by two generations: what is used is in the young one; when that has half of
+the budget it becomes the old one, and what was old and unused is gone.
+"""
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from sys import getsizeof
+from typing import Any, NamedTuple
+
+from cachemap import hash_blocks
+
+from ..render.plan import Piece, Segment, digest
+from .tokenizer import Tokenizer
+from ..render.trace import answered
+
+_NODE_BYTES = 500          # a node, its key, its serial and its place in the dictionary
+
+# A text from here on is known by its SHA-256, or the texts of long prompts would take half of the memo and more: as Python
+# keeps them, twice to four times their bytes where one character is outside Latin 1. 420 kB cost 0.3 ms instead of 0.1.
+_LONG = 16_384             # characters
+
+Key = tuple[int, bytes, str | bytes]             # parent's serial, digest of the literals, text
+# serial (never used twice), tokens, hashes of the blocks it completes (uint64; as Python ints they
+# would take five times the space, each in a cache line of its own), bytes of tokens up to its end,
+# the last of them that fill no block, characters up to its end, digest of the questions its text
+# has answered. A plain tuple of plain things: the garbage collector stops tracking it, so a memo
+# of a million nodes costs nothing at each full collection.
+Node = tuple[int, bytes, bytes, int, bytes, int, bytes]
+_ASKED = 6
+
+
+class Found(NamedTuple):
+    """Tokens (uint32 LE), block hashes (uint64) and characters of a prompt."""
+
+    tokens: bytes
+    hashes: array[int]
+    chars: int
+
+
+class Mismatch(Exception):
+    """The texts answer a segment's questions otherwise: the plan is not for them."""
+
+
+class Prefixes:
+    """Tokens and hashes of prompts in segments. Thread safe: races only cost a segment's reuse."""
+
+    def __init__(self, tokenizer: Tokenizer, block_size: int, budget_bytes: int) -> None:
+        self._tokenizer = tokenizer
+        self._block_size = block_size
+        self._width = 4 * block_size
+        self._half = budget_bytes // 2
+        self._young: dict[Key, Node] = {}
+        self._old: dict[Key, Node] = {}
+        self._gone: dict[Key, Node] = {}   # nobody looks there; see `_keep`
+        self._young_bytes = 0
+        self._serials = itertools.count(1)
+        self.hit_chars = 0                 # characters of prompts found here, of all that came
+        self.all_chars = 0
+
+    def bound(self, budget_bytes: int) -> None:
+        """Keep within this many bytes from the next generation on."""
+        self._half = budget_bytes // 2
+
+    def tokens(self, seed: int, segments: Sequence[Segment | Piece], slots: Sequence[Any], lead: bytes = b"") -> Found:
+        """Raises Mismatch. `lead`: special tokens (always the same) that stand before the text."""
+        young, old = self._young, self._old
+        # Serials are positive, so that no chain's start is ever taken for a node.
+        parent = -1 - seed if not lead else -1 - (1 << 64) - seed
+        found = [lead]
+        packed: list[bytes] = []
+        end, tail, chars = len(lead), lead, 0
+        known = 0
+        for segment in segments:
+            literals, slot, asks = segment.quick
+            text = slots[slot] if slot >= 0 else segment.text(slots)
+            key = (parent, literals, text if len(text) < _LONG else digest(text))
+            node = young.get(key)
+            if node is None:
+                node = old.get(key)
+                if node is None:
+                    break
+                self._keep(key, node)
+            if asks and asks != node[_ASKED]:
+                _ask(segment, text)
+                young[key] = (*node[:_ASKED], asks)
+            parent, tokens, new, end, tail, chars, _ = node
+            found.append(tokens)
+            packed.append(new)
+            known += 1
+        hashes = array("Q", b"".join(packed))
+        hit = chars
+        if known < len(segments):
+            chars = self._add(key, segments[known:], slots, found, hashes, seed, end, tail, chars)
+        self.hit_chars += hit
+        self.all_chars += chars
+        return Found(b"".join(found), hashes, chars)
+
+    def _add(self, key: Key, segments: Sequence[Segment | Piece], slots: Sequence[Any], found: list[bytes],
+             hashes: array[int], seed: int, end: int, tail: bytes, chars: int) -> int:
+        """Tokenize and hash what is new, append it to `found` and `hashes`, remember it -> characters.
+
+        `key` is the first one's.
+        """
+        texts, rendered = [], []
+        for segment in segments:
+            text = segment.text(slots)
+            if segment.questions:
+                _ask(segment, text)
+            texts.append(text)
+            rendered.append(segment.before + text + segment.after)
+        tokens = self._tokenizer.encode_many(rendered)
+        found += tokens
+        data = b"".join((tail, *tokens))
+        new = array("Q", hash_blocks(data, self._block_size, hashes[-1] if hashes else seed))
+        hashes += new
+        width, start, done, parent = self._width, end - len(tail), 0, 0
+        for segment, text, print_, ids in zip(segments, texts, rendered, tokens, strict=True):
+            end += len(ids)
+            chars += len(print_)
+            full = (end - start) // width
+            literals, _, asks = segment.quick
+            if parent:
+                key = (parent, literals, text if len(text) < _LONG else digest(text))
+            serial = next(self._serials)
+            mine = new[done:full].tobytes()
+            node = (serial, ids, mine, end, data[full * width:end - start], chars, asks)
+            self._keep(key, node)
+            parent, done = serial, full
+        return chars
+
+    def _keep(self, key: Key, node: Node) -> None:
+        self._young[key] = node
+        size = _size(key, node)
+        self._young_bytes += size
+        if self._gone:
+            self._free(2 * size)
+        if self._young_bytes > self._half:
+            self._gone, self._old, self._young, self._young_bytes = self._old, self._young, {}, 0
+
+    def _free(self, least: int) -> None:
+        """So many bytes of the generation before the old one. All 150,000 nodes at once would take 40 ms, in which nobody
+        is answered; twice what comes in, and they are gone when the next generation goes."""
+        gone = self._gone
+        while gone and least > 0:
+            try:
+                least -= _size(*gone.popitem())
+            except KeyError:               # another thread took the last one
+                return
+
+    def resize(self, block_size: int) -> None:
+        """Blocks of another size: the hashes of all nodes are void."""
+        self._block_size, self._width = block_size, 4 * block_size
+        self.forget()
+
+    def forget(self) -> None:
+        self._young, self._old, self._gone, self._young_bytes = {}, {}, {}, 0
+
+    def stats(self) -> dict[str, int]:
+        return {"segments": len(self._young) + len(self._old), "young_bytes": self._young_bytes,
+                "hit_chars": self.hit_chars, "all_chars": self.all_chars}
+
+
+def _size(key: Key, node: Node) -> int:
+    return _NODE_BYTES + getsizeof(key[2]) + len(node[1]) + len(node[2])
+
+
+def _ask(segment: Segment | Piece, text: str) -> None:
+    slots = (text,)
+    for question in segment.questions:
+        if not answered(question, slots):
+            raise Mismatch

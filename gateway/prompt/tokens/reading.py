@@ -1,0 +1,482 @@
+"""A model's tokenizer files as the engine reads them.
+
+vLLM does not use `tokenizer.json` as it lies in the folder. transformers 5 loads it through a class, and several classes
+keep only its vocabulary, its merges and its post-processor and build everything else themselves: LlamaTokenizer splits at
+`▁` whatever the file says. On top of either come tokens that only `tokenizer_config.json`, `special_tokens_map.json` or
+`added_tokens.json` name. A `Reading` is the outcome: a complete tokenizer and the special tokens a template may print.
+
+Which class is taken depends on the release of transformers, and an engine does not tell which one it has. So there may be
+several ways, and the files alone do not always decide between them. What an engine's `/tokenize` answers does
+(`Pipeline.judge`). Read in the sources of transformers 5.5 to 5.23 and compared with 5.19 and 5.23 on folders of each
+shape (tests/gateway/prompt/tokens/test_reading.py).
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from .model import ModelError
+from ..quirks import Transformers
+
+# The attributes that every tokenizer class has, in transformers' order.
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+AS_IT_IS = "tokenizer.json as it is"
+_BYTE_LEVEL_LLAMA = (5, 22)                # since then LlamaTokenizer is not taken for a tokenizer.json with ByteLevel
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way of reading a model's tokenizer files."""
+
+    how: str                               # for people: AS_IT_IS, or the class that rebuilds it
+    rebuilt: bytes                         # SHA-256 of what replaces the content of tokenizer.json; empty: nothing has to
+    special_tokens: dict[str, str]         # named tokens that a template may print
+    splits_special_tokens: bool            # special tokens inside a text are ordinary text
+    make: Callable[[], str | None] = field(compare=False, repr=False)
+
+    @property
+    def content(self) -> str | None:
+        """What replaces the content of tokenizer.json; None: nothing has to. Nobody keeps its megabytes: it may be made again."""
+        return self.make() if self.rebuilt else None
+
+
+class Readings:
+    """The ways in which an engine may read one model's files."""
+
+    def __init__(self, directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> None:
+        """`config` is tokenizer_config.json, `settings` config.json; tokenizer.json must exist. Raises ModelError."""
+        try:
+            byte_level = '"ByteLevel"' in (directory / "tokenizer.json").read_text(encoding="utf-8")
+            self._source = source = _Source(directory, config)
+            self._told = _told(settings, config)
+            before, since = (_class_name(settings, self._told, byte_level, newer) for newer in (False, True))
+            self.before = source.reading(before)               # by the rules of transformers before 5.22
+            self.since = self.before if since == before else source.reading(since)
+        except Exception as error:         # foreign files, and a foreign library that may refuse them in any way
+            raise ModelError(f"can't read the tokenizer files in {directory}: {type(error).__name__}: {error}") from error
+        # Whatever the files call a token, whether it is read as one or not.
+        self.mentioned = [*_mentioned([value for key, value in config.items() if key.endswith(("_token", "_tokens", "_tokens_decoder"))]),
+                          *_mentioned(_json(directory / "special_tokens_map.json")), *_json(directory / "added_tokens.json")]
+        # Why the engine may read the files in a way that is not followed here, or "".
+        self.unknown = _unknown(directory, config, settings, before, since)
+
+    def likeliest(self, transformers: Transformers) -> tuple[Reading, str]:
+        """The way of an engine with such a transformers, and why it is not certain, or ""."""
+        newer = transformers.has(_BYTE_LEVEL_LLAMA)
+        if self.before is self.since or newer is not None:
+            return self.since if newer else self.before, self.unknown
+        return self.since, self.unknown or f"{transformers} has {self.since.how} or {self.before.how}"
+
+    def all(self) -> Iterator[Reading]:
+        """Every way there may be, made one by one: each takes up to a second and the size of tokenizer.json."""
+        yield self.since
+        yield self.before
+        for name in dict.fromkeys((self._told, "")):
+            yield self._source.reading(name)
+
+    def let_go(self) -> None:
+        """Free what was read of the files, some 10 times tokenizer.json; when it is needed once more, they are read again."""
+        self._source.let_go()
+
+
+class _Source:
+    """The files of one folder, kept from the first use until `let_go`."""
+
+    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+        self._directory, self._config = directory, config
+        self.let_go()
+
+    def let_go(self) -> None:
+        self._files: _Files | None = None
+        self._made: dict[str, str | None] = {}
+
+    def reading(self, name: str) -> Reading:
+        """`name`: the class of transformers, "" for one that uses tokenizer.json as it is."""
+        files = self._read()
+        printed = {key: str(value) for key, value in files.names(_defaults(name)).items() if str(value)}
+        content = self._content(name)
+        rebuilt = sha256(content.encode()).digest() if content is not None else b""
+        return Reading(f"rebuilt as {name}" if name in _CLASSES else AS_IT_IS, rebuilt, printed, bool(self._config.get("split_special_tokens")),
+                       partial(self._content, name))
+
+    def _read(self) -> _Files:
+        files = self._files
+        if files is None:
+            try:
+                text = (self._directory / "tokenizer.json").read_text(encoding="utf-8")
+                self._files = files = _Files(self._directory, self._config, json.loads(text))
+            except OSError as error:       # they may be gone since the gateway started
+                raise ModelError(f"can't read the tokenizer files in {self._directory}: {error}") from error
+        return files
+
+    def _content(self, name: str) -> str | None:
+        made = self._made
+        if name not in made:
+            files, known = self._read(), _CLASSES.get(name)
+            names = files.names(_defaults(name))
+            made[name] = _rebuilt(files, known, names) if known else _as_it_is(files, names)
+        return made[name]
+
+
+def _defaults(name: str) -> dict[str, str]:
+    return _CLASSES[name].defaults if name in _CLASSES else {}
+
+
+@dataclass(frozen=True)
+class _Class:
+    """A tokenizer class of transformers 5 that builds its pipeline itself: what is not taken from tokenizer.json."""
+
+    defaults: dict[str, str]                                   # named tokens it has where the files name none
+    pipeline: Callable[[dict[str, Any]], dict[str, Any]]       # tokenizer_config -> normalizer, pre_tokenizer
+    model: dict[str, Any] = field(default_factory=dict)        # options of the BPE model
+    adds_all_special: bool = False                             # it registers its special tokens once more at the end
+    adds_nothing: bool = False                                 # it replaces the post-processor by one that adds nothing
+
+
+def _unknown(directory: Path, config: dict[str, Any], settings: dict[str, Any], *names: str) -> str:
+    other = next((name for name in names if name in _REBUILT_OTHERWISE), None)
+    if other is not None:
+        return f"transformers rebuilds the tokenizer as {other}, which the gateway does not"
+    if "AutoTokenizer" in (config.get("auto_map") or {}):
+        return "the model brings tokenizer code of its own (auto_map)"
+    if settings.get("model_type") in _MISTRAL_TYPES and (directory / "tekken.json").is_file():
+        return "transformers may use mistral-common for this model"
+    if config.get("fix_mistral_regex"):
+        return "fix_mistral_regex may change how the engine splits words"
+    return ""
+
+
+# --- which class
+
+
+def _told(settings: dict[str, Any], config: dict[str, Any]) -> str:
+    """The class that the files name, or ""."""
+    told = config.get("tokenizer_class") or settings.get("tokenizer_class")
+    return told.removesuffix("Fast") if isinstance(told, str) else ""
+
+
+def _class_name(settings: dict[str, Any], told: str, byte_level: bool, newer: bool) -> str:
+    """The class AutoTokenizer takes, "" for one that uses tokenizer.json as it is.
+
+    `newer`: by the rules since 5.22, which do not take LlamaTokenizer for a file that says ByteLevel anywhere.
+    """
+    kind = settings.get("model_type")
+    generic = kind in _GENERIC_TYPES or kind in (_GENERIC_SINCE if newer else _GENERIC_BEFORE)
+    registered = "" if generic else _CLASS_OF_TYPE.get(kind)
+    if kind in _TAKEN_AS_THEY_ARE:
+        return ""
+    if told == "LlamaTokenizer" and byte_level and newer and not generic and kind not in _CLASS_IS_WRONG:
+        return ""
+    if not told:
+        name = registered or ""
+    elif registered is None or registered == told:
+        name = told
+    elif registered == "":
+        name = ""
+    else:
+        name = registered if kind in _CLASS_IS_WRONG else told
+    return name if name in _CLASSES or name in _REBUILT_OTHERWISE else ""
+
+
+# Model types that transformers registers with a class that uses tokenizer.json as it is; then those of one side of 5.22 only.
+_GENERIC_TYPES = frozenset("""
+    EvollaModel arctic aria bigbird_pegasus camembertv2-base canary chatlm cohere_asr ernie4_5 ernie4_5_moe flex_olmo
+    fuyu glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm_image glmasr got_ocr2 gpt_bigcode granite granitemoe
+    granitemoehybrid granitemoeshared h2ovl_chat hyperclovax hyperclovax_vlm internlm2 jamba kimi_k25 kimi_linear
+    kosmos-2 llava llava_next mimo_v2_flash minicpm3 minicpmv minicpmv4_6 minicpmv4_7 minimax_m2 ministral ministral3
+    mistral mistral3 mixtral modernbert modernbert-decoder molmo molmo2 nemotron nvfp4 nystromformer olmo2 olmo3
+    olmo_hybrid opencua openvla paddleocr_vl pegasus_x persimmon phi3 phi3_v phimoe pix2struct pixtral smolvlm
+    stablelm step3_vl umt5 vipllava voxtral voxtral_realtime xlm-roberta-xl""".split())
+_GENERIC_BEFORE = frozenset("""
+    chameleon deepseek_ocr deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl
+    deepseek_vl_hybrid deepseek_vl_v2 janus step3p5""".split())
+_GENERIC_SINCE = frozenset("""
+    beam gradium_phonon_tts internlm3 iquestcoder minicpm_ocr mistral_large4 nemo_speechlm pocket_tts""".split())
+# Model types for which the registered class is taken whatever the files name, since the files are known to be wrong.
+_CLASS_IS_WRONG = frozenset({"hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"})
+# Model types whose files transformers may hand to mistral-common where there is a tekken.json.
+_MISTRAL_TYPES = frozenset("ministral ministral3 mistral mistral3 mistral_large4 mixtral pixtral voxtral voxtral_realtime".split())
+# Model types for which vLLM itself takes the class that uses tokenizer.json as it is.
+_TAKEN_AS_THEY_ARE = frozenset({"internlm2", "step3_vl", "step3p7", "unlimited-ocr", "unlimited_ocr"})
+_CLASS_OF_TYPE = {
+    **dict.fromkeys("""
+        audioflamingo3 colqwen2 cosmos3_omni dots3_note fun_asr_nano hunyuan_vl internvl lighton_ocr
+        moss_transcribe_diarize ovis2 qianfan_ocr qwen2 qwen2_5_omni qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl qwen3
+        qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl qwen3_vl_moe vibevoice""".split(), "Qwen2Tokenizer"),
+    **dict.fromkeys("""
+        qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp""".split(), "Qwen3_5Tokenizer"),
+    **dict.fromkeys("""
+        diffusion_gemma gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text recurrent_gemma shieldgemma2 t5gemma
+        zaya""".split(), "GemmaTokenizer"),
+    **dict.fromkeys("""
+        blip-2 codegen dbrx emu3 gpt2 gpt_neo gptj hyperclovax_vision_v2 instructblip instructblipvideo jais2 opt phi
+        starcoder2""".split(), "GPT2Tokenizer"),
+    **dict.fromkeys("""
+        falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv xlstm""".split(), "GPTNeoXTokenizer"),
+    **dict.fromkeys("""
+        aya_vision cohere cohere2""".split(), "CohereTokenizer"),
+    **dict.fromkeys("""
+        idefics idefics2""".split(), "LlamaTokenizer"),
+    **dict.fromkeys("bert nomic_bert distilbert electra ernie mobilebert".split(), "BertTokenizer"),
+    **dict.fromkeys("xlm-roberta gte jina_embeddings_v3".split(), "XLMRobertaTokenizer"),
+    "code_llama": "CodeLlamaTokenizer", "roberta": "RobertaTokenizer", "t5": "T5Tokenizer",
+}
+# Classes that rebuild, too, and are not followed here: encoders' ones, mostly.
+_REBUILT_OTHERWISE = frozenset(f"{name}Tokenizer" for name in """
+    Albert Barthez Bert BigBird Blenderbot Camembert CLIP CodeLlama CodeGen Cohere Deberta DebertaV2 Esmc Funnel Herbert
+    Lasr LayoutLMv2 LayoutLMv3 LayoutXLM Luke MarkupLM MBart MBart50 MLuke MPNet Nllb Nougat OpenAIGPT Pegasus Reformer
+    RemBert Roberta SeamlessM4T Siglip2 Splinter T5 Tipsv2 Udop VideoPrism Whisper XGLM XLMRoberta XLNet""".split())
+
+
+# --- what the classes build
+
+
+def _metaspace(config: dict[str, Any]) -> dict[str, Any]:
+    space = config.get("add_prefix_space")
+    scheme = "never" if space is not None and not space else "always" if config.get("legacy", False) else "first"
+    return {"normalizer": None, "pre_tokenizer": {
+        "type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}}
+
+
+def _byte_level(config: dict[str, Any], regex: bool = True) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": bool(config.get("add_prefix_space")), "trim_offsets": True,
+            "use_regex": regex}
+
+
+def _words(pattern: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return lambda config: {"normalizer": {"type": "NFC"}, "pre_tokenizer": {
+        "type": "Sequence", "pretokenizers": [split, _byte_level(config, regex=False)]}}
+
+
+def _spaces(config: dict[str, Any]) -> dict[str, Any]:
+    return {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+            "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}}
+
+
+_QWEN2 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+_QWEN3_5 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+            r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+_END = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
+_QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
+_CLASSES = {
+    "LlamaTokenizer": _Class({"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}, _metaspace,
+                             {"fuse_unk": True, "byte_fallback": True}),
+    "Qwen2Tokenizer": _Class(_QWEN, _words(_QWEN2), adds_all_special=True),
+    "Qwen3_5Tokenizer": _Class(_QWEN, _words(_QWEN3_5)),
+    "GemmaTokenizer": _Class({"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>",
+                              "mask_token": "<mask>"}, _spaces, {"fuse_unk": True, "byte_fallback": True, "unk_token": ...}),
+    "GPT2Tokenizer": _Class(_END, lambda config: {"normalizer": None, "pre_tokenizer": _byte_level(config)}),
+    "GPTNeoXTokenizer": _Class({**_END, "pad_token": "<|padding|>"},
+                               lambda config: {"normalizer": {"type": "NFC"}, "pre_tokenizer": _byte_level(config)}, adds_nothing=True),
+}  # fmt: skip
+
+
+# --- the tokens beside tokenizer.json
+
+
+class _Files:
+    """The files of one folder, with the tokens they name as transformers merges them."""
+
+    def __init__(self, directory: Path, config: dict[str, Any], tokenizer: dict[str, Any]) -> None:
+        self.directory, self.config, self.tokenizer = directory, config, tokenizer
+        self.own = {token["id"]: _added(token) for token in tokenizer.get("added_tokens") or []}
+        told = dict(config)
+        if "additional_special_tokens" in told and not told.get("extra_special_tokens"):
+            told["extra_special_tokens"] = told.pop("additional_special_tokens")
+        specific = {key: told.pop(key) for key in list(told)
+                    if key.endswith("_token") and key not in NAMED and isinstance(told[key], str)}
+        if isinstance(told.get("extra_special_tokens"), dict):
+            specific |= told.pop("extra_special_tokens")
+        self.decoder: dict[int, AddedToken] = {}
+        if "added_tokens_decoder" in told:
+            self.decoder = {int(id): _added(token) for id, token in told["added_tokens_decoder"].items()}
+            if "additional_special_tokens" in told and "extra_special_tokens" not in told:
+                told["extra_special_tokens"] = told.pop("additional_special_tokens")    # the dictionary of that name is gone by now
+            known = {token.content: token for token in self.decoder.values()}
+        else:
+            self._merge_special_tokens_map(told, specific)
+            known = self._tokens_of_older_files(told)
+        told = {key: _token(value) if key in NAMED else _typed(value) for key, value in told.items() if key.endswith("_token")} | {
+            "extra_special_tokens": [_token(one) for one in told.get("extra_special_tokens") or []]}
+        self.extra: list[Any] = told.pop("extra_special_tokens")
+        # None stands for a token that the files say does not exist.
+        self.named = {key: known.get(str(told[key]), told[key]) if told[key] is not None else None
+                      for key in NAMED if key in told}
+        named_besides = {key: value for key, value in told.items() if key not in NAMED and isinstance(value, (str, AddedToken))}
+        specific = {key: _typed(value) for key, value in specific.items()}
+        self.specific = named_besides | {key: value for key, value in specific.items() if isinstance(value, (str, AddedToken))}
+
+    def _merge_special_tokens_map(self, told: dict[str, Any], specific: dict[str, Any]) -> None:
+        """special_tokens_map.json counts, and wins, where tokenizer_config.json has no added_tokens_decoder."""
+        for key, value in _json(self.directory / "special_tokens_map.json").items():
+            if key == "extra_special_tokens" and isinstance(value, list):
+                before = list(told.get(key) or [])
+                value = before + [one for one in map(_special, value) if one not in before]
+            elif isinstance(value, dict) and key != "extra_special_tokens":
+                value = _special(value)
+            told[key] = value
+        if isinstance(told.get("extra_special_tokens"), dict):
+            specific |= told.pop("extra_special_tokens")
+        if "additional_special_tokens" in told and "extra_special_tokens" not in told:
+            told["extra_special_tokens"] = told.pop("additional_special_tokens")
+
+    def _tokens_of_older_files(self, told: dict[str, Any]) -> dict[str, AddedToken]:
+        """added_tokens.json and tokenizer.json's own list stand for added_tokens_decoder."""
+        special = {str(_token(told[key])) for key in NAMED if told.get(key)}
+        special |= {str(_token(one)) for one in told.get("extra_special_tokens") or []}
+        known = {}
+        for text, id in _json(self.directory / "added_tokens.json").items():
+            known[text] = self.decoder[id] = AddedToken(text, normalized=text not in special, special=text in special)
+        for id, token in self.own.items():
+            known[token.content] = self.decoder[id] = token
+        return known
+
+    def names(self, defaults: dict[str, str]) -> dict[str, Any]:
+        """Named tokens: what the files say, else what the class has."""
+        found = {key: self.named[key] if key in self.named else defaults.get(key) for key in NAMED}
+        padding = self.tokenizer.get("padding")
+        if padding and "pad_token" not in self.named and "pad_token" not in defaults:
+            found["pad_token"] = padding.get("pad_token")
+        return {key: value for key, value in (found | self.specific).items() if value is not None}
+
+
+def _as_it_is(files: _Files, names: dict[str, Any]) -> str | None:
+    if not _missing(files, names, files.own):
+        return None
+    real = Tokenizer.from_str(json.dumps(files.tokenizer))
+    more = _missing(files, names, real.get_added_tokens_decoder())
+    if not more:
+        return None
+    real.add_tokens(more)
+    return real.to_str()
+
+
+def _rebuilt(files: _Files, kind: _Class, names: dict[str, Any]) -> str | None:
+    """None: the class builds what tokenizer.json holds anyway."""
+    old = files.tokenizer["model"]
+    vocabulary = old["vocab"]
+    if isinstance(vocabulary, list):
+        vocabulary = {one[0] if isinstance(one, list) else one: id for id, one in enumerate(vocabulary)}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
+             "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, **kind.model,
+             "vocab": vocabulary, "merges": old.get("merges") or []}
+    if model["unk_token"] is ...:
+        model["unk_token"] = str(names.get("unk_token", None))
+    new = {**files.tokenizer, **kind.pipeline(files.config), "model": model, "added_tokens": [], "truncation": None, "padding": None}
+    if kind.adds_nothing:
+        new["post_processor"] = None
+    if _same(new, files.tokenizer) and not _missing(files, names, files.own) and _ids_as_added(files, vocabulary):
+        return None
+    real = Tokenizer.from_str(json.dumps(new))
+    real.add_tokens(_missing(files, names, {}))
+    if kind.adds_all_special:
+        real.add_tokens([AddedToken(str(one), special=True) for one in (*names.values(), *files.extra)])
+    return real.to_str()
+
+
+def _missing(files: _Files, names: dict[str, Any], there: dict[int, AddedToken]) -> list[AddedToken]:
+    """The tokens that a tokenizer with the tokens `there` still has to be given, in transformers' order."""
+    same = {repr(token) for token in there.values()}
+    wanted: list[Any] = [token for _, token in sorted(files.decoder.items()) if repr(token) not in same]
+    texts = {token.content for token in there.values()} | {token.content for token in wanted}
+    for token in (*names.values(), *files.extra):
+        if str(token) not in texts and token not in wanted:
+            wanted.append(token)
+    called = {str(token) for token in names.values() if str(token)}
+    found = []
+    for token in wanted:
+        if isinstance(token, str):
+            token = AddedToken(token, special=True)
+        elif not token.special and str(token) in called:
+            token.special = True
+        found.append(token)
+    return found
+
+
+def _ids_as_added(files: _Files, vocabulary: dict[str, int]) -> bool:
+    """Whether adding the file's own tokens, and no others, gives each the id that it has in the file."""
+    if files.decoder.keys() != files.own.keys():
+        return False
+    size, highest = len(vocabulary), -1
+    for id, token in sorted(files.own.items()):
+        given = vocabulary.get(token.content, max(highest + 1, size))
+        if given != id:
+            return False
+        highest = max(highest, given)
+    return True
+
+
+def _same(new: dict[str, Any], old: dict[str, Any]) -> bool:
+    """Whether two tokenizers make the same ids of a text, by their settings alone."""
+    return _settings(new) == _settings(old)
+
+
+def _settings(tokenizer: dict[str, Any]) -> Any:
+    model = tokenizer["model"]
+    steps = [_plain(tokenizer.get(name)) for name in ("normalizer", "pre_tokenizer")]
+    # Where every text is bytes that are all in the vocabulary, no token is unknown.
+    unknown = None if "ByteLevel" in json.dumps(steps) else (model.get("unk_token"), bool(model.get("fuse_unk")))
+    return (model.get("type"), steps, unknown, *(bool(model.get(name)) for name in ("byte_fallback", "ignore_merges")),
+            *(model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout")),
+            tokenizer.get("post_processor") if not _only_offsets(tokenizer.get("post_processor")) else None)
+
+
+def _plain(step: Any) -> Any:
+    """A normalizer or pre-tokenizer without what changes no ids."""
+    if not isinstance(step, dict):
+        return step
+    inner = step.get("normalizers", step.get("pretokenizers"))
+    if step.get("type") == "Sequence" and inner is not None:
+        steps = [_plain(one) for one in inner]
+        return None if not steps else steps[0] if len(steps) == 1 else steps
+    return {key: value for key, value in step.items() if key != "trim_offsets"}
+
+
+def _only_offsets(step: Any) -> bool:
+    """ByteLevel as a post-processor moves offsets and adds nothing."""
+    return step is None or step.get("type") == "ByteLevel"
+
+
+def _added(token: dict[str, Any]) -> AddedToken:
+    return AddedToken(**{key: value for key, value in token.items() if key not in ("id", "__type")})
+
+
+def _special(token: Any) -> Any:
+    return _added({**token, "special": True}) if isinstance(token, dict) else token
+
+
+def _token(value: Any) -> Any:
+    """A token as JSON writes it: a text, or an object with its properties."""
+    return _added(value) if isinstance(value, dict) and isinstance(value.get("content"), str) else value
+
+
+def _mentioned(value: Any) -> Iterator[str]:
+    """Every text in a part of a file that lists or names tokens."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict) and isinstance(value.get("content"), str):
+        yield value["content"]
+    elif isinstance(value, (dict, list)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _mentioned(one)
+
+
+def _typed(value: Any) -> Any:
+    """A named token of a model's own: an object counts only if it says that it is a token."""
+    return _token(value) if isinstance(value, dict) and value.get("__type") == "AddedToken" else value
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return value if isinstance(value, dict) else {}

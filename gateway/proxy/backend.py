@@ -1,0 +1,120 @@
+"""One replica as the dispatcher sees it: what it is, its load, its costs, its part of the map, its connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..http.upstream import Pool
+from .blame import Record
+from .drift import Drift
+from .forwarding import Forwarding
+from .heads import NOT_FORWARDED
+
+if TYPE_CHECKING:
+    from cachemap import EventIntake
+    from cachemap.background import Background
+    from policies import Candidate
+    from replicas import Replica
+    from replicas.replica import EventSource
+
+
+# An observation costs 15 to 20 us, and at a hundred a second a coefficient follows any change. What comes at once is all taken:
+# the first of a batch alone, or those alone that end when nothing begins, tell of an emptier replica than there is.
+LEARN_SECONDS, LEARN_AT_ONCE = 0.01, 100
+MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that it serves and those it did
+
+
+class Backend:
+    __slots__ = ("replica", "id", "slot", "candidate", "on_broken", "pool", "drift", "record", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "not_forwarded", "incarnation", "gone", "event_block_size")
+
+    def __init__(self, replica: Replica, candidate: Candidate):
+        """`candidate`: as the router knows the replica."""
+        self.replica = replica
+        self.id = replica.id
+        self.slot = candidate.slot
+        self.candidate = candidate
+        self.on_broken: Callable[[], None] = lambda: None  # the replica closed a connection that was kept
+        self.pool = self._new_pool()
+        self.drift = Drift()
+        self.record = Record()
+        self.forwarding = Forwarding()
+        self.learn_at = 0.0  # until when what was learned so far is enough
+        self.source: EventSource | None = None  # what `intake` listens to
+        self.intake: EventIntake | None = None
+        self.listening: asyncio.Task[None] | None = None  # runs `intake`, or one before it that has not ended yet
+        self.adapter_roots: dict[str, str] = {}  # where each adapter was loaded from, as last told
+        self.host_line, self.not_forwarded = self._head_parts()
+        self.incarnation: str | None = None
+        self.event_block_size: int | None = None  # what `intake` takes its blocks to have
+        self.gone = False  # removed; what still runs on it settles without a trace
+
+    def _new_pool(self) -> Pool:
+        replica = self.replica
+        return Pool(replica.address or replica.host, replica.port, replica.tls, replica.host, lambda: self.on_broken())
+
+    def _head_parts(self) -> tuple[bytes, frozenset[bytes]]:
+        """The header lines that every request to it has, and the names of those that only the gateway may write."""
+        chosen = {name.lower().encode(): value.encode() for name, value in self.replica.headers.items()}
+        lines = b"".join(b"%b: %b\r\n" % header for header in chosen.items())
+        return b"host: %b\r\n%b" % (self.replica.url.partition("://")[2].encode(), lines), NOT_FORWARDED.union(chosen)
+
+    def follow_incarnation(self) -> None:
+        """The replica is another process than before, maybe at another address: what was learned of the last one is void."""
+        self.incarnation = self.replica.incarnation
+        self.host_line, self.not_forwarded = self._head_parts()
+        self.adapter_roots = dict(self.replica.adapter_roots)
+        self.drift.reset()
+        self.record = Record()
+        if self.pool.host != self.replica.address:
+            self.pool.retire()
+            self.pool = self._new_pool()
+
+    def adapters_moved(self) -> list[str]:
+        """Adapters whose names stand for another folder than when this was last asked, also if they were away meanwhile."""
+        told = self.replica.adapter_roots
+        moved = [name for name, root in told.items() if self.adapter_roots.get(name, root) != root]
+        self.adapter_roots |= told
+        while len(self.adapter_roots) > MOST_ADAPTERS:
+            del self.adapter_roots[next(iter(self.adapter_roots))]
+        return moved
+
+    def serves(self, model: str | None) -> bool:
+        return self.replica.serves(model)
+
+    def may_learn(self, now: float) -> bool:
+        """Whether to learn from an answer; counts it if so."""
+        if self.learn_at > now:
+            return False
+        self.learn_at = max(self.learn_at, now - LEARN_SECONDS * LEARN_AT_ONCE) + LEARN_SECONDS
+        return True
+
+    def listen(self, intake: EventIntake | None, begin: Callable[[], None], background: Background) -> None:
+        """Follow `intake` from now on, after `begin`. Both wait until whatever was followed before has ended, since until
+        then it may write to the same slot of the map."""
+        self.intake = intake
+
+        def start() -> None:
+            if not self.gone:
+                begin()
+                if intake is not None and self.intake is intake:
+                    self.listening = background.spawn("KV events", intake.run, on_failure=intake.resync)
+
+        self._stop_listening(start)
+
+    def _stop_listening(self, then: Callable[[], None]) -> None:
+        if self.listening is None or self.listening.done():
+            then()
+        else:
+            self.listening.add_done_callback(lambda _: then())
+            self.listening.cancel()
+
+    def stop(self, then: Callable[[], None] = lambda: None) -> None:
+        """`then` is called when nothing writes to this replica's part of the map any more."""
+        self.gone = True
+        self.pool.close()
+        self._stop_listening(then)
+        if self.forwarding.checking is not None:
+            self.forwarding.checking.cancel()
+

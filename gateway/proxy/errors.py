@@ -1,0 +1,47 @@
+"""Errors in the client's own format: OpenAI's error object, Anthropic's on /v1/messages, and both as stream events."""
+
+from __future__ import annotations
+
+import orjson
+
+from ..http.messages import Headers
+
+JSON: Headers = [(b"content-type", b"application/json")]
+
+# status -> (OpenAI type, default code, Anthropic type)
+KINDS: dict[int, tuple[str, str, str]] = {
+    400: ("invalid_request_error", "bad_request", "invalid_request_error"),
+    404: ("invalid_request_error", "not_found", "not_found_error"),
+    405: ("invalid_request_error", "method_not_allowed", "invalid_request_error"),
+    408: ("invalid_request_error", "request_timeout", "invalid_request_error"),
+    413: ("invalid_request_error", "request_too_large", "request_too_large"),
+    417: ("invalid_request_error", "expectation_failed", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
+    431: ("invalid_request_error", "headers_too_large", "invalid_request_error"),
+    500: ("server_error", "internal_error", "api_error"),
+    502: ("server_error", "replica_failed", "api_error"),
+    503: ("server_error", "no_replica_ready", "overloaded_error"),
+    504: ("server_error", "replica_timeout", "api_error"),
+}
+
+
+def error_object(path: str, status: int, message: str, *, type: str | None = None, param: str | None = None, code: str | None = None) -> dict:
+    """The error as the API at `path` spells it."""
+    openai_type, default_code, anthropic_type = KINDS.get(status, KINDS[500 if status >= 500 else 400])
+    if path.startswith("/v1/messages"):
+        return {"type": "error", "error": {"type": anthropic_type, "message": message}}
+    return {"error": {"message": message, "type": type or openai_type, "param": param, "code": code or default_code}}
+
+
+def error_body(path: str, status: int, message: str, **fields: str | None) -> bytes:
+    return orjson.dumps(error_object(path, status, message, **fields))
+
+
+def error_event(path: str, status: int, message: str) -> bytes:
+    """One server-sent event that ends a broken stream. No `[DONE]` follows: the stream is not complete."""
+    error = error_object(path, status, message)
+    if path.startswith("/v1/messages"):
+        return b"event: error\ndata: %b\n\n" % orjson.dumps(error)
+    if path.startswith("/v1/responses"):
+        return b"event: error\ndata: %b\n\n" % orjson.dumps({**error["error"], "type": "error"})
+    return b"data: %b\n\n" % orjson.dumps(error)

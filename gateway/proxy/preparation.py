@@ -1,0 +1,208 @@
+"""A request becomes a prompt: a short one at the end of the loop's turn, with all that came in it; a long one in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import heapq
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ..prompt import Prompt, PromptError
+from ..prompt.api.named import named_model
+from ..prompt.offload import TakesLong, event_loop
+from ..prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS
+from .life import Failure, Life
+from .states import State
+from .together import Together
+
+if TYPE_CHECKING:
+    from .dispatcher import Dispatcher
+
+log = logging.getLogger("hitherto.proxy")
+
+NO_PREFILL = ("tokenize", "detokenize")
+# Bytes of a body above which one at a time is prepared, so that a thread is left for all others: 64 MiB take seconds.
+LARGE = 256 * 1024
+# A body waits for smaller ones that come later, but no longer than this: 50 kB for 50 ms, 64 MiB for a minute. It is what they
+# take with the slower of the two tokenizers.
+PATIENCE = 1e-6  # seconds a byte
+
+TAKES_LONG = object()  # instead of a prompt: the event loop is not to prepare it
+# The prompt, or why there is none (None: a bug of ours), and the seconds it took.
+Prepared = tuple[Prompt | PromptError | object | None, float]
+
+
+class LongPrompts:
+    """Threads that prepare long prompts, those first whose patience ends first, and of the largest ones one at a time.
+
+    They are of its own: what others do in threads must not wait for prompts.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(OFFLOAD_THREADS, "prepare")
+        self._free = OFFLOAD_THREADS
+        self._larger = False  # one that is LARGE is being prepared
+        self._numbers = count()
+        # Heaps of (when its patience ends, a number, [work, its future], empty once cancelled): up to LARGE, and above.
+        self._waiting: tuple[list, list] = [], []
+
+    def submit(self, size: int, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        """The result of `work`, which runs in a thread. Cancelled before its turn it does not run, nor is it kept until then."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        entry = [work, future]
+        future.add_done_callback(lambda _: entry.clear())
+        heapq.heappush(self._waiting[size > LARGE], (loop.time() + PATIENCE * size, next(self._numbers), entry))
+        self._start()
+        return future
+
+    def _start(self) -> None:
+        lesser, larger = self._waiting
+        while self._free and (lesser or (larger and not self._larger)):
+            large = bool(larger) and not self._larger and (not lesser or larger[0] < lesser[0])
+            *_, entry = heapq.heappop(larger if large else lesser)
+            if not entry or entry[1].cancelled():
+                continue
+            work, future = entry
+            thread = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            self._free -= 1
+            self._larger |= large
+            thread.add_done_callback(functools.partial(self._done, future, large))
+
+    def _done(self, future: asyncio.Future[Any], large: bool, thread: asyncio.Future[Any]) -> None:
+        self._free += 1
+        if large:
+            self._larger = False
+        self._start()
+        if future.cancelled():
+            return
+        if (error := thread.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(thread.result())
+
+
+class Preparation:
+    def __init__(self, dispatcher: Dispatcher):
+        self._dispatcher = dispatcher
+        self.long = LongPrompts()
+        self._short = Together(self._together)
+        self._unheard: set[asyncio.Task[None]] = set()
+
+    def begin(self, life: Life) -> None:
+        """Calls `life.prepared`, or `life.refused`."""
+        if len(life.request.body) <= OFFLOAD_BYTES:
+            self._short.add(life)
+        else:
+            self._beside(life)
+
+    def begin_other(self, life: Life) -> None:
+        """A request that is passed on without a look at its prompt, to replicas that serve its model."""
+        request = life.request
+        if request.method != "POST" or life.response is not None or not self._dispatcher.models.several:
+            life.prepared(None)
+            return
+        content_type, body = request.header(b"content-type") or "", request.body
+        if len(body) <= OFFLOAD_BYTES:
+            self._named(life, named_model(content_type, body))
+        else:
+            thread = self.long.submit(len(body), functools.partial(named_model, content_type, body))
+            thread.add_done_callback(lambda done: life.take_step(self._named, life, done.result()))
+
+    def _named(self, life: Life, model: str | None) -> None:
+        life.model = model
+        if model is not None and self._dispatcher.unheard_of(model):
+            self._ask_anew(self._passed_on(life))
+        else:
+            life.prepared(None)
+
+    async def _passed_on(self, life: Life) -> None:
+        await self._dispatcher.newcomers.asked()
+        life.take_step(life.prepared, None)
+
+    def _ask_anew(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._unheard.add(task)
+        task.add_done_callback(self._unheard.discard)
+
+    async def prompt(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
+        """Of a request that is not sent from here. Raises PromptError, and whatever else goes wrong."""
+        models, adapters = self._dispatcher.models, self._dispatcher.adapters
+        if len(body) <= OFFLOAD_BYTES:
+            try:
+                with event_loop:
+                    return models.prepare(path, body, headers, adapters)
+            except TakesLong:
+                pass
+        return await self.long.submit(len(body), functools.partial(models.prepare, path, body, headers, adapters))
+
+    def _together(self, lives: list[Life]) -> None:
+        """Stage by stage: where a dozen come at once, a plain request takes a third less CPU time than one by one."""
+        with event_loop:
+            prepared = [(life, self._prepare(life)) for life in lives if life.state is not State.ENDED]
+        self._dispatcher.hold_back()
+        try:
+            for life, (prompt, seconds) in prepared:
+                if prompt is TAKES_LONG:
+                    life.take_step(self._beside, life)
+                else:
+                    life.take_step(self._prepared, life, prompt, seconds, "prepare")
+        finally:
+            self._dispatcher.send_on()
+
+    def _beside(self, life: Life) -> None:
+        """Others are answered meanwhile. Nothing is prepared if the client has left when its turn comes."""
+
+        def prepared(thread: asyncio.Future[Prepared | None]) -> None:
+            if life.state is not State.ENDED:
+                life.take_step(self._prepared, life, *thread.result(), "prepare_offloaded")
+
+        thread = self.long.submit(len(life.request.body), lambda: None if life.state is State.ENDED else self._prepare(life))
+        thread.add_done_callback(prepared)
+
+    def _prepare(self, life: Life) -> Prepared:
+        """Runs in a thread for long bodies: touches nothing that changes."""
+        begun, request, dispatcher = perf_counter(), life.request, self._dispatcher
+        session = request.header(b"x-session-id")
+        try:
+            prompt = dispatcher.models.prepare(request.path, request.body, {"x-session-id": session} if session else None, dispatcher.adapters)
+        except PromptError as error:
+            # Its traceback holds this frame, and with it the request, until the garbage collector comes by.
+            error.__context__ = error.__traceback__ = None
+            return error, perf_counter() - begun
+        except TakesLong:
+            return TAKES_LONG, 0.0
+        except Exception:  # the request still deserves an answer
+            log.exception("preparing a request failed; it goes by load")
+            return None, perf_counter() - begun
+        return prompt, perf_counter() - begun
+
+    def _prepared(self, life: Life, prompt: Prompt | PromptError | None, seconds: float, stage: str) -> None:
+        metrics = self._dispatcher.metrics
+        if isinstance(prompt, PromptError):
+            life.refused(Failure(prompt.status, prompt.message, type=prompt.type, param=prompt.param, code=prompt.code))
+            return
+        if prompt is None:
+            metrics.prompt_failures.inc(life.request.path)
+            life.prepared(None)
+            return
+        metrics.stage_seconds.observe(stage, seconds)
+        if prompt.mode == "load" and life.label not in NO_PREFILL:
+            metrics.prompt_failures.inc(prompt.path)
+        if self._dispatcher.unheard_of(prompt.model):
+            self._ask_anew(self._anew(life, prompt))
+        else:
+            life.prepared(prompt)
+
+    async def _anew(self, life: Life, prompt: Prompt) -> None:
+        """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""
+        await self._dispatcher.newcomers.asked()
+        if self._dispatcher.unheard_of(prompt.model):
+            life.take_step(life.prepared, prompt)
+        else:
+            self._beside(life)

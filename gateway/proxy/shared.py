@@ -1,0 +1,481 @@
+"""One ledger for all gateways of a deployment, in Redis: choose and reserve in one step there.
+
+    shared = SharedLedger(Ways(parse(url)), "default", ledger, policy.cost)
+    shared.start()
+    shared.decide(asked, answer)     # answer(Decision) or answer(None)
+
+Whatever waits goes there together: the requests of one turn of the event loop, and what this gateway now has on the
+replicas where that has changed (`Ledger.moved`). One call of a script states the latter, decides the former one after the
+other, and says what others have there, which is added to the loads that policies see; heartbeats say the same of all
+replicas. All that a gateway has stands under its token. Whenever it is not certain what arrived (an error, a lease that
+ran out), the token is given up, which takes everything under it out of the sums, and all that is outstanding is counted
+anew under another one. What Redis itself loses or somebody damages is mended by heartbeats: each restates all that the
+gateway has outstanding and compares sums with their parts.
+
+Nothing waits for Redis: a decision that takes longer than its deadline is made by the local view and what Redis
+reserved for it is taken back; while Redis is away all decisions are local at once.
+
+The rule there is the rule here: the script computes the policy's own statement of its cost, from the load of all gateways.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import struct
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from itertools import chain, count, repeat
+from operator import itemgetter
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cachemap.background import Background, Failures
+from cachemap.cluster.connect import FAILURES, Line, Script, describe
+from cachemap.cluster.keys import SCHEMA, scope
+from policies import Asked, Candidate, Choice, Cost, Decision, Demand, Ledger, hittable
+from policies.ledger import NOTHING
+from policies.load import FAR
+
+if TYPE_CHECKING:
+    from cachemap.cluster.connect import Ways
+
+log = logging.getLogger("hitherto.proxy")
+
+_SCRIPT = Path(__file__).with_name("shared.lua").read_text()
+DEADLINE = 0.002  # seconds a request may wait for the shared decision; it takes 0.3 ms on one machine
+TICK = 0.0005  # seconds by which a timer may be early
+TURNS = 3  # of this process's event loop, after that: it may have been busy with something else while the reply came
+LEASE = 3.0  # seconds after which a gateway that is silent is taken out of the sums
+GATHER = 0.005  # seconds that changes wait for a decision to go along with; a message of their own costs as much as one
+BEAT = 0.25  # seconds between heartbeats: how old the view of other gateways' load may be
+PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
+MOST = 64  # candidates that are handed over: those cheapest by the local view
+MOST_TOGETHER = 32  # requests in one call of the script: it takes 2 ms at most, and others wait meanwhile
+_HEADER = struct.Struct("<17d")
+_LOAD = struct.Struct("<5d")
+_STANDING = struct.Struct("<6d")
+_ANSWER = struct.Struct("<7d")
+_NO_STANDING = bytes(_STANDING.size)
+_NO_COST = "local function cost() return 0 end"
+# Numbers of blocks at which a prompt's prefix is made known to other gateways: all up to 8, then four an octave.
+_COUNTS = (1, 2, 3, *(part << octave for octave in range(20) for part in (4, 5, 6, 7)))
+_COUNT = struct.Struct("<I")
+_PACKED_COUNTS = b"".join(map(_COUNT.pack, _COUNTS))
+
+
+Answer = Callable[[Decision | None], None]
+
+HEARTBEAT, DECISIONS = "shared ledger: heartbeat", "shared ledger: decisions"  # kinds of background work
+LOG_SECONDS = 10.0  # between two lines that say the same
+
+
+class _Heartbeat:
+    """One on its way. `stated` is what this gateway has outstanding, by the name that all gateways have for a replica."""
+
+    __slots__ = ("done", "stated")
+
+    def __init__(self) -> None:
+        self.stated: dict[str, tuple[int, ...]] = {}
+        self.done = asyncio.Event()
+
+
+class _Pending:
+    """A decision on its way. `answer` is None once the request has gone on without it."""
+
+    __slots__ = ("answer", "asked", "begun", "candidates", "chosen", "names", "overlaps", "packed")
+
+    def __init__(
+        self,
+        answer: Answer,
+        asked: Asked,
+        chosen: Sequence[int],
+        candidates: Sequence[Candidate],
+        names: Sequence[str],
+        overlaps: list[int],
+        packed: tuple[bytes, bytes, bytes],
+    ):
+        self.answer: Answer | None = answer
+        self.asked, self.overlaps, self.packed = asked, overlaps, packed
+        self.chosen, self.candidates, self.names = chosen, candidates, names
+        self.begun = perf_counter()
+
+
+class SharedLedger:
+    """This gateway's part in it, from `start` to `stop`. `observe(outcome, seconds)` hears of each decision:
+    shared, late or away. All keys of a deployment lie in one slot, so that one script can see them.
+
+    Answers come several at once, between calls of `begin_answers` and `end_answers`."""
+
+    def __init__(
+        self,
+        ways: Ways,
+        deployment: str,
+        ledger: Ledger,
+        cost: Cost | None = None,
+        *,
+        observe: Callable[[str, float], None] = lambda outcome, seconds: None,
+        deadline: float = DEADLINE,
+        background: Background | None = None,
+    ):
+        self._deadline, self._cost = deadline, cost
+        self.script = Script(f"local FAR = {FAR}\n{cost.lua() if cost is not None else _NO_COST}\n{_SCRIPT}")
+        self._background = background or Background()
+        self._background.failures.setdefault(DECISIONS, Failures())
+        self._ways, self._ledger, self._observe = ways, ledger, observe
+        self._key = f"hitherto:{SCHEMA}:{deployment}:{{pool}}:"
+        self._line = Line(ways, self._key)
+        self._token = self._former = ""
+        self._scopes: dict[str, str] = {}
+        self._queue: list[_Pending] = []
+        self._open: deque[_Pending] = deque()  # the latest decisions, some of which may wait still
+        self._watch: asyncio.TimerHandle | None = None  # when the first of them is late
+        self._changed: set[str] = set()  # replicas on which this gateway has something else than it last stated
+        self._replicas: dict[str, list[str]] = {}  # by the names that all gateways have for them
+        self._targets: tuple[Sequence[Candidate], list[str]] = (), []  # the latest, and their names
+        self._due: asyncio.TimerHandle | None = None  # when changes go by themselves
+        self._pump: asyncio.Task[None] | None = None
+        self._beats: asyncio.Task[None] | None = None
+        self._heartbeat: _Heartbeat | None = None  # to go with the next batch
+        self._stopped = False
+        self._logged_at = self._away_logged_at = float("-inf")
+        self._log_when_joined = True
+        self.joined = False
+        self.repairs = {"part": 0, "sum": 0}  # loads in Redis that were not what this gateway has there, or what their parts add up to
+        self.reason = "not connected yet"
+        self.begin_answers: Callable[[], None] = _nothing
+        self.end_answers: Callable[[], None] = _nothing
+        ledger.moved = self._moved
+
+    # --- decisions
+
+    def decide(self, asked: Asked, answer: Answer) -> None:
+        """Choose one of the candidates and count the request there. `answer` is called once: with None, the choice that was made
+        by the loads known here stands."""
+        if not self.joined:
+            self._observe("away", 0.0)
+            answer(None)
+            return
+        demand, candidates, choice, *_ = asked
+        chosen = self._among(choice, demand, candidates)
+        if len(chosen) == len(candidates):
+            among, chosen, names = candidates, range(len(candidates)), self._names_of(candidates)
+        else:
+            among = [candidates[i] for i in chosen]
+            names = [self._name(one.replica) for one in among]
+        overlaps = [one.overlap for one in among]
+        packed = self._held(among, overlaps), *self._prefixes(demand, overlaps)
+        pending = _Pending(answer, asked, chosen, among, names, overlaps, packed)
+        self._open.append(pending)
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().call_later(self._deadline, self._look)
+        self._queue.append(pending)
+        self._start_pump()
+
+    def _names_of(self, candidates: Sequence[Candidate]) -> list[str]:
+        """As all gateways call them; of the same candidates the same list, so that it is packed once for many requests."""
+        latest, names = self._targets
+        if candidates is not latest:
+            names = [self._name(one.replica) for one in candidates]
+            self._targets = candidates, names
+        return names
+
+    def _among(self, choice: Choice, demand: Demand, candidates: Sequence[Candidate]) -> Sequence[int]:
+        """Who is to be decided among, as indices. A choice that is not the least of a cost is made here, and counted there."""
+        if self._cost is None or choice.among is None:
+            return (choice.index,)
+        if len(choice.among) <= MOST:
+            return choice.among
+        totals = [sum(terms) for terms in self._cost.of_all(demand, candidates, choice.future)]
+        return sorted(choice.among, key=totals.__getitem__)[:MOST]
+
+    def _held(self, candidates: Sequence[Candidate], overlaps: Sequence[int]) -> bytes:
+        """What they hold of the prompt, packed: in their first tiers, and if any holds more, in slower ones, and that by its worth."""
+        if self._cost is None or not any([one.lower for one in candidates]):
+            return struct.pack(f"<{len(overlaps)}d", *overlaps)
+        return struct.pack(f"<{3 * len(overlaps)}d", *chain(*zip(*map(self._cost.held, candidates), strict=True)))
+
+    def _prefixes(self, demand: Demand, overlaps: Sequence[int]) -> tuple[bytes, bytes]:
+        """Prefixes of the prompt by which gateways tell each other where it went: their lengths in blocks and their hashes,
+        packed. What every candidate holds anyway is left out."""
+        hashes = demand.hashes if demand.reads_cache else ()
+        blocks = len(hashes)
+        if not blocks:
+            return b"", b""
+        least = min(overlaps) // demand.block_size
+        first, end = bisect_right(_COUNTS, least), bisect_right(_COUNTS, blocks)
+        lengths, (last, _, *chosen) = _PACKED_COUNTS[4 * first : 4 * end], _ends_of_prefixes(first, end)(hashes)
+        if blocks > least and blocks != _COUNTS[end - 1]:
+            lengths += _COUNT.pack(blocks)
+            chosen.append(last)
+        return lengths, struct.pack(f"<{len(chosen)}Q", *chosen)
+
+    def _name(self, replica: str) -> str:
+        """As all gateways call it."""
+        name = self._scopes.get(replica)
+        if name is None:
+            name = self._scopes[replica] = scope(replica)
+            self._replicas.setdefault(name, []).append(replica)
+        return name
+
+    def _look(self) -> None:
+        """Whoever has waited for as long as is allowed gets some turns of the event loop more, and then goes on."""
+        self._watch, overdue, decisions = None, [], self._open
+        loop, since = asyncio.get_running_loop(), perf_counter() - self._deadline
+        while decisions and (decisions[0].answer is None or decisions[0].begun <= since + TICK):
+            if (pending := decisions.popleft()).answer is not None:
+                overdue.append(pending)
+        if decisions:
+            self._watch = loop.call_later(decisions[0].begun - since, self._look)
+        if overdue:
+            loop.call_soon(self._too_late, overdue)
+
+    def _too_late(self, overdue: list[_Pending], turns: int = TURNS - 1) -> None:
+        overdue = [pending for pending in overdue if pending.answer is not None]
+        if overdue and turns:
+            asyncio.get_running_loop().call_soon(self._too_late, overdue, turns - 1)
+            return
+        self.begin_answers()
+        for pending in overdue:
+            self._answer(pending, "late", None)
+        self.end_answers()
+
+    def _decided(self, batch: Sequence[_Pending], token: str, replies: Sequence[Any]) -> None:
+        """Redis has answered, or (None) the token is dead or the script failed. Whatever is amiss with a reply or with
+        what is done about it is one request's alone, and it is answered."""
+        self.begin_answers()
+        for pending, reply in zip(batch, chain(replies, repeat(None))):
+            try:
+                decision = _decision(pending, reply, token == self._token) if reply is not None else None
+            except Exception as error:
+                self._background.failed(DECISIONS, error)
+                decision = None
+            if pending.answer is not None:
+                self._answer(pending, "away" if decision is None else "shared", decision)
+            elif decision is not None:
+                self.undo(decision)
+        self.end_answers()
+
+    def _answer(self, pending: _Pending, outcome: str, decision: Decision | None) -> None:
+        answer, pending.answer = pending.answer, None
+        self._observe(outcome, perf_counter() - pending.begun)
+        try:
+            answer(decision)
+        except Exception as error:
+            self._background.failed(DECISIONS, error)
+
+    def undo(self, decision: Decision) -> None:
+        """Take back what was reserved: the request went elsewhere, or away."""
+        if decision.counted:
+            self._moved(decision.replica)
+
+    # --- what goes there
+
+    def _moved(self, replica: str, change: Sequence[int] = ()) -> None:
+        """`Ledger.moved`: what this gateway has there now is stated with whatever goes next."""
+        self._changed.add(replica)
+        if self._due is None and self.joined:
+            self._due = asyncio.get_running_loop().call_later(GATHER, self._start_pump)
+
+    def _start_pump(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.get_running_loop().create_task(self._send_all())
+
+    async def _send_all(self) -> None:
+        """Whatever waits goes out together; decisions that come meanwhile, and the changes by then, go next."""
+        while self.joined and (self._queue or self._heartbeat or (self._changed and self._due is None)):
+            batch, self._queue = self._queue, []
+            heartbeat, self._heartbeat = self._heartbeat, None
+            token, decisions = self._token, []
+            try:
+                alive, beaten, decisions = await self._send(token, heartbeat, batch)
+                if token == self._token and not alive:
+                    self._lost("its lease ran out")
+                elif token == self._token and heartbeat is not None:
+                    self._compared(heartbeat.stated, beaten)
+            except FAILURES as error:
+                if token == self._token:
+                    self._lost(describe(error))
+            except Exception as error:
+                self._background.failed(DECISIONS, error)
+                if token == self._token:
+                    self._lost(f"{type(error).__name__}: {error}")
+            finally:
+                if batch:
+                    self._decided(batch, token, decisions)
+                if heartbeat is not None:
+                    heartbeat.done.set()
+
+    async def _send(self, token: str, heartbeat: _Heartbeat | None, batch: list[_Pending]) -> tuple[bool, Any, list[Any]]:
+        """Whether the token is alive, the reply to the heartbeat, and that to each request; raises what the script or the
+        connection raised. Nothing else is under way under this token, so what is outstanding now is what Redis must
+        have once this is counted."""
+        begin = ("EVALSHA", self.script.sha, 1, self._key)
+        changed, self._changed = self._changed, set()
+        commands: list[tuple] = []
+        if heartbeat is not None or not batch:
+            commands.append((*begin, "turn", token, *self._turn(changed, ())))
+            changed = set()
+        if heartbeat is not None:
+            heartbeat.stated = self._stated()
+            loads = b"".join([_LOAD.pack(*counts) for counts in heartbeat.stated.values()])
+            commands.append((*begin, "beat", token, int(LEASE * 1000), "\n".join(heartbeat.stated), loads))
+        for at in range(0, len(batch), MOST_TOGETHER):
+            commands.append((*begin, "turn", token, *self._turn(changed if at == 0 else (), batch[at : at + MOST_TOGETHER])))
+        async with asyncio.timeout(PATIENCE):
+            replies = await self._line.ask(commands)
+        beaten = replies[1] if heartbeat is not None else None
+        answers = b"".join([reply for reply in replies if isinstance(reply, bytes)])
+        return 0 not in replies, beaten, list(_ANSWER.iter_unpack(answers))
+
+    def _turn(self, changed: Collection[str], batch: Sequence[_Pending]) -> list[Any]:
+        """What the script's `turn` takes after the token."""
+        replicas: dict[str, Candidate | None] = dict.fromkeys(map(self._name, changed))
+        stated = b"".join([_LOAD.pack(*self._own(name)) for name in replicas])
+        alike = {id(pending.names): pending for pending in batch}  # those with the same candidates
+        for pending in alike.values():
+            replicas.update(zip(pending.names, pending.candidates))
+        standing = b"".join([_standing(one) if one is not None else _NO_STANDING for one in replicas.values()])
+        positions = dict(zip(replicas, count()))
+        packed = {key: struct.pack(f"<{len(one.names)}H", *map(positions.__getitem__, one.names)) for key, one in alike.items()}
+        requests: list[bytes] = []
+        for pending in batch:
+            held, lengths, hashes = pending.packed
+            requests += self._header(pending.asked), packed[id(pending.names)], held, lengths, hashes
+        return ["\n".join(replicas), stated, standing, *requests]
+
+    def _header(self, asked: Asked) -> bytes:
+        demand, candidates, choice, *_ = asked
+        slack = self._cost.slack if self._cost is not None else (1.0, 0.0)
+        size = demand.block_size
+        return _HEADER.pack(demand.draw, *slack, size, hittable(demand.tokens, size), *Cost.request(demand, candidates[0].costs.group, choice.future))
+
+    def _own(self, name: str) -> tuple[int, ...]:
+        """What this gateway has on the replicas of that name."""
+        replicas = self._replicas[name]
+        if len(replicas) == 1:
+            return self._ledger.outstanding_on(replicas[0])
+        return tuple(map(sum, zip(*map(self._ledger.outstanding_on, replicas))))
+
+    def _stated(self) -> dict[str, tuple[int, ...]]:
+        """All that this gateway has outstanding, by the names that all gateways have for replicas."""
+        found: dict[str, tuple[int, ...]] = {}
+        for replica, counts in self._ledger.outstanding().items():
+            name = self._name(replica)
+            found[name] = tuple(map(sum, zip(found[name], counts))) if name in found else counts
+        return found
+
+    def _compared(self, stated: dict[str, tuple[int, ...]], reply: Any) -> None:
+        """A heartbeat's answer: the loads of all on each of the replicas, and what had to be mended."""
+        loads, parts, sums = reply
+        others = {name: _less(load, mine) for (name, mine), load in zip(stated.items(), loads, strict=True)}
+        for replica in self._ledger.outstanding():
+            if (counts := others.get(self._name(replica))) is not None:
+                self._ledger.others(replica, counts)
+        self.repairs["part"] += parts
+        self.repairs["sum"] += sums
+        now = asyncio.get_running_loop().time()
+        if (parts or sums) and now - self._logged_at > LOG_SECONDS:
+            self._logged_at = now
+            log.warning("the ledger in Redis was lost or damaged and is mended: %d loads of this gateway, %d sums", parts, sums)
+
+    # --- the token
+
+    def start(self) -> None:
+        """Join as soon as Redis answers, and renew the lease."""
+        self._beats = self._background.spawn(HEARTBEAT, self._keep, on_failure=lambda: self._lost("its heartbeat failed"))
+
+    async def stop(self) -> None:
+        """Take this gateway's load out of the sums, and close the connections."""
+        self._stopped = True
+        if self._beats is not None:
+            self._beats.cancel()
+        was_joined, self.joined = self.joined, False
+        with contextlib.suppress(*FAILURES):
+            async with asyncio.timeout(PATIENCE):
+                if was_joined:
+                    await self._run("leave", self._token)
+                await self._ways.aclose()
+
+    async def _keep(self) -> None:
+        while not self._stopped:  # redis-py's waits may swallow a cancellation on Python 3.11
+            try:
+                async with asyncio.timeout(2 * PATIENCE):
+                    await (self._beat() if self.joined else self._join())
+            except FAILURES as error:
+                self._lost(describe(error))
+            await asyncio.sleep(BEAT)
+
+    async def _join(self) -> None:
+        """A new token, and all that is outstanding under it."""
+        token = os.urandom(8).hex()
+        # From here on changes wait until the token is known to be alive; those before are in `outstanding`.
+        self._changed = set()
+        self._former, self._token = self._token or self._former, token
+        stated = {name: counts for name, counts in self._stated().items() if any(counts)}
+        loads = b"".join([_LOAD.pack(*counts) for counts in stated.values()])
+        await self._run("join", token, int(LEASE * 1000), self._former, "\n".join(stated), loads)
+        if self._token == token:
+            self.joined, self.reason = True, "joined"
+            if self._log_when_joined:
+                self._log_when_joined = False
+                log.info("the shared ledger in Redis is joined")
+            self._start_pump()
+
+    async def _beat(self) -> None:
+        """Goes the way of all changes, and so never beside one."""
+        heartbeat = self._heartbeat = _Heartbeat()
+        self._start_pump()
+        await heartbeat.done.wait()
+
+    async def _run(self, *arguments: Any) -> Any:
+        return await self.script(await self._ways.to(self._key), [self._key], list(arguments))
+
+    def _lost(self, why: str) -> None:
+        """Nothing is known of what others have; decisions are local until a new token is joined."""
+        now = asyncio.get_running_loop().time()
+        if now - self._away_logged_at > LOG_SECONDS and (self.joined or why != self.reason):
+            self._away_logged_at, self._log_when_joined = now, True
+            log.warning("the shared ledger is away, replicas are chosen by this gateway's own view: %s", why)
+        self.joined, self.reason = False, why
+        queue, self._queue = self._queue, []
+        if self._heartbeat is not None:
+            heartbeat, self._heartbeat = self._heartbeat, None
+            heartbeat.done.set()
+        self._decided(queue, "", ())
+        for replica in self._ledger.outstanding():
+            self._ledger.others(replica, NOTHING)
+
+
+def _nothing() -> None: ...
+
+
+@lru_cache(1024)
+def _ends_of_prefixes(first: int, end: int) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Of a prompt's hashes the last one, and those that end prefixes of _COUNTS[first:end] blocks."""
+    return itemgetter(-1, -1, *[count - 1 for count in _COUNTS[first:end]])
+
+
+def _standing(candidate: Candidate) -> bytes:
+    load, costs = candidate.load, candidate.costs
+    return _STANDING.pack(costs.ttft.value, costs.step.value, load.waiting, load.kv_usage, load.capacity_tokens, load.recent)
+
+
+def _decision(pending: _Pending, reply: Sequence[float], counted: bool) -> Decision:
+    """What Redis decided."""
+    at, held, *others = map(int, reply)
+    overlap = max(pending.overlaps[at], held)
+    return Decision(pending.chosen[at], pending.candidates[at].replica, overlap, pending.asked.demand.tokens - overlap, tuple(others), counted)
+
+
+def _less(load: bytes, mine: Sequence[float]) -> tuple[int, ...]:
+    """What is left of a load without this gateway's part."""
+    return tuple(max(0, int(all_of - own)) for all_of, own in zip(_LOAD.unpack(load), mine))

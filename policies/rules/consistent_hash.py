@@ -1,0 +1,41 @@
+"""`consistent_hash`: a session stays on its replica while that is not overloaded.
+
+Formula: rank the candidates by hash(replica, key), highest first (rendezvous hashing, Thaler and
+Ravishankar, IEEE/ACM ToN 6(1), 1998), and take the first with fewer than
+ceil(1.25 x (requests in the fleet + 1) / N) requests (bounded loads: Mirrokni, Thorup and
+Zadimoghaddam, SODA 2018). Adding or removing a replica moves only that replica's keys. The key is
+the session, else the prompt's first block; with neither it is `least_load`.
+"""
+from __future__ import annotations
+
+from math import ceil
+from typing import Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from .least_load import busy, fewest_requests
+from ..vocabulary import Candidate, Choice, Demand
+
+# A session's home may hold a quarter more than its share; lower evens out load and moves more
+# sessions away from their cache.
+_BOUND = 1.25
+
+
+class ConsistentHash:
+    name = "consistent_hash"
+
+    def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+        if demand.session is not None:
+            key = xxh3_64_intdigest(demand.session.encode())
+        elif demand.root:
+            key = demand.root
+        else:
+            return Choice(fewest_requests(demand, candidates), "no session and no full block: the fewest requests")
+        loads = [busy(candidate.load) for candidate in candidates]
+        bound = ceil(_BOUND * (sum(loads) + 1) / len(loads))
+        weights = [xxh3_64_intdigest(candidate.replica.encode(), seed=key) for candidate in candidates]
+        home = max(range(len(weights)), key=weights.__getitem__)
+        if loads[home] < bound:
+            return Choice(home, "home of the session" if demand.session is not None else "home of the first block")
+        index = max((i for i in range(len(loads)) if loads[i] < bound), key=weights.__getitem__)
+        return Choice(index, f"home has {loads[home]} requests, bound {bound}")

@@ -1,0 +1,38 @@
+"""`least_load`: the replica with the fewest requests.
+
+Formula: argmin of requests reserved there (or of the engine's own waiting queue, where the last
+scrape saw a longer one: someone else's traffic); ties at random. Inputs: the ledger; `waiting` may
+be missing and then counts as zero. Blind to prefixes and to how long a prompt is.
+"""
+from __future__ import annotations
+
+from typing import Sequence
+
+from .least_cost import Cost, least
+from ..vocabulary import Candidate, Choice, Demand
+
+
+def busy(load):
+    """Requests known to be on a replica."""
+    return max(load.requests, load.waiting)
+
+
+def terms(tokens, now, future, ttft, step, overlap, lower, fetched, load, speed, pace):
+    return (busy(load),)
+
+
+COST = Cost(("requests",), terms)
+
+
+def fewest_requests(demand: Demand, candidates: Sequence[Candidate]) -> int:
+    """The index of the least loaded candidate; of equal ones, the one drawn."""
+    return least([busy(candidate.load) for candidate in candidates], COST.slack, demand.draw)
+
+
+class LeastLoad:
+    name = "least_load"
+    cost = COST
+
+    def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+        index = fewest_requests(demand, candidates)
+        return Choice(index, f"{busy(candidates[index].load)} requests there", among=range(len(candidates)))

@@ -1,0 +1,214 @@
+"""`least_time`: the replica where this request, and those that it holds up, lose the fewest seconds.
+
+Per candidate, in seconds, with the coefficients that `costs` learns; the first four terms are the predicted TTFT, the fifth is
+waiting, too, and the others are what the request costs other requests:
+
+    prefill       base + uncached x (token + pair x (cached + uncached / 2))
+    queue         tokens ahead x queued + the rest of the step under way, less what of both is done by now
+    crowd         the decode steps that its prefill shares with the streams there: the more, the longer it is
+    fetch         tokens in slower tiers x a share of the time to compute them
+    room          if its blocks do not fit: the shortfall x the time that the streams there still take
+    interference  own prefill x (0.03 x the streams there, which stand still meanwhile, + prompts that wait for the next step
+                  as this one will, + 0.25 x those that may have begun: where a batch is shared, first tokens come that much later)
+    crowding      one stream more makes each step longer: for the streams there now, at the weight of a standstill, and, by
+                  Little's law, for as many requests as will come while it decodes: streams x (0.03 x 25 + crowd) x marginal step;
+                  and where a conversation begins, for the streams that its next requests will meet: 4 x how many go on from one
+                  that begins (learned) x the streams expected there (all streams x this replica's share of recent choices)
+    eviction      own prefill x 0.2 x KV use: some of what it pushes out will be asked for again
+
+The least sum wins; sums within 0.1 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself: once the
+holder's queue costs more than computing elsewhere, elsewhere wins. It spreads before that by ski-rental replication: what
+requests lose (TTFT and interference) for want of a copy where it would have served them best is summed up per prefix, and once
+it equals what a copy costs, the next request makes it. For copies that stay, that costs at worst twice what knowing the future
+would have (Karlin et al., Algorithmica 3, 1988, on snoopy caching); since caches turn over, the sum fades.
+
+Overlaps tell whether a conversation begins. One that goes on finds a whole earlier prompt on one replica alone; one that begins
+finds less than the shortest prompt with the same first block, since instructions are shared and tasks are not. A request that
+continues a conversation hardly has a choice and does not pay for the future: moving it costs its history at once.
+
+Inputs: overlaps and tiers (none: it balances predicted time), the ledger, learned costs (a new replica starts from its
+group's), the last scrape (missing: `room` and `eviction` are 0), the time (missing: nothing that is queued is done yet).
+Weak spot: equal prompts that share nothing, with replies of 24 tokens, past 90 % of saturation: 2 to 5 % behind `least_load`.
+"""
+from __future__ import annotations
+
+from typing import NamedTuple, Sequence
+
+import numpy as np
+
+from ..costs import step_seconds, ttft_features, ttft_terms
+from .least_cost import Cost, least, least_of
+from ..roster import Roster
+from ..vocabulary import Candidate, Choice, Demand
+
+_INTERFERENCE = 0.03    # seconds of TTFT that a second of one stream's standstill is worth: requests that come meanwhile meet that stream
+_BATCHED = 0.25         # chance that a prompt there shares a step with ours, if it may have begun: those that have not begun will
+_LONGER = _INTERFERENCE * 25    # the same weight for 25 decode steps that two streams have in common
+_EVICTION = 0.2         # chance that what is pushed out of a full cache is asked for again
+_FOLLOW = 4.0           # weight of a stream met later, to one met now: it makes ours wait, too
+_LEAVE = 0.05           # share of those that go on which leave for elsewhere: what is learned is bounded by its inverse
+_LATELY = 128           # requests, to tell how many go on from one that begins
+_KEEP = 1 - 1 / 16      # of a prefix's regret, with each request for it: a copy must pay within some 16, for it does not stay for ever
+_ROOTS = 4096           # first blocks whose shortest prompt is kept, and prefixes whose regret is
+_REPLY = 200            # decode steps a stream typically has left when blocks run out
+_SPARE = 0.02           # share of the blocks an engine cannot use to the full: half filled ones
+TERMS = ("prefill", "queue", "crowd", "fetch", "room", "interference", "crowding", "eviction")
+WAITS = 5    # of the TERMS are this request's own wait, the others what it costs other requests
+HELD_UP = 6  # are the wait of this request and of those it holds up
+
+
+def terms(tokens, now, future, ttft, step, overlap, lower, fetched, load, speed, pace):
+    """The TERMS of one request on one replica; a statement, see `Cost`."""
+    _, token, _, _, _, crowd = ttft
+    _, step_stream, step_context = step
+    cached = overlap + lower
+    decode_step = step_seconds(load, pace, step)
+    fixed, own, queue, crowded = ttft_terms(ttft_features(tokens - cached, cached, now, decode_step, load, speed, ttft), speed, ttft)
+    held_up = _INTERFERENCE * load.decoding + _BATCHED * load.prefilling + (1 - _BATCHED) * (load.prefilling - load.begun)
+    short = max(0, (load.context_tokens + load.prefill_tokens + tokens) / load.capacity_tokens - (1 - _SPARE))
+    marginal = (_LONGER + crowd) * (step_stream + step_context * tokens)
+    return (
+        fixed + own,
+        queue,
+        crowded,
+        speed * token * fetched,
+        short * _REPLY * decode_step,
+        own * held_up,
+        marginal * pace * (load.decoding + future * load.recent),
+        _EVICTION * load.kv_usage * own,
+    )
+
+
+# Fetching a token's KV instead of computing it, as a share of the time: what the tier credits 0.8, 0.6 and 0.3 of
+# vllm-router's `kv_aware` leave over.
+COST = Cost(TERMS, terms, shares={"cpu": 0.2, "disk": 0.4, "remote": 0.7}, slack=(1.001, 1e-4))
+
+
+class Lesson(NamedTuple):
+    """What `LeastTime` learns from one request, once it is placed."""
+    continues: bool              # the request continues a conversation that one replica alone holds
+    prefix: int | None = None    # hash of the last block held where the cost is least; None: nothing is held there
+    regret: float = 0.0          # seconds that requests for this prefix have lost for want of a copy, this one included
+    copy: int | None = None      # the candidate that is to compute a copy of the prefix; None: no copy is due
+
+
+class LeastTime:
+    """`choose` reads what was learned and changes nothing; `placed` learns from its `Lesson`."""
+    name = "least_time"
+    cost = COST
+
+    def __init__(self) -> None:
+        self._p_continuation = 0.5    # running share of the requests that continue a conversation
+        self._shortest: dict[int, int] = {}    # tokens of the shortest prompt, by its first block
+        self._regrets: dict[int, float] = {}    # seconds by prefix, least recently asked for first
+
+    def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+        if isinstance(candidates, Roster) and not explain and not candidates.tiered:
+            return self._choose_of_many(demand, candidates)
+        continues = self._continues(demand, exclusive_overlap(candidates, demand.block_size))
+        future = 0.0 if continues else self._future(
+            sum([candidate.load.decoding for candidate in candidates]), sum([candidate.load.recent for candidate in candidates]))
+        terms = COST.of_all(demand, candidates, future)
+        totals = [sum(one) for one in terms]
+        best = least(totals, COST.slack, demand.draw)
+        held = candidates[best].overlap
+        prefix, regret = self._regret(demand, held)
+        other = None
+        if regret is not None:
+            other = min([at for at, candidate in enumerate(candidates) if candidate.overlap < held], key=totals.__getitem__, default=None)
+        lesson, index = Lesson(continues, prefix, regret or 0.0), best
+        if other is not None:
+            lesson = self._with_regret(demand, lesson, (best, other), candidates, future, (terms[best], terms[other]))
+            index = other if lesson.copy is not None else best
+        among = range(len(totals)) if index == best else None
+        if not explain:
+            return Choice(index, lesson=lesson, among=among, future=future)
+        reason = f"{totals[index] * 1e3:.1f} ms, {candidates[index].overlap} of {demand.tokens} tokens held"
+        if index != best:
+            reason += f"; a copy for those that follow, of what {candidates[best].replica} holds"
+        return Choice(index, reason, [dict(zip(TERMS, one)) for one in terms], lesson, among, future)
+
+    def _choose_of_many(self, demand: Demand, roster: Roster) -> Choice:
+        overlaps = roster.overlaps
+        continues = self._continues(demand, exclusive_overlap_of(overlaps, demand.block_size))
+        future = 0.0 if continues else self._future(*COST.streams_and_recent(roster))
+        totals = COST.totals(demand, roster, future)
+        index = best = least_of(totals, COST.slack, demand.draw)
+        prefix, regret = self._regret(demand, overlaps.item(best))
+        lesson = Lesson(continues, prefix, regret or 0.0)
+        less = (overlaps < overlaps.item(best)).nonzero()[0] if regret is not None else ()
+        if len(less):
+            other = less.item(totals.take(less).argmin())
+            lesson = self._with_regret(demand, lesson, (best, other), roster, future, COST.of_all(demand, (roster[best], roster[other]), future))
+            index = other if lesson.copy is not None else best
+        return Choice(index, lesson=lesson, among=range(len(totals)) if index == best else None, future=future)
+
+    def placed(self, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
+        """Learn from a placement: how often conversations go on, and what the want of a copy has cost."""
+        lesson = choice.lesson
+        self._p_continuation = self._p_with(lesson.continues)
+        shortest = self._shortest.get(demand.root)
+        if shortest is None or demand.tokens < shortest:
+            self._shortest[demand.root] = demand.tokens
+            if len(self._shortest) > _ROOTS:
+                del self._shortest[next(iter(self._shortest))]
+        if lesson.prefix is not None:
+            self._regrets.pop(lesson.prefix, None)    # to the end: the prefix least recently asked for is forgotten first
+            self._regrets[lesson.prefix] = 0.0 if choice.index == lesson.copy else lesson.regret
+            if len(self._regrets) > _ROOTS:
+                del self._regrets[next(iter(self._regrets))]
+
+    def _p_with(self, continues: bool) -> float:
+        """The share of requests that continue a conversation, with one request more."""
+        return self._p_continuation + (continues - self._p_continuation) / _LATELY
+
+    def _continues(self, demand: Demand, held: float) -> bool:
+        """Whether the request continues a conversation. `held`: tokens that one replica alone holds."""
+        shortest = self._shortest.get(demand.root)
+        # A template may end the shortest prompt otherwise than its continuation, hence two blocks less.
+        return held > 0 and (shortest is None or held >= shortest - 2 * demand.block_size)
+
+    def _future(self, streams: float, recent: float) -> float:
+        """How many streams the requests that follow one that begins a conversation will meet on a replica, for each unit of its
+        `recent` choices, at their weight. `streams`, `recent`: those of all replicas.
+
+        By Little's law a replica has that share of all streams which it has of the choices: steadier than what streams there
+        just now.
+        """
+        p = self._p_with(False)
+        return _FOLLOW * p / (1.0 - p + _LEAVE) * streams / recent if recent else 0.0
+
+    def _regret(self, demand: Demand, held: float) -> tuple[int | None, float | None]:
+        """Return the prefix that is held, and its regret so far: None unless another request asked for it of late.
+
+        The history of one conversation is asked for once and no reason for a copy.
+        """
+        if held < demand.block_size or not demand.hashes:
+            return None, None
+        prefix = demand.hashes[int(held) // demand.block_size - 1]
+        return prefix, self._regrets.get(prefix)
+
+    def _with_regret(self, demand: Demand, lesson: Lesson, pair: tuple[int, int], candidates: Sequence[Candidate], future: float,
+                     terms: Sequence[tuple[float, ...]]) -> Lesson:
+        """Add to a prefix's regret what its absence on one candidate costs this request, which goes to another.
+
+        A copy is due once the regret equals what computing there costs. `pair`: who holds the prefix and costs least, and who
+        costs least of those that hold less of it, with their `terms`.
+        """
+        (here, there), (holder, other) = terms, pair
+        [copied] = COST.of_all(demand, (candidates[other],), future, candidates[holder].overlap)
+        regret = _KEEP * lesson.regret + max(0.0, sum(here[:HELD_UP]) - sum(copied[:HELD_UP]))
+        return lesson._replace(regret=regret, copy=other if regret >= sum(there) - sum(copied) else None)
+
+
+def exclusive_overlap(candidates: Sequence[Candidate], block_size: int) -> int:
+    """The longest overlap, in tokens, if one replica alone has it; else 0."""
+    overlaps = [candidate.overlap for candidate in candidates]
+    longest = max(overlaps)
+    return longest if len([overlap for overlap in overlaps if overlap >= longest - block_size]) == 1 else 0
+
+
+def exclusive_overlap_of(overlaps: np.ndarray, block_size: int) -> float:
+    """As `exclusive_overlap`, for an array."""
+    longest = overlaps.item(overlaps.argmax())    # 0.2 us, `max` takes 1
+    return longest if len((overlaps >= longest - block_size).nonzero()[0]) == 1 else 0.0

@@ -1,0 +1,31 @@
+"""`overlap_cost`: fewest blocks to compute and to keep, after what is cached.
+
+Formula: max(0, queued prefill blocks + prompt blocks - weighted overlap blocks) + decode blocks,
+the least wins, ties at random; blocks in slower tiers count 0.75 (cpu) and 0.25 (disk, remote).
+Inputs: overlaps, tiers, the ledger; nothing is scraped. Without overlaps it balances tokens. A
+block to compute and a block to decode over weigh the same, whatever the hardware says. Source: the
+cost of NVIDIA Dynamo's KV router (1.6), which vllm-router's `kv_aware` resembles.
+"""
+from __future__ import annotations
+
+from typing import Sequence
+
+from .least_cost import Cost, least
+from ..vocabulary import Candidate, Choice, Demand
+
+
+def terms(tokens, now, future, ttft, step, overlap, lower, fetched, load, speed, pace):
+    return max(0, load.prefill_tokens + tokens - overlap - fetched), load.context_tokens
+
+
+COST = Cost(("prefill", "decode"), terms, shares={"cpu": 0.75, "disk": 0.25, "remote": 0.25})
+
+
+class OverlapCost:
+    name = "overlap_cost"
+    cost = COST
+
+    def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+        costs = [sum(terms) for terms in COST.of_all(demand, candidates)]
+        index = least(costs, COST.slack, demand.draw)
+        return Choice(index, f"cost {costs[index] / demand.block_size:.0f} blocks, {candidates[index].overlap} tokens held", among=range(len(costs)))

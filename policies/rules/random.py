@@ -1,0 +1,17 @@
+"""`random`: any candidate, each as likely.
+
+Inputs: the request's draw. Nothing can be missing. Needs no shared state, so many gateways can use it
+without knowing of each other; its queues are longer than round robin's at the same load.
+"""
+from __future__ import annotations
+
+from typing import Sequence
+
+from ..vocabulary import Candidate, Choice, Demand, pick
+
+
+class Random:
+    name = "random"
+
+    def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
+        return Choice(pick(range(len(candidates)), demand.draw), "at random")

@@ -1,0 +1,1 @@
+"""Engines that are started here: their profiles, devices, ports, processes and ends."""

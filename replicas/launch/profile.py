@@ -1,0 +1,77 @@
+"""Launch profiles: typed YAML that says how an engine is started, and the command line it makes.
+
+Each engine's dialect has a pydantic class of its own; the field `engine` says which one a file is for. Unknown fields are
+refused with the name that was probably meant.
+"""
+
+import difflib
+from pathlib import Path
+from typing import get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from replicas.launch.command import LaunchProfile, ProfileError
+from replicas.engines import DEFAULT, DIALECTS, by_id
+from replicas.engines.simulated import SIMULATED
+
+SHIPPED = Path(__file__).parents[1] / "profiles"
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def load(name_or_file: str) -> LaunchProfile:
+    """A shipped profile by name, or a YAML file by path. Raises ProfileError."""
+    path = SHIPPED / f"{name_or_file}.yaml"
+    if "/" in name_or_file or name_or_file.endswith((".yaml", ".yml")):
+        path = Path(name_or_file)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        known = ", ".join(names())
+        raise ProfileError(
+            f"profile {name_or_file!r}: {error.strerror}; one of {known}, or the path of a YAML file"
+        ) from None
+    return parse(text, str(path))
+
+
+def parse(text: str, where: str = "profile") -> LaunchProfile:
+    """Raises ProfileError naming each wrong field."""
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ProfileError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ProfileError(f"{where}: a profile is a mapping of fields, beginning with `engine: {DEFAULT.id}`")
+    if "engine" not in raw and "step" in raw:  # a timing profile, as `hitherto calibrate` writes it
+        raw = {"engine": SIMULATED.id, "timing": where}
+    engine, known = raw.get("engine"), [one.id for one in DIALECTS]
+    if engine not in known:
+        raise ProfileError(f"{where}: engine is {engine!r}, must be one of: {', '.join(known)}")
+    kind = by_id(engine).launch_profile()
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        wrong = "; ".join(_complaint(item, kind) for item in error.errors())
+        raise ProfileError(f"{where}: {wrong}") from None
+
+
+def _complaint(item: dict, kind: type[BaseModel]) -> str:
+    place = [str(part) for part in item["loc"]]
+    field = ".".join(place)
+    if item["type"] == "value_error":  # our own words
+        return f"{field}: {item['ctx']['error']}" if field else str(item["ctx"]["error"])
+    if item["type"] != "extra_forbidden":
+        return f"{field}: {item['msg']}, got {item['input']!r}"
+    close = difflib.get_close_matches(place[-1], _fields(kind, place[:-1]), 1)
+    return f"unknown field {field!r}" + (f", did you mean {'.'.join([*place[:-1], close[0]])!r}?" if close else "")
+
+
+def _fields(kind: type[BaseModel], place: list[str]) -> list[str]:
+    """The fields known at a place within a profile."""
+    for part in place:
+        inner = [one for one in get_args(kind.model_fields[part].annotation) if isinstance(one, type)]
+        kind = next(one for one in inner if issubclass(one, BaseModel))
+    return list(kind.model_fields)

@@ -1,0 +1,204 @@
+"""One engine process of our own: started below a keeper, restarted with backoff, stopped for good.
+
+The supervisor knows processes, not HTTP: whether the engine works is for `watch` to find out, which then
+may ask for a restart. What happens is told through two callbacks, `on_start(pid)` and `on_exit(reason)`.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+
+from replicas.launch.command import Command
+from replicas.launch.exits import PLAIN, LogGrammar, Tail, explain, oom_kills
+
+log = logging.getLogger("replicas")
+
+KEEPER = Path(__file__).with_name("keeper.py")
+ORPHAN_GRACE = 5.0  # seconds an engine has after its gateway died; nobody waits for its answers
+
+
+class Backoff:
+    """Seconds to wait before the next start: 0.5, 1, 2 ... 30, and back to 0.5 once a run was stable.
+
+    A vLLM that cannot start burns a core for half a minute and more before it says so: after runs that never
+    worked the wait goes on doubling, until a tenth of the time is spent on them."""
+
+    FIRST, LONGEST, STABLE = 0.5, 30.0, 60.0
+    SHARE, LONGEST_IN_VAIN = 0.1, 300.0
+
+    def __init__(self) -> None:
+        self._next = self.FIRST
+
+    def after(self, ran: float, worked: float) -> float:
+        """The wait after a run of `ran` seconds, during the last `worked` of which it worked; without jitter."""
+        if worked >= self.STABLE:
+            self._next = self.FIRST
+        longest = self.LONGEST
+        if not worked:
+            longest = min(max(longest, ran * (1 - self.SHARE) / self.SHARE), self.LONGEST_IN_VAIN)
+        wait = min(self._next, longest)
+        self._next = min(wait * 2, self.LONGEST_IN_VAIN)
+        return wait
+
+
+class Supervisor:
+    def __init__(
+        self,
+        command: Command,
+        *,
+        on_start: Callable[[int], None],
+        on_exit: Callable[[str], None],
+        obstacle: Callable[[], str] = lambda: "",
+        grammar: LogGrammar = PLAIN,
+    ):
+        """`obstacle` is asked before each start and says what stands in the way, or "". `grammar`: of its log."""
+        self.command = command
+        self.tail = Tail(grammar)
+        self.pid: int | None = None
+        self._on_start, self._on_exit, self._obstacle = on_start, on_exit, obstacle
+        self._stopping = asyncio.Event()
+        self._last_life = False
+        self._keeper: asyncio.subprocess.Process | None = None
+        self._control: asyncio.StreamWriter | None = None
+        self._why = ""  # why we ended it ourselves
+        self._worked_at: float | None = None
+        self._task: asyncio.Task | None = None
+
+    def start(self) -> None:
+        self._stopping.clear()
+        self._last_life = False
+        self._task = asyncio.create_task(self._run(), name=f"supervise {self.command.argv[:3]}")
+
+    def no_restart(self) -> None:
+        """Let the process be; should it end by itself, leave it at that."""
+        self._last_life = True
+
+    def works(self) -> None:
+        """The engine of now answers and serves: its start was not in vain."""
+        if self._worked_at is None:
+            self._worked_at = monotonic()
+
+    async def stop(self, grace: float) -> None:
+        """SIGTERM, `grace` seconds, SIGKILL; returns when the process and its children are gone."""
+        self._stopping.set()
+        self._ask_to_stop(grace)
+        if self._task:
+            await asyncio.wait([self._task], timeout=grace + 8)  # the keeper's sweep takes at most 5 s
+            if not self._task.done():  # the keeper hangs itself
+                self._kill()
+                self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def restart(self, why: str) -> None:
+        """End the process at once (it is hung or useless) and start it again after the backoff."""
+        if self.pid is not None and not self._why:
+            self._why = why
+            self._ask_to_stop(0.0)
+
+    def _ask_to_stop(self, grace: float) -> None:
+        if self._control and not self._control.is_closing():
+            self._control.write(f"stop {grace:g}\n".encode())
+
+    def _kill(self) -> None:
+        """Without the keeper's help."""
+        if self._keeper is not None:
+            with suppress(ProcessLookupError):
+                self._keeper.kill()
+        if self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def _run(self) -> None:
+        backoff, in_vain = Backoff(), 0
+        while not self._stopping.is_set():
+            began, self._why, self._worked_at = monotonic(), "", None
+            try:
+                reason = self._obstacle() or await self._one_life()
+            except OSError as error:  # out of descriptors, processes or memory
+                reason = f"cannot start a process: {error.strerror}; check the gateway's limits (`ulimit -a`)"
+            if self._stopping.is_set():
+                return
+            now, worked_at = monotonic(), self._worked_at
+            in_vain = in_vain + 1 if worked_at is None else 0
+            wait = backoff.after(now - began, now - worked_at if worked_at else 0.0) * random.uniform(0.9, 1.1)
+            if self._last_life:
+                return self._on_exit(reason)
+            again = f" ({in_vain} starts in a row failed)" if in_vain > 1 else ""
+            self._on_exit(f"{reason}; next start in {wait:.1f} s{again}")
+            try:
+                async with asyncio.timeout(wait):
+                    await self._stopping.wait()
+            except TimeoutError:
+                continue
+
+    async def _one_life(self) -> str:
+        """Run the engine once, to its end; why it ended."""
+        self.tail = Tail(self.tail.grammar)
+        keeper, ours = await self._start_keeper()
+        self._keeper = keeper
+        reader, self._control = await asyncio.open_connection(sock=ours)
+        logs = asyncio.create_task(self._read_log(keeper.stdout))
+        began, kills = monotonic(), oom_kills()
+        try:
+            said, code = await self._listen(reader)
+            await asyncio.wait([logs], timeout=2)  # the last lines are the ones that matter
+        finally:
+            self._control.close()  # if we are being cancelled: end of file, and the keeper stops the engine
+            await keeper.wait()
+            self._control = self._keeper = self.pid = None
+            logs.cancel()
+        self.tail.close()
+        if self._why or said:
+            return self._why or said
+        now = oom_kills()
+        oom = None if now is None or kills is None else now > kills
+        return explain(code, monotonic() - began, self.tail.lines, oom, self.tail.grammar)
+
+    async def _start_keeper(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        ours, theirs = socket.socketpair()
+        keeper = [sys.executable, "-I", "-S", str(KEEPER), str(theirs.fileno()), f"{ORPHAN_GRACE:g}"]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *keeper,
+                *self.command.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **self.command.env},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in the gateway's terminal is the gateway's to handle
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return process, ours
+
+    async def _listen(self, reader: asyncio.StreamReader) -> tuple[str, int]:
+        """Follow the keeper's lines; ("", exit code) or (what went wrong, 0)."""
+        if self._stopping.is_set():
+            self._ask_to_stop(0.0)
+        while line := await reader.readline():
+            word, _, rest = line.decode(errors="replace").strip().partition(" ")
+            if word == "pid":
+                self.pid = int(rest)
+                self._on_start(self.pid)
+            elif word == "exit":
+                return "", int(rest)
+            elif word == "error":
+                return f"cannot start {self.command.argv[0]}: {rest}; is it installed? A profile's `executable` may name its path", 0
+        self._kill()
+        return "its keeper process was killed, and the engine with it", 0
+
+    async def _read_log(self, stream: asyncio.StreamReader) -> None:
+        while data := await stream.read(65536):
+            self.tail.feed(data)

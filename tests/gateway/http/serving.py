@@ -1,0 +1,53 @@
+"""A server of the wire alone, whose requests are answered by what stands for the gateway."""
+
+from contextlib import asynccontextmanager
+
+from gateway.http.messages import Limits
+from gateway.http.server import Server
+
+from .talk import Talker
+
+
+class Echo:
+    """Answers each request with its method, path and body; /slow waits until released."""
+
+    def __init__(self):
+        self.seen, self.held, self.left = [], [], 0
+
+    def handle(self, client, request):
+        self.seen.append(request)
+        if request.path == "/slow":
+            client.exchange = self
+            self.held.append(client)
+        else:
+            client.reply(200, b"%s %s %s" % (request.method.encode(), request.target, request.body), [(b"content-type", b"text/plain")])
+
+    def release(self):
+        self.held.pop(0).reply(200, b"slow", [])
+
+    def client_gone(self):
+        self.left += 1
+
+    def pause(self): ...
+    def resume(self): ...
+    def sweep(self, now): ...
+    def held_up(self, now): ...
+
+    def refuse(self, status, message, target):
+        return [(b"x-refused", b"yes")], message.encode()
+
+
+@asynccontextmanager
+async def served(limits=Limits()):
+    echo = Echo()
+    server = Server(echo, limits)
+    port = await server.start("127.0.0.1", 0)
+    talker = await Talker.to(port)
+    try:
+        yield talker, echo, server
+    finally:
+        await talker.close()
+        await server.close()
+
+
+GET = b"GET /a?b=1 HTTP/1.1\r\nHost: x\r\n\r\n"

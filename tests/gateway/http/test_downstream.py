@@ -1,0 +1,76 @@
+"""The life of a client's connection: leaving, faults of ours, draining, closing."""
+
+import asyncio
+
+from gateway.http.downstream import Downstream
+
+from .serving import GET, served
+from .talk import Talker, eventually
+
+
+async def test_a_client_that_leaves_is_told_to_the_exchange():
+    async with served() as (talk, echo, _):
+        await talk.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        await eventually(lambda: echo.held)
+        await talk.close()
+        await eventually(lambda: echo.left == 1)
+
+
+async def test_a_bug_of_ours_is_a_500_and_is_not_blamed_on_the_client(caplog):
+    async with served() as (talk, echo, _):
+        def fails(client, request):
+            client.exchange = echo
+            raise ZeroDivisionError("a bug")
+
+        echo.handle = fails
+        await talk.say(GET)
+        assert (await talk.response())[0] == 500
+        assert await talk.rest() == b""
+        assert echo.left == 1 and "ZeroDivisionError: a bug" in caplog.text
+
+
+async def test_drain_finishes_what_runs_and_answers_who_still_asks():
+    async with served() as (talk, echo, server):
+        idle = await Talker.to(server._listener.sockets[0].getsockname()[1])
+        await idle.say(GET)
+        await idle.response()
+        await talk.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        await eventually(lambda: echo.held)
+        drained = asyncio.ensure_future(server.drain(5))
+        await eventually(lambda: server.draining)
+        await idle.say(GET)
+        assert (await idle.response())[1]["connection"] == "close"
+        assert await idle.rest() == b""
+        assert not drained.done()
+        echo.release()
+        assert (await talk.response())[1]["connection"] == "close"
+        assert await drained == 0
+        await idle.close()
+
+
+async def test_drain_waits_for_what_is_answered_but_not_sent():
+    async with served() as (talk, echo, server):
+        await talk.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        await eventually(lambda: echo.held)
+        echo.held.pop().reply(200, b"x" * 20_000_000, [])
+        drained = asyncio.ensure_future(server.drain(10))
+        assert len((await talk.response(10))[2]) == 20_000_000
+        assert await drained == 0
+
+
+async def test_a_connection_that_comes_while_closing_is_cut():
+    async with served() as (_, _, server):
+        await server.close()
+        aborted = []
+        late = Downstream(server)
+        late.connection_made(type("Transport", (), {"abort": lambda self: aborted.append(1)})())
+        assert aborted and not server.connections
+
+
+async def test_drain_cuts_what_is_still_running_at_the_deadline():
+    async with served() as (talk, echo, server):
+        await talk.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        await eventually(lambda: echo.held)
+        assert await server.drain(0.05) == 1
+        assert await talk.rest() == b""
+        assert echo.left == 1

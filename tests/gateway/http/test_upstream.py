@@ -1,0 +1,190 @@
+"""What a replica may send, seen from a client: nothing of it passes as something else, and nothing of it is without a limit."""
+
+import asyncio
+import socket
+import struct
+
+import pytest
+
+from gateway.http import upstream
+from gateway.http.messages import end_to_end
+
+from ..proxy.replies import ANSWER, SSE_HEAD, answers, chunk, post, says
+from ..proxy.stack import stack
+from .talk import eventually, read_request
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n\0\0\0\4",
+        b"HTTP/1.1 101 Switching Protocols\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil",
+    ],
+)
+async def test_a_replica_that_switches_protocols_is_a_502(switch, caplog):
+    async with stack(says(switch), request_timeout=60) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, _, body = await talk.response()
+        assert status == 502 and b"101" in body and b"evil" not in body
+        assert s.faults == ["protocol"] and "exception" not in caplog.text.lower()
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("line", [b"HTTP/2.0 200 OK", b"RTSP/1.0 200 OK", b"HTTP/0.9 200 OK"])
+async def test_a_replica_that_does_not_answer_in_http_1_is_passed_over(line):
+    async with stack(says(line + b"\r\nContent-Length: 4\r\n\r\nevil"), answers()) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, ANSWER)
+
+
+@pytest.mark.parametrize("between", [b"", b"\r\n"])
+async def test_interim_answers_stay_between_the_replica_and_the_gateway(between):
+    interim = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + between
+    async with stack(says(interim * 3 + b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, headers, body = await talk.response()
+        assert (status, body) == (200, b"ok") and "link" not in headers
+
+
+async def test_interim_answers_without_end_are_a_502():
+    async def script(reader, writer):
+        await read_request(reader)
+        while True:
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
+            await writer.drain()
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 502
+
+
+@pytest.mark.parametrize("begin", [b"0\r\nX: ", b"0\r\n", b"5;x="], ids=["trailer", "trailer name", "extension"])
+async def test_a_line_behind_the_head_that_never_ends_breaks_the_answer(begin, monkeypatch):
+    monkeypatch.setattr(upstream, "SEARCH_BYTES", 100_000)
+    monkeypatch.setattr(upstream, "LINE_BYTES", 1_000_000)
+    left = asyncio.Event()
+
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + chunk(b"data: {}\n\n") * 50_000 + begin)  # a long answer before it is none of its bytes
+        try:
+            for _ in range(600):
+                writer.write(b"y" * 50_000)
+                await writer.drain()
+        except ConnectionError:
+            left.set()
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert len(await talk.rest(10)) < 4_500_000
+        await asyncio.wait_for(left.wait(), 5)
+        assert s.faults == ["protocol"]
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 3000000\r\n\r\n", b"Connection: close\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
+async def test_long_answers_without_lines_go_through(framing, monkeypatch):
+    monkeypatch.setattr(upstream, "SEARCH_BYTES", 100_000)
+    monkeypatch.setattr(upstream, "LINE_BYTES", 1_000_000)
+    pieces = [b"y" * 500_000] * 6
+    if framing.startswith(b"Transfer"):
+        pieces = [chunk(piece) for piece in pieces] + [b"0\r\n\r\n"]
+
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\n" + framing)
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await talk.until(b"\r\n\r\n")
+        whole = b"".join(pieces)
+        assert await asyncio.wait_for(talk.reader.readexactly(len(whole)), 10) == whole
+        assert "protocol" not in s.faults
+
+
+async def test_a_body_behind_an_answer_to_head_is_no_answer_to_the_next():
+    """HEAD must not have one: where it comes with the head, that connection is not used again."""
+
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
+        await reader.read()
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(b"HEAD /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        await talk.until(b"\r\n\r\n")
+        await eventually(s.idle)
+        assert not any(backend.pool.idle for backend in s.dispatcher.backends.values())
+
+
+async def test_bytes_that_come_later_end_a_kept_connection():
+    say = asyncio.Event()
+
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await say.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
+        await reader.read()
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        (backend,) = s.dispatcher.backends.values()
+        await talk.say(post())
+        assert (await talk.response())[2] == b"ok"
+        await eventually(lambda: backend.pool.idle)
+        say.set()
+        await eventually(lambda: not backend.pool.idle)
+
+
+def test_a_response_keeps_its_framing_whatever_connection_names():
+    headers = [(b"connection", b"close, content-length, x"), (b"content-length", b"2"), (b"x", b"y"), (b"z", b"y")]
+    assert end_to_end(headers) == b"content-length: 2\r\nz: y\r\n"
+
+
+@pytest.mark.parametrize("reset", [True, False])
+async def test_a_new_connection_that_is_closed_before_the_request_is_sent_is_a_refused_one(reset, monkeypatch):
+    async def script(reader, writer):
+        if reset:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    async def late(seconds, work):
+        transport, made = await work
+        if made.pool.port == closing:
+            await eventually(lambda: made.closed)
+        return transport, made
+
+    monkeypatch.setattr(upstream, "within", late)
+    async with stack(script, answers(), request_timeout=60) as s:
+        closing = next(iter(s.dispatcher.backends.values())).pool.port
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, ANSWER)
+        assert s.faults and set(s.faults) == {"connect"}
+        await eventually(s.idle)
+
+
+async def test_a_bug_that_shows_when_the_connection_is_there_ends_the_request_with_an_answer(monkeypatch, caplog):
+    def broken(*_):
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(upstream.Upstream, "send", broken)
+    async with stack(answers(), request_timeout=60) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 500 and "a bug" in caplog.text
+        await eventually(s.idle)

@@ -1,0 +1,289 @@
+"""The operator's side over real HTTP, in front of a gateway whose replicas are plain objects."""
+
+import asyncio
+import re
+import types
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway import __version__
+from gateway.ops.guard import Guard
+from gateway.ops.admin import Admin
+from gateway.config import ConfigError, Settings
+from gateway.prompt.prompt import PromptError
+from gateway.ops.metrics import Metrics
+from gateway.ops.view import View
+from policies import Ledger
+from replicas import Fleet
+from replicas.kept import KeptReplicas
+from replicas.lifecycle import State
+from replicas.metrics import Scrape
+from replicas.replica import Replica, parse_url
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+class StandIn:
+    """As replicas.Fleet, but nobody probes: the tests set the states."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.engines: dict[str, object] = {}
+
+    async def quiet(self, id: str) -> None:
+        pass
+
+    def add(self, url: str) -> Replica:
+        address = parse_url(url)
+        return self.replicas.setdefault(address.id, Replica(address.id, address.url, address.host, address.port))
+
+
+class Gateway:
+    def __init__(self, fleet=None) -> None:
+        self.fleet, self.metrics, self.ledger, self.kept = fleet or StandIn(), Metrics(), Ledger(), None
+        self.stats = {"blocks": 10, "bytes": 320, "bytes_per_block": 32.0, "evicted": 4, "slots": {0: 7}}
+        self.slots, self.intakes = {"a:1": 0}, {}
+        cachemap = types.SimpleNamespace(stats=lambda: self.stats)
+        self.view = View(Settings(), self.metrics, self.fleet.replicas, self.ledger, cachemap, self.slots, self.intakes)
+        self.metrics.read_from(self.view.reading)
+        self.status = self.view.status
+
+    async def explain(self, path, body, headers):
+        if body == b"bad":
+            raise PromptError(400, "messages is missing", param="messages", code="missing")
+        return {"path": path, "bytes": len(body)}
+
+
+@pytest.fixture
+async def gateway():
+    return Gateway()
+
+
+@pytest.fixture
+async def http(gateway):
+    admin = Admin(gateway, Guard())
+    port = await admin.start("127.0.0.1", 0)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+        yield session
+    await admin.stop()
+
+
+async def error_of(response) -> dict:
+    shown = (await response.json())["error"]
+    assert set(shown) == {"message", "type", "param", "code"} and shown["message"]
+    return shown
+
+
+async def samples(http) -> dict[tuple, float]:
+    async with http.get("/metrics") as response:
+        assert response.status == 200 and response.headers["Content-Type"].startswith("text/plain; version=")
+        page = await response.text()
+    return {(s.name, *s.labels.values()): s.value for f in text_string_to_metric_families(page) for s in f.samples}
+
+
+async def test_alive_even_when_everything_else_is_broken(http, gateway):
+    gateway.status = lambda: 1 / 0
+    async with http.get("/livez") as response:
+        assert response.status == 200
+    async with http.get("/readyz") as response:
+        assert response.status == 500
+        assert "the gateway's log says why" in (await error_of(response))["message"]
+
+
+async def test_ready_once_a_replica_takes_traffic(http, gateway):
+    async with http.get("/readyz") as response:
+        assert response.status == 503
+        assert "there is no replica; add one with POST /replicas" in (await response.json())["why_not"]
+    replica = gateway.fleet.add("http://a:1")
+    async with http.get("/readyz") as response:
+        assert response.status == 503
+        assert await response.json() == {"ready": False, "why_not": "no replica is ready: a:1 is starting (not heard yet)"}
+    for state, expected in ((State.READY, 200), (State.DEGRADED, 200), (State.FAILED, 503), (State.DRAINING, 503)):
+        replica.state = state
+        async with http.get("/readyz") as response:
+            assert response.status == expected, state
+
+
+async def test_not_ready_while_stopping(http, gateway):
+    gateway.fleet.add("http://a:1").state = State.READY
+    gateway.view.draining = True
+    async with http.get("/readyz") as response:
+        assert response.status == 503 and "is stopping" in (await response.json())["why_not"]
+
+
+async def test_add_list_drain_remove_with_a_real_fleet(unused_tcp_port):
+    inflight = {"count": 1}
+    fleet = Fleet(lambda id: inflight["count"], interval=0.05)
+    admin, id = Admin(Gateway(fleet), Guard()), f"127.0.0.1:{unused_tcp_port}"
+    port = await admin.start("127.0.0.1", 0)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+        async with http.post("/replicas", json={"url": f"http://{id}"}) as response:
+            assert response.status == 201 and (await response.json())["id"] == id
+        async with http.post("/replicas", json={"url": f"http://{id}/v1"}) as response:
+            assert response.status == 200, "known already"
+        for other in ("events=tcp://127.0.0.1:5557", "model=other"):
+            async with http.post("/replicas", json={"url": f"http://{id}#{other}"}) as response:
+                shown = await error_of(response)
+                assert (response.status, shown["code"]) == (409, "replica_exists") and f"DELETE /replicas/{id} first" in shown["message"]
+        async with http.get("/replicas") as response:
+            (shown,) = (await response.json())["replicas"]
+        assert (shown["id"], shown["url"], shown["events"], shown["managed"]) == (id, f"http://{id}", "off", False)
+
+        async with http.post(f"/replicas/{id}/drain") as response:
+            assert response.status == 202 and (await response.json())["state"] == "draining"
+        removal = asyncio.create_task(http.delete(f"/replicas/{id}").__aenter__())
+        async with http.get("/replicas") as response:
+            assert [one["state"] for one in (await response.json())["replicas"]] == ["draining"], "a request is still on it"
+        inflight["count"] = 0
+        response = await asyncio.wait_for(removal, 20)
+        assert response.status == 200 and await response.json() == {"id": id, "removed": True}
+        async with http.get("/replicas") as response:
+            assert await response.json() == {"replicas": []}
+    await admin.stop()
+    await fleet.stop()
+
+
+@pytest.mark.parametrize("change", ["remove", "drain"])
+async def test_a_replica_added_while_it_is_taken_out_is_there_afterwards(unused_tcp_port, tmp_path, change):
+    inflight = {"count": 1}
+    fleet = Fleet(lambda id: inflight["count"], interval=0.05)
+    gateway, id = Gateway(fleet), f"127.0.0.1:{unused_tcp_port}"
+    gateway.kept = KeptReplicas(tmp_path / "replicas")
+    admin = Admin(gateway, Guard())
+    port = await admin.start("127.0.0.1", 0)
+    url = f"http://{id}"
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+
+        async def add() -> int:
+            async with http.post("/replicas", json={"url": url}) as response:
+                return response.status
+
+        async def take_out() -> int:
+            async with http.delete(f"/replicas/{id}") if change == "remove" else http.post(f"/replicas/{id}/drain") as response:
+                return response.status
+
+        assert await add() == 201
+        out = asyncio.create_task(take_out())
+        while fleet.replicas[id].state is not State.DRAINING:
+            await asyncio.sleep(0)
+        added = asyncio.create_task(add())
+        await asyncio.wait([added], timeout=0.2)
+        inflight["count"] = 0
+        assert await out in (200, 202)
+        assert await added == (201 if change == "remove" else 200)
+        assert fleet.replicas[id].state not in (State.DRAINING, State.STOPPED) and fleet.engines[id].removal is None
+        assert gateway.kept.urls() == (url,)
+    await admin.stop()
+    await fleet.stop()
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"url": 5}', b"{"])
+async def test_adding_something_else_says_what_is_expected(http, body):
+    async with http.post("/replicas", data=body, headers=JSON) as response:
+        assert response.status == 400
+        assert (await error_of(response))["message"] == 'the body must be {"url": "http://HOST:PORT"}'
+
+
+@pytest.mark.parametrize("url", ["ftp://b:1", "http://b\r\nX: y:1", "http://" + "b" * 300, "http://" + "b" * 100_000, "http://b c:1", "http://b:0", "http://b:1#events=tcp://c:x"])
+async def test_adding_a_bad_url(http, gateway, url):
+    async with http.post("/replicas", json={"url": url}) as response:
+        assert response.status == 400
+        shown = await error_of(response)
+        assert shown["code"] == "invalid_url" and shown["message"].startswith("replica URL ") and len(shown["message"]) < 600
+    assert not gateway.fleet.replicas
+
+
+async def test_unknown_replica_names_the_known_ones(http, gateway):
+    gateway.fleet.add("http://a:1")
+    for method, path in (("POST", "/replicas/b:1/drain"), ("DELETE", "/replicas/b:1")):
+        async with http.request(method, path) as response:
+            assert response.status == 404
+            assert (await error_of(response))["message"] == "there is no replica 'b:1'; there are: a:1"
+
+
+async def test_explain_is_handed_on_and_its_refusal_too(http):
+    async with http.post("/explain", params={"path": "/v1/completions"}, data=b"12345", headers=JSON) as response:
+        assert await response.json() == {"path": "/v1/completions", "bytes": 5}
+    async with http.post("/explain", data=b"bad", headers=JSON) as response:
+        assert response.status == 400
+        assert await error_of(response) == {"message": "messages is missing", "type": "invalid_request_error", "param": "messages", "code": "missing"}
+
+
+async def test_unknown_paths_and_methods(http):
+    async with http.get("/v1/models") as response:
+        assert response.status == 404 and "there is nothing at /v1/models" in (await error_of(response))["message"]
+    async with http.put("/replicas") as response:
+        assert response.status == 405 and "takes GET, HEAD, POST" in (await error_of(response))["message"]
+
+
+async def test_metrics_show_counters_and_what_the_rooms_know(http, gateway):
+    replica = gateway.fleet.add("http://a:1")
+    replica.state, replica.managed, replica.restarts = State.READY, True, 3
+    replica.scrape = Scrape(0.0, 5, 2, 0.25, None, None, None, 16, 1000)
+    gateway.fleet.add("http://b:1")
+    gateway.intakes["a:1"] = types.SimpleNamespace(state="live", batches=9, blocks_stored=8, blocks_removed=7, gaps=6, replayed=5)
+    gateway.ledger.add("a:1")
+    gateway.ledger.reserve("a:1", uncached=100, tokens=300)
+    gateway.metrics.requests.inc("chat", "2xx")
+    shown = await samples(http)
+    expected = {
+        ("hitherto_requests_total", "chat", "2xx"): 1,
+        ("hitherto_inflight_requests", "a:1"): 1, ("hitherto_inflight_requests", "b:1"): 0,
+        ("hitherto_reserved_prefill_tokens", "a:1"): 100, ("hitherto_reservations",): 1,
+        ("hitherto_replica_state", "a:1", "ready"): 1, ("hitherto_replica_state", "a:1", "failed"): 0,
+        ("hitherto_replica_state", "b:1", "starting"): 1, ("hitherto_replica_restarts_total", "a:1"): 3,
+        ("hitherto_replica_waiting_requests", "a:1"): 2, ("hitherto_replica_kv_usage_ratio", "a:1"): 0.25,
+        ("hitherto_map_blocks",): 10, ("hitherto_map_evicted_blocks_total",): 4, ("hitherto_map_replica_blocks", "a:1"): 7,
+        ("hitherto_events_state", "a:1", "live"): 1, ("hitherto_event_batches_total", "a:1"): 9, ("hitherto_event_gaps_total", "a:1"): 6,
+        ("hitherto_build_info", "least_time", __version__): 1,
+    }  # fmt: skip
+    assert {key: shown.get(key) for key in expected} == expected
+    assert not {key for key in shown if key[0].startswith("hitherto_replica_waiting") and "b:1" in key}, "not scraped yet: no made-up zero"
+
+
+async def test_status_sums_up(http, gateway):
+    gateway.fleet.add("http://a:1").state = State.READY
+    metrics = gateway.metrics
+    metrics.requests.inc("chat", "2xx", by=3)
+    metrics.requests.inc("chat", "5xx")
+    metrics.prompts.inc("exact", by=4)
+    metrics.prompt_tokens.inc("a:1", by=1000)
+    metrics.predicted_cached_tokens.inc("a:1", by=640)
+    metrics.ttft.observe("a:1", 0.05)
+    async with http.get("/status") as response:
+        status = await response.json()
+    assert status["ready"] is True and status["policy"] == "least_time"
+    assert (status["totals"]["requests"], status["totals"]["errors"], status["totals"]["prompts"]) == (4, 1, {"exact": 4})
+    assert status["map"] == {"blocks": 10, "bytes": 320, "budget_bytes": 512 * 2**20, "evicted": 4}
+    (replica,) = status["replicas"]
+    assert (replica["prompt_tokens"], replica["predicted_cached_tokens"]) == (1000, 640)
+    assert 0.04 <= replica["ttft_p50_seconds"] <= 0.06
+
+
+async def test_the_page_needs_nothing_from_elsewhere(http):
+    async with http.get("/") as response:
+        assert response.status == 200 and "default-src 'none'" in response.headers["Content-Security-Policy"]
+        page = await response.text()
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", page) and "@import" not in page
+    assert "innerHTML" not in page, "names and reasons come from other machines: text nodes only"
+
+
+async def test_the_page_uses_only_what_status_gives(http, gateway):
+    gateway.fleet.add("http://a:1")
+    status, page = gateway.status(), Admin(gateway, Guard()).page
+    for variable, known in (("s", status), ("r", status["replicas"][0]), ("t", status["totals"]), ("m", status["map"])):
+        used = set(re.findall(rf"(?<![\w.]){variable}\.([a-z]\w*)", page))
+        assert used and used <= set(known), used - set(known)
+
+
+async def test_a_taken_port_is_a_clear_error(gateway):
+    first, second = Admin(gateway, Guard()), Admin(gateway, Guard())
+    port = await first.start("127.0.0.1", 0)
+    try:
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}.*--admin-port"):
+            await second.start("127.0.0.1", port)
+    finally:
+        await first.stop()

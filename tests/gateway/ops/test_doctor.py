@@ -1,0 +1,414 @@
+"""`hitherto doctor` against real simulated engines, healthy and broken in one way each."""
+
+import functools
+import http.server
+import json
+import re
+import socket
+import threading
+import urllib.request
+
+import pytest
+from aiohttp import web
+
+from gateway import cli
+from gateway.ops import doctor, trial
+from gateway.prompt.pipeline import Pipeline
+from gateway.ops.trial import Finding
+from replicas.simulated.model import sim_model_dir
+
+
+def told_by(url: str) -> dict:
+    with urllib.request.urlopen(url) as answer:
+        return json.load(answer)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def engines(start_engine):
+    """healthy; without events and cached tokens; with other blocks."""
+    started = [start_engine(), start_engine("--no-events", "--no-cached-tokens"), start_engine("--block-size", "32")]
+    return [engine.wait() for engine in started]
+
+
+# Reading a tokenizer takes a second; the same one is read once for all tests.
+once_read = functools.cache(Pipeline)
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "Pipeline", once_read)
+    monkeypatch.setenv("HITHERTO_PORT", str(free_port()))
+    monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(free_port()))
+    monkeypatch.setenv("HITHERTO_MODEL", "sim")
+
+
+def examine(capsys, *flags: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """(exit code, subject without the replica's name -> (level, text and remedy))."""
+    found: dict[str, tuple[str, str]] = {}
+    line = doctor.line
+
+    def noted(finding: Finding) -> str:
+        found[finding.subject.split(" 127.")[0]] = (finding.level, f"{finding.text} {finding.remedy}".strip())
+        return line(finding)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "line", noted)
+        code = cli.main(["doctor", *flags])
+    out = capsys.readouterr().out
+    broken = len(re.findall(r"^fail ", out, re.M))
+    assert f": {broken} broken, " in out if broken else "0 broken" in out or "all is well" in out
+    return code, found
+
+
+def test_a_healthy_engine(capsys, engines):
+    code, found = examine(capsys, "--replica-url", engines[0].url)
+    assert code == 0, found
+    assert {level for level, _ in found.values()} == {"ok"}, found
+    for subject in ("config", "gateway", "model", "tokenizer", "chat template", "turn by turn", "replica", "models", "block size", "clock", "tokens", "events", "cache"):
+        assert subject in found, subject
+    came, blocks = map(int, re.search(r"(\d+) of (\d+) blocks", found["events"][1]).groups())
+    assert came == blocks >= 3
+    assert found["tokens"][1].endswith("tokens of a conversation")
+
+
+def test_events_off_and_cached_tokens_not_told(capsys, engines):
+    code, found = examine(capsys, "--replica-url", engines[1].url)
+    assert code == 0, "it works, with guesses"
+    assert found["events"][0] == "warn" and "--no-events" in found["events"][1]
+    assert found["cache"][0] == "warn" and "--no-cached-tokens" in found["cache"][1]
+
+
+def test_events_configured_but_silent(capsys, engines, monkeypatch):
+    monkeypatch.setattr(trial, "EVENT_SECONDS", 1.0)
+    code, found = examine(capsys, "--replica-url", f"{engines[0].url}#events=tcp://127.0.0.1:{free_port()}")
+    assert code == 1
+    level, text = found["events"]
+    assert level == "fail" and "silent" in text and "#events=tcp://HOST:PORT" in text
+
+
+@pytest.mark.parametrize("replay", ["", ",replay=tcp://127.0.0.1:9"])
+def test_events_without_their_replay(capsys, engines, replay):
+    published = told_by(engines[0].url + "/kv_event_sources")["0"]["endpoint"].rpartition(":")[2]
+    code, found = examine(capsys, "--replica-url", f"{engines[0].url}#events=tcp://127.0.0.1:{published}{replay}")
+    assert code == 0 and found["events"][0] == "ok"
+    assert found["replay"][0] == "warn" and "--replay-port" in found["replay"][1]
+
+
+def test_block_sizes_that_do_not_fit(capsys, engines, monkeypatch):
+    monkeypatch.setattr(trial, "EVENT_SECONDS", 1.0)
+    code, found = examine(capsys, "--replica-url", engines[0].url, engines[2].url)
+    assert code == 0
+    assert found["block size"][0] == "warn" and "differs between replicas of one model" in found["block size"][1] and "variants" in found["block size"][1]
+    code, found = examine(capsys, "--replica-url", engines[2].url, "--block-size", "16")
+    assert code == 1
+    assert found["block size"][0] == "fail" and "leave --block-size out" in found["block size"][1]
+
+
+def test_another_block_size_that_all_share_is_fine(capsys, engines):
+    code, found = examine(capsys, "--replica-url", engines[2].url)
+    assert code == 0 and found["block size"] == ("ok", "32 tokens on every replica")
+    assert found["events"][0] == "ok"
+
+
+def test_another_chat_template_than_the_engines(capsys, engines, tmp_path):
+    (tmp_path / "other.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
+    code, found = examine(capsys, "--replica-url", engines[0].url, "--chat-template", "other.jinja")
+    assert code == 1
+    assert found["tokens"][0] == "fail" and "give --model and --chat-template as it was started" in found["tokens"][1]
+
+
+def test_a_template_that_rewrites_earlier_turns(capsys, tmp_path):
+    (tmp_path / "moves.jinja").write_text(
+        "{% for m in messages %}{% if loop.last %}{{ messages[0].content }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    )
+    code, found = examine(capsys, "--launch", "1", "--chat-template", "moves.jinja")
+    assert code == 0
+    level, text = found["turn by turn"]
+    kept, total = map(int, re.search(r"only (\d+) of the first one's (\d+) tokens", text).groups())
+    assert level == "warn" and kept < total
+
+
+def test_a_template_that_fails(capsys, tmp_path):
+    (tmp_path / "fails.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    code, found = examine(capsys, "--launch", "1", "--chat-template", "fails.jinja")
+    assert code == 1 and found["chat template"][0] == "fail" and "roles must alternate" in found["chat template"][1]
+
+
+def test_a_replica_that_is_not_there(capsys):
+    code, found = examine(capsys, "--replica-url", f"http://127.0.0.1:{free_port()}")
+    assert code == 1
+    level, text = found["replica"]
+    assert level == "fail" and "cannot connect" in text and "correct its URL" in text
+
+
+def test_no_replica_at_all_and_no_tokenizer(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HITHERTO_MODEL", str(tmp_path))
+    code, found = examine(capsys)
+    assert code == 1
+    assert found["replicas"][0] == "fail" and "--replica-url" in found["replicas"][1]
+    assert found["tokenizer"][0] == "fail" and "tokenizer.json" in found["tokenizer"][1]
+
+
+METRICS = """vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",num_gpu_blocks="100"} 1.0
+vllm:num_requests_running{engine="0"} 0.0
+vllm:num_requests_waiting{engine="0"} 0.0
+vllm:kv_cache_usage_perc{engine="0"} 0.0
+vllm:prefix_cache_queries_total{engine="0"} 0.0
+vllm:prefix_cache_hits_total{engine="0"} 0.0
+vllm:prompt_tokens_total{engine="0"} 0.0
+vllm:generation_tokens_total{engine="0"} 0.0
+"""
+ENGINE = {"/health": "", "/v1/models": {"data": [{"id": "sim"}, {"id": "sql", "parent": "sim"}]}, "/version": {"version": "9"}, "/metrics": METRICS, "/kv_event_sources": {}}
+
+
+@pytest.fixture
+def fake():
+    """fake({path: text, object or status}) -> URL of an engine that answers so, to every method; all else is 404."""
+    servers = []
+
+    def start(pages: dict) -> str:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                page = pages.get(self.path, 404)
+                body = b"{}" if isinstance(page, int) else page.encode() if isinstance(page, str) else json.dumps(page).encode()
+                self.send_response(page if isinstance(page, int) else 200)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Type", "text/plain" if isinstance(page, str) else "application/json")
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_POST = do_GET
+
+            def log_message(self, *ignored):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+COMPLETION = {"usage": {"prompt_tokens": 60, "prompt_tokens_details": {"cached_tokens": 48}}}
+TRIED = {**ENGINE, "/v1/completions": COMPLETION}
+
+
+@pytest.mark.parametrize(
+    "change, subject, level, said",
+    [
+        ({}, "replica", "ok", "adapters sql, 100 blocks of 16"),
+        ({}, "events", "warn", "--kv-events-config"),
+        ({"/kv_event_sources": 404}, "events", "warn", "URL#events=tcp://HOST:PORT"),
+        ({"/kv_event_sources": {"0": {"endpoint": "tcp://10.0.0.7:5557"}}}, "events", "warn", "tcp://*:PORT"),
+        ({"/metrics": "python_info 1.0\n"}, "metrics", "warn", "--disable-log-stats"),
+        ({"/metrics": "python_info 1.0\n"}, "block size", "warn", "give --block-size"),
+        ({"/metrics": METRICS.replace("num_requests_waiting", "queued")}, "metrics", "warn", "lacks vllm:num_requests_waiting"),
+        ({"/metrics": METRICS.replace("True", "False")}, "caching", "fail", "--no-enable-prefix-caching"),
+        ({"/v1/models": 401, "/v1/completions": 401, "/tokenize": 401}, "model names", "warn", "--api-key"),
+        ({"/v1/models": 401, "/v1/completions": 401, "/tokenize": 401}, "trial", "warn", "clients' keys are passed on"),
+        ({"/v1/completions": 500}, "trial", "fail", "the engine's own log says more"),
+        ({"/v1/completions": {"usage": {"prompt_tokens": 60}}}, "cache", "warn", "--enable-prompt-tokens-details"),
+        ({"/tokenize": {"tokens": [1, 2, 3]}}, "tokens", "fail", "give --model and --chat-template"),
+        ({"/version": 404}, "replica", "ok", "version unknown"),
+    ],
+)
+def test_what_an_engine_does_not_tell_or_do_is_said_with_its_remedy(capsys, fake, change, subject, level, said):
+    code, found = examine(capsys, "--replica-url", fake({**TRIED, **change}))
+    assert found[subject][0] == level and said in found[subject][1], found
+    assert code == (1 if "fail" in {level for level, _ in found.values()} else 0)
+
+
+def test_ranks_are_tried_one_by_one_and_one_without_events_is_named(capsys, fake):
+    two = METRICS + METRICS.replace('engine="0"', 'engine="1"')
+    sources = {"0": {"endpoint": f"tcp://*:{free_port()}"}, "1": {"endpoint": "tcp://10.0.0.7:5557"}}
+    url = fake({**TRIED, "/metrics": two, "/kv_event_sources": sources, "/v1/completions": 503})
+    cli.main(["doctor", "--replica-url", url])
+    out = capsys.readouterr().out
+    name = url.removeprefix("http://")
+    assert "2 data-parallel ranks" in out and f"trial {name}-dp0" in out and f"trial {name}-dp1" in out
+    assert re.search(rf"warn  events {name}-dp1 .*vLLM connects to rather than binds", out)
+
+
+def test_a_rank_that_may_be_on_another_node_is_said_not_to_be_supported(capsys, fake, monkeypatch):
+    monkeypatch.setattr(trial, "EVENT_SECONDS", 0.1)
+    monkeypatch.setattr(trial, "JOIN_SECONDS", 0.1)
+    two = METRICS + METRICS.replace('engine="0"', 'engine="1"')
+    sources = {str(rank): {"endpoint": f"tcp://*:{free_port()}"} for rank in range(2)}
+    cli.main(["doctor", "--replica-url", fake({**TRIED, "/metrics": two, "/kv_event_sources": sources})])
+    first, second = re.findall(r"fail  events .*-dp\d +silent: .*\n +-> (.*)", capsys.readouterr().out)
+    assert "another node" in second and "--data-parallel-external-lb" in second
+    assert "another node" not in first  # it is where the server is
+
+
+def test_replicas_that_serve_different_models(capsys, fake):
+    other = {**TRIED, "/v1/models": {"data": [{"id": "another"}]}}
+    code, found = examine(capsys, "--replica-url", fake(TRIED), fake(other))
+    assert found["models"][0] == "warn" and "sim" in found["models"][1] and "another" in found["models"][1]
+
+
+def test_a_model_by_any_name_is_looked_for_where_the_engine_has_it_from(capsys, fake, monkeypatch):
+    monkeypatch.delenv("HITHERTO_MODEL")
+    other = {**TRIED, "/v1/models": {"data": [{"id": "support-bot", "root": str(sim_model_dir())}]}}
+    code, found = examine(capsys, "--replica-url", fake(other))
+    assert found["model"] == ("ok", f"support-bot, tokenizer and template from {sim_model_dir()}")
+
+
+def test_what_only_traffic_shows_comes_from_the_running_gateway():
+    running = {"replicas": [{"id": "a:1", "problems": ["12 KV events were passed over (unknown type 'X')"]}]}
+    (finding,) = doctor._seen_by_gateway(running, [])
+    assert finding.level == "warn" and "passed over" in finding.text and finding.subject == "traffic a:1"
+    assert not list(doctor._seen_by_gateway({"replicas": [{"id": "a:1"}]}, [])) and not list(doctor._seen_by_gateway(None, []))
+
+
+def test_a_port_that_somebody_holds(capsys):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        code, found = examine(capsys, "--launch", "1", "--admin-port", str(port))
+    assert code == 1
+    assert found["admin_port"][0] == "fail" and "give another with --admin-port" in found["admin_port"][1]
+
+
+def test_bad_settings_are_a_line_too_with_exit_code_2(capsys):
+    assert cli.main(["doctor", "--policy", "fastest"]) == 2
+    assert capsys.readouterr().out.startswith("fail  config")
+
+
+def status(**changes) -> dict:
+    replica = {"id": "a:1", "url": "http://a:1", "events": "live"}
+    return {"ready": True, "why_not": None, "policy": "least_time", "totals": {"prompts": {"exact": 99, "load": 1}}, "replicas": [replica], **changes}
+
+
+def told(running) -> list[Finding]:
+    return list(doctor._gateway(cli.load_config(cli._parse(["doctor"])).settings, running))
+
+
+def test_what_a_running_gateway_says_of_itself():
+    assert [finding.level for finding in told(status())] == ["ok"]
+    (finding,) = told(status(ready=False, why_not="no replica is ready: a:1 is failed (exit code 1)"))
+    assert finding.level == "fail" and "exit code 1" in finding.text
+    assert [f.subject for f in told(status(totals={"prompts": {"exact": 50, "load": 50}}))] == ["gateway", "prompts"]
+    unobserved = told(status(replicas=[{"id": "a:1", "url": "http://a:1", "events": "unobserved"}]))
+    assert [(f.level, f.subject) for f in unobserved] == [("ok", "gateway"), ("fail", "events a:1")]
+
+
+def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
+    redis = {"ledger_joined": True, "ledger_reason": "joined", "trouble": ""}
+    assert [finding.level for finding in told(status(map={"redis": redis}, background_failures={}))] == ["ok"]
+    _, map_, ledger = told(status(map={"redis": redis | {"ledger_joined": False, "ledger_reason": "READONLY", "trouble": "leases: NOPERM"}}))
+    assert (map_.level, map_.subject) == ("fail", "redis: map") and "NOPERM" in map_.text
+    assert (ledger.level, ledger.subject) == ("fail", "redis: ledger") and "READONLY" in ledger.text
+    _, failed = told(status(background_failures={"shared map: publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}}))
+    assert failed.level == "fail" and "shared map: publish failed 3 times" in failed.text and "KeyError: 7" in failed.text
+
+
+@pytest.fixture
+def gateway(fake, monkeypatch):
+    """gateway(status): the admin side of a running gateway that answers so."""
+
+    def start(page) -> None:
+        monkeypatch.setenv("HITHERTO_ADMIN_PORT", fake({"/status": page}).rpartition(":")[2])
+
+    return start
+
+
+def test_what_the_gateway_says_of_a_replica_comes_before_one_look_at_what_answers_there(capsys, fake, gateway, monkeypatch):
+    monkeypatch.delenv("HITHERTO_MODEL")
+    url = fake({"/health": "", "/v1/models": "<html>", "/version": "<html>", "/metrics": "<html>", "/tokenize": "<html>"})
+    name, reason = url.removeprefix("http://"), "something else than the engine answers there: /v1/models lists no models"
+    one = {"id": name, "url": url, "events": "off", "state": "warming", "reason": reason, "problems": ["KV events are off"]}
+    gateway(status(ready=False, why_not=f"no replica is ready: {name} is warming ({reason})", replicas=[one]))
+    code, found = examine(capsys, "--replica-url", url)
+    assert code == 1 and found["replica"][0] == "fail" and f"warming: {reason}" in found["replica"][1]
+    assert set(found) == {"config", "gateway", "replica"}, "nothing else is known of it"
+
+
+def test_without_its_token_nothing_is_said_of_what_only_the_gateway_knows(capsys, fake, monkeypatch):
+    monkeypatch.delenv("HITHERTO_MODEL")
+
+    async def refused(*_):
+        raise doctor.Refused("the admin side asks for its token")
+
+    monkeypatch.setattr(doctor, "_running_gateway", refused)
+    code, found = examine(capsys)
+    assert code == 1 and found["gateway"][0] == "fail" and "--admin-token" in found["gateway"][1]
+    assert set(found) == {"config", "gateway"}
+
+
+async def test_clocks_that_differ(monkeypatch):
+    from replicas.access import Access
+
+    async def health(request):
+        return web.Response(headers={"Date": "Thu, 01 Jan 2026 00:00:00 GMT"})
+
+    app = web.Application()
+    app.add_routes([web.get("/health", health)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    way = Access(f"http://127.0.0.1:{runner.addresses[0][1]}", "127.0.0.1")
+    moment = 1767225600.0  # the same in seconds since 1970
+    try:
+        for offset, level in ((0.5, "ok"), (-1.5, "ok"), (60.0, "warn"), (-60.0, "warn")):
+            monkeypatch.setattr(doctor.time, "time", lambda offset=offset: moment + offset)
+            finding = await doctor._clock({"a": way})
+            assert finding.level == level, offset
+    finally:
+        await way.close()
+    assert "60 s" in finding.text and "NTP" in finding.remedy
+    await runner.cleanup()
+
+
+def test_a_new_prompt_fills_three_blocks_of_any_size_and_is_new():
+    pipeline = once_read(sim_model_dir(), "sim", 16, chat_template=None)
+    prompts = {trial._new_prompt(size): size for size in (16, 32, 128) for _ in range(2)}
+    assert len(prompts) == 6
+    for text, size in prompts.items():
+        assert len(pipeline.tokenizer.encode(text)) // 4 >= 3 * size
+
+
+def test_a_redis_for_workers(capsys, engines, monkeypatch):
+    flags = ("--replica-url", engines[0].url, "--workers", "2")
+    assert examine(capsys, *flags)[1]["workers"][0] == "ok"
+    monkeypatch.setattr("gateway.workers.private_redis._installed", list)
+    code, found = examine(capsys, *flags)
+    assert code == 1 and found["workers"][0] == "fail" and "pip install 'hitherto[redis-server]'" in found["workers"][1]
+
+
+def test_traces_that_arrive_and_that_do_not(capsys, engines, monkeypatch):
+    class Receiver(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200 if self.path == "/v1/traces" else 404)
+            self.end_headers()
+
+        def log_message(self, *_): ...
+
+    receiver = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    threading.Thread(target=receiver.serve_forever, daemon=True).start()
+    base = f"http://127.0.0.1:{receiver.server_port}"
+    found = {}
+    for url in (base, base + "/elsewhere", f"http://127.0.0.1:{free_port()}", "collector:4317"):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        found[url] = examine(capsys)[1]["traces"]
+    receiver.shutdown()
+    receiver.server_close()
+    (ok, takes), (wrong, elsewhere), (absent, nobody), (bad, no_url) = found.values()
+    assert (ok, wrong, absent, bad) == ("ok", "warn", "warn", "fail")
+    assert takes == f"{base}/v1/traces takes them" and "404" in elsewhere and "refused" in nobody and "no http:// or https:// URL" in no_url
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT")
+    assert "traces" not in examine(capsys)[1]

@@ -1,0 +1,211 @@
+"""`hitherto explain`: a decision as data and as text, from a running gateway or worked out alone."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from gateway import cli
+from gateway.ops import explain
+from gateway.config import ConfigError, Settings
+from gateway.model import model_dir
+from gateway.prompt import Prompt, PromptError
+from policies import Asked, Candidate, Choice, CostGroup, Demand, Load, make
+from replicas.simulated.model import sim_model_dir
+
+CHAT = b'{"model": "sim", "messages": [{"role": "user", "content": "' + b"a story about the sea " * 40 + b'"}]}'
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def decision(policy="least_time"):
+    costs, tokens = CostGroup(), 1000
+    candidates = [
+        Candidate("a:1", 0, Load(), costs.add("a:1")),
+        Candidate("b:1", 960, Load(requests=2, decoding=2, context_tokens=800), costs.add("b:1"), lower=(("cpu", 32),)),
+    ]
+    demand = Demand(tokens, 16, 77)
+    prompt = Prompt("/v1/chat/completions", "sim", tokens=tokens, hashes=list(range(62)), rendered_chars=4321)
+    choice = make(policy).choose(demand, candidates, explain=True)
+    return explain.describe(policy, prompt, Asked(demand, candidates, choice, candidates[choice.index].overlap))
+
+
+def test_terms_add_up_and_the_holder_is_chosen():
+    told = decision()
+    json.dumps(told)
+    assert told["choice"] == "b:1" and [one["chosen"] for one in told["replicas"]] == [False, True]
+    assert (told["tokens"], told["blocks"], told["block_size"], told["rendered_chars"]) == (1000, 62, 16, 4321)
+    for one in told["replicas"]:
+        assert one["seconds"] == pytest.approx(sum(one["terms"].values())) and one["seconds"] > 0
+        assert one["overlap_tokens"] + one["uncached_tokens"] == 1000
+    assert told["replicas"][1]["lower_tiers"] == [{"tier": "cpu", "tokens": 32}]
+    assert told["replicas"][1]["load"]["requests"] == 2
+
+
+def test_text_has_every_figure():
+    told = decision()
+    text = explain.show(told)
+    assert "4321 characters rendered, 1000 tokens, 62 full blocks of 16 (exact)" in text
+    lines = text.splitlines()
+    (chosen,) = [line for line in lines if line.startswith("->")]
+    assert chosen.split()[1:5] == ["b:1", "960", "(96%)", "40"]
+    assert chosen.split()[-1] == f"{1e3 * told['replicas'][1]['seconds']:.2f}"
+    assert lines[-1] == f"choice   b:1: {told['reason']}"
+
+
+def test_policies_that_weigh_no_seconds_show_no_seconds():
+    text = explain.show(decision("round_robin"))
+    assert " ms" not in text and "choice   " in text
+
+
+def test_a_prompt_that_was_not_read_says_so():
+    demand, candidates = Demand(0), [Candidate("a:1", 0, Load(), CostGroup().add("a:1"))]
+    told = explain.describe("random", Prompt("/v1/audio", "", mode="load", note="unknown path"), Asked(demand, candidates, Choice(0, "only one"), 0))
+    text = explain.show(told)
+    assert "not read: this request goes where the load is least" in text and "note     unknown path" in text
+
+
+@pytest.fixture
+async def listen():
+    """Start an aiohttp app; gives its URL."""
+    runners = []
+
+    async def start(*routes) -> str:
+        app = web.Application()
+        app.add_routes(routes)
+        runner = web.AppRunner(app)
+        runners.append(runner)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+def engine(name="sim", block_size=16, waiting=0):
+    """The routes of an engine without events."""
+
+    async def models(request):
+        return web.json_response({"data": [{"id": name, "parent": None, "max_model_len": 4096}]})
+
+    async def metrics(request):
+        return web.Response(text=f'vllm:num_requests_waiting 0{waiting}\nvllm:cache_config_info{{block_size="{block_size}",num_gpu_blocks="100"}} 1\n')
+
+    async def health(request):
+        return web.Response()
+
+    return [web.get("/health", health), web.get("/v1/models", models), web.get("/metrics", metrics)]
+
+
+def in_thread(*arguments):
+    return asyncio.to_thread(cli.main, ["explain", *arguments])
+
+
+async def test_a_running_gateway_is_asked(listen, empty_folder, capsys):
+    asked = []
+
+    async def answer(request):
+        asked.append((request.query["path"], await request.read()))
+        return web.json_response(decision())
+
+    url = await listen(web.post("/explain", answer))
+    (empty_folder / "body.json").write_bytes(CHAT)
+    assert await in_thread("body.json", "--admin", url, "--path", "/v1/completions", "--json") == 0
+    assert asked == [("/v1/completions", CHAT)]
+    assert json.loads(capsys.readouterr().out)["choice"] == "b:1"
+
+
+async def test_the_gateways_refusal_is_passed_on(listen, empty_folder, capsys):
+    async def refuse(request):
+        return web.json_response({"error": {"message": "'messages' is missing", "type": "t", "param": None, "code": None}}, status=400)
+
+    url = await listen(web.post("/explain", refuse))
+    (empty_folder / "body.json").write_bytes(b"{}")
+    assert await in_thread("body.json", "--admin", url) == 1
+    assert capsys.readouterr().err == "hitherto: this request would be answered with 400: 'messages' is missing\n"
+
+
+async def test_something_else_on_that_port_is_no_gateway(listen, empty_folder, capsys):
+    (empty_folder / "body.json").write_bytes(CHAT)
+    url = await listen()
+    assert await in_thread("body.json", "--admin", url) == 2
+    assert "something else answers there, with status 404. Give the admin side's URL" in capsys.readouterr().err
+
+
+async def test_without_gateway_and_replicas_it_says_what_to_give(empty_folder, capsys, unused_tcp_port):
+    (empty_folder / "body.json").write_bytes(CHAT)
+    assert await in_thread("body.json", "--admin-port", str(unused_tcp_port)) == 2
+    err = capsys.readouterr().err
+    assert f"no gateway answers at http://127.0.0.1:{unused_tcp_port}" in err and "--replica-url" in err
+
+
+async def test_alone_against_replicas(listen, empty_folder, capsys, unused_tcp_port):
+    idle, busy = await listen(*engine()), await listen(*engine(waiting=9))
+    (empty_folder / "body.json").write_bytes(CHAT)
+    arguments = ["body.json", "--admin-port", str(unused_tcp_port), "--replica-url", idle, busy, "http://127.0.0.1:9", "--policy", "least_load", "--json"]
+    assert await in_thread(*arguments) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["choice"] == idle.removeprefix("http://") and len(told["replicas"]) == 2
+    assert told["mode"] == "exact" and told["tokens"] > 100 and told["blocks"] == told["tokens"] // 16
+    assert "no gateway runs here" in err and "left out: 127.0.0.1:9: " in err
+
+
+async def test_alone_overlap_comes_from_the_engines_event_history(start_engine, empty_folder, capsys, unused_tcp_port):
+    holder, other = [engine.wait() for engine in (start_engine(), start_engine())]
+    (empty_folder / "body.json").write_bytes(CHAT)
+    async with aiohttp.ClientSession() as session:
+        async with session.post(holder.url + "/v1/chat/completions", data=CHAT, headers={"Content-Type": "application/json"}) as response:
+            assert response.status == 200
+    arguments = ["body.json", "--admin-port", str(unused_tcp_port), "--replica-url", other.url, holder.url]
+    assert await in_thread(*arguments, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    overlap = {one["id"]: one["overlap_tokens"] for one in told["replicas"]}
+    assert overlap == {holder.url.removeprefix("http://"): (told["tokens"] - 1) // 16 * 16, other.url.removeprefix("http://"): 0}
+    assert told["choice"] == holder.url.removeprefix("http://")
+    assert await in_thread(*arguments) == 0
+    assert f"choice   {told['choice']}: " in capsys.readouterr().out
+
+
+async def test_alone_the_clients_fault_is_told(listen, empty_folder, capsys, unused_tcp_port):
+    (empty_folder / "body.json").write_bytes(b'{"messages": ')
+    assert await in_thread("body.json", "--admin-port", str(unused_tcp_port), "--replica-url", await listen(*engine())) == 1
+    assert "would be answered with 400: " in capsys.readouterr().err
+
+
+async def test_alone_with_no_replica_up(unused_tcp_port):
+    with pytest.raises(ConfigError, match="no replica answers"):
+        await explain.alone(Settings(replica_url=(f"http://127.0.0.1:{unused_tcp_port}",)), "/v1/completions", b"{}")
+
+
+def test_body_that_is_not_there(capsys):
+    assert cli.main(["explain", "gone.json"]) == 2
+    assert capsys.readouterr().err.startswith("hitherto: gone.json: cannot read the request's body: No such file")
+
+
+def test_model_names_are_resolved_or_refused(tmp_path):
+    assert model_dir("sim") == sim_model_dir()
+    assert model_dir(str(tmp_path)) == tmp_path
+    with pytest.raises(ConfigError, match="no directory /nowhere/at/all"):
+        model_dir("/nowhere/at/all")
+    with pytest.raises(ConfigError, match="Give --model NAME_OR_FOLDER"):
+        model_dir(None)
+
+
+def test_refusals_of_other_servers_are_not_taken_for_the_gateways():
+    import io
+    import urllib.error
+
+    page = urllib.error.HTTPError("u", 500, "x", {}, io.BytesIO(b"<html>"))
+    assert isinstance(explain._refusal(page, "http://a"), explain.Unanswered)
+    ours = urllib.error.HTTPError("u", 404, "x", {}, io.BytesIO(b'{"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}'))
+    wrong = explain._refusal(ours, "http://a")
+    assert isinstance(wrong, PromptError) and (wrong.status, wrong.message, wrong.code) == (404, "m", "c")

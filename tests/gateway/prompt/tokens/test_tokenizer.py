@@ -1,0 +1,167 @@
+"""The tokenizer room: two backends with the same ids, and where a text may be cut."""
+
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import pytest
+from tokenizers import AddedToken, Tokenizer as Real, decoders, models, normalizers, pre_tokenizers, processors
+
+from gateway.prompt.tokens.model import ModelError
+from gateway.prompt.tokens.tokenizer import Tokenizer, TokenizerError
+
+from ..reference import MODELS, model_dir
+from ..test_exact import NASTY, TEXTS
+
+
+def made(directory, *added, normalizer=None):
+    """A byte-level tokenizer of single bytes with these added tokens."""
+    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    real = Real(models.BPE(vocab=vocab, merges=[("a", "b")] if "ab" in vocab else []))
+    real.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    real.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        real.normalizer = normalizer
+    for token in added:
+        real.add_special_tokens([token]) if token.special else real.add_tokens([token])
+    directory.mkdir(parents=True, exist_ok=True)
+    real.save(str(directory / "tokenizer.json"))
+    return Tokenizer(directory)
+
+
+def special(text, **more):
+    return AddedToken(text, special=True, normalized=more.pop("normalized", False), **more)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cuts_are_exact_on_real_tokenizers(name, load_model):
+    pipeline, reference = load_model(name)
+    cuts = sorted(pipeline.tokenizer.safe_cuts())
+    assert cuts
+
+    @given(left=TEXTS, cut=st.sampled_from(cuts[:40] + cuts[-5:]), right=TEXTS)
+    @settings(max_examples=40)
+    def same(left, cut, right):
+        assert reference.ids(left + cut + right) == reference.ids(left) + reference.ids(cut + right)
+
+    same()
+
+
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4))
+@settings(max_examples=40)
+def test_both_backends_give_the_same_ids(texts):
+    fast, slow = backends()
+    assert fast.backend == "fastokens" and slow.backend == "tokenizers"
+    assert fast.encode_many(texts) == slow.encode_many(texts) == [slow.encode(text) for text in texts]
+    assert fast.encode(texts[0], special=True) == slow.encode(texts[0], special=True)
+
+
+def backends(made=[]):
+    if not made:
+        made += [Tokenizer(model_dir("sim")), Tokenizer(model_dir("sim"), backend="tokenizers")]
+    return made
+
+
+@pytest.mark.parametrize("token", [
+    special("<x>", lstrip=True), special("<x>", single_word=True), special("\nx>"), special(" <x>"),
+])
+def test_tokens_that_reach_to_their_left_are_no_cuts(tmp_path, token):
+    assert not made(tmp_path, token).safe_cuts()
+
+
+def test_tokens_matched_on_normalized_text_are_cuts_where_normalizing_changes_nothing(tmp_path):
+    token = special("<x>", normalized=True)
+    for name, normalizer, cuts in (("none", None, {"<x>"}), ("empty", normalizers.Sequence([]), {"<x>"}), ("nfc", normalizers.NFC(), set()),
+                                   ("lower", normalizers.Sequence([normalizers.Lowercase()]), set())):
+        assert made(tmp_path / name, token, normalizer=normalizer).safe_cuts() == cuts
+
+
+def test_tokens_that_others_reach_into_are_no_cuts(tmp_path):
+    tokens = made(tmp_path, special("<x>"), special("a<x>"), special("<y>"), special("b<y"), special("<z>"), special("<z>>", lstrip=True),
+                  special("aa"), special("<ok>"))
+    assert tokens.safe_cuts() == {"<ok>", "b<y"}        # "aa" reaches into "a<x>"
+
+
+def test_a_letter_is_no_cut_where_tokens_look_for_words(tmp_path):
+    assert made(tmp_path, special("xyz"), special("<w>")).safe_cuts() == {"xyz", "<w>"}
+    assert made(tmp_path / "words", special("xyz"), special("<w>"), special("word", single_word=True)).safe_cuts() == {"<w>"}
+
+
+def test_a_token_that_takes_blanks_to_its_right_leaves_cuts_alone(tmp_path):
+    tokens = made(tmp_path, special("<r>", rstrip=True), special("<x>"))
+    assert tokens.safe_cuts() == {"<r>", "<x>"}
+    assert tokens.encode("<r>  <x>a") == tokens.encode("<r>  ") + tokens.encode("<x>a")
+
+
+def test_a_tokenizer_that_breaks_the_rule_has_no_cuts(tmp_path, monkeypatch, caplog):
+    tokens = made(tmp_path, special("<x>"))
+    whole = Tokenizer.encode
+
+    def odd(self, text, special=False):
+        return whole(self, text, special) + (b"\0\0\0\0" if "a<x>" in text else b"")
+
+    monkeypatch.setattr(Tokenizer, "encode", odd)
+    with caplog.at_level(logging.WARNING):
+        assert tokens.safe_cuts() == frozenset()
+    assert "nothing of a prompt is reused" in caplog.text
+
+
+def test_special_tokens_around_a_text(tmp_path):
+    tokens = made(tmp_path, special("<s>"), special("</s>"))
+    assert tokens.added_around() == (0, 0)
+    path = tmp_path / "tokenizer.json"
+    real = Real.from_file(str(path))
+    ids = [(name, real.token_to_id(name)) for name in ("<s>", "</s>")]
+    real.post_processor = processors.TemplateProcessing(single="<s> <s> $A </s>", pair=None, special_tokens=ids)
+    real.save(str(path))
+    assert Tokenizer(tmp_path).added_around() == (2, 1)
+
+
+def test_truncation_and_padding_in_the_file_are_off(tmp_path):
+    made(tmp_path, special("<s>"))
+    real = Real.from_file(str(tmp_path / "tokenizer.json"))
+    real.enable_truncation(3)
+    real.enable_padding(length=8, pad_id=0, pad_token="<s>")
+    real.save(str(tmp_path / "tokenizer.json"))
+    for backend in ("fastokens", "tokenizers"):
+        tokens = Tokenizer(tmp_path, backend)
+        assert [len(ids) // 4 for ids in tokens.encode_many(["abcdef", "a"])] == [6, 1]
+
+
+def test_what_fastokens_cannot_load_is_left_to_tokenizers(monkeypatch, caplog):
+    class Broken:
+        @staticmethod
+        def from_file(path):
+            raise ValueError("unsupported model")
+
+    expected = backends()[0].encode("Hello, world!")
+    monkeypatch.setattr("gateway.prompt.tokens.tokenizer.fastokens.Tokenizer", Broken)
+    with caplog.at_level(logging.WARNING):
+        tokens = Tokenizer(model_dir("sim"))
+    assert tokens.backend == "tokenizers" and "unsupported model" in caplog.text
+    assert tokens.encode("Hello, world!") == expected
+
+
+def test_what_nobody_can_load_says_so(tmp_path):
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json: convert"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "None"}}))
+    with pytest.raises(ModelError, match="no tokenizer that can be read"):
+        Tokenizer(tmp_path)
+
+
+def test_many_threads_encode_at_once():
+    fast, slow = backends()
+    texts = [text * (i % 7 + 1) for i, text in enumerate(NASTY * 8)]
+    expected = [slow.encode(text) for text in texts]
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(3):
+            assert list(threads.map(fast.encode, texts)) == expected
+
+
+def test_decode_gives_the_text_back():
+    fast, _ = backends()
+    ids = memoryview(fast.encode("Hello <｜User｜> 汉字 😀")).cast("I").tolist()
+    assert fast.decode(ids) == "Hello <｜User｜> 汉字 😀"

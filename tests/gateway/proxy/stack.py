@@ -1,0 +1,95 @@
+"""A dispatcher behind a real listening socket, in front of replicas that follow a script."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from cachemap import CacheMap
+from gateway.proxy.backend import Backend
+from gateway.proxy.dispatcher import Dispatcher
+from gateway.models import Models
+from gateway.prompt.pipeline import Pipeline
+from gateway.ops.metrics import Counter, Metrics
+from gateway.http.messages import Limits
+from gateway.http.server import Server
+from policies import CostGroup, Ledger, Router, make
+from replicas import Replica, State
+
+from ..http.talk import Talker, scripted
+
+
+class Stack:
+    def __init__(self, dispatcher, server, port, faults, unconfirmed):
+        self.dispatcher, self.server, self.port = dispatcher, server, port
+        self.faults, self.unconfirmed = faults, unconfirmed  # kinds of failures; replicas of which an error was told that may be the request's fault
+        self.metrics = dispatcher.metrics
+        self.talkers = []
+
+    async def talk(self) -> Talker:
+        self.talkers.append(await Talker.to(self.port))
+        return self.talkers[-1]
+
+    def idle(self) -> bool:
+        """Nothing reserved, nothing in flight."""
+        total = self.dispatcher.router.ledger.total()
+        return not self.dispatcher.lives and not any((total.requests, total.prefilling, total.prefill_tokens, total.decoding, total.context_tokens))
+
+
+def backend_for(dispatcher: Dispatcher, port: int, models=("m",)) -> Backend:
+    replica = Replica(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "127.0.0.1", port)
+    replica.state = State.READY
+    replica.models = dict.fromkeys(models)
+    slot = dispatcher.router.map.attach(replica.id, 1000, False)
+    backend = Backend(replica, dispatcher.router.add(replica.id, slot))
+    dispatcher.add(backend)
+    return backend
+
+
+def unforeseen(metrics: Metrics) -> list[tuple[str, str]]:
+    """Values of labels that were counted, and are not among those that the metric states."""
+    found = []
+    for metric in metrics.all():
+        if isinstance(metric, Counter):
+            found += [(metric.name, value) for key in metric.values for values, value in zip(metric.known.values(), key, strict=True) if values and value not in values]
+        else:
+            found += [(metric.name, value) for value in metric.series if metric.known and value not in metric.known]
+    return found
+
+
+async def nothing_new() -> None:
+    """All replicas serve what they did."""
+
+
+@asynccontextmanager
+async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_timeout=5.0, idle_timeout=5.0, pipeline=None, limits=Limits(), **options):
+    """One replica per script, plus replicas at `ports` (where perhaps nobody listens)."""
+    faults, unconfirmed = [], []
+
+    def traffic(replica, kind):
+        if kind == "unconfirmed":
+            unconfirmed.append(replica)
+        elif kind not in (None, "reconnect"):
+            faults.append(kind)
+
+    async with AsyncExitStack() as resources:
+        dispatcher = Dispatcher(
+            models=Models.of(pipeline or Pipeline(None, "m", 16)), router=Router(make(policy), CacheMap(1 << 24), Ledger(), CostGroup()), metrics=Metrics(),
+            retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True, replicas={},
+            on_traffic=traffic, **{"ask_models": nothing_new, **options},
+        )  # fmt: skip
+        for port in ports:
+            backend_for(dispatcher, port)
+        for script in scripts:
+            backend_for(dispatcher, await resources.enter_async_context(scripted(script)))
+        server = Server(dispatcher, limits)
+        port = await server.start("127.0.0.1", 0)
+        made = Stack(dispatcher, server, port, faults, unconfirmed)
+        try:
+            yield made
+            assert not unforeseen(made.metrics), "a label's value that is not stated beforehand is first seen at 1, which rate() misses"
+        finally:
+            for talker in made.talkers:
+                await talker.close()
+            await server.close()
+            for backend in dispatcher.backends.values():
+                backend.stop()

@@ -1,0 +1,174 @@
+"""Decisions for another proxy: the ledger is right whatever is told, in whatever order, or not at all."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.proxy import decisions as module
+from gateway.proxy.decisions import Decisions
+from gateway.proxy.life import Failure
+
+from .stack import backend_for, stack
+
+PATH = "/v1/chat/completions"
+ANSWER = b'data: {"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}\n\ndata: [DONE]\n\n'
+
+
+def chat(text="a prompt " * 40, **fields) -> bytes:
+    return orjson.dumps({"model": "m", "messages": [{"role": "user", "content": text}], "stream": True, **fields})
+
+
+@asynccontextmanager
+async def decisions(replicas=2, **options):
+    async with stack(ports=range(9, 9 + replicas), **options) as s:
+        yield s, Decisions(s.dispatcher)
+
+
+async def refused(awaitable) -> Failure:
+    with pytest.raises(Failure) as caught:
+        await awaitable
+    return caught.value
+
+
+steps = st.lists(st.tuples(st.sampled_from(["decide", "whole", "first", "done", "expire", "lost", "back"]), st.integers(0, 5)), max_size=30)
+
+
+@settings(max_examples=60)
+@given(steps)
+def test_nothing_is_left_whatever_happens(steps):
+    async def play():
+        async with decisions() as (s, d):
+            made = []
+            for what, number in steps:
+                id = made[number % len(made)] if made else "nobody"
+                try:
+                    if what in ("decide", "whole", "expire"):
+                        lease = 0.0 if what == "expire" else 60.0
+                        made.append((await d.decide(PATH, chat(f"{number} " * 50, stream=what != "whole"), {}, (), lease))["id"])
+                        await asyncio.sleep(0)
+                    elif what == "first":
+                        await d.first_byte(id)
+                    elif what == "done":
+                        await d.done(id, ANSWER % (50, 20, 16))
+                    elif what == "lost":
+                        s.dispatcher.remove("127.0.0.1:9")
+                    elif "127.0.0.1:9" not in s.dispatcher.backends:
+                        backend_for(s.dispatcher, 9)
+                except Failure as failure:
+                    assert failure.fields["code"] == "unknown_decision"
+            for id in made:
+                try:
+                    await d.done(id, b"")
+                except Failure:
+                    pass
+            await asyncio.sleep(0)
+            assert s.idle() and not d.on()
+
+    asyncio.run(play())
+
+
+async def test_a_caller_that_leaves_as_the_answer_comes_leaves_nothing(monkeypatch):
+    async with decisions() as (s, d):
+        choose, asked = s.dispatcher.choose, []
+        monkeypatch.setattr(s.dispatcher, "choose", asked.append)  # as the shared ledger, which answers later
+        deciding = asyncio.create_task(d.decide(PATH, chat(), {}))
+        while not asked:
+            await asyncio.sleep(0)
+        choose(asked[0])
+        assert not s.idle()
+        deciding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await deciding
+        assert s.idle()
+
+
+async def test_a_model_loaded_a_moment_ago_is_asked_for_first():
+    async def loaded():
+        for backend in s.dispatcher.backends.values():
+            backend.replica.models = {"m": None, "sql": "m"}
+        s.dispatcher.changed()
+
+    async with decisions(ask_models=loaded) as (s, d):
+        told = await d.decide(PATH, chat(model="sql"), {})
+        assert told["replica"] in s.dispatcher.backends
+        await d.done(told["id"], b"")
+        assert (await refused(d.decide(PATH, chat(model="none"), {}))).status == 404
+        assert s.idle()
+
+
+async def test_there_are_only_so_many(monkeypatch):
+    monkeypatch.setattr(module, "MOST", 3)
+    async with decisions() as (s, d):
+        made = [await d.decide(PATH, chat(), {}) for _ in range(3)]
+        failure = await refused(d.decide(PATH, chat(), {}))
+        assert failure.status == 429 and "POST /decide/ID/done" in failure.message
+        await d.done(made[1]["id"], b"")
+        assert (await d.decide(PATH, chat(), {}))["id"] not in [one["id"] for one in made]
+        assert sum(d.on().values()) == s.dispatcher.router.ledger.total().requests == 3
+
+
+async def test_they_are_bounded_in_bytes_too(monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES", 10_000)
+    long = chat(messages=[{"role": "user", "content": "word " * 40_000}])
+    async with decisions() as (s, d):
+        made = await d.decide(PATH, long, {})
+        assert "MiB are under way" in (await refused(d.decide(PATH, chat(), {}))).message
+        await d.done(made["id"], b"")
+        await d.decide(PATH, chat(), {})
+
+
+async def test_a_gateway_that_stops_decides_nothing():
+    async with decisions() as (s, d):
+        s.dispatcher.draining = True
+        failure = await refused(d.decide(PATH, chat(), {}))
+        assert (failure.status, failure.fields) == (503, {"code": "shutting_down"}) and s.idle()
+
+
+async def test_what_is_told_is_learned_from():
+    async with decisions(1, policy="least_time") as (s, d):
+        (backend,) = s.dispatcher.backends.values()
+        for _ in range(2):
+            made = await d.decide(PATH, chat(), {})
+            await d.first_byte(made["id"])
+            await d.done(made["id"], ANSWER % (made["tokens"], 20, made["cached_tokens"]))
+        assert s.metrics.predictions.values == {(backend.id, "equal"): 2} and s.metrics.ttft.count(backend.id) == 2
+        assert backend.candidate.costs.count == 2 and backend.candidate.costs.group.step.count == 2
+        assert made["cached_tokens"] > 0 and s.metrics.reported_cached_tokens.total() == made["cached_tokens"]
+
+
+@pytest.mark.parametrize("answer", [b"", b'{"error": {"message": "out of memory"}}', b'{"usage": null}', b"\x00\xff"])
+async def test_of_an_answer_that_tells_nothing_nothing_is_learned(answer):
+    async with decisions(1) as (s, d):
+        await d.done((await d.decide(PATH, chat(), {}))["id"], answer)
+        assert not s.metrics.predictions.values and not s.metrics.prompt_tokens.values and s.idle()
+
+
+async def test_a_rank_is_named_by_its_header_and_a_session_stays():
+    async with decisions(6, policy="consistent_hash") as (s, d):
+        for rank, backend in enumerate(s.dispatcher.backends.values()):
+            backend.replica.rank = rank
+        made = []
+        for number in range(4):
+            made.append(await d.decide(PATH, chat(f"{number} " * 50), {"x-session-id": "one"}))
+            await d.done(made[-1]["id"], b"")
+        assert len({one["replica"] for one in made}) == 1
+        rank = list(s.dispatcher.backends).index(made[0]["replica"])
+        assert made[0]["headers"] == {"X-data-parallel-rank": str(rank)}
+        assert len({(await d.decide(PATH, chat(), {"x-session-id": str(number)}))["replica"] for number in range(30)}) > 1
+
+
+async def test_candidates_are_in_the_order_of_the_policy():
+    async with decisions(10, policy="least_time") as (s, d):
+        first = await d.decide(PATH, chat(), {})
+        second = await d.decide(PATH, chat("another " * 50), {}, exclude=(first["replica"],))
+        for one in (first, second):
+            await d.done(one["id"], b"")
+        again = await d.decide(PATH, chat(), {})
+        assert again["candidates"][0] == first["replica"] and len(set(again["candidates"])) == module.MOST_CANDIDATES
+        await d.decide(PATH, chat("another " * 50), {})
+        other = await d.decide(PATH, chat("yet another " * 50), {})
+        assert not {again["replica"], second["replica"]} & set(other["candidates"])  # the busy ones come last, and ten are too many

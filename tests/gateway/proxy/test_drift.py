@@ -1,0 +1,66 @@
+from gateway.proxy.drift import WINDOW, Drift
+
+
+def test_small_errors_never_add_up_to_a_verdict():
+    drift = Drift()
+    assert not any(drift.reported(992 if i % 20 else 0, 992, 1000) for i in range(50 * WINDOW))
+
+
+def test_a_map_that_is_wrong_is_found_out_within_a_window():
+    drift = Drift()
+    verdicts = [drift.reported(900, 0, 1000) for _ in range(WINDOW)]
+    assert verdicts == [False] * (WINDOW - 1) + [True]
+
+
+def test_counters_speak_for_engines_that_report_nothing():
+    drift = Drift()
+    assert not drift.counted(9000, 5000, idle=True)  # where it began is not known
+    drift.unreported(800, 1000)
+    assert not drift.counted(9500, 5400, idle=False)  # requests in flight: not comparable
+    assert not drift.counted(10000, 5800, idle=True)  # as promised
+    drift.unreported(800, 1000)
+    assert drift.counted(11000, 5800, idle=True)  # promised 800, delivered none
+
+
+def test_counters_speak_also_where_an_engine_counts_no_lookups():
+    drift = Drift()
+    drift.counted(None, 5000, idle=True)
+    drift.unreported(800, 1000)
+    assert drift.counted(None, 5000, idle=True)
+
+
+def test_what_responses_reported_is_in_the_counters_too():
+    drift = Drift()
+    drift.counted(0, 0, idle=True)
+    drift.reported(992, 992, 1000)
+    drift.unreported(800, 1000)
+    assert not drift.counted(2000, 1792, idle=True)
+    drift.reported(992, 992, 1000)
+    drift.unreported(800, 1000)
+    assert drift.counted(4000, 2784, idle=True)  # 992 of them reported: for the other nothing was found
+
+
+def test_counters_are_not_compared_when_they_speak_of_other_requests_too():
+    drift = Drift()
+    drift.counted(0, 0, idle=True)
+    drift.unreported(0, 1000)
+    assert not drift.counted(2000, 992, idle=True)  # another gateway's, or one whose client left
+    drift.unreported(800, 1000)
+    assert drift.counted(3000, 992, idle=True)  # alone again
+
+
+def test_counters_are_not_compared_when_a_request_had_several_prompts():
+    drift = Drift()
+    drift.counted(0, 0, idle=True)
+    drift.unreported(0, 1000)
+    drift.aside()
+    assert not drift.counted(1000, 992, idle=True)
+    drift.unreported(0, 1000)
+    assert drift.counted(2000, 1984, idle=True)
+
+
+def test_a_counter_that_falls_is_a_restart_not_drift():
+    drift = Drift()
+    drift.counted(9000, 5000, idle=True)
+    drift.unreported(800, 1000)
+    assert not drift.counted(0, 0, idle=True)

@@ -1,0 +1,681 @@
+"""Lives that go wrong: what is retried, what the client is told, that nothing is left behind and nobody blamed in vain."""
+
+import asyncio
+import json
+import random
+import socket
+import time
+from time import monotonic
+
+import pytest
+
+from policies.costs import Costs
+from replicas import State
+
+from ..http.talk import eventually, free_port, read_request
+from .replies import ANSWER, BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, says, silent, streams
+from .stack import stack
+
+
+async def test_a_kept_connection_that_died_is_replaced_without_blaming_the_replica():
+    async with stack(answers(close_after=True), retries=0) as s:
+        talk = await s.talk()
+        for _ in range(4):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+        assert s.faults == []
+
+
+async def test_no_connection_moves_the_request_to_another_replica():
+    async with stack(answers(), ports=[free_port()]) as s:
+        talk = await s.talk()
+        for _ in range(4):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+        assert "connect" in s.faults and set(s.faults) == {"connect"}
+
+
+@pytest.mark.parametrize("status", [b"500 Internal Server Error", b"502 Bad Gateway", b"503 Service Unavailable"])
+async def test_an_unwell_replica_is_passed_over(status):
+    async with stack(answers(status=status), answers()) as s:
+        talk = await s.talk()
+        for _ in range(4):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, ANSWER)
+        assert s.metrics.retries.total() >= 2
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("status", [b"401 Unauthorized", b"403 Forbidden", b"404 Not Found", b"429 Too Many Requests"])
+async def test_a_replica_that_refuses_what_another_one_answers_is_passed_over_and_held_to_account(status):
+    """It takes no time, so the replica would look idle and get everything."""
+    async with stack(answers(b'{"error": "no"}', status), answers()) as s:
+        talk, kind = await s.talk(), f"status {int(status[:3])}"
+        for _ in range(6):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, ANSWER)
+        await eventually(s.idle)
+        assert s.faults and set(s.faults) == {kind} and not s.unconfirmed
+
+
+@pytest.mark.parametrize("status", [b"401 Unauthorized", b"429 Too Many Requests"])
+async def test_what_all_replicas_refuse_alike_is_held_against_none(status):
+    async with stack(*[answers(b'{"error": "no"}', status)] * 3) as s:
+        talk = await s.talk()
+        for _ in range(6):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (int(status[:3]), b'{"error": "no"}')
+        await eventually(s.idle)
+        assert not s.faults and not s.unconfirmed and s.metrics.retries.total() <= 12
+
+
+@pytest.mark.parametrize("status", [b"204 No Content", b"206 Partial Content", b"302 Found"])
+async def test_no_engine_answers_a_prompt_with_another_success_than_200(status):
+    async with stack(answers(b"" if status.startswith(b"204") else b"{}", status), answers()) as s:
+        talk = await s.talk()
+        for _ in range(4):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, ANSWER)
+        assert "foreign answer" in s.faults
+
+
+def held(s) -> list[int]:
+    """Blocks of LONG that each replica is taken to hold."""
+    hashes = s.dispatcher.models.pipelines[0].prepare("/v1/chat/completions", LONG).hashes
+    assert len(hashes) > 3
+    return [s.dispatcher.router.map.match(hashes, monotonic()).held[backend.slot] for backend in s.dispatcher.backends.values()]
+
+
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("status", [b"400 Bad Request", b"401 Unauthorized", b"429 Too Many Requests"])
+async def test_a_prompt_that_is_refused_is_not_taken_to_be_cached(status, observed):
+    async with stack(answers(b"{}", status)) as s:
+        (backend,) = s.dispatcher.backends.values()
+        s.dispatcher.router.map.observed(backend.slot, observed)
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        assert (await talk.response())[0] == int(status[:3])
+        await eventually(s.idle)
+        assert held(s) == [0]
+
+
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+async def test_a_prompt_is_taken_to_be_cached_only_where_it_went_in_the_end(full, observed):
+    """Nobody listens at the first, or it has no room."""
+    first = {"ports": [free_port()]} if not full else {}
+    async with stack(*[answers(status=b"503 Service Unavailable")] * full, answers(), **first) as s:
+        for backend in s.dispatcher.backends.values():
+            s.dispatcher.router.map.observed(backend.slot, observed)
+        talk = await s.talk()
+        for _ in range(2):  # one of them meets the first one first
+            await talk.say(post(LONG))
+            assert (await talk.response())[0] == 200
+        await eventually(s.idle)
+        assert s.metrics.retries.total() >= 1
+        there, here = held(s)
+        assert there == 0 and here > 3
+
+
+async def test_the_last_replicas_own_error_reaches_the_client():
+    body = b'{"error":{"message":"full","code":503}}'
+    async with stack(answers(body, b"503 Service Unavailable"), answers(body, b"503 Service Unavailable")) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0::2] == (503, body)
+
+
+async def test_a_4xx_is_the_clients_and_is_never_retried():
+    async with stack(answers(b"{}", b"422 Unprocessable"), answers()) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 422
+        assert s.faults == [] and s.metrics.retries.total() == 0
+
+
+async def test_death_before_the_first_byte_is_retried_and_502_when_all_fail():
+    dies = says(SSE_HEAD, then_hangs=False)  # engines send the head before the prefill: still nothing has been answered
+    async with stack(dies, answers()) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+    async with stack(ports=[free_port() for _ in range(4)], retries=2) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, headers, body = await talk.response()
+        error = json.loads(body)["error"]
+        assert (status, error["code"], error["type"]) == (502, "replica_failed", "server_error")
+        assert "after 3 attempt(s)" in error["message"] and "x-should-retry" not in headers
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize(("state", "patience"), [(State.FAILED, 0.0), (State.DEGRADED, 10.0)])
+async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state, patience):
+    """The head alone is no first byte."""
+
+    async with stack(says(SSE_HEAD), answers(), request_timeout=60.0) as s:
+        ill, well = s.dispatcher.backends.values()
+        well.replica.state = State.DRAINING
+        s.dispatcher.changed()
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: any(life.held for life in s.dispatcher.lives))
+        (life,) = s.dispatcher.lives
+        assert s.dispatcher.waited(ill.id, life.sent_at + 3) == 3 and s.dispatcher.waited(well.id, life.sent_at + 3) == 0
+        assert s.dispatcher.oldest_unanswered() == {ill.id: life.sent_at}
+        ill.replica.state = state
+        s.dispatcher.changed()
+        s.dispatcher.sweep(life.sent_at + 2)
+        assert s.metrics.retries.total() == 0, "nobody is there"
+        well.replica.state = State.DEGRADED
+        s.dispatcher.changed()
+        s.dispatcher.sweep(life.sent_at + 12)
+        assert s.metrics.retries.total() == 0, "nobody is better"
+        well.replica.state = State.READY
+        s.dispatcher.changed()
+        if patience:
+            s.dispatcher.sweep(life.sent_at + patience - 0.1)
+            assert s.metrics.retries.total() == 0, "it has its time"
+        s.dispatcher.sweep(life.sent_at + patience)
+        assert (await talk.response())[0::2] == (200, ANSWER)
+        assert s.faults == ["hung"] and s.metrics.retries.total() == 1
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_engine_that_stops_and_aborts_what_it_has_is_passed_over(streamed):
+    """vLLM's way: 200, and the text so far. What has begun is the engine's to end; the last replica's word stands."""
+    abort = b'{"choices":[{"text":"half","finish_reason":"abort"}]}'
+    quoted = b'{"choices":[{"text":"\\"finish_reason\\":\\"abort\\"","finish_reason":"stop"}]}'
+    stopping = streams(chunk(b"data: " + abort + b"\n\n")) if streamed else answers(abort)
+    async with stack(stopping, answers(quoted)) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, quoted)
+        assert set(s.faults) == {"aborted"} and s.metrics.retries.total() == len(s.faults)
+        await eventually(s.idle)
+    async with stack(stopping) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert abort in (await talk.response())[2] and s.faults == ["aborted"]
+        await eventually(lambda: s.metrics.requests.total(status="5xx") == 1)  # which is no complete answer
+
+
+async def test_a_stream_that_is_silent_ends_sooner_where_the_replica_is_lost():
+    async with stack(says(SSE_HEAD + chunk(EVENT)), idle_timeout=60.0) as s:
+        (ill,) = s.dispatcher.backends.values()
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: any(life.pieces for life in s.dispatcher.lives))
+        (life,) = s.dispatcher.lives
+        s.dispatcher.sweep(life.seen_at + 59)
+        ill.replica.state = State.FAILED
+        s.dispatcher.sweep(life.seen_at + 9)
+        assert s.faults == []
+        s.dispatcher.sweep(life.seen_at + 11)
+        status, _, body = await talk.response()
+        assert status == 200 and body.startswith(EVENT) and b"no byte for 10 s" in body and s.faults == ["stalled"]
+
+
+async def test_a_request_stays_where_it_is_only_waited_for():
+    async with stack(silent, answers()) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: any(life.sent_at for life in s.dispatcher.lives))
+        (life,) = s.dispatcher.lives
+        s.dispatcher.sweep(life.sent_at + 4.9)
+        assert s.metrics.retries.total() == 0 and s.faults == []
+
+
+@pytest.mark.parametrize(
+    ("path", "marks"),
+    [
+        (b"/v1/chat/completions", [b'"code":"replica_failed"']),
+        (b"/v1/responses", [b"event: error", b'"type":"error"']),
+        (b"/v1/messages", [b"event: error", b'"type":"api_error"']),
+    ],
+)
+async def test_death_in_the_stream_ends_it_with_an_error_event_and_no_done(path, marks):
+    async with stack(streams(chunk(EVENT), chunk(EVENT), end=None)) as s:
+        talk = await s.talk()
+        await talk.say(post(path=path))
+        status, _, body = await talk.response()
+        assert status == 200 and body.startswith(EVENT + EVENT)
+        assert all(mark in body for mark in marks) and b"[DONE]" not in body
+        await eventually(s.idle)
+        await talk.say(post(path=path))  # the connection is as good as before
+        assert (await talk.response())[0] == 200
+
+
+@pytest.mark.parametrize("torn", [b"ff\r\ndata: half", b"ff"])
+async def test_death_inside_a_chunk_cuts_the_connection(torn):
+    async with stack(streams(chunk(EVENT), torn, end=None)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        raw = await talk.rest()
+        assert EVENT in raw and not raw.endswith(b"0\r\n\r\n") and b"[DONE]" not in raw
+        await eventually(s.idle)
+
+
+async def test_death_inside_a_plain_body_cuts_the_connection():
+    async with stack(says(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf", then_hangs=False)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert not (await talk.rest()).endswith(b"}")
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("garbage", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000])
+async def test_a_replica_that_does_not_speak_http_is_passed_over(garbage):
+    async with stack(says(garbage), answers()) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+
+
+@pytest.mark.parametrize("evil", [b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil", b"evil", b"\r\n"])
+@pytest.mark.parametrize("framing", [b"Content-Length: 2\r\n\r\nok", b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n", b"Content-Length: 2\r\nConnection: close\r\n\r\nok"])
+async def test_bytes_after_the_end_of_an_answer_never_reach_another_request(framing, evil):
+    async with stack(says(b"HTTP/1.1 200 OK\r\n" + framing + evil)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, _, body = await talk.response()
+        # of chunks it can't be told where the last one ends, so such an answer counts as broken
+        assert (status, body) == (200, b"ok") or (status == 502 and framing.startswith(b"Transfer") and b"evil" not in body)
+        await eventually(s.idle)
+        assert not any(backend.pool.idle for backend in s.dispatcher.backends.values())
+
+
+async def test_no_first_byte_in_time_is_a_504():
+    async with stack(silent, request_timeout=0.2) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, _, body = await talk.response()
+        assert (status, json.loads(body)["error"]["code"]) == (504, "replica_timeout")
+        assert s.faults == ["timeout"]
+        await eventually(s.idle)
+
+
+async def test_a_stream_that_stalls_is_ended_with_an_error_event():
+    async with stack(streams(chunk(EVENT), pause=lambda: asyncio.sleep(30)), idle_timeout=0.2) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        _, _, body = await talk.response()
+        assert b"no byte for 0.2 s" in body and b"[DONE]" not in body
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("after", ["request", "first event"])
+async def test_a_client_that_leaves_aborts_the_request_upstream(after):
+    left = asyncio.Event()
+    arrived = asyncio.Event()
+
+    async def script(reader, writer):
+        await read_request(reader)
+        if after == "first event":
+            writer.write(SSE_HEAD + chunk(EVENT))
+        arrived.set()
+        assert await reader.read() == b""
+        left.set()
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await arrived.wait()
+        if after == "first event":
+            await talk.until(EVENT)
+        await talk.close()
+        await asyncio.wait_for(left.wait(), 5)
+        await eventually(s.idle)
+        assert s.metrics.client_aborts.total() == 1
+
+
+async def test_no_replica_is_a_503_with_retry_after():
+    async with stack() as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, headers, body = await talk.response()
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert json.loads(body)["error"]["code"] == "no_replica_ready"
+
+
+async def test_what_is_refused_without_asking_a_replica_is_counted_by_its_reason():
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        for request, reason in (
+            (post(path=b"/sleep"), "path_not_allowed"),
+            (post(b'{"model": "other", "prompt": "x"}', b"/v1/completions"), "model_not_found"),
+            (post().replace(b"POST", b"PUT", 1), "405"),
+            (post(b"no JSON"), "400"),
+        ):
+            await talk.say(request)
+            status, _, _ = await talk.response()
+            assert 400 <= status < 500 and s.metrics.rejections.values == {(reason,): 1}, request
+            s.metrics.rejections.values.clear()
+        await talk.say(post())
+        assert (await talk.response())[0] == 200 and not s.metrics.rejections.values
+        for backend in s.dispatcher.backends.values():
+            backend.replica.state = State.FAILED
+        s.dispatcher.changed()
+        await talk.say(post())
+        assert (await talk.response())[0] == 503 and s.metrics.rejections.values == {("no_replica_ready",): 1}
+
+
+async def test_while_draining_new_work_gets_503_on_old_connections():
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await talk.response()
+        s.dispatcher.draining = True
+        await talk.say(post())
+        status, headers, _ = await talk.response()
+        assert status == 503 and headers["retry-after"]
+
+
+async def test_after_any_mix_of_lives_nothing_is_left():
+    """Clients that leave, replicas that die at every point, retries: the ledger reads zero in the end."""
+    rng = random.Random(3)
+
+    async def chaos(reader, writer):
+        while True:
+            await read_request(reader)
+            fate = rng.random()
+            if fate < 0.1:
+                return
+            if fate < 0.2:
+                writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
+                continue
+            writer.write(SSE_HEAD)
+            if fate < 0.3:
+                return
+            for _ in range(rng.randrange(1, 6)):
+                writer.write(chunk(EVENT))
+                await writer.drain()
+                await asyncio.sleep(0)
+            if fate < 0.4:
+                return
+            if fate < 0.5:
+                writer.write(b"ff\r\ntorn")
+                await writer.drain()
+                return
+            writer.write(b"0\r\n\r\n")
+
+    async def client(s):
+        for _ in range(40):
+            talk = await s.talk()
+            await talk.say(post())
+            if rng.random() < 0.3:
+                if rng.random() < 0.5:
+                    await talk.until(b"\r\n")
+            else:
+                try:
+                    await talk.response()
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    pass
+            await talk.close()
+
+    async with stack(chaos, chaos, chaos, ports=[free_port()]) as s:
+        await asyncio.gather(*(client(s) for _ in range(25)), return_exceptions=False)
+        await eventually(s.idle)
+        assert s.metrics.requests.total() == 1000
+
+
+async def test_a_replica_removed_under_a_life_lets_it_end_and_leaves_no_trace():
+    go = asyncio.Event()
+
+    async def script(reader, writer):
+        while True:
+            await read_request(reader)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(USAGE) + USAGE[:10])
+            await go.wait()
+            writer.write(USAGE[10:])
+
+    async with stack(script, answers()) as s:
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await talk.until(b"\r\n\r\n")
+        (life,) = s.dispatcher.lives
+        gone = s.dispatcher.remove(life.backend.id)
+        s.metrics.forget(gone.id)
+        go.set()
+        await talk.until(b"}}}")
+        await eventually(s.idle)
+        assert not gone.pool.idle
+        assert gone.id not in str(s.metrics.replica_requests.values)
+        await talk.say(post())
+        assert (await talk.response())[0] == 200
+
+
+async def test_a_replica_removed_while_it_is_being_connected_to_is_left_for_another():
+    with socket.socket() as deaf:  # its backlog is full: connecting to it takes for ever
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(deaf.getsockname())
+        async with stack(answers(), ports=[deaf.getsockname()[1]]) as s:
+            talks = [await s.talk() for _ in range(2)]
+            for talk in talks:
+                await talk.say(post())
+            await eventually(lambda: len(s.dispatcher.lives) == 1)
+            (life,) = s.dispatcher.lives
+            s.dispatcher.remove(life.backend.id)
+            assert [(await talk.response())[0] for talk in talks] == [200, 200]
+        for filler in fillers:
+            filler.close()
+
+
+@pytest.mark.parametrize("padding", [0, 100_000], ids=["at once", "in a thread"])
+async def test_a_bug_in_preparing_routes_the_request_by_load(padding, monkeypatch, caplog):
+    def fails(*args):
+        raise ZeroDivisionError("a bug")
+
+    async with stack(answers()) as s:
+        monkeypatch.setattr(s.dispatcher.models.pipelines[0], "prepare", fails)
+        talk = await s.talk()
+        await talk.say(post() + post(BODY[:-1] + b',"pad":"' + b"x" * padding + b'"}'))
+        assert [(await talk.response())[0] for _ in range(2)] == [200, 200]
+        assert s.metrics.prompt_failures.total() == 2 and "ZeroDivisionError: a bug" in caplog.text
+
+
+async def test_a_client_that_does_not_read_is_dropped_and_the_replica_not_blamed():
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD)
+        writer.write(chunk(EVENT))
+        for _ in range(400):
+            writer.write(chunk(b"d" * 65536))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        await reader.read()
+
+    async with stack(script, idle_timeout=0.3) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: s.metrics.client_aborts.total() == 1)
+        await eventually(s.idle)
+        assert s.faults == []
+
+
+async def test_an_early_answer_to_a_large_body_does_not_poison_the_connection():
+    asked = 0
+
+    async def script(reader, writer):
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            return await answers()(reader, writer)
+        await reader.readuntil(b"\r\n\r\n")
+        reader._transport.pause_reading()
+        writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno")
+        await asyncio.sleep(30)
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post(b"x" * 30_000_000, path=b"/v1/audio/transcriptions"))
+        assert (await talk.response())[0] == 413
+        await talk.say(post())
+        assert (await talk.response())[0] == 200
+        assert s.faults == []
+
+
+@pytest.mark.parametrize(("status", "kind"), [(500, "status 500"), (507, "status 5xx")])
+async def test_a_5xx_of_the_only_replica_is_counted_and_held_against_nobody_yet(status, kind):
+    async with stack(answers(b"{}", b"%d No" % status)) as s:
+        (backend,) = s.dispatcher.backends.values()
+        talk = await s.talk()
+        await talk.say(post())
+        got, headers, _ = await talk.response()
+        assert got == status and "x-should-retry" not in headers
+        assert s.faults == [] and s.unconfirmed == [backend.id] and s.metrics.upstream_errors.values == {(backend.id, kind): 1}
+
+
+async def test_what_one_replica_fails_and_another_answers_counts_against_the_first():
+    async with stack(answers(b"{}", b"500 No"), answers()) as s:
+        bad, _ = s.dispatcher.backends.values()
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+        assert set(s.faults) == {"status 500"} and s.metrics.upstream_errors.values == {(bad.id, "status 500"): len(s.faults)}
+
+
+ENGINES_ERROR = b'{"error":{"message":"no filter named \'x\'","type":"InternalServerError","code":500}}'
+
+
+@pytest.mark.parametrize("failing", [answers(ENGINES_ERROR, b"500 Internal Server Error"), streams(chunk(b"data: " + ENGINES_ERROR + b"\n\n"))])
+async def test_what_two_engines_fail_is_the_requests_fault_and_no_third_is_asked(failing):
+    async with stack(failing, failing, failing, retries=5) as s:
+        talk = await s.talk()
+        for number in range(1, 4):
+            await talk.say(post())
+            _, headers, body = await talk.response()
+            assert ENGINES_ERROR in body and headers["x-should-retry"] == "false"
+            assert s.faults == [] and s.metrics.retries.total() == number
+        await eventually(lambda: s.metrics.requests.total(status="5xx") == 3)
+        assert sum(s.metrics.upstream_errors.values.values()) == s.metrics.upstream_errors.total(kind="request") == len(s.unconfirmed) == 6
+        await eventually(s.idle)
+
+
+async def test_two_broken_engines_do_not_keep_requests_from_a_third_for_long():
+    """Each fails whatever it is asked, which the first requests cannot show."""
+    broken = answers(ENGINES_ERROR, b"500 Internal Server Error")
+    async with stack(broken, broken, answers(), policy="least_load") as s:
+        talk, statuses = await s.talk(), []
+        for _ in range(20):
+            await talk.say(post())
+            statuses.append((await talk.response())[0])
+        assert statuses.count(500) <= 6 and set(statuses[-10:]) == {200}
+        assert "status 500" in s.faults, "the third answered, so they are to blame"
+
+
+async def test_a_request_that_another_replica_refuses_is_at_fault():
+    async with stack(answers(ENGINES_ERROR, b"500 Internal Server Error"), answers(b'{"error":{"message":"bad"}}', b"400 Bad Request")) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0] == 400
+        assert s.faults == [] and s.metrics.upstream_errors.total(kind="request") == s.metrics.upstream_errors.total() > 0
+
+
+async def test_full_replicas_agree_on_nothing():
+    async with stack(*[answers(b"{}", b"503 Busy")] * 3, answers()) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status = (await talk.response())[0]
+        assert (status, s.metrics.retries.total(reason="status 503")) == (503, 2) and s.unconfirmed == []
+
+
+async def test_a_slow_upload_does_not_use_up_the_replicas_time():
+    async def script(reader, writer):
+        await read_request(reader)
+        await asyncio.sleep(0.3)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await reader.read()
+
+    async with stack(script, request_timeout=0.8) as s:
+        talk = await s.talk()
+        raw = post()
+        for at in range(8):
+            await talk.say(raw[at * 10 : (at + 1) * 10])
+            await asyncio.sleep(0.1)
+        await talk.say(raw[80:])
+        assert (await talk.response())[0] == 200
+        assert s.faults == []
+
+
+@pytest.mark.parametrize("number", [b"9" * 4300, b'"%b"' % (b"9" * 4301), b"1e308"])
+async def test_a_number_that_no_engine_could_hold_is_refused_before_a_replica_is_asked(number):
+    seen = []
+    async with stack(answers(seen=seen)) as s:
+        talk = await s.talk()
+        for path in (b"/v1/chat/completions", b"/v1/messages"):
+            await talk.say(post(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": %b}' % number, path))
+            status, _, body = await talk.response()
+            error = json.loads(body)
+            assert status == 400 and "64 bits" in error["error"]["message"] and (error.get("type") == "error") is (path == b"/v1/messages")
+        assert not seen and not s.faults
+
+
+async def test_what_takes_long_because_the_event_loop_was_held_up_teaches_nothing(monkeypatch):
+    first, second, taught = asyncio.Event(), asyncio.Event(), []
+
+    async def script(reader, writer):
+        for ready in (first, second):
+            await read_request(reader)
+            await ready.wait()
+            writer.write(SSE_HEAD + chunk(EVENT) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    async with stack(script) as s:
+        monkeypatch.setattr(Costs, "observe_ttft", lambda self, *seen: taught.append(seen))
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await eventually(lambda: any(life.sent_at for life in s.dispatcher.lives))
+        time.sleep(0.9)
+        await eventually(lambda: s.dispatcher.held_up_at)
+        first.set()
+        assert (await talk.response())[0] == 200 and not taught
+        await talk.say(post(LONG))
+        second.set()
+        assert (await talk.response())[0] == 200 and len(taught) == 1
+        assert not s.faults
+
+
+async def test_of_a_replica_that_moved_it_is_still_told_when_a_kept_connection_breaks():
+    leave = asyncio.Event()
+
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await leave.wait()
+
+    async with stack(script) as s:
+        told = []
+        s.dispatcher.on_traffic = lambda replica, kind: told.append(kind) if kind else None
+        (backend,) = s.dispatcher.backends.values()
+        backend.replica.address = "localhost"
+        backend.follow_incarnation()
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 200
+        leave.set()
+        await eventually(lambda: told == ["reconnect"])
+
+
+async def test_a_connection_to_where_a_replica_was_carries_no_request_any_more():
+    async with stack(answers()) as s:
+        (backend,) = s.dispatcher.backends.values()
+        before, opening = backend.pool, []
+        before.connect = opening.append
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: opening)
+        backend.replica.address = "localhost"
+        backend.follow_incarnation()
+        type(before).connect(before, *opening)
+        assert (await talk.response())[0] == 200
+        await eventually(lambda: backend.pool.idle)

@@ -1,0 +1,521 @@
+"""Who gets ids in place of text: engines shown to take them, and to make the same."""
+
+import asyncio
+import json
+from array import array
+
+import pytest
+
+from gateway.proxy import forwarding
+from gateway.proxy.forwarding import CONFIRMATIONS
+from gateway.prompt.forward import LEAST_TOKENS
+from gateway.prompt.pipeline import Pipeline
+from replicas.simulated.model import sim_model_dir
+from replicas.engines.vllm.versions import version_quirks
+
+from ..http.talk import eventually, read_request
+from .replies import post
+from .stack import stack
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+WORDS = "all the world is a stage and all the men and women merely players " * 50
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    return Pipeline(sim_model_dir(), "m", 16)
+
+
+class Engine:
+    """As far as tokens go, an engine: it makes them with a pipeline of its own, or takes those it is given."""
+
+    def __init__(self, pipeline, takes=True, tells=True, miscounts=0, other=False, refuses=0, tries=200):
+        self.pipeline, self.takes, self.tells, self.miscounts, self.other = pipeline, takes, tells, miscounts, other
+        self.refuses, self.tries = refuses, tries  # statuses for ids of a long prompt, and for trials
+        self.bodies: list[bytes] = []  # of clients' requests
+        self.headers: list[bytes] = []
+        self.trials = 0
+
+    async def __call__(self, reader, writer):
+        while True:
+            head, body = await self.request(reader)
+            status, reply = self.answer(head.split()[1].decode(), body, head)
+            data = json.dumps(reply).encode()
+            writer.write(b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (status, len(data), data))
+            await writer.drain()
+
+    async def request(self, reader) -> tuple[bytes, bytes]:
+        return await read_request(reader)
+
+    def answer(self, path: str, body: bytes, head: bytes):
+        said = json.loads(body)
+        given = said["prompt"] if path == COMPLETIONS else (said.pop("kv_transfer_params", None) or {}).get("prompt_token_ids")
+        given = given if isinstance(given, list) else None
+        trial = "return_token_ids" in said or given is not None and len(given) == 1
+        self.headers.append(head)
+        if trial:
+            self.trials += 1
+            if self.tries != 200:
+                return self.tries, {"error": {}}
+        else:
+            self.bodies.append(body)
+        if given and self.refuses and (trial is (self.refuses == 422)):
+            return self.refuses, {"error": {"message": "no ids, please"}}
+        ids = given
+        if not given or not self.takes:
+            text = {"prompt": "some text"} if given and path == COMPLETIONS else {}
+            ids = array("I", self.pipeline.prepare(path, json.dumps(said | text).encode()).token_ids).tolist()
+        if self.other and not given:
+            ids = [*ids[:40], 5, *ids[41:]]
+        told = {"prompt_token_ids": ids} if self.tells and "return_token_ids" in said else {}
+        usage = {"usage": {"prompt_tokens": len(ids) + self.miscounts, "completion_tokens": 1}}
+        return 200, {"choices": [{"index": 0, **told}], **told, **usage}
+
+    @property
+    def sent_ids(self) -> list[bool]:
+        return [b"prompt_token_ids" in body or b'"prompt": [' in body for body in self.bodies]
+
+
+def request(path=CHAT, turn=0, text=WORDS, **more) -> bytes:
+    text = f"Request {turn}. {text}"
+    said = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    return json.dumps({"model": "m", "max_tokens": 5, **said, **more}).encode()
+
+
+async def ask(s, body: bytes, path=CHAT, extra=b"") -> int:
+    talk = await s.talk()
+    await talk.say(post(body, path.encode(), extra))
+    return (await talk.response())[0]
+
+
+def served(s, index=0):
+    return list(s.dispatcher.backends.values())[index]
+
+
+async def settled(s):
+    """All trials that were begun are over."""
+    await eventually(lambda: s.idle() and all(one.forwarding.checking is None for one in s.dispatcher.backends.values()))
+
+
+FIRST = 1 + CONFIRMATIONS  # bodies of a kind that go as received: one that makes it known, and those to be confirmed
+TEXT, IDS = [False] * FIRST, True
+
+
+async def confirmed(s, turn=100, path=CHAT, **more) -> None:
+    """Every replica has confirmed bodies of this kind (of those that take turns, each gets as many)."""
+    for number in range(FIRST * len(s.dispatcher.backends)):
+        assert await ask(s, request(path, turn + number, **more), path) == 200
+        await settled(s)
+
+
+def behind(engine, *others, **options):
+    options = {"pipeline": engine.pipeline, "policy": "round_robin", **options}
+    context = stack(engine, *others, **options)
+
+    class Known:
+        async def __aenter__(self):
+            s = await context.__aenter__()
+            for backend in s.dispatcher.backends.values():
+                backend.replica.max_model_len = 16384
+            return s
+
+        async def __aexit__(self, *error):
+            await context.__aexit__(*error)
+
+    return Known()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_ids_are_sent_once_a_sample_of_bodies_was_shown_to_be_taken_and_the_same(pipeline, path):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s, path=path)
+        assert engine.trials == CONFIRMATIONS + 1  # and whether it uses ids at all
+        for turn in range(3):
+            assert await ask(s, request(path, turn), path) == 200
+            await settled(s)
+        assert engine.sent_ids == [*TEXT, IDS, IDS, IDS]
+        assert engine.trials == CONFIRMATIONS + 1
+        assert served(s).replica.takes_ids == f"{path}: yes"
+        assert s.metrics.long_prompts.values == {(served(s).id, "text"): FIRST, (served(s).id, "ids"): 3}
+        assert s.metrics.token_id_checks.values == {(served(s).id, "same"): CONFIRMATIONS}
+        as_sent = json.loads(engine.bodies[-1])
+        given = as_sent["prompt"] if path == COMPLETIONS else as_sent["kv_transfer_params"]["prompt_token_ids"]
+        assert given == array("I", pipeline.prepare(path, request(path, 2)).token_ids).tolist()
+        assert b"content-length: %d" % len(engine.bodies[-1]) in engine.headers[-1].lower()
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+SAID = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Go on."}]
+CALLED = [*SAID[:1], {"role": "assistant", "content": None, "tool_calls": [
+    {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+KINDS = [
+    (CHAT, {}), (COMPLETIONS, {}), (COMPLETIONS, {"add_special_tokens": False}), (CHAT, {"tools": TOOLS}), (CHAT, {"messages": SAID}),
+    (CHAT, {"messages": CALLED}), (CHAT, {"messages": CALLED, "tools": TOOLS}), (CHAT, {"messages": [{**SAID[0], "name": "n"}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": WORDS}]}]}),
+    (CHAT, {"messages": [{"role": "system", "content": WORDS}, SAID[2]]}), (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}), (CHAT, {"reasoning_effort": "low"}), (CHAT, {"documents": [{"text": "x"}]}),
+    (CHAT, {"messages": SAID[:2], "continue_final_message": True, "add_generation_prompt": False}),
+]  # fmt: skip
+
+
+async def test_each_kind_of_body_is_confirmed_by_itself(pipeline):
+    """Which kinds there are: template, tools or none, roles and fields of messages, variables."""
+    kinds = [pipeline.prepare(path, request(path, **more)).kind for path, more in KINDS]
+    assert all(kinds) and len(set(zip((path for path, _ in KINDS), kinds, strict=True))) == len(KINDS)
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        for path, more in KINDS:
+            await ask(s, request(path, **more), path)
+            await settled(s)
+        assert engine.sent_ids == [*TEXT, IDS, *[False] * (len(KINDS) - 1)]
+
+
+@pytest.mark.parametrize("more", [
+    {"chat_template_kwargs": {"persona": "x" * 100}}, {"chat_template_kwargs": {"nested": {"a": 1}}},
+    {"messages": [{"role": "user", "content": WORDS, "a_field_of_next_year": 1}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": WORDS, "next_year": 1}]}]},
+    {"messages": [{"role": "observer", "content": WORDS}]},
+])  # fmt: skip
+async def test_bodies_of_no_kind_go_as_received_and_nothing_is_asked_about_them(pipeline, more):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        for turn in range(CONFIRMATIONS + 1):
+            await ask(s, request(turn=turn, **more))
+            await settled(s)
+        assert not any(engine.sent_ids) and engine.trials == 0 and served(s).forwarding.kinds == {}
+
+
+async def test_the_same_body_again_is_no_further_confirmation(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        for _ in range(FIRST + 2):
+            await ask(s, request())
+            await settled(s)
+        assert engine.trials == 2 and not any(engine.sent_ids)
+
+
+async def test_what_is_known_of_kinds_is_bounded(pipeline, monkeypatch):
+    monkeypatch.setattr(forwarding, "MOST_KINDS", 4)
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        for number in range(8):
+            await ask(s, request(chat_template_kwargs={"number": number}))
+            await settled(s)
+        assert len(served(s).forwarding.kinds) == 4
+
+
+@pytest.mark.parametrize("faults, why", [
+    ({"takes": False}, "does not use ids"),
+    ({"tells": False}, "does not tell the ids it makes"),
+    ({"other": True}, "differ from ours at 40"),
+    ({"refuses": 422}, "refuses ids with status 422"),
+])  # fmt: skip
+async def test_an_engine_that_will_not_have_them_gets_all_as_received(pipeline, faults, why, caplog):
+    engine = Engine(pipeline, **faults)
+    async with behind(engine) as s:
+        for turn in range(CONFIRMATIONS + 3):
+            assert await ask(s, request(turn=turn)) == 200
+            await settled(s)
+        assert engine.bodies == [request(turn=turn) for turn in range(CONFIRMATIONS + 3)]
+        assert engine.trials <= 2
+        assert why in served(s).replica.takes_ids and why in caplog.text
+        assert s.metrics.ids_refused.total() == 1
+
+
+async def test_a_trial_that_is_not_answered_says_nothing_and_is_made_again_after_a_pause(pipeline, monkeypatch):
+    engine = Engine(pipeline, tries=500)
+    async with behind(engine) as s:
+        for turn in range(3):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert engine.trials == 1 and engine.sent_ids == [False] * 3 and s.metrics.ids_refused.total() == 0
+        assert s.metrics.token_id_checks.values == {(served(s).id, "unanswered"): 1}
+        engine.tries = 200
+        for kind in served(s).forwarding.kinds.values():
+            kind.pause = 0.0
+        await confirmed(s)
+        await ask(s, request())
+        assert engine.sent_ids[3:] == [*[False] * CONFIRMATIONS, IDS, IDS]
+
+
+async def test_one_in_so_many_is_checked(pipeline, monkeypatch):
+    monkeypatch.setattr(forwarding, "CHECK_EVERY", 4)
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        for turn in range(9):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert engine.sent_ids[FIRST:] == [IDS, IDS, IDS, False, IDS, IDS, IDS, False, IDS]
+        assert s.metrics.token_id_checks.values == {(served(s).id, "same"): CONFIRMATIONS + 2}
+
+
+async def test_the_first_difference_ends_it_for_all_replicas_until_that_one_is_another_process(pipeline, monkeypatch, caplog):
+    """Whose mistake it is cannot be told, and the gateway's would reach them all."""
+    monkeypatch.setattr(forwarding, "CHECK_EVERY", 4)
+    first, second = Engine(pipeline), Engine(pipeline)
+    async with behind(first, second) as s:
+        await confirmed(s)
+        first.other = True
+        for turn in range(20):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert first.sent_ids == [*TEXT, IDS, IDS, IDS, *[False] * 7]
+        assert second.sent_ids[: len(TEXT) + 3] == first.sent_ids[: len(TEXT) + 3] and not any(second.sent_ids[-6:])
+        one, other = served(s), served(s, 1)
+        assert s.metrics.token_id_checks.values[one.id, "different"] == 1 and s.metrics.ids_refused.total() == 1
+        assert "differ from ours at 40" in one.replica.takes_ids and "user" in caplog.text
+        assert other.replica.takes_ids == f"{CHAT}: no, replica {one.id} makes other ids"
+        first.other, one.incarnation = False, "another"
+        s.dispatcher.changed()
+        await ask(s, request(turn=50))
+        await ask(s, request(turn=51))
+        await settled(s)
+        assert "no" not in other.replica.takes_ids.split()
+        await confirmed(s)
+        for turn in range(2):
+            await ask(s, request(turn=turn))
+        assert first.sent_ids[-1] and second.sent_ids[-1]
+
+
+async def test_a_replica_that_differed_holds_nobody_back_when_it_is_removed(pipeline):
+    first, second = Engine(pipeline, other=True), Engine(pipeline)
+    async with behind(first, second) as s:
+        await confirmed(s)
+        assert not any(first.sent_ids + second.sent_ids)
+        s.dispatcher.remove(served(s).id)
+        await confirmed(s, turn=200)
+        await ask(s, request())
+        assert second.sent_ids[-1]
+
+
+@pytest.mark.parametrize("text", [WORDS, "short"])
+async def test_the_first_contradicting_count_ends_it(pipeline, text, caplog):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        engine.miscounts = 1
+        await ask(s, request(turn=2, text=text))
+        engine.miscounts = 0
+        for turn in range(3, 6):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert engine.sent_ids[-3:] == [False, False, False]
+        assert "its usage says" in served(s).replica.takes_ids and "its usage says" in caplog.text
+        assert s.metrics.ids_refused.total() == 1
+
+
+async def test_a_request_refused_with_ids_is_answered_as_received_and_ends_it(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        engine.refuses = 400  # ids of long prompts, though it took the trial's
+        for turn in range(1, 4):
+            assert await ask(s, request(turn=turn)) == 200
+            await settled(s)
+        assert engine.sent_ids == [*TEXT, IDS, False, False, False]
+        assert engine.bodies[FIRST + 1] == request(turn=1)
+        assert "refused a request with ids" in served(s).replica.takes_ids
+        assert s.faults == [] and s.metrics.retries.values == {("ids",): 1}
+
+
+async def test_the_clients_own_fault_is_told_by_the_request_as_received_and_ends_nothing(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        honest, engine.answer = engine.answer, lambda path, body, head: (engine.bodies.append(body), (400, {"error": {}}))[1]
+        assert await ask(s, request(turn=1, temperature=-1)) == 400
+        assert engine.bodies[-1] == request(turn=1, temperature=-1)
+        engine.answer = honest
+        await ask(s, request(turn=2))
+        assert engine.sent_ids == [*TEXT, IDS, False, IDS]
+
+
+async def test_another_process_behind_the_address_is_shown_anew(pipeline):
+    engine = Engine(pipeline, takes=False)
+    async with behind(engine) as s:
+        await ask(s, request())
+        await ask(s, request())
+        await settled(s)
+        assert "does not use ids" in served(s).replica.takes_ids
+        engine.takes, served(s).incarnation = True, "another"
+        await confirmed(s)
+        await ask(s, request())
+        assert engine.sent_ids == [False, False, *TEXT, IDS]
+
+
+async def test_a_retry_elsewhere_is_as_received(pipeline):
+    first, second = Engine(pipeline), Engine(pipeline)
+    async with behind(first, second) as s:
+        await confirmed(s)
+        for turn in range(2):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert first.sent_ids == second.sent_ids == [*TEXT, IDS]
+        for engine in (first, second):  # whichever is asked first fails
+            def fail_once(path, body, head, engine=engine):
+                if len(first.bodies) + len(second.bodies) == 2 * (FIRST + 1):
+                    engine.bodies.append(body)
+                    return 503, {"error": {}}
+                return Engine.answer(engine, path, body, head)
+
+            engine.answer = fail_once
+        assert await ask(s, request(turn=9)) == 200
+        assert sorted([first.sent_ids[-1], second.sent_ids[-1]]) == [False, IDS]
+
+
+async def test_what_is_sent_again_on_a_fresh_connection_is_as_received(pipeline):
+    class Dies(Engine):
+        ended = 0
+
+        async def request(self, reader):
+            head, body = await super().request(reader)
+            if self.bodies and b"prompt_token_ids" in body and b"one two three" not in body and not self.ended:
+                self.ended += 1
+                raise ConnectionResetError
+            return head, body
+
+    engine = Dies(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        assert await ask(s, request(turn=1)) == 200
+        assert engine.ended == 1 and engine.bodies[FIRST:] == [request(turn=1)]
+        assert s.metrics.retries.values == {("reconnect",): 1}
+        assert await ask(s, request(turn=2)) == 200
+        assert engine.sent_ids == [*TEXT, False, IDS]
+
+
+async def test_what_would_not_fit_the_context_is_left_to_the_engine_to_judge(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        tokens = pipeline.prepare(CHAT, request()).tokens
+        for length, limit in [(tokens + 5, 5), (tokens + 4, 5), (tokens + 1, None), (tokens, None), (None, 5)]:
+            served(s).replica.max_model_len = length
+            more = {} if limit else {"max_tokens": None}
+            await ask(s, request(**more))
+        assert engine.sent_ids[FIRST:] == [True, False, True, False, False]
+
+
+async def test_never_means_never(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine, tokenize_once=False) as s:
+        for turn in range(3):
+            await ask(s, request(turn=turn))
+            await settled(s)
+        assert engine.trials == 0 and engine.bodies == [request(turn=turn) for turn in range(3)]
+
+
+async def test_short_prompts_try_nothing(pipeline):
+    engine = Engine(pipeline)
+    assert pipeline.prepare(CHAT, request(text="short")).tokens < LEAST_TOKENS
+    async with behind(engine) as s:
+        for _ in range(3):
+            await ask(s, request(text="short"))
+        await settled(s)
+        assert engine.trials == 0 and s.metrics.long_prompts.total() == 0
+
+
+async def test_the_trial_brings_the_clients_key(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await ask(s, request(turn=1))
+        engine.headers.clear()
+        await ask(s, request(), extra=b"Authorization: Bearer secret\r\n")
+        await settled(s)
+        assert len(engine.headers) == 3
+        assert all(b"bearer secret" in head.lower() for head in engine.headers)
+
+
+async def test_a_trial_in_flight_ends_with_the_replica(pipeline):
+    asked, release = asyncio.Event(), asyncio.Event()
+
+    class Slow(Engine):
+        async def request(self, reader):
+            head, body = await super().request(reader)
+            if b"return_token_ids" in body:
+                asked.set()
+                await release.wait()
+            return head, body
+
+    async with behind(Slow(pipeline)) as s:
+        await ask(s, request(turn=1))
+        await ask(s, request())
+        await asyncio.wait_for(asked.wait(), 5)
+        backend = served(s)
+        checking = backend.forwarding.checking
+        s.dispatcher.remove(backend.id)
+        await eventually(checking.done)
+        release.set()
+        assert backend.replica.takes_ids == "not tried yet"
+
+
+def with_a_date(turn: int) -> bytes:
+    """vLLM since 0.32 drops this line of Claude Code's, which changes with each request; before, it was a part of the prompt."""
+    system = {"role": "system", "content": f"x-anthropic-billing-header: cc_version={turn}\nBe kind."}
+    return request(turn=turn, messages=[system, {"role": "user", "content": f"{turn} {WORDS}"}])
+
+
+async def test_what_was_confirmed_is_void_when_prompts_are_made_in_another_way():
+    """The gateway follows the version of another engine: this one never confirmed ids that are made so."""
+    ours, theirs = Pipeline(sim_model_dir(), "m", 16), Pipeline(sim_model_dir(), "m", 16)
+    for one in (ours, theirs):
+        one.follow(version_quirks("0.31.0"))
+    engine = Engine(theirs)
+    async with behind(engine, pipeline=ours) as s:
+        for turn in range(FIRST + 1):
+            await ask(s, with_a_date(turn))
+            await settled(s)
+        assert engine.sent_ids[-1]
+        before = ours.prepare(CHAT, with_a_date(9))
+        ours.follow(version_quirks("0.32.0"), at_once=False)
+        assert ours.prepare(CHAT, with_a_date(9)).tokens != before.tokens
+        await ask(s, with_a_date(9))
+        assert not engine.sent_ids[-1] and served(s).replica.takes_ids != f"{CHAT}: yes"
+
+
+async def test_ids_made_before_the_way_changed_are_neither_sent_nor_held_against_the_engine():
+    ours = Pipeline(sim_model_dir(), "m", 16)
+    engine = Engine(ours)
+    async with behind(engine) as s:
+        await confirmed(s)
+        prepare = ours.prepare
+
+        def overtaken(*given):
+            prompt = prepare(*given)
+            prompt.tokens += 1
+            ours.follow(version_quirks("0.31.0"))
+            return prompt
+
+        ours.prepare = overtaken
+        await ask(s, request(turn=50))
+        await settled(s)
+        assert not engine.sent_ids[-1] and s.metrics.ids_refused.total() == 0
+
+
+async def test_kinds_that_never_come_again_are_not_asked_about_and_push_no_other_out(pipeline, monkeypatch):
+    monkeypatch.setattr(forwarding, "MOST_KINDS", 4)
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        await confirmed(s)
+        trials = engine.trials
+        for number in range(8):
+            await ask(s, request(chat_template_kwargs={"user_name": f"user {number}"}))
+            await ask(s, request(turn=number))
+            await settled(s)
+        assert engine.trials == trials and engine.sent_ids[FIRST:] == [False, IDS] * 8
+
+
+async def test_a_kind_whose_check_is_not_answered_holds_no_other_back(pipeline):
+    engine = Engine(pipeline)
+    async with behind(engine) as s:
+        engine.tries = 500
+        for turn in range(2):
+            await ask(s, request(turn=turn, tools=TOOLS))
+            await settled(s)
+        engine.tries = 200
+        await confirmed(s)
+        await ask(s, request())
+        assert engine.sent_ids[-1]

@@ -1,0 +1,241 @@
+"""Prompts so long that a thread prepares them: they go through, and hold up nobody."""
+
+import asyncio
+import functools
+import threading
+from array import array
+
+import orjson
+import pytest
+
+from gateway.proxy import decisions, preparation
+from gateway.proxy.life import Failure
+from gateway.proxy.preparation import LARGE
+from gateway.prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS, Pipeline
+from replicas.simulated.model import sim_model_dir
+
+from ..http.talk import eventually
+from .replies import LONG, answers, post
+from .stack import stack
+
+WORDS = "all the world is a stage and all the men and women merely players "
+
+
+def chat(text: str) -> bytes:
+    return orjson.dumps({"model": "m", "messages": [{"role": "user", "content": text}]})
+
+
+HUGE = chat("x" * OFFLOAD_BYTES)
+
+
+class Gated(Pipeline):
+    """Prepares long prompts only when the gate is open."""
+
+    def __init__(self):
+        super().__init__(None, "m", 16)
+        self.gate, self.begun = threading.Event(), []
+
+    def prepare(self, path, body, headers=None, adapters=()):
+        if len(body) > self.offload_bytes:
+            self.begun.append(body)
+            assert self.gate.wait(20)
+        return super().prepare(path, body, headers, adapters)
+
+
+@pytest.fixture
+def gated():
+    pipeline = Gated()
+    yield pipeline
+    pipeline.gate.set()
+
+
+async def test_a_million_tokens_go_through():
+    pipeline, seen = Pipeline(sim_model_dir(), "m", 16), []
+    body = chat(WORDS * 72_000)
+    async with stack(answers(seen=seen), pipeline=pipeline, cached_tokens_header=True) as s:
+        talk = await s.talk()
+        await talk.say(post(body))
+        status, headers, _ = await talk.response(30)
+        assert status == 200
+        assert [received for _, received in seen] == [body]
+        assert s.metrics.prompt_tokens.total() > 1_000_000 and s.metrics.prompts.values == {("exact",): 1}
+        again = await s.talk()
+        await again.say(post(body))
+        status, headers, _ = await again.response(30)
+        assert status == 200 and int(headers["x-hitherto-cached-tokens"]) == 16_000  # its replica has 1,000 blocks
+
+
+async def test_others_are_answered_while_huge_prompts_are_prepared(gated):
+    async with stack(answers(), pipeline=gated) as s:
+        huge = [await s.talk() for _ in range(OFFLOAD_THREADS + 6)]
+        for talk in huge:
+            await talk.say(post(HUGE))
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.dispatcher.lives) == len(huge))
+        small = await s.talk()
+        for _ in range(3):
+            await small.say(post(LONG))
+            assert (await small.response())[0] == 200
+        await asyncio.wait_for(asyncio.to_thread(int), 5)  # nor do other things wait that are done in threads
+        assert len(s.dispatcher.lives) == len(huge)
+        gated.gate.set()
+        for talk in huge:
+            assert (await talk.response())[0] == 200
+        await eventually(s.idle)
+
+
+async def test_what_takes_less_is_prepared_first_even_if_it_came_last(gated, monkeypatch):
+    """20 prompts of 380 kB, and one of 50 kB behind them."""
+    monkeypatch.setattr(preparation, "PATIENCE", 1.0)  # a second a byte: however slowly they arrive
+    monkeypatch.setattr(preparation, "LARGE", 1 << 30)
+    async with stack(answers(), pipeline=gated) as s:
+        longer = [await s.talk() for _ in range(20)]
+        for talk in longer:
+            await talk.say(post(chat("x" * 380_000)))
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.dispatcher.lives) == len(longer))
+        honest = await s.talk()
+        await honest.say(post(HUGE))
+        await eventually(lambda: len(s.dispatcher.lives) == len(longer) + 1)
+        gated.gate.set()
+        for talk in (honest, *longer):
+            assert (await talk.response())[0] == 200
+        assert HUGE in gated.begun[OFFLOAD_THREADS : OFFLOAD_THREADS + 2]
+
+
+async def test_what_takes_long_waits_no_longer_for_less_than_its_patience_lasts(monkeypatch):
+    monkeypatch.setattr(preparation, "PATIENCE", 1e-12)  # none left when the next one comes
+    long, gate, order = preparation.LongPrompts(), threading.Event(), []
+    first = [long.submit(1, gate.wait) for _ in range(OFFLOAD_THREADS)]
+    waiting = [long.submit(size, functools.partial(order.append, size)) for size in (200_000, 1, 150_000, 2)]
+    gate.set()
+    await asyncio.gather(*first, *waiting)
+    assert sorted(order[:2]) == [1, 200_000] and sorted(order[2:]) == [2, 150_000]
+
+
+async def test_a_short_body_that_takes_long_is_prepared_in_a_thread():
+    pipeline = Pipeline(sim_model_dir(), "m", 16)
+    threads, encode = [], pipeline.tokenizer.encode_many
+    pipeline.tokenizer.encode_many = lambda texts: [encode(texts), threads.append(threading.current_thread())][0]
+    body = chat("x" * (OFFLOAD_BYTES - 2000))
+    async with stack(answers(), pipeline=pipeline) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post(body))
+            assert (await talk.response())[0] == 200
+        assert len(threads) == 1 and threads[0] is not threading.current_thread()
+        assert [s.metrics.stage_seconds.count(stage) for stage in ("prepare", "prepare_offloaded")] == [1, 1]  # the second time it is known
+        d = decisions.Decisions(s.dispatcher)
+        external = await d.decide("/v1/chat/completions", chat("y" * 39_000), {})
+        assert len(threads) == 2 and threads[1] is not threading.current_thread()
+        await d.done(external["id"], b"")
+
+
+async def test_prompts_that_fill_a_context_leave_a_thread_for_lesser_ones(gated):
+    """An honest prompt of some pages does not wait until all those are done."""
+    gated.gate.set()
+    first, gate = threading.Event(), threading.Event()
+    prepare = gated.prepare
+
+    def slowly(path, body, *rest):
+        if len(body) > LARGE:
+            first.set()
+            assert gate.wait(20)
+        return prepare(path, body, *rest)
+
+    gated.prepare = slowly
+    async with stack(answers(), pipeline=gated) as s:
+        larger = [await s.talk() for _ in range(OFFLOAD_THREADS + 2)]
+        for talk in larger:
+            await talk.say(post(chat("x" * LARGE)))
+        await asyncio.to_thread(first.wait, 20)
+        for _ in range(3):
+            talks = [await s.talk() for _ in range(3)]
+            for talk in talks:
+                await talk.say(post(HUGE))
+            for talk in talks:
+                assert (await talk.response())[0] == 200
+        assert len(s.dispatcher.lives) == len(larger)
+        gate.set()
+        for talk in larger:
+            assert (await talk.response(30))[0] == 200
+        await eventually(s.idle)
+
+
+async def test_what_a_client_sent_that_left_is_not_kept_until_its_turn(gated):
+    async with stack(answers(), pipeline=gated) as s:
+        talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
+        for talk in talks:
+            await talk.say(post(HUGE))
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.dispatcher.lives) == len(talks))
+        *_, waiting = sorted(s.dispatcher.lives, key=lambda life: life.begun)
+        for talk in talks:
+            await talk.close()
+        await eventually(lambda: not s.dispatcher.lives)
+        assert waiting.request.body == b"" and s.server.held == 0
+        gated.gate.set()
+
+
+async def test_nothing_is_prepared_for_a_client_that_left_before_its_turn(gated):
+    async with stack(answers(), pipeline=gated) as s:
+        talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
+        for talk in talks[:-1]:
+            await talk.say(post(HUGE))
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS)
+        await talks[-1].say(post(chat("nobody waits for this" * OFFLOAD_BYTES)))
+        await eventually(lambda: len(s.dispatcher.lives) == len(talks))
+        await talks[-1].close()
+        await eventually(lambda: len(s.dispatcher.lives) == OFFLOAD_THREADS)
+        gated.gate.set()
+        for talk in talks[:-1]:
+            assert (await talk.response())[0] == 200
+        await s.dispatcher.preparation.long.submit(1, int)  # behind it in the queue
+        assert gated.begun == [HUGE] * OFFLOAD_THREADS
+        assert s.metrics.requests.values == {("chat", "2xx"): OFFLOAD_THREADS, ("chat", "aborted"): 1}
+        assert s.idle()
+
+
+async def test_bodies_to_decide_on_that_wait_are_bounded_and_not_prepared_for_callers_that_left(gated, monkeypatch):
+    monkeypatch.setattr(decisions, "MOST_BYTES", len(HUGE) * OFFLOAD_THREADS + 1)
+    async with stack(answers(), pipeline=gated) as s:
+        d = decisions.Decisions(s.dispatcher)
+        callers = [asyncio.ensure_future(d.decide("/v1/chat/completions", HUGE, {})) for _ in range(OFFLOAD_THREADS + 1)]
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS)
+        with pytest.raises(Failure, match="under way") as full:
+            await d.decide("/v1/chat/completions", HUGE, {})
+        assert full.value.status == 429
+        callers[-1].cancel()
+        await asyncio.wait(callers[-1:])
+        gated.gate.set()
+        for id in [(await caller)["id"] for caller in callers[:-1]]:
+            await d.done(id, b"")
+        await s.dispatcher.preparation.long.submit(1, int)  # behind it in the queue
+        assert gated.begun == [HUGE] * OFFLOAD_THREADS and s.idle()
+
+
+async def test_ids_are_not_kept_while_an_answer_is_waited_for():
+    release = asyncio.Event()
+
+    async def waits(reader, writer):
+        await release.wait()
+        await answers()(reader, writer)
+
+    async with stack(waits, pipeline=Pipeline(sim_model_dir(), "m", 16), tokenize_once=False) as s:
+        talk = await s.talk()
+        await talk.say(post(chat(WORDS * 5000)))
+        await eventually(lambda: any(life.unanswered for life in s.dispatcher.lives), 20)
+        (life,) = s.dispatcher.lives
+        assert life.prompt.tokens > 65_000 and len(life.prompt.hashes) == life.prompt.tokens // 16
+        assert life.prompt.token_ids == b""
+        release.set()
+        assert (await talk.response())[0] == 200
+
+
+async def test_a_body_of_many_ids_goes_through():
+    """Ids in place of text: as many numbers as tokens."""
+    ids = array("I", range(100_000)).tolist()
+    body, seen = orjson.dumps({"model": "m", "prompt": ids}), []
+    async with stack(answers(seen=seen), pipeline=Pipeline(sim_model_dir(), "m", 16)) as s:
+        talk = await s.talk()
+        await talk.say(post(body, b"/v1/completions"))
+        assert (await talk.response(20))[0] == 200
+        assert [received for _, received in seen] == [body]
+        assert s.metrics.prompt_tokens.total() == 100_000

@@ -1,0 +1,288 @@
+"""One request's life between real sockets, where all goes well: what passes and how it is told."""
+
+import asyncio
+import json
+
+import pytest
+
+from gateway.prompt.pipeline import Pipeline
+from gateway.http.messages import Limits
+from replicas import State
+from replicas.simulated.model import sim_model_dir
+
+from ..http.talk import eventually, read_request
+from .replies import ANSWER, BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, says, streams
+from .stack import stack
+
+
+async def test_a_plain_answer_passes_and_says_where_it_came_from():
+    seen = []
+    async with stack(answers(seen=seen), cached_tokens_header=True) as s:
+        talk = await s.talk()
+        await talk.say(post(extra=b"Authorization: Bearer secret\r\nX-Custom: 1\r\nConnection: x-gone\r\nX-Gone: 1\r\n"))
+        status, headers, body = await talk.response()
+        assert (status, body) == (200, ANSWER)
+        assert headers["x-hitherto-replica"] in s.dispatcher.backends
+        assert headers["x-hitherto-cached-tokens"] == "0"
+        assert headers["x-request-id"]
+        head, sent = seen[0]
+        assert sent == BODY
+        assert b"authorization: Bearer secret\r\n" in head and b"x-custom: 1\r\n" in head
+        assert b"x-gone" not in head and b"connection" not in head
+        assert b"client.example" not in head and b"host: 127.0.0.1:" in head
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("body", [BODY, LONG], ids=["short", "long"])
+async def test_a_stranger_is_not_told_whether_a_prompt_was_asked_before(body):
+    async with stack(answers()) as s:
+        talk, told = await s.talk(), []
+        for _ in range(2):
+            await talk.say(post(body))
+            _, headers, _ = await talk.response()
+            told.append({name: value for name, value in headers.items() if name != "x-request-id"})
+        assert told[0] == told[1] and "x-hitherto-replica" in told[0] and "x-hitherto-cached-tokens" not in told[0]
+
+
+async def test_the_clients_request_id_is_kept():
+    seen = []
+    async with stack(answers(seen=seen)) as s:
+        talk = await s.talk()
+        await talk.say(post(extra=b"X-Request-Id: mine-1\r\n"))
+        assert (await talk.response())[1]["x-request-id"] == "mine-1"
+        assert seen[0][0].count(b"x-request-id: mine-1\r\n") == 1
+
+
+async def test_stream_bytes_pass_untouched_chunk_framing_included():
+    pieces = [b"1;ext=1\r\nd\r\n", chunk(b"ata: 1\n\n"), chunk(EVENT) + b"5\r\nda", b"ta:\r\n", chunk(b" 2\n\n")]
+    async with stack(streams(*pieces)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await talk.until(b"\r\n\r\n")
+        raw = await talk.until(b"0\r\n\r\n")
+        assert raw == b"".join(pieces) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+        await eventually(s.idle)
+
+
+async def test_connections_to_a_replica_are_kept_and_used_again():
+    seen, connections = [], 0
+
+    async def script(reader, writer):
+        nonlocal connections
+        connections += 1
+        await answers(seen=seen)(reader, writer)
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        for _ in range(5):
+            await talk.say(post())
+            await talk.response()
+        assert (connections, len(seen)) == (1, 5)
+
+
+async def test_interim_responses_stay_between_replica_and_gateway():
+    async with stack(says(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, headers, body = await talk.response()
+        assert (status, body) == (200, b"ok") and "link" not in headers
+
+
+async def test_hop_by_hop_headers_of_the_replica_are_stripped():
+    async with stack(answers(headers=b"Connection: keep-alive, X-Hop\r\nKeep-Alive: timeout=5\r\nX-Hop: 1\r\nX-End: 2\r\n")) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        _, headers, _ = await talk.response()
+        assert headers["x-end"] == "2"
+        assert not {"connection", "keep-alive", "x-hop"} & set(headers)
+
+
+async def test_head_passes_without_a_body_and_the_connection_lives_on():
+    async def script(reader, writer):
+        while True:
+            head, _ = await read_request(reader)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n" + (b"" if head.startswith(b"HEAD") else b"hello"))
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(b"HEAD /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"content-length: 5" in (await talk.until(b"\r\n\r\n")).lower()
+        await talk.say(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await talk.response())[2] == b"hello"
+
+
+async def test_http10_clients_get_a_body_without_chunks():
+    async def script(reader, writer):
+        head, _ = await read_request(reader)
+        assert head.startswith(b"POST /v1/chat/completions HTTP/1.0\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" + EVENT)
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post().replace(b"HTTP/1.1", b"HTTP/1.0"))
+        whole = await talk.rest()
+        assert whole.endswith(b"\r\n\r\n" + EVENT)
+        await eventually(s.idle)
+
+
+async def test_chunked_request_bodies_arrive_with_their_length():
+    seen = []
+    async with stack(answers(seen=seen)) as s:
+        talk = await s.talk()
+        await talk.say(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(BODY[:7]) + chunk(BODY[7:]) + b"0\r\n\r\n")
+        assert (await talk.response())[0] == 200
+        head, body = seen[0]
+        assert body == BODY and b"transfer-encoding" not in head
+
+
+@pytest.mark.parametrize(
+    ("raw", "status", "code"),
+    [
+        (post(b"{broken"), 400, None),
+        (post(b"[]"), 400, None),
+        (post(json.dumps({"model": "nope", "messages": []}).encode()), 404, "model_not_found"),
+        (b"GET /v1/chat/completions HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
+        (b"DELETE /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
+        (b"TRACE /version HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
+    ],
+)
+async def test_the_clients_own_faults_come_back_as_openai_errors(raw, status, code):
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        await talk.say(raw)
+        got, headers, body = await talk.response()
+        error = json.loads(body)["error"]
+        assert got == status and error["message"] and error["type"] == "invalid_request_error"
+        assert code is None or error["code"] == code
+        assert headers["content-type"] == "application/json"
+        await eventually(s.idle)
+        await talk.say(post())  # and the connection is as good as before
+        assert (await talk.response())[0] == 200
+
+
+async def test_models_are_asked_for_in_vain_until_a_replica_is_ready():
+    async with stack(answers(), ports=()) as s:
+        (backend,) = s.dispatcher.backends.values()
+        backend.replica.state = State.STARTING
+        s.dispatcher.changed()
+        talk = await s.talk()
+        await talk.say(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        status, headers, body = await talk.response()
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert json.loads(body)["error"]["message"].startswith("no replica is ready")
+
+
+async def test_models_of_replicas_that_want_a_key_are_told_to_those_who_bring_it():
+    seen = []
+    async with stack(answers(b'{"data":[{"id":"theirs"}]}', seen=seen)) as s:
+        (backend,) = s.dispatcher.backends.values()
+        backend.replica.models = {}
+        s.dispatcher.changed()
+        talk = await s.talk()
+        await talk.say(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\n\r\n")
+        status, _, body = await talk.response()
+        assert (status, body) == (200, b'{"data":[{"id":"theirs"}]}')
+        assert b"authorization: Bearer k" in seen[0][0]
+
+
+async def test_models_are_merged_over_replicas():
+    async with stack(answers(), answers()) as s:
+        first, second = s.dispatcher.backends.values()
+        second.replica.models = {"m": None, "adapter": "m"}
+        s.dispatcher.changed()
+        talk = await s.talk()
+        await talk.say(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        listed = json.loads((await talk.response())[2])["data"]
+        assert [(one["id"], one["parent"]) for one in listed] == [("adapter", "m"), ("m", None)]
+
+
+async def test_what_has_no_prompt_passes_by_load_alone():
+    seen = []
+    async with stack(answers(seen=seen)) as s:
+        talk = await s.talk()
+        await talk.say(b"GET /version?x=%20y HTTP/1.1\r\nHost: x\r\n\r\n")
+        status, headers, _ = await talk.response()
+        assert status == 200 and "x-hitherto-cached-tokens" not in headers
+        assert seen[0][0].startswith(b"GET /version?x=%20y HTTP/1.1\r\n")
+
+
+async def test_usage_is_found_though_what_ends_the_stream_comes_apart_from_it():
+    end = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'  # as vLLM does: each its own write, often its own read
+    pieces = [chunk(EVENT), chunk(b"data: " + USAGE + b"\n\n"), chunk(end)]
+    async with stack(streams(*pieces, end=b"0\r\n\r\n", pause=lambda: asyncio.sleep(0.02))) as s:
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await talk.until(b"0\r\n\r\n")
+        await eventually(s.idle)
+        assert s.metrics.reported_prompt_tokens.total() == 9
+
+
+async def test_predictions_count_only_where_the_usage_speaks_of_the_same_prompt():
+    async with stack(answers(USAGE)) as s:
+        talk = await s.talk()
+        for body, compared in ((b'{"prompt":"a"}', 1), (b'{"prompt":"a","n":2}', 2), (b'{"prompt":["a","b"]}', 2), (b'{"prompt":"a"}', 3)):
+            await talk.say(post(body, path=b"/v1/completions"))
+            assert (await talk.response())[0] == 200
+            await eventually(s.idle)
+            assert s.metrics.predictions.total() == compared
+
+
+async def test_names_that_clients_make_up_are_not_kept():
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        for i in range(5):
+            await talk.say(post(json.dumps({"model": f"{i}" + "x" * 100_000, "messages": []}).encode()))
+            status, _, body = await talk.response()
+            assert status == 404 and len(body) < 1000
+        assert set(s.dispatcher._serving) <= {None, "m"}
+
+
+async def test_errors_of_the_wire_have_the_shape_of_the_api_that_was_asked():
+    async with stack(answers(), limits=Limits(body_bytes=10)) as s:
+        talk = await s.talk()
+        await talk.say(post(path=b"/v1/messages"))
+        status, _, body = await talk.response()
+        assert status == 413 and json.loads(body) == {"type": "error", "error": {"type": "request_too_large", "message": json.loads(body)["error"]["message"]}}
+
+
+@pytest.mark.parametrize(("line", "allow"), [(b"GET /v1/chat/completions", "POST, OPTIONS"), (b"POST /v1/models", "GET, HEAD"), (b"TRACE /version", "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT")])
+async def test_405_says_what_would_do(line, allow):
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        await talk.say(line + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+        status, headers, _ = await talk.response()
+        assert (status, headers["allow"]) == (405, allow)
+
+
+async def test_blocks_in_a_slower_tier_reach_the_policy_for_that_request_only():
+    async with stack(answers(), answers()) as s:
+        dispatcher = s.dispatcher
+        slow, _ = dispatcher.backends.values()
+        dispatcher.router.map.observed(slow.slot, True)
+        prompt = dispatcher.models.pipelines[0].prepare("/v1/chat/completions", LONG)
+        keys = list(range(1, len(prompt.hashes) + 1))
+        dispatcher.router.map.store(slow.slot, prompt.hashes[:2], keys[:2])
+        dispatcher.router.map.store(slow.slot, prompt.hashes, keys, "cpu")
+
+        def candidates_for(prompt):
+            return dispatcher.router.ask(dispatcher.demand(prompt, 0.0), dispatcher.targets(prompt), 0.0).candidates
+
+        candidates = candidates_for(prompt)
+        size = dispatcher.models.pipelines[0].block_size
+        assert (candidates[0].overlap, candidates[0].lower) == (2 * size, (("cpu", (len(keys) - 2) * size),))
+        assert candidates[1].lower == ()
+        candidates = candidates_for(dispatcher.models.pipelines[0].prepare("/v1/chat/completions", LONG.replace(b"hi ", b"ho ")))
+        assert candidates[0].lower == ()
+
+
+async def test_a_replica_that_counts_other_tokens_is_told_of(caplog):
+    pipeline = Pipeline(sim_model_dir(), "m", 16)
+    async with stack(answers(USAGE), pipeline=pipeline) as s:  # counts 9, whatever it is sent
+        talk = await s.talk()
+        for prompt, found in (([1] * 9, 0), ([1] * 8, 1), ([[1], [2]], 1), ([1] * 10, 2), ([1] * 9, 2)):
+            await talk.say(post(json.dumps({"prompt": prompt}).encode(), path=b"/v1/completions"))
+            assert (await talk.response())[0] == 200
+            await eventually(s.idle)
+            assert s.metrics.prompt_mismatches.total() == found
+    told = [record.message for record in caplog.records if "counted" in record.message]
+    assert len(told) == 1 and "counted 9 prompt tokens where the gateway made 8" in told[0] and "--chat-template" in told[0]

@@ -1,0 +1,126 @@
+"""Shadow mode: other policies see what the acting one saw, change nothing, and are held against it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.proxy import shadow
+from gateway.proxy.shadow import Shadows, told
+from gateway.proxy.states import State
+from gateway.ops.metrics import Metrics
+from policies import NAMES, Candidate, Choice, CostGroup, Demand, Load, make
+
+from ..http.talk import eventually
+from .replies import answers, post
+from .stack import stack
+
+LOADS = st.builds(
+    lambda prefilling, decoding, tokens: Load(prefilling + decoding, prefilling, prefilling * tokens, decoding, decoding * tokens),
+    st.integers(0, 5), st.integers(0, 20), st.integers(1, 5000),
+)  # fmt: skip
+
+
+@st.composite
+def decisions(draw):
+    """A demand, and what some replicas hold and have to do."""
+    demand, group = Demand(draw(st.integers(1, 8000)), 16, draw(st.integers(1, 9)), draw(st.sampled_from([None, "a", "b"]))), CostGroup()
+    held = st.integers(0, (demand.tokens - 1) // 16).map(lambda blocks: 16 * blocks)
+    return demand, [Candidate(f"r{n}", draw(held), draw(LOADS), group.add(f"r{n}")) for n in range(draw(st.integers(1, 5)))]
+
+
+def counts(metrics: Metrics) -> dict[str, dict]:
+    return {one.name: one.values for one in metrics.all() if one.name.startswith("shadow_")}
+
+
+def two(held: int, busy: int) -> tuple[Demand, list[Candidate]]:
+    """A prompt of 1,600 tokens, a replica that holds some of it and has some to compute first, and an idle one."""
+    group = CostGroup()
+    return Demand(1600, 16, 1), [Candidate("r0", held, Load(1, 1, busy), group.add("r0")), Candidate("r1", 0, Load(), group.add("r1"))]
+
+
+def test_what_another_choice_would_have_saved_and_cost():
+    demand, candidates = two(held=800, busy=5000)
+    metrics = Metrics()
+    Shadows(["least_load"], metrics).judge(shadow.Seen(demand, candidates), 0)
+    here, there = (one.costs.ttft_seconds(one.load, 1600 - one.overlap, one.overlap) for one in candidates)
+    assert here > there
+    assert counts(metrics) == {
+        "shadow_decisions": {("least_load", "other"): 1},
+        "shadow_prefill_tokens": {("least_load", "cost"): 800},
+        "shadow_ttft_seconds": {("least_load", "saved"): pytest.approx(here - there)},
+    }
+    assert told(metrics, ["least_load"]) == [
+        {"policy": "least_load", "decisions": 1, "same": 0, "saved_prefill_tokens": -800, "saved_ttft_seconds": pytest.approx(here - there)}
+    ]
+
+
+@given(st.lists(decisions(), min_size=1, max_size=5), st.sampled_from(NAMES))
+def test_the_same_policy_in_shadow_agrees(made, name):
+    """Asked the same: neither saves nor costs anything, whatever it is."""
+    acting, metrics = make(name), Metrics()
+    shadows = Shadows([name], metrics)
+    for demand, candidates in made:
+        choice = acting.choose(demand, candidates)
+        if hasattr(acting, "placed"):
+            acting.placed(demand, candidates, choice)
+        shadows.judge(shadows.see(demand, candidates), choice.index)
+    assert counts(metrics) == {"shadow_decisions": {(name, "same"): len(made)}, "shadow_prefill_tokens": {}, "shadow_ttft_seconds": {}}
+
+
+@given(decisions(), st.data())
+def test_what_is_exchanged_is_what_the_two_replicas_differ_by(made, data):
+    demand, candidates = made
+    index = data.draw(st.integers(0, len(candidates) - 1))
+    before, metrics = copy.deepcopy([(one.overlap, one.lower, one.load) for one in candidates]), Metrics()
+    shadows = Shadows(NAMES, metrics)
+    shadows.judge(shadows.see(demand, candidates), index)
+    assert [(one.overlap, one.lower, one.load) for one in candidates] == before
+    for row in told(metrics, NAMES):
+        other = make(row["policy"]).choose(demand, candidates).index
+        assert (row["decisions"], row["same"]) == (1, other == index)
+        assert row["saved_prefill_tokens"] == candidates[other].overlap - candidates[index].overlap
+
+
+def test_what_was_seen_stays_as_it_was():
+    demand, candidates = two(held=800, busy=5000)
+    seen = Shadows(["random"], Metrics()).see(demand, candidates)
+    candidates[0].load.requests, candidates[0].overlap, candidates[0].lower = 9, 16, (("cpu", 16),)
+    first = seen.candidates[0]
+    assert (first.overlap, first.lower, first.load) == (800, (), Load(1, 1, 5000))
+
+
+class Watched:
+    """A policy that notes the state of the requests whose turn it is."""
+
+    def __init__(self, dispatcher):
+        self.dispatcher, self.states = dispatcher, []
+
+    def choose(self, demand, candidates, explain=False):
+        self.states += [life.state for life in self.dispatcher.lives]
+        return Choice(0, "")
+
+
+async def test_shadows_are_asked_when_the_request_is_on_its_way_and_act_on_nothing():
+    async with stack(answers(), answers(), policy="round_robin", shadows=["least_time", "round_robin"]) as s:
+        watched = s.dispatcher.shadows._policies["least_time"] = Watched(s.dispatcher)
+        talk = await s.talk()
+        for _ in range(6):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+        # the first two open a connection to a replica of their own; the others find it open and are sent in the same step
+        assert len(watched.states) == 6 and set(watched.states[2:]) == {State.AWAITING}
+        await eventually(s.idle)
+        assert sorted(s.metrics.replica_requests.values.values()) == [3, 3]
+        assert s.metrics.shadow_decisions.values == {("least_time", "same"): 3, ("least_time", "other"): 3, ("round_robin", "same"): 6}
+
+
+async def test_without_shadows_nothing_is_counted():
+    async with stack(answers()) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await talk.response()
+        assert s.dispatcher.shadows is None and not any(counts(s.metrics).values())

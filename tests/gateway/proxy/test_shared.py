@@ -1,0 +1,436 @@
+"""The ledger of all gateways: several gateways' ledgers against one real Redis."""
+import asyncio
+import random
+import re
+import struct
+import time
+from collections import Counter
+from contextlib import asynccontextmanager, AsyncExitStack
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from cachemap.cluster.connect import Ways, parse
+from gateway.proxy.shared import LEASE, SharedLedger
+from policies import Asked, Candidate, CostGroup, Demand, Ledger, make
+from policies.ledger import NOTHING
+from tests.poison import poisons
+from tests.redis_server import Cluster, Proxy, certificate, running
+
+TOKENS, SIZE = 3210, 16
+LOAD = "hitherto:1:test:{pool}:load"
+
+
+class Gateway:
+    """What a dispatcher does with the shared ledger, and no more."""
+
+    def __init__(self, url, replicas=8, policy="least_time", deadline=5.0, deployment="test"):
+        self.ledger, group = Ledger(), CostGroup()
+        self.candidates = [Candidate(f"10.0.0.{i}:80", 0, self.ledger.add(f"10.0.0.{i}:80"), group.add(f"10.0.0.{i}:80")) for i in range(replicas)]
+        self.outcomes: Counter = Counter()
+        self.policy = make(policy)
+        self.shared = SharedLedger(Ways(parse(url)), deployment, self.ledger, getattr(self.policy, "cost", None), observe=lambda outcome, _: self.outcomes.update([outcome]), deadline=deadline)
+        self.open = []
+
+    def start(self):
+        self.shared.start()
+        return self
+
+    async def stop(self):
+        await self.shared.stop()
+
+    def die(self):
+        """As a process that is killed: not a word more."""
+        self.shared._beats.cancel()
+
+    async def route(self, hashes, tokens=TOKENS):
+        """One request: (replica, overlap)."""
+        routed = asyncio.get_running_loop().create_future()
+
+        def answer(decision):
+            """As a dispatcher: reserved at once."""
+            made = choice if decision is None else choice._replace(index=decision.index)
+            if hasattr(self.policy, "placed"):
+                self.policy.placed(demand, self.candidates, made)
+            index = made.index
+            replica = self.candidates[index].replica
+            if decision is None:
+                self.open.append(self.ledger.reserve(replica, tokens, tokens))
+            else:
+                self.ledger.others(replica, decision.others)
+                self.open.append(self.ledger.reserve(replica, decision.uncached, tokens, decision.counted))
+            routed.set_result((index, decision.overlap if decision is not None else 0))
+
+        demand = Demand(tokens, SIZE, hashes[0] if hashes else 0, hashes=hashes, draw=random.random())
+        choice = self.policy.choose(demand, self.candidates)
+        self.shared.decide(Asked(demand, self.candidates, choice, self.candidates[choice.index].overlap), answer)
+        return await routed
+
+    def end_all(self):
+        for reservation in self.open:
+            self.ledger.first_byte(reservation)
+            self.ledger.release(reservation)
+        self.open = []
+
+
+async def until(true, seconds=10.0):
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+def prompt(seed):
+    return [random.Random(seed).getrandbits(64) | 1 for _ in range(TOKENS // SIZE)] if seed else []
+
+
+def together(server):
+    """The sums in Redis: replica -> its counters."""
+    with server.client() as client:
+        return {name.decode(): tuple(map(int, struct.unpack("<5d", packed))) for name, packed in client.hgetall(LOAD).items()}
+
+
+@asynccontextmanager
+async def gateways(server, count, **options):
+    async with AsyncExitStack() as stack:
+        found = []
+        for _ in range(count):
+            one = Gateway(server.url, **options).start()
+            stack.push_async_callback(one.stop)
+            found.append(one)
+        await until(lambda: all(one.shared.joined for one in found))
+        yield found
+
+
+async def test_all_gateways_count_in_one_ledger_and_it_ends_at_zero(start_redis, redis_binary):
+    server = start_redis(binary=redis_binary)
+    async with gateways(server, 3) as fleet:
+        await asyncio.gather(*(fleet[n % 3].route(prompt(n + 1)) for n in range(60)))
+        sums = {}
+        for one in fleet:
+            for replica, counts in one.ledger.outstanding().items():
+                sums[replica] = tuple(map(sum, zip(sums.get(replica, NOTHING), counts)))
+        assert together(server) == {replica: counts for replica, counts in sums.items() if any(counts)}
+        assert sum(counts[0] for counts in sums.values()) == 60
+        # what policies of each gateway see is the load of all
+        await until(lambda: all(sum(c.load.requests for c in one.candidates) == 60 for one in fleet))
+        for one in fleet:
+            one.end_all()
+        await until(lambda: not together(server))
+        await until(lambda: all(sum(c.load.requests for c in one.candidates) == 0 for one in fleet))
+
+
+async def test_requests_of_several_gateways_are_spread_as_if_of_one(redis_server):
+    """Prompts with nothing in common, one after the other: every replica gets its share, whoever asks."""
+    async with gateways(redis_server, 4) as fleet:
+        counts = Counter([(await fleet[n % 4].route(prompt(n + 1)))[0] for n in range(64)])
+        assert set(counts.values()) == {8}
+
+
+async def test_a_burst_of_one_new_prompt_follows_its_first_as_far_as_that_is_soonest(redis_server):
+    async with gateways(redis_server, 4) as fleet:
+        routed = await asyncio.gather(*(fleet[n % 4].route(prompt(7)) for n in range(64)))
+        used = Counter(index for index, _ in routed)
+        # A prefill of 3,210 tokens takes 66 ms by the prior costs; 63 that find all but ten tokens held need less
+        # on two or three replicas than on one, and there is nothing to be had from computing it eight times.
+        assert 1 < len(used) < 4
+        assert sum(overlap > 0 for _, overlap in routed) == 64 - len(used)
+    assert computed_if_decided_then_counted(4, 64) >= 4  # each gateway has a first one of its own
+
+
+def computed_if_decided_then_counted(gateways, requests):
+    """How many of the same burst compute the prompt if gateways tell each other afterwards: each knows its own load and prefixes."""
+    computed = 0
+    for number in range(gateways):
+        ledger, group, policy = Ledger(), CostGroup(), make("least_time")
+        candidates = [Candidate(f"r{i}", 0, ledger.add(f"r{i}"), group.add(f"r{i}")) for i in range(8)]
+        for _ in range(requests // gateways):
+            chosen = candidates[policy.choose(Demand(TOKENS, SIZE, 1, draw=random.random()), candidates).index]
+            ledger.reserve(chosen.replica, TOKENS - chosen.overlap, TOKENS)
+            computed += chosen.overlap == 0
+            chosen.overlap = TOKENS // SIZE * SIZE
+    return computed
+
+
+async def test_prefixes_sent_by_others_are_known_at_their_depth(redis_server):
+    """A sibling with another end, from another gateway: what it shares with the first is taken for held."""
+    async with gateways(redis_server, 2) as (first, second):
+        shared, other = prompt(1), prompt(2)
+        index, _ = await first.route(shared)
+        first.end_all()
+        await until(lambda: not together(redis_server))
+        sibling = shared[:130] + other[130:]
+        again, overlap = await second.route(sibling)
+        assert (again, overlap) == (index, 128 * SIZE)  # 128: the deepest of the known depths below 130
+
+
+async def test_a_gateway_that_dies_takes_its_load_with_it(redis_server):
+    async with gateways(redis_server, 2) as (stays, dies):
+        await asyncio.gather(*(dies.route(prompt(n + 1)) for n in range(16)))
+        await stays.route(prompt(99))
+        assert sum(counts[0] for counts in together(redis_server).values()) == 17
+        dies.die()
+        begun = asyncio.get_running_loop().time()
+        await until(lambda: sum(counts[0] for counts in together(redis_server).values()) == 1, LEASE + 1)
+        assert asyncio.get_running_loop().time() - begun < LEASE + 0.5
+        await until(lambda: sum(c.load.requests for c in stays.candidates) == 1)
+
+
+async def test_one_that_was_thought_dead_counts_anew_what_it_has(redis_server):
+    async with gateways(redis_server, 2) as (stays, stalls):
+        await asyncio.gather(*(stalls.route(prompt(n + 1)) for n in range(16)))
+        with redis_server.client() as client:  # as if it had been silent for longer than its lease
+            client.zadd("hitherto:1:test:{pool}:alive", {stalls.shared._token: 1})
+        await stays.route(prompt(99))
+        await until(lambda: sum(counts[0] for counts in together(redis_server).values()) == 17)
+        stalls.end_all()
+        stays.end_all()
+        await until(lambda: not together(redis_server))
+
+
+async def test_leaving_takes_the_load_along_at_once(redis_server):
+    async with gateways(redis_server, 1) as (one,):
+        await one.route(prompt(1))
+        await one.shared.stop()
+        assert together(redis_server) == {}
+
+
+@pytest.mark.parametrize("empty", (True, False), ids=("empty", "with its data"))
+async def test_redis_restarted(start_redis, empty):
+    server = start_redis(appendonly="yes", appendfsync="always")
+    async with gateways(server, 2) as fleet:
+        await asyncio.gather(*(fleet[n % 2].route(prompt(n + 1)) for n in range(20)))
+        server.kill()
+        await asyncio.gather(*(fleet[n % 2].route(prompt(n + 30)) for n in range(20)))  # nobody is refused
+        assert all(one.outcomes["away"] for one in fleet)
+        server.restart(empty=empty)
+        await until(lambda: all(one.shared.joined for one in fleet))
+        await until(lambda: sum(counts[0] for counts in together(server).values()) == 40, LEASE + 3)
+        for one in fleet:
+            one.end_all()
+        await until(lambda: not together(server))
+
+
+async def test_a_frozen_redis_costs_a_decision_its_deadline_and_no_more(redis_server):
+    async with gateways(redis_server, 2, deadline=0.05) as (one, other):
+        await one.route(prompt(1))
+        redis_server.freeze()
+        begun = asyncio.get_running_loop().time()
+        await one.route(prompt(2))
+        assert asyncio.get_running_loop().time() - begun < 0.5
+        assert one.outcomes["late"] == 1
+        await until(lambda: not one.shared.joined)
+        await one.route(prompt(3))
+        assert one.outcomes["away"] == 1
+        redis_server.thaw()
+        await until(lambda: one.shared.joined and other.shared.joined)
+        await until(lambda: sum(counts[0] for counts in together(redis_server).values()) == 3, LEASE + 3)
+        one.end_all()
+        await until(lambda: not together(redis_server))
+
+
+async def test_what_is_decided_too_late_is_taken_back(redis_server):
+    async with Proxy(redis_server.port) as proxy, gateways(proxy, 1, deadline=0.01) as (one,):
+        proxy.delay = 0.05
+        await asyncio.gather(*(one.route(prompt(n + 1)) for n in range(10)))
+        assert one.outcomes["late"] == 10 and one.outcomes["shared"] == 0
+        await until(lambda: sum(counts[0] for counts in together(redis_server).values()) == 10)
+        one.end_all()
+        await until(lambda: not together(redis_server))
+
+
+@pytest.mark.parametrize("loop", (asyncio, uvloop))
+def test_a_gateway_that_is_busy_itself_does_not_take_redis_for_late(redis_server, loop):
+    async def main():
+        async with gateways(redis_server, 1, deadline=0.002) as (one,):
+            await one.route(prompt(1))
+            one.outcomes.clear()
+            while not one.outcomes["shared"]:
+                assert one.outcomes["late"] < 20  # some may truly be late, with other tests beside
+                routing = asyncio.create_task(one.route(prompt(2)))
+                for _ in range(3):
+                    await asyncio.sleep(0)  # it is on its way
+                time.sleep(0.05)  # as another request's long prompt would take
+                await routing
+
+    loop.run(main())
+
+
+async def test_policies_that_cannot_bid_choose_here_and_count_there(redis_server):
+    async with gateways(redis_server, 2, policy="round_robin") as fleet:
+        assert [(await fleet[0].route(prompt(n + 1)))[0] for n in range(8)] == list(range(8))
+        assert all(counts[0] == 1 for counts in together(redis_server).values())
+
+
+async def test_deployments_know_nothing_of_each_other(redis_server):
+    async with gateways(redis_server, 1) as (one,), gateways(redis_server, 1, deployment="other") as (other,):
+        await one.route(prompt(1))
+        await other.route(prompt(1))
+        assert [counts[0] for counts in together(redis_server).values()] == [1]
+
+
+async def test_a_redis_that_forgot_the_script_is_given_it_again(redis_server):
+    async with gateways(redis_server, 1) as (one,):
+        with redis_server.client() as client:
+            assert client.script_exists(one.shared.script.sha) == [True]  # under the hash that this gateway has worked out
+            client.script_flush()
+            await one.route(prompt(1))
+            await until(lambda: client.script_exists(one.shared.script.sha) == [True] and one.shared.joined)
+        await until(lambda: [counts[0] for counts in together(redis_server).values()] == [1])
+
+
+async def test_only_hashes_and_counters_are_stored(redis_server):
+    async with gateways(redis_server, 1) as (one,):
+        await one.route(prompt(5))
+        with redis_server.client() as client:
+            sent = [key for key in client.keys("*sent*")]
+            fields = [field for key in sent for field in client.hkeys(key)]
+            assert fields and all(len(field) == 8 for field in fields)
+            assert {client.ttl(key) > 0 for key in sent} == {True}
+
+
+async def test_behind_tls_as_the_acl_user_of_the_docs(start_redis, tmp_path):
+    context, authority = certificate(tmp_path)
+    commands = re.search(r"An ACL user needs `~hitherto:\*` and `(.*?)`", (Path(__file__).parents[3] / "docs/scaling.md").read_text(), re.S)[1]
+    server = start_redis()
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "gateway", "on", ">secret", "~hitherto:*", *(f"+{name.lower()}" for name in commands.split()))
+        client.execute_command("ACL", "SETUSER", "outsider", "on", ">secret", "~other:*", "+@all")
+    async with Proxy(server.port, tls=context) as proxy:
+        one = Gateway(f"rediss://gateway:secret@127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority}").start()
+        await until(lambda: one.shared.joined)
+        await one.route(prompt(1))
+        assert [counts[0] for counts in together(server).values()] == [1]
+        one.end_all()
+        await until(lambda: not together(server))
+        await one.stop()
+    refused = Gateway(server.url.replace("//", "//outsider:secret@")).start()
+    await until(lambda: "permission" in refused.shared.reason.lower())
+    await refused.route(prompt(1))
+    assert refused.outcomes == {"away": 1}
+    await refused.stop()
+
+
+async def test_in_a_cluster(tmp_path):
+    from tests.redis_server import binaries
+    if not binaries():
+        pytest.skip("there is no redis-server")
+    with running(Cluster(tmp_path)) as cluster:
+        async with gateways(cluster, 2) as fleet:
+            counts = Counter([(await fleet[n % 2].route(prompt(n + 1)))[0] for n in range(32)])
+            assert set(counts.values()) == {4}
+            node = cluster.node_of(LOAD)
+            assert sum(counts[0] for counts in together(node).values()) == 32
+            for one in fleet:
+                one.end_all()
+            await until(lambda: not together(node))
+
+
+def known(server):
+    """What lies in Redis of the ledger, keys of which only the time is in their names once."""
+    with server.client() as client:
+        return sorted(key for key in client.keys("*{pool}*"))
+
+
+async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(start_redis, redis_binary):
+    server = start_redis(binary=redis_binary)
+    async with gateways(server, 2) as fleet:
+        one, other = fleet
+        await asyncio.gather(*(fleet[n % 2].route(prompt(n + 1)) for n in range(20)))
+        with server.client() as client:
+
+            def right():
+                sums = {}
+                for gateway in fleet:
+                    for replica, counts in gateway.ledger.outstanding().items():
+                        sums[replica] = tuple(map(sum, zip(sums.get(replica, NOTHING), counts)))
+                loads = {replica: tuple(getattr(candidate.load, name) for name in ("requests", "prefilling", "prefill_tokens", "decoding", "context_tokens"))
+                         for gateway in fleet for replica, candidate in ((c.replica, c) for c in gateway.candidates)}  # fmt: skip
+                stored = {name: client.hget(LOAD, name) for name in client.hkeys(LOAD)} if client.type(LOAD) == b"hash" else None
+                return (
+                    all(gateway.shared.joined for gateway in fleet)
+                    and stored == {name.encode(): struct.pack("<5d", *counts) for name, counts in sums.items() if any(counts)}
+                    and loads == sums
+                )
+
+            kinds = {re.sub(rb"of:.*", b"of:", re.sub(rb"sent:.*", b"sent:", key)) for key in known(server)}
+            assert len(kinds) == 4
+            for number in range(20):
+                await asyncio.gather(one.route(prompt(number + 300)), other.route(prompt(number + 400)))  # so that every kind is there
+                keys = [next(key for key in known(server) if key.startswith(kind)) for kind in sorted(kinds)]
+                applied = [(key, *one) for key in keys for one in list(poisons(client, key))[number : number + 1]]  # one of each at once
+                for *_, apply in applied:
+                    apply()
+                async with asyncio.timeout(2):  # nobody waits for Redis
+                    await asyncio.gather(one.route(prompt(number + 100)), other.route(prompt(number + 200)))
+                try:
+                    await until(right, 4)
+                except TimeoutError:
+                    raise AssertionError(f"{applied}: {together(server)}, joined: {[gateway.shared.reason for gateway in fleet]}") from None
+            assert not applied  # all there are
+        assert not any(gateway.shared._background.recent() for gateway in fleet)
+        assert all(gateway.shared.repairs["sum"] for gateway in fleet) and any(gateway.shared.repairs["part"] for gateway in fleet)
+        for gateway in fleet:
+            gateway.end_all()
+        await until(lambda: not together(server))
+
+
+async def test_requests_that_come_together_are_decided_by_one_command_one_after_the_other(redis_server):
+    async with gateways(redis_server, 1) as (one,):
+        with redis_server.client() as client:
+            await one.route(prompt(99))
+            one.end_all()
+            await until(lambda: not together(redis_server))
+            client.config_resetstat()
+            prompts = [prompt(n % 4 + 1) for n in range(100)]  # more than go into one call
+            routed = await asyncio.gather(*map(one.route, prompts))
+            calls = {name: told["calls"] for name, told in client.info("commandstats").items()}
+        assert one.outcomes == {"shared": 101}
+        assert calls["cmdstat_evalsha"] <= 4 + 2 * 3  # and heartbeats
+        assert sum(calls.values()) < 150
+        # Each met those before it: equal prompts find what the first of them leaves, and all are counted.
+        assert sum(overlap > 0 for _, overlap in routed) >= 80
+        sums = {replica: counts for replica, counts in one.ledger.outstanding().items() if any(counts)}
+        assert together(redis_server) == sums and sum(counts[0] for counts in sums.values()) == 100
+        one.end_all()
+        await until(lambda: not together(redis_server))
+
+
+async def test_what_is_left_on_a_replica_that_was_removed_is_counted_until_it_ends(redis_server):
+    async with gateways(redis_server, 1) as (one,):
+        await asyncio.gather(*(one.route(prompt(n + 1)) for n in range(16)))
+        replica = one.candidates[0].replica
+        held = together(redis_server)[replica]
+        one.ledger.remove(replica)
+        leaving = [reservation for reservation in one.open if reservation.replica == replica]
+        one.ledger.first_byte(leaving[0])
+        await until(lambda: together(redis_server)[replica] == (held[0], held[1] - 1, held[2] - leaving[0].uncached, 1, TOKENS))
+        one.end_all()
+        await until(lambda: not together(redis_server))
+
+
+async def test_a_request_that_waits_longer_than_others_is_late_when_its_own_time_is_up(redis_server):
+    """One look serves all that wait, and each has its own time all the same."""
+    async with Proxy(redis_server.port) as proxy, gateways(proxy, 1, deadline=0.3) as (one,):
+        proxy.delay = 5.0
+        loop, spent = asyncio.get_running_loop(), []
+
+        async def route(after):
+            await asyncio.sleep(after)
+            begun = loop.time()
+            await one.route(prompt(1))
+            spent.append(loop.time() - begun)
+
+        await asyncio.gather(*(route(after) for after in (0, 0.1, 0.2)))
+        assert one.outcomes == {"late": 3} and min(spent) > 0.29
+
+
+async def test_what_nobody_damaged_is_never_mended(redis_server):
+    async with gateways(redis_server, 3) as fleet:
+        end = asyncio.get_running_loop().time() + 1.5  # some heartbeats under load
+        while asyncio.get_running_loop().time() < end:
+            await asyncio.gather(*(one.route(prompt(random.randrange(50))) for one in fleet for _ in range(4)))
+            for one in fleet:
+                one.ledger.first_byte(random.choice(one.open))
+                one.ledger.release(one.open.pop(random.randrange(len(one.open))))
+        assert [one.shared.repairs for one in fleet] == [{"part": 0, "sum": 0}] * 3

@@ -29,8 +29,9 @@ to the group's, and that of one which others are chosen over to theirs, within s
 """
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from math import exp, log
+from typing import Any, TypedDict
 
 from .changes import Changes
 from .load import UNTIMED, Load
@@ -55,13 +56,14 @@ _FORGET = 0.99             # of the log speed stays, each turn without a request
 # --- the two models as statements (see `statement`): the only place where they are written down
 
 
-def step_seconds(load, pace, coefficients):
+def step_seconds(load: Load, pace: float, coefficients: Sequence[float]) -> float:
     """One decode step of a replica's streams; 0 if there are none."""
     base, per_stream, per_token = coefficients
     return pace * (base * min(1, load.decoding) + per_stream * load.decoding + per_token * load.context_tokens)
 
 
-def ttft_features(uncached, cached, now, step, load, speed, coefficients):
+def ttft_features(uncached: float, cached: float, now: float, step: float, load: Load, speed: float,
+                  coefficients: Sequence[float]) -> tuple[float, ...]:
     """What the TTFT of a request of `uncached` tokens after `cached` ones is linear in, if it meets `load` at `now`.
 
     `step`: seconds of a decode step there. `left` is the share of the step under way that is still to come: 1 if it is not
@@ -76,7 +78,7 @@ def ttft_features(uncached, cached, now, step, load, speed, coefficients):
     return 1, uncached, uncached * (cached + 0.5 * uncached), ahead, left, step * max(1, uncached / STEP_TOKENS)
 
 
-def ttft_terms(features, speed, coefficients):
+def ttft_terms(features: Sequence[float], speed: float, coefficients: Sequence[float]) -> tuple[float, float, float, float]:
     """The TTFT in parts: what each request takes, its own prefill, the queue, and the decode steps that it shares. The latter
     have a pace of their own; the rest is at the replica's `speed`."""
     base, token, pair, queued, busy, crowd = coefficients
@@ -101,11 +103,11 @@ class Fit:
         self.count = 0
         self.error = self._prior_error = 0.0
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, object]:
         """All that was learned, in types that JSON has."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "_prior"}
 
-    def restore(self, state: dict) -> None:
+    def restore(self, state: Mapping[str, object]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
         self.coefficients = tuple(self.coefficients)
@@ -192,7 +194,7 @@ class Costs:
     """
     __slots__ = ("group", "ttft", "step", "error", "count")
 
-    def __init__(self, group: "CostGroup") -> None:
+    def __init__(self, group: CostGroup) -> None:
         self.group = group
         self.ttft, self.step = Speed(), Speed()
         self.error, self.count = 0.0, 0
@@ -242,23 +244,30 @@ class Costs:
 _IDLE = Load()
 
 
+class Learned(TypedDict):
+    """What a group has learned, in types that JSON has. `replicas`: the states of both speeds, the error and the count of each."""
+    ttft: dict[str, object]
+    step: dict[str, object]
+    replicas: dict[str, list[Any]]
+
+
 class CostGroup:
     """Replicas of one kind: one model for all, which a new replica starts from. `learned` is the `state` of another group,
     to go on from."""
 
-    def __init__(self, learned: dict | None = None) -> None:
+    def __init__(self, learned: Learned | None = None) -> None:
         self.ttft, self.step = Fit(TTFT_PRIOR), Fit(STEP_PRIOR)
         self._members: dict[str, Costs] = {}
         self._turns: list[Costs] = []
-        self.changes = Changes()    # members whose speeds changed
-        self._known: dict[str, list] = {}
+        self.changes: Changes[Costs] = Changes()    # members whose speeds changed
+        self._known: dict[str, list[Any]] = {}
         if learned is not None:
             self.ttft.restore(learned["ttft"])
             self.step.restore(learned["step"])
             self._known = dict(learned["replicas"])
 
-    def state(self) -> dict:
-        """What was learned, in types that JSON has: 2 kB, and 150 bytes a replica."""
+    def state(self) -> Learned:
+        """What was learned: 2 kB, and 150 bytes a replica."""
         replicas = {name: [one.ttft.state(), one.step.state(), one.error, one.count] for name, one in self._members.items()}
         return {"ttft": self.ttft.state(), "step": self.step.state(), "replicas": replicas}
 

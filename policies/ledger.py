@@ -44,7 +44,7 @@ class Ledger:
         self._leaving: list[tuple[str, Load]] = []    # replicas removed while requests were still on them
         self._weight = 1.0    # of the latest choice
         self.moved: Callable[..., None] | None = None
-        self.changes = Changes()
+        self.changes: Changes[str] = Changes()
 
     def add(self, replica: str) -> Load:
         """The replica's load; the same object until `remove`."""

@@ -21,7 +21,8 @@ class Roster(Sequence[Candidate]):
     def __init__(self, candidates: Sequence[Candidate], ledger: Ledger, group: CostGroup) -> None:
         self._candidates = list(candidates)
         self._changes = ledger.changes, group.changes
-        self._rows = {one.replica: row for row, one in enumerate(candidates)} | {one.costs: row for row, one in enumerate(candidates)}
+        self._row_by_replica = {one.replica: row for row, one in enumerate(candidates)}
+        self._row_by_costs = {one.costs: row for row, one in enumerate(candidates)}
         self._heard = -1, -1
         self._columns = np.empty((0, 0))
         self.group = group
@@ -33,7 +34,7 @@ class Roster(Sequence[Candidate]):
     def __len__(self) -> int:
         return len(self._candidates)
 
-    def __getitem__(self, index: int) -> Candidate:
+    def __getitem__(self, index: int) -> Candidate:    # type: ignore[override]  # policies take one at a time, none slices
         candidate = self._candidates[index]
         if not self._given:
             candidate.overlap = int(self._overlaps[index])
@@ -60,14 +61,13 @@ class Roster(Sequence[Candidate]):
         loads, costs = self._changes
         if self._heard == (loads.count, costs.count):
             return self._columns
-        news = loads.since(self._heard[0]), costs.since(self._heard[1])
+        new_loads, new_costs = loads.since(self._heard[0]), costs.since(self._heard[1])
         self._heard = loads.count, costs.count
-        if None in news:
+        if new_loads is None or new_costs is None:
             self._columns = np.array([of(one) for one in self._candidates], dtype=float).T.copy()
         else:
-            row_of = self._rows.get
-            stale = {*map(row_of, news[0]), *map(row_of, news[1])}
-            stale.discard(None)    # replicas that are no candidates here
+            stale = {*map(self._row_by_replica.get, new_loads), *map(self._row_by_costs.get, new_costs)}
             for row in stale:
-                self._columns[:, row] = of(self._candidates[row])
+                if row is not None:    # a replica that is no candidate here
+                    self._columns[:, row] = of(self._candidates[row])
         return self._columns

@@ -89,7 +89,7 @@ class Asked(NamedTuple):
 class Decision(NamedTuple):
     """What a ledger that several gateways share has chosen and counted: `index` into the candidates, prompt tokens held there
     and not, what other gateways have on it, and whether the reservation is in the sums that count now."""
-    index: int
+    index: int    # type: ignore[assignment]  # hides tuple.index, which nobody calls
     replica: str
     overlap: int
     uncached: int
@@ -230,7 +230,8 @@ class Router:
     def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
         """Up to `most` replicas, in the order in which they would be tried."""
         spaces = None if targets.space == demand.space else self._weigh_spaces(demand, targets, now)
-        left, order = [*(self.weighed(demand, targets, now) if spaces is None else targets.candidates)], []
+        left = [*(self.weighed(demand, targets, now) if spaces is None else targets.candidates)]
+        order: list[str] = []
         while left and len(order) < most:
             order.append(left.pop(self.policy.choose(demand, left).index).replica)
         return order

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ _WORTH_A_BRANCH = 8    # parts that a branch may leave out
 class Expression:
     """A number that is not known yet. Equal expressions are one object."""
     __slots__ = ("op", "parts", "kind")
-    _all: dict[tuple, Expression] = {}
+    _all: ClassVar[dict[tuple[object, ...], Expression]] = {}
 
     op: str                 # "symbol", "number", an operator, or one of _CALLS
     parts: tuple[Any, ...]  # the symbol's name, the number, or expressions
@@ -86,9 +86,9 @@ def _number(value: Any) -> Expression:
     return value if isinstance(value, Expression) else Expression.of("number", float(value))
 
 
-def _operate(op: str, left: Any, right: Any) -> Expression:
-    left, right = _number(left), _number(right)
-    a, b = (one.parts[0] if one.op == "number" else None for one in (left, right))
+def _operate(op: str, one: Any, other: Any) -> Expression:
+    left, right = _number(one), _number(other)
+    a, b = (part.parts[0] if part.op == "number" else None for part in (left, right))
     if op == "*" and (a == 0 or b == 0):
         return _number(0.0)
     if (op == "*" and a == 1) or (op == "+" and a == 0):
@@ -134,15 +134,19 @@ class Text:
     """
 
     def __init__(self, roots: Sequence[Expression], assign: str = "{} = {}", calls: Mapping[str, str] | None = None) -> None:
-        self._assign, self._calls, self._names = assign, calls, {}
+        self._assign, self._calls = assign, calls
+        self._names: dict[Expression, str] = {}
         self.request_lines: list[str] = []
         self.lines: list[str] = []
         used: Counter[Expression] = Counter()
         for root in roots:
             self._count(root, used)
-        gated = {node: _alone_in(node, used) for node in used if calls is None and _gate(node) is not None}
-        self._gated = {node: alone for node, alone in gated.items() if len(alone) >= _WORTH_A_BRANCH}
-        hidden = set().union(*self._gated.values())
+        self._gated: dict[Expression, Expression] = {}    # products, and the symbol without which each is 0
+        hidden: set[Expression] = set()
+        for node in used if calls is None else ():
+            if (gate := _gate(node)) is not None and len(alone := _alone_in(node, used)) >= _WORTH_A_BRANCH:
+                self._gated[node] = gate
+                hidden |= alone
         for node in used:    # parts come before what they are part of
             if node not in hidden and self._deserves_a_name(node, used[node]):
                 self._name(node)
@@ -168,7 +172,7 @@ class Text:
         return self.of(node)
 
     def _name_gated(self, node: Expression) -> str:
-        opener = self._name(_gate(node)) if _gate(node).op == "symbol" else self.of(_gate(node))
+        opener = self._name(self._gated[node])
         before, self.lines = self.lines, []
         text, name = self.of(node), f"v{len(self._names)}"
         inside, self.lines = self.lines, before
@@ -195,13 +199,15 @@ def _gate(node: Expression) -> Expression | None:
     """The symbol without which a product is 0, if it has such a factor: min(1, symbol)."""
     for part in node.parts if node.op == "*" else ():
         if part.op == "min" and part.parts[0] is _number(1) and part.parts[1].op == "symbol":
-            return part.parts[1]
+            gate: Expression = part.parts[1]
+            return gate
     return None
 
 
 def _alone_in(node: Expression, used: Counter[Expression]) -> set[Expression]:
     """What is part of this and of nothing else, itself left out."""
-    inside, uses = {node}, Counter()
+    inside = {node}
+    uses: Counter[Expression] = Counter()
     for one in reversed(used):    # what has parts comes before them
         if one in inside or (one.op not in ("symbol", "number") and uses[one] == used[one]):
             inside.add(one)
@@ -231,7 +237,8 @@ def compiled(name: str, lines: Sequence[str], **names: Any) -> Callable[..., Any
     source, file = "\n".join(lines) + "\n", f"<statement {name} {next(_numbers)}>"
     linecache.cache[file] = len(source), None, source.splitlines(True), file    # so that a traceback shows the line
     exec(compile(source, file, "exec"), names)
-    return names[name]
+    function: Callable[..., Any] = names[name]
+    return function
 
 
 _numbers = count(1)
@@ -302,7 +309,7 @@ class Arrays:
         self.standing = python("standing", standing, [*self._columns, *keep])
         scalars = [f"q{index}" for index in range(len(self._scalars))]
         lines = [f"def elementwise({', '.join(['product', *scalars, *overlap])}):", *self._lines, f"return {result}"]
-        self._elementwise = compiled("elementwise", "\n    ".join(lines).split("\n"), minimum=np.minimum, maximum=np.maximum, absolute=np.absolute,
+        self._elementwise: Callable[..., np.ndarray] = compiled("elementwise", "\n    ".join(lines).split("\n"), minimum=np.minimum, maximum=np.maximum, absolute=np.absolute,
                                      **self._numbers)
 
     def __call__(self, columns: np.ndarray, request: Sequence[float], overlap: Sequence[Any]) -> np.ndarray:
@@ -334,7 +341,8 @@ class Arrays:
     def _without_overlap(self, polynomial: Polynomial) -> str:
         by_opaque: dict[Monomial, dict[Expression, Expression]] = {}
         for parts, factor in polynomial.items():
-            column, opaque = _number(1), []
+            column = _number(1)
+            opaque: list[Expression] = []
             for part in parts:
                 if part.kind == STANDING:
                     column = column * part
@@ -342,8 +350,8 @@ class Arrays:
                     opaque.append(part)
             by_opaque.setdefault(tuple(opaque), {})[column] = factor
         names = []
-        for opaque, line in by_opaque.items():
-            values = [self._value(part) for part in opaque]
+        for kept, line in by_opaque.items():
+            values = [self._value(part) for part in kept]
             if values and list(line) == [_number(1)]:
                 names.append(self._fresh(f"{values.pop()} * {self._scalar(line[_number(1)])}"))
             else:

@@ -40,7 +40,7 @@ class Candidate:
 
 
 class Choice(NamedTuple):
-    index: int                                # into the candidates
+    index: int                                # type: ignore[assignment]  # into the candidates; hides tuple.index, which nobody calls
     reason: str = ""                          # in words; where it is not asked to explain, a policy may leave it out
     terms: list[dict[str, float]] | None = None   # seconds, one dict a candidate, when explained
     lesson: Any = None                        # what the policy learns if this choice is made; its own, see `Policy.placed`

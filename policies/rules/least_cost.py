@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import reduce
+from operator import add
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,19 +34,21 @@ class Cost:
     Costs up to least x slack[0] + slack[1] count as equal: one of them is drawn.
     """
 
-    def __init__(self, names: Sequence[str], statement: Callable[..., Any], shares: Mapping[str, float] | None = None,
+    def __init__(self, names: Sequence[str], statement: Callable[..., tuple[float, ...]], shares: Mapping[str, float] | None = None,
                  slack: tuple[float, float] = (1.0, 0.0)) -> None:
         self.names, self.slack, self._shares = tuple(names), slack, shares or {}
         load = SimpleNamespace(**{field.name: symbol(f"load.{field.name}", STANDING) for field in fields(Load)})
 
         def stated(*held: Any) -> tuple[Expression, ...]:
             known = {name: symbol(name, REQUEST) for name in _DEMAND}
-            return expressions(statement, known["tokens"], known["now"], known["future"], tuple(map(known.get, _TTFT)), tuple(map(known.get, _STEP)),
-                               *held, load, symbol("speed", STANDING), symbol("pace", STANDING))
+            terms: tuple[Expression, ...] = expressions(
+                statement, known["tokens"], known["now"], known["future"], tuple(map(known.get, _TTFT)), tuple(map(known.get, _STEP)),
+                *held, load, symbol("speed", STANDING), symbol("pace", STANDING))
+            return terms
 
         self._stated = stated(*[symbol(name, OVERLAP) for name in _HELD])
         self._of_all = _of_all(self._stated)
-        self._arrays = Arrays(sum(stated(symbol("overlap", OVERLAP), 0, 0)), _REPLICA, _DEMAND, ["overlap"], keep=[load.decoding, load.recent])
+        self._arrays = Arrays(reduce(add, stated(symbol("overlap", OVERLAP), 0, 0)), _REPLICA, _DEMAND, ["overlap"], keep=[load.decoding, load.recent])
 
     def of_all(self, demand: Demand, candidates: Sequence[Candidate], future: float = 0.0, held: int = 0) -> list[tuple[float, ...]]:
         """The terms of each candidate, as if all held `held` tokens at least."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 from typing import Sequence
 
 from .least_cost import Cost, least
+from ..load import Load
 from ..vocabulary import Candidate, Choice, Demand
 
 
-def busy(load):
+def busy(load: Load) -> int:
     """Requests known to be on a replica."""
     return max(load.requests, load.waiting)
 
 
-def terms(tokens, now, future, ttft, step, overlap, lower, fetched, load, speed, pace):
+def terms(tokens: float, now: float, future: float, ttft: Sequence[float], step: Sequence[float], overlap: float, lower: float,
+          fetched: float, load: Load, speed: float, pace: float) -> tuple[float, ...]:
     return (busy(load),)
 
 

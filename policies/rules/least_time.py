@@ -38,6 +38,7 @@ import numpy as np
 
 from ..costs import step_seconds, ttft_features, ttft_terms
 from .least_cost import Cost, least, least_of
+from ..load import Load
 from ..roster import Roster
 from ..vocabulary import Candidate, Choice, Demand
 
@@ -57,7 +58,8 @@ WAITS = 5    # of the TERMS are this request's own wait, the others what it cost
 HELD_UP = 6  # are the wait of this request and of those it holds up
 
 
-def terms(tokens, now, future, ttft, step, overlap, lower, fetched, load, speed, pace):
+def terms(tokens: float, now: float, future: float, ttft: Sequence[float], step: Sequence[float], overlap: float, lower: float,
+          fetched: float, load: Load, speed: float, pace: float) -> tuple[float, ...]:
     """The TERMS of one request on one replica; a statement, see `Cost`."""
     _, token, _, _, _, crowd = ttft
     _, step_stream, step_context = step
@@ -136,8 +138,7 @@ class LeastTime:
         index = best = least_of(totals, COST.slack, demand.draw)
         prefix, regret = self._regret(demand, overlaps.item(best))
         lesson = Lesson(continues, prefix, regret or 0.0)
-        less = (overlaps < overlaps.item(best)).nonzero()[0] if regret is not None else ()
-        if len(less):
+        if regret is not None and len(less := (overlaps < overlaps.item(best)).nonzero()[0]):
             other = less.item(totals.take(less).argmin())
             lesson = self._with_regret(demand, lesson, (best, other), roster, future, COST.of_all(demand, (roster[best], roster[other]), future))
             index = other if lesson.copy is not None else best

@@ -11,10 +11,12 @@ from __future__ import annotations
 from typing import Sequence
 
 from .least_cost import Cost, least
+from ..load import Load
 from ..vocabulary import Candidate, Choice, Demand
 
 
-def terms(tokens, now, future, ttft, step, overlap, lower, fetched, load, speed, pace):
+def terms(tokens: float, now: float, future: float, ttft: Sequence[float], step: Sequence[float], overlap: float, lower: float,
+          fetched: float, load: Load, speed: float, pace: float) -> tuple[float, ...]:
     return max(0, load.prefill_tokens + tokens - overlap - fetched), load.context_tokens
 
 

@@ -39,7 +39,8 @@ class Background:
         return asyncio.create_task(self._keep_running(kind, work, on_failure), name=kind)
 
     async def _keep_running(self, kind: str, work: Callable[[], Coroutine[Any, Any, None]], on_failure: Callable[[], None]) -> None:
-        while not asyncio.current_task().cancelling():
+        task = asyncio.current_task()
+        while task is not None and not task.cancelling():
             try:
                 await work()
             except Exception as error:

@@ -69,12 +69,15 @@ def merged(changes: Iterable[Change], most: int = 1024) -> Iterator[Change]:
                 heads += [(at + index, parent) for index, parent in one.heads]
                 at += len(one.hashes)
             yield Store(stored[0].tier, np.concatenate([one.hashes for one in stored]), np.concatenate([one.tags for one in stored]), heads)
-        for one in (dropped, stored, tags_dropped, tags_stored):
-            one.clear()
+        for pending in (dropped, stored, tags_dropped, tags_stored):
+            pending.clear()
 
     for change in changes:
-        tags = set(change.tags.tolist()) if isinstance(change, Store | Remove) else set()
-        same_tier = all(one.tier == change.tier for one in (*dropped[:1], *stored[:1])) if tags else False
+        tags: set[int] = set()
+        same_tier = False
+        if isinstance(change, Store | Remove) and (tags := set(change.tags.tolist())):
+            ahead: list[Store | Remove] = [*dropped[:1], *stored[:1]]
+            same_tier = all(one.tier == change.tier for one in ahead)
         known = tags_stored if isinstance(change, Store) else tags_stored | tags_dropped
         if not same_tier or not known.isdisjoint(tags) or len(tags_stored) > most:
             yield from together()

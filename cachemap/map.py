@@ -9,6 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Match:
 
     __slots__ = ("confirmed", "held", "lower")
 
-    def __init__(self, held: list[int], confirmed: list[int], lower: dict):
+    def __init__(self, held: list[int], confirmed: list[int], lower: dict[int, list[tuple[str, int]]]):
         self.held: list[int] = held
         self.confirmed: list[int] = confirmed
         self.lower: dict[int, list[tuple[str, int]]] = lower
@@ -182,7 +183,7 @@ class CacheMap:
         self,
         slot: int,
         hashes: list[int],
-        engine_keys: list[int] | list[bytes],
+        engine_keys: Sequence[int | bytes],
         tier: str = "gpu",
         heads: list[tuple[int, int]] | None = None,
     ) -> None:
@@ -201,7 +202,7 @@ class CacheMap:
             tags = table.tags(engine_keys[start:end])
             self.change(slot, Store(tier, u64(hashes[start:end]), tags, part))
 
-    def remove(self, slot: int, engine_keys: list[int] | list[bytes], tier: str = "gpu") -> int:
+    def remove(self, slot: int, engine_keys: Sequence[int | bytes], tier: str = "gpu") -> int:
         """The replica reports that it dropped these; gives how many of them were known and are gone."""
         self._replica(slot)
         if not engine_keys or (tier != "gpu" and tier not in self._lower):
@@ -291,16 +292,17 @@ class CacheMap:
                 table.store(slot, hashes[piece], tags[piece], [(0, 0)])
                 yield
 
-    def resolve(self, slot: int, engine_keys: list[int] | list[bytes]) -> list[int]:
+    def resolve(self, slot: int, engine_keys: Sequence[int | bytes]) -> list[int]:
         """Hashes of the blocks the replica holds in any tier under these keys, 0 if unknown."""
         self._replica(slot)
         tags = self._gpu.tags(engine_keys)
-        hashes = self._gpu.resolve(slot, tags)
+        hashes: np.ndarray = self._gpu.resolve(slot, tags)
         for table in self._lower.values():
             if hashes.all():
                 break
             hashes = np.where(hashes == 0, table.resolve(slot, tags), hashes)
-        return hashes.tolist()
+        known: list[int] = hashes.tolist()
+        return known
 
     def clear(self, slot: int) -> None:
         """The replica holds nothing: it said so, restarted, or we lost track of it."""
@@ -319,7 +321,7 @@ class CacheMap:
         if not replica.observed:
             replica.model.learn(predicted_blocks, reported_blocks)
 
-    def stats(self) -> dict:
+    def stats(self) -> dict[str, Any]:
         """Sizes: `bytes` counts tables and the estimate for predicted and modelled blocks."""
         tables = (self._gpu, *self._lower.values())
         blocks = sum(table.blocks.index.count for table in tables)

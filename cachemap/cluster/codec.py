@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -131,7 +131,7 @@ def encode_snapshot(identity: Identity, snapshot: Snapshot) -> list[bytes]:
     parts = []
     for hashes, tags in contents.held.values():
         parts += [hashes.astype("<u8").tobytes(), _pack(tags)]
-    copies: dict[str, list] = {}
+    copies: dict[str, list[tuple[int, int]]] = {}
     for (tier, tag), count in contents.copies.items():
         copies.setdefault(tier, []).append((tag, count))
     parts += [np.array(one, _COPIES).tobytes() for one in copies.values()]
@@ -156,7 +156,9 @@ def decode_snapshot(identity: Identity, pieces: list[bytes]) -> Snapshot:
         n, term, sequence, timestamp, observed = (header[name] for name in ("n", "term", "sequence", "timestamp", "observed"))
         if not (_counts(n, term) and (sequence is None or _counts(sequence)) and math.isfinite(timestamp) and isinstance(observed, bool)):
             raise Damaged("its header is not one that a gateway wrote")
-        held, copies, at = {}, {}, 0
+        held: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        copies: dict[tuple[str, int], int] = {}
+        at = 0
         for tier, count in _by_tier(header["held"]):
             hashes = np.frombuffer(body, "<u8", count, at)
             at += 8 * count
@@ -185,7 +187,7 @@ def _by_tier(counts: dict[str, int]) -> list[tuple[str, int]]:
     return found
 
 
-def _compare(identity: Identity, header: dict) -> None:
+def _compare(identity: Identity, header: dict[str, Any]) -> None:
     if header["schema"] != SCHEMA:
         raise Damaged(f"written for schema {header['schema']}, this gateway knows {SCHEMA}")
     for name, ours in identity._asdict().items():

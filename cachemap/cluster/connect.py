@@ -17,7 +17,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from hiredis import pack_command
@@ -99,7 +99,7 @@ class Place(NamedTuple):
     kind: str  # single, sentinel, cluster or unix
     hosts: list[tuple[str, int]]
     master: str
-    options: dict  # what redis-py makes connections from
+    options: dict[str, Any]  # what redis-py makes connections from
 
     def __str__(self) -> str:
         """Fit for logs: no user, no password."""
@@ -275,14 +275,15 @@ class Line:
         self._client: Redis | None = None
         self._connection: AbstractConnection | None = None
 
-    async def ask(self, commands: Sequence[tuple]) -> list:
+    async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Their replies, in order; raises what the first one to fail raised. One call at a time, and the caller says how long it may
         take: a time limit of redis-py's for each write and each reply costs as much as they do."""
         client = await self._ways.to(self._key)
-        if client is not self._client:  # the first time, or the key has moved
-            self._client, self._connection = client, await client.connection_pool.get_connection()
-            self._connection.socket_timeout = None
         connection = self._connection
+        if connection is None or client is not self._client:  # the first time, or the key has moved
+            connection = await client.connection_pool.get_connection()
+            connection.socket_timeout = None
+            self._client, self._connection = client, connection
         try:
             await connection.send_packed_command(b"".join(map(pack_command, commands)), check_health=False)
             return [await connection.read_response() for _ in commands]
@@ -292,7 +293,7 @@ class Line:
             raise
 
 
-async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> list:
+async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> list[Any]:
     """XREAD: [(stream, [(id, fields)])]."""
     found = await client.execute_command("XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", *after, *after.values())
     return list(found.items()) if isinstance(found, dict) else found or []
@@ -301,7 +302,7 @@ async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: 
 def heed_cancellation() -> None:
     """To be called in a loop that calls Redis: redis-py uses asyncio.wait_for, which in Python 3.11 swallows a
     cancellation that comes while what it waits for ends."""
-    if asyncio.current_task().cancelling():
+    if (task := asyncio.current_task()) is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
@@ -313,7 +314,7 @@ class Script:
         self.text = BEGIN + text
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
-    async def __call__(self, client: Redis, keys: list[str], arguments: list):
+    async def __call__(self, client: Redis, keys: list[str], arguments: list[Any]) -> Any:
         try:
             try:
                 return await client.execute_command("EVALSHA", self.sha, len(keys), *keys, *arguments)

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from cachemap.changes import Change, Clear, Observe, Store, merged
 from cachemap.events.intake import EventIntake
@@ -64,7 +64,7 @@ class SharedIntake:
     """Follows one replica; `run` until cancelled. Made by `SharedMap.intake`; arguments as of EventIntake."""
 
     def __init__(self, shared: Coordinator, cache_map: CacheMap, slot: int, replica: str, keys: Keys, *, model: str, block_size: int,
-                 on_change: Callable[[str, str], None] = lambda state, reason: None, **source):  # fmt: skip
+                 on_change: Callable[[str, str], None] = lambda state, reason: None, **source: Any):  # fmt: skip
         self._shared, self._map, self._slot, self.keys = shared, cache_map, slot, keys
         self.replica, self.unnamed = replica, keys.incarnation == UNNAMED
         self._identity = Identity(model, block_size, cache_map.tag_bits)
@@ -132,7 +132,7 @@ class SharedIntake:
     def problems(self) -> list[str]:
         return [*self.engine.problems, *([self.fault] if self.fault else [])]
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         """The rest is as the engine's events say, as far as they were followed here."""
         if name == "engine":
             raise AttributeError(name)
@@ -390,8 +390,8 @@ class SharedIntake:
     def blocks(self) -> int:
         return self._map.held(self._slot)
 
-    def snapshot(self) -> Snapshot:
-        journal = self.journal
+    def snapshot(self, journal: Journal) -> Snapshot:
+        """What the map has of the replica after all that `journal` was told."""
         return Snapshot(journal.n, journal.term, self.position, self._map.contents(self._slot))
 
     def wrote(self, well: bool | None) -> None:

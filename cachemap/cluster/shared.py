@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from itertools import starmap
 from pathlib import Path
+from typing import Any
 
 from cachemap.background import Background, Failures
 from cachemap.map import CacheMap
@@ -87,7 +88,7 @@ class SharedMap:
                 task.cancel()
         await self.ways.aclose()
 
-    def intake(self, slot: int, replica: str, incarnation: str, **arguments) -> SharedIntake:
+    def intake(self, slot: int, replica: str, incarnation: str, **arguments: Any) -> SharedIntake:
         """In place of an EventIntake, with its arguments."""
         return SharedIntake(self, self._map, slot, replica, Keys(self.deployment, replica, incarnation), **arguments)
 
@@ -235,7 +236,7 @@ class SharedMap:
             begin = f"({found[-1][0].decode()}" if found else begin
         return deltas
 
-    async def _read(self, key: str, kind: str, begin: int | str, longest: int) -> tuple[bool, list]:
+    async def _read(self, key: str, kind: str, begin: int | str, longest: int) -> tuple[bool, list[Any]]:
         """What lies at a key from `begin` on, as much as is read at once, and whether there is more."""
         found = await READ(await self.ways.to(key), [key], [kind, begin, longest, MOST_READ_BYTES, MOST_READ])
         if not isinstance(found, list):
@@ -354,7 +355,7 @@ class SharedMap:
         else:
             one.want("mirror")
 
-    def _heard(self, group: list[SharedIntake], states: list[tuple]) -> None:
+    def _heard(self, group: list[SharedIntake], states: list[tuple[Any, ...]]) -> None:
         lane = self._lane_of(group)
         self._reached = True
         refused = next((told.decode(errors="replace") for state, *_, told in states if state == b"refused"), None)
@@ -392,7 +393,7 @@ class SharedMap:
             elif what == READS:
                 has_to = any(one.role == "mirror" for one in members)
             else:
-                has_to = members or not self.members
+                has_to = bool(members) or not self.members
             if not has_to:
                 self.works(what, lane)
 
@@ -441,17 +442,17 @@ class SharedMap:
     def _lane_of(self, group: list[SharedIntake]) -> int:
         return self.lane(group[0]) if group else 0
 
-    def _spawn(self, name: str, work: Callable[[], Coroutine], on_failure: Callable[[], None] = lambda: None) -> None:
+    def _spawn(self, name: str, work: Callable[[], Coroutine[Any, Any, None]], on_failure: Callable[[], None] = lambda: None) -> None:
         kind = f"shared map: {name.partition(' ')[0]}"  # one kind for all lanes
         self._tasks[name] = self.background.spawn(kind, work, on_failure=on_failure)
 
-    def beside(self, work: Coroutine) -> None:
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
         """Something nobody waits for."""
         task = asyncio.create_task(self._quietly(work))
         self._aside.add(task)
         task.add_done_callback(self._aside.discard)
 
-    async def _quietly(self, work: Coroutine) -> None:
+    async def _quietly(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except FAILURES as error:

@@ -56,19 +56,20 @@ class Writing:
             writers = [one for one in self._shared.members if one.journal is not None and one not in self.snapshots]
             for one in writers:
                 with self._shared.guard(one):
-                    if len(self.snapshots) < MOST_SNAPSHOTS and one.journal.due(one.blocks):
+                    journal = one.journal
+                    if journal is not None and len(self.snapshots) < MOST_SNAPSHOTS and journal.due(one.blocks):
                         self.snapshots.add(one)
-                        self._shared.beside(self._write_snapshot(one, one.journal))
+                        self._shared.beside(self._write_snapshot(one, journal))
             groups = self._shared.groups([one for one in writers if one not in self.snapshots and one.journal is not None])
             await asyncio.gather(*map(self._publish_group, groups))
 
     async def _publish_group(self, group: list[SharedIntake]) -> None:
-        batch, size = [], 0
+        batch: list[tuple[SharedIntake, Journal, bytes]] = []
+        size = 0
         for one in group:
             with self._shared.guard(one):
                 journal = one.journal  # None if the lease went while an earlier batch was sent
-                delta = journal.seal(one.position) if journal is not None else None
-                if delta is not None:
+                if journal is not None and (delta := journal.seal(one.position)) is not None:
                     batch.append((one, journal, delta))
                     size += len(delta)
             if size > MOST_BYTES:
@@ -77,8 +78,9 @@ class Writing:
         if batch:
             await self._send(batch)
 
-    async def _send(self, batch: list) -> None:
-        keys, arguments = [], [self._shared.token]
+    async def _send(self, batch: list[tuple[SharedIntake, Journal, bytes]]) -> None:
+        keys: list[str] = []
+        arguments: list[Any] = [self._shared.token]
         for one, journal, delta in batch:
             keys += [one.keys.lease, one.keys.head, one.keys.deltas]
             arguments += [journal.n + 1, delta]
@@ -140,7 +142,7 @@ class Writing:
 
     async def _write_on(self, one: SharedIntake, journal: Journal) -> bytes:
         delta = journal.seal(one.position)
-        snapshot, blocks = one.snapshot(), one.blocks  # now: when the answers come the replica may have been removed
+        snapshot, blocks = one.snapshot(journal), one.blocks  # now: when the answers come the replica may have been removed
         if delta is not None:
             await self._send([(one, journal, delta)])
             if journal.whole:
@@ -153,7 +155,7 @@ class Writing:
         return result
 
     async def _write_anew(self, one: SharedIntake, journal: Journal) -> bytes:
-        snapshot = one.snapshot()._replace(n=journal.n + 1)
+        snapshot = one.snapshot(journal)._replace(n=journal.n + 1)
         journal.whole = False  # from here on changes are deltas after this snapshot, unless too many come meanwhile
         result = await self._commit(one, snapshot, "anew", encode_delta(journal.term, RELOAD, snapshot.position, []))
         if result == b"ok":
@@ -172,4 +174,5 @@ class Writing:
             await client.rpush(new, *pieces[at : at + 32])
         await client.expire(new, 60)
         arguments = [self._shared.token, snapshot.n, way, detail, KEEP_SECONDS]
-        return await COMMIT(client, [keys.lease, keys.head, keys.deltas, keys.snapshot, new], arguments)
+        result: bytes = await COMMIT(client, [keys.lease, keys.head, keys.deltas, keys.snapshot, new], arguments)
+        return result

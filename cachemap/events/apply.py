@@ -6,6 +6,8 @@ the engine hashes with. Runs of events of one kind reach the map as one call, si
 costs about 40 us and a further block in it 0.3.
 """
 
+from collections.abc import Sequence
+
 import xxhash
 
 from cachemap.events.records import Cleared, Removed, Stored
@@ -32,7 +34,7 @@ class EventApplier:
         self._above: dict[int | bytes, int] = {}  # the same, of parents in the map
         self._heads: list[tuple[int, int]] = []  # where chains begin among them
         self._tail = 0  # the last of them
-        self._removing: list[int] | list[bytes] = []
+        self._removing: Sequence[int | bytes] = []
         self._twice: list[tuple[int | bytes, int, int]] = []  # key, hash and parent of pending blocks told again
         self._tier = "gpu"
         self.stored = 0
@@ -58,8 +60,9 @@ class EventApplier:
             hashes, keys = list(self._own.values()), list(self._own)
             self._map.store(self._slot, hashes, keys, self._tier, self._heads)
             if self._twice:
-                keys, hashes, parents = map(list, zip(*self._twice, strict=True))
-                self._map.store(self._slot, hashes, keys, self._tier, list(enumerate(parents)))
+                keys = [key for key, _, _ in self._twice]
+                heads = [(at, parent) for at, (_, _, parent) in enumerate(self._twice)]
+                self._map.store(self._slot, [block for _, block, _ in self._twice], keys, self._tier, heads)
                 self._twice = []
             self._own, self._heads, self._tail = {}, [], 0
         if self._removing:
@@ -144,7 +147,7 @@ class EventApplier:
         if self._own or event.tier != self._tier:
             self.flush()
             self._tier = event.tier
-        self._removing = self._removing + event.keys if self._removing else event.keys
+        self._removing = [*self._removing, *event.keys] if self._removing else event.keys
 
     def _hash_of(self, key: int | bytes) -> int:
         own = self._own.get(key) or self._above.get(key)
@@ -157,17 +160,17 @@ class EventApplier:
             return hash_blocks(tokens, self._block_size, seed)
         extra = [_besides(keys, adapter) for keys in event.extra]
         salt = None
-        if not parent and len(extra[0]) == 1 and isinstance(extra[0][0], str):
-            salt = extra[0].pop()  # only a prompt's first block covers the tenant's salt
+        if not parent and len(extra[0]) == 1 and isinstance(only := extra[0][0], str):
+            salt, extra[0] = only, []  # only a prompt's first block covers the tenant's salt
         seed = parent or chain_seed(self._model, self._block_size, adapter, salt)
         if any(extra):
             return self._hashes_apart(tokens, extra, seed)
         return hash_blocks(tokens, self._block_size, seed)
 
-    def _hashes_apart(self, tokens: bytes, extra: list[list], seed: int) -> list[int]:
+    def _hashes_apart(self, tokens: bytes, extra: list[list[object]], seed: int) -> list[int]:
         """Blocks that cover more than tokens, an image say: no prompt of text meets them."""
         width = len(tokens) // len(extra)
-        hashes = []
+        hashes: list[int] = []
         for i, keys in enumerate(extra):
             if keys:
                 seed = xxhash.xxh3_64_intdigest(repr(keys).encode(), seed)
@@ -176,7 +179,7 @@ class EventApplier:
         return hashes
 
 
-def _besides(keys: list | None, adapter: str | None) -> list:
+def _besides(keys: list[object] | None, adapter: str | None) -> list[object]:
     """A block's extra keys but the adapter's name, which the chain is seeded with.
 
     vLLM puts that name first (then media, then the cache salt), so only the first key can be it: a tenant's

@@ -8,7 +8,7 @@ and filled anew from what comes. A replica that computes blocks but reports none
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 import zmq
 
@@ -68,7 +68,7 @@ class EventIntake:
         self._inbox: Inbox | None = None
         self._last_timestamp = 0.0
         self._replay_wanted = replay is not None
-        self._asked: tuple[AsyncIterator[list[Numbered]], asyncio.Task[list[Numbered] | None]] | None = None  # the record, its begin
+        self._asked: tuple[AsyncGenerator[list[Numbered], None], asyncio.Task[list[Numbered] | None]] | None = None  # the record, its begin
         self._resuming = False  # go on after a batch that another applied, rather than start anew
         self._look_again = False
         self._replay_at = 0.0
@@ -79,7 +79,7 @@ class EventIntake:
         self._silent_requests = 0
         self._silent_since = 0.0
         self._foreign_topic: bytes | None = None
-        self._void: dict[str, int] = {}  # by adapter: the last batch in which its name stood for another one
+        self._void: dict[str | None, int] = {}  # by adapter: the last batch in which its name stood for another one
 
         self.state = "connecting"
         self.reason = "nothing heard yet"
@@ -155,10 +155,10 @@ class EventIntake:
                 while True:
                     self._follow_link(inbox)
                     if self._asked is not None:
-                        await self._answered()
+                        await self._answered(*self._asked)
                     elif self._replay_wanted and self._linked and _now() >= self._replay_at:
-                        if self._resuming:
-                            await self._catch_up()
+                        if self._resuming and self.last_seq is not None:
+                            await self._catch_up(self.last_seq)
                         else:
                             self._ask()
                     while messages := inbox.take():
@@ -271,7 +271,7 @@ class EventIntake:
 
     async def _recover(self, order: Order, number: int) -> None:
         """A batch came that does not follow the last: fetch what is missing, or start anew."""
-        if order is Order.GAP:
+        if order is Order.GAP and self.last_seq is not None:
             self.gaps += 1
             lost = f"batches {self.last_seq + 1} to {number - 1} were lost"
             self._change("gap", lost)
@@ -294,18 +294,17 @@ class EventIntake:
         if self._inbox is not None:
             self._inbox.wake()
 
-    async def _catch_up(self) -> None:
-        """What came after the last batch. If the engine no longer has that one, or another under its number, it is
+    async def _catch_up(self, last: int) -> None:
+        """What came after the `last` batch. If the engine no longer has that one, or another under its number, it is
         not known what was missed: all anew."""
         follows = False
         try:
-            async for run in self._record(self.last_seq):
+            async for run in self._record(last):
                 if not follows:
                     follows = (run[0][0], run[0][1].timestamp) == self.position
                     if not follows:
                         break
-                    run = run[1:]
-                self._apply([one for one in run if one[0] > self.last_seq])
+                self._apply([one for one in run if self.last_seq is None or one[0] > self.last_seq])
         except TimeoutError:
             self._try_again_later()
             return
@@ -328,7 +327,8 @@ class EventIntake:
             try:
                 return await anext(record, None)
             finally:
-                self._inbox.wake()
+                if self._inbox is not None:
+                    self._inbox.wake()
 
         self._asked = record, asyncio.ensure_future(begin())
 
@@ -340,9 +340,8 @@ class EventIntake:
             await asyncio.gather(begin, return_exceptions=True)
             await record.aclose()
 
-    async def _answered(self) -> None:
+    async def _answered(self, record: AsyncGenerator[list[Numbered], None], begin: asyncio.Task[list[Numbered] | None]) -> None:
         """Start anew from the record, once its begin is there; without an answer, ask again later."""
-        record, begin = self._asked
         if not begin.done():
             return
         told = self.last_seq
@@ -382,7 +381,8 @@ class EventIntake:
             pass
         return self.last_seq >= number - 1
 
-    async def _record(self, start: int) -> AsyncIterator[list[Numbered]]:
+    async def _record(self, start: int) -> AsyncGenerator[list[Numbered], None]:
+        assert self._replay_endpoint is not None
         async for messages in replay(self._replay_endpoint, start):
             if run := self._numbered(messages):
                 self.replayed += len(run)

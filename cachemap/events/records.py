@@ -5,7 +5,7 @@ fields that it does not know, and passes events that it cannot read over, with t
 batches must stay gapless, and a block that was not stored here is at worst a miss.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -16,13 +16,13 @@ class EventError(ValueError):
 class Stored(NamedTuple):
     """Full blocks the engine now has, in order, each the parent of the next."""
 
-    keys: list[int] | list[bytes]
+    keys: Sequence[int | bytes]
     parent: int | bytes | None  # None: the first block starts a prompt
     tokens: bytes  # of all blocks together, uint32; empty when only moved between tiers
     block_size: int
     tier: str
     adapter: str | None
-    extra: list[list | None] | None  # per block, what besides tokens its key covers
+    extra: list[list[object] | None] | None  # per block, what besides tokens its key covers
     group: int
     kind: str
 
@@ -30,7 +30,7 @@ class Stored(NamedTuple):
 class Removed(NamedTuple):
     """Blocks the engine dropped."""
 
-    keys: list[int] | list[bytes]
+    keys: Sequence[int | bytes]
     tier: str
     group: int
 

@@ -5,8 +5,9 @@ more; a future for each message, as zmq.asyncio makes them, costs more than deco
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -21,13 +22,13 @@ TURN_MESSAGES, TURN_BYTES = 64, 1 << 17
 END = b"\xff" * 8  # the sequence number that ends a replay
 
 
-class _Context(zmq.Context):
+class _Context(zmq.Context[zmq.Socket[bytes]]):
     """Where the sockets of all intakes live. ZMQ's default of 1,023 sockets is enough for 341 replicas, and the limit can only be set
     before the first socket is made: so this is not the context that others share."""
 
     _instance = None
 
-    def __init__(self, *arguments, **named):
+    def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         self.set(zmq.MAX_SOCKETS, self.get(zmq.SOCKET_LIMIT))
 
@@ -39,7 +40,7 @@ class Inbox:
     def __init__(self, kind: int, endpoint: str):
         self.linked = self.refused = False
         self._changed = asyncio.Event()
-        self._monitor: zmq.Socket | None = None  # costs two further sockets: only for a connection that is to last
+        self._monitor: zmq.Socket[bytes] | None = None  # costs two further sockets: only for a connection that is to last
         self._socket = _Context.instance().socket(kind)
         try:
             self._open(kind, endpoint)
@@ -59,7 +60,7 @@ class Inbox:
         for socket in self._sockets():
             asyncio.get_running_loop().add_reader(socket.FD, self._changed.set)
 
-    def _sockets(self) -> list[zmq.Socket]:
+    def _sockets(self) -> list[zmq.Socket[bytes]]:
         return [self._socket] if self._monitor is None else [self._socket, self._monitor]
 
     def close(self) -> None:
@@ -72,7 +73,8 @@ class Inbox:
 
     def look(self) -> None:
         """Bring `linked` and `refused` up to date. Only of a subscription."""
-        while self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+        assert self._monitor is not None
+        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             self.linked = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.refused = event == zmq.EVENT_CONNECT_RETRIED or (self.refused and not self.linked)
@@ -82,7 +84,8 @@ class Inbox:
 
     def take(self) -> list[list[bytes]]:
         """The messages that are there, up to a turn's worth, each a list of frames."""
-        messages, size = [], 0
+        messages: list[list[bytes]] = []
+        size = 0
         try:
             while len(messages) < TURN_MESSAGES and size < TURN_BYTES:
                 messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
@@ -114,7 +117,7 @@ def connected(kind: int, endpoint: str) -> Iterator[Inbox]:
         inbox.close()
 
 
-async def replay(endpoint: str, start: int) -> AsyncIterator[list[list[bytes]]]:
+async def replay(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]], None]:
     """What the engine still has of its batches from number `start` on, a turn's worth at a
     time, each as [..., sequence, payload]. Raises TimeoutError if it stops answering.
 
@@ -154,7 +157,7 @@ def _number(frames: list[bytes]) -> int:
     return int.from_bytes(frames[-2], "big")
 
 
-async def _answer(endpoint: str, start: int) -> AsyncIterator[list[list[bytes]]]:
+async def _answer(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]], None]:
     """One answer to a request for a replay."""
     loop = asyncio.get_running_loop()
     with connected(zmq.DEALER, endpoint) as inbox:

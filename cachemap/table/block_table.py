@@ -5,6 +5,7 @@ nothing but the engine's own key of a block, hence `aliases`.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class BlockTable:
         """`store` where a tag or a block is known already or comes twice: tag by tag. `at`: where the tags are, or -1."""
         alias, twins = self.aliases[slot], self.capacity.twins.setdefault(slot, Counter())
         known = at >= 0
-        again = known.nonzero()[0][alias.payloads(at[known]) == numbers[known]].tolist()
+        again: list[int] = known.nonzero()[0][alias.payloads(at[known]) == numbers[known]].tolist()
         renamed = distinct(at[known])
         before = alias.payloads(renamed)
         alias.put(at[known], packed[known])
@@ -87,7 +88,7 @@ class BlockTable:
 
     def _unname(self, slot: int, numbers: np.ndarray) -> np.ndarray:
         """These blocks have an alias less; the replica no longer holds those of which it was the last: gives their hashes."""
-        hashes = self.blocks.hashes[numbers]
+        hashes: np.ndarray = self.blocks.hashes[numbers]
         twins = self.capacity.twins.get(slot)
         if twins:
             last = np.array([not _fewer(twins, block) for block in hashes.tolist()], bool)
@@ -146,10 +147,10 @@ class BlockTable:
         besides[at[at >= 0]] = False
         return missing, alias.words[besides] >> self._tag_shift
 
-    def tags(self, engine_keys: list[int] | list[bytes]) -> np.ndarray:
+    def tags(self, engine_keys: Sequence[int | bytes]) -> np.ndarray:
         """Engine keys as alias tags: mixed, cut to the fingerprint's width, never 0."""
         try:
-            keys = u64(engine_keys)
+            keys = u64(engine_keys)  # type: ignore[arg-type]  # tried first: most engines' keys are ints
         except (TypeError, OverflowError):  # bytes, or ints that are signed or longer
             keys = u64(map(_key, engine_keys))
         return ((keys * MIX) >> self._tag_shift) | self._tag_top

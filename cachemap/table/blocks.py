@@ -158,7 +158,8 @@ class Blocks:
             self.tick(found.count)
 
     def ages(self, numbers: np.ndarray) -> np.ndarray:
-        return self.epoch - self.epochs[numbers].astype(np.int64) & 0xFF
+        ages: np.ndarray = self.epoch - self.epochs[numbers].astype(np.int64) & 0xFF
+        return ages
 
     def tick(self, used: int) -> None:
         """Count uses. In each epoch one in 64 of all ages is cut, so that none wraps."""

@@ -163,10 +163,12 @@ class Buckets:
 
     def payloads(self, places: np.ndarray) -> np.ndarray:
         """What the words at these places carry, as int64."""
-        return (self.words.take(places) & ones(self._payload_bits)).astype(np.int64)
+        carried: np.ndarray = self.words.take(places) & ones(self._payload_bits)
+        return carried.astype(np.int64)
 
     def _tags(self, words: np.ndarray) -> np.ndarray:
-        return words >> self._payload_bits
+        tags: np.ndarray = words >> self._payload_bits
+        return tags
 
     def _first(self, tags: np.ndarray) -> np.ndarray:
         return (tags % self._buckets).view(np.int64)
@@ -179,7 +181,8 @@ class Buckets:
         lines = self.rows.take(buckets, 0)
         if self._payload_bits:
             lines >>= self._payload_bits
-        return (lines == tags[:, None]).ravel().nonzero()[0]
+        hits: np.ndarray = (lines == tags[:, None]).ravel().nonzero()[0]
+        return hits
 
     # ---- changing ----
 
@@ -200,7 +203,7 @@ class Buckets:
                 self.wider.add(tags[both], words[both])
         return places
 
-    def _race(self, words, tags, first) -> np.ndarray:
+    def _race(self, words: np.ndarray, tags: np.ndarray, first: np.ndarray) -> np.ndarray:
         """Words go for the first free place of their bucket: each writes its number there
         and the one that can be read has it. Its twins have it too, the others -1."""
         at, spilled = self._emptier(tags, first)
@@ -260,7 +263,7 @@ class Buckets:
             at[crowded[i]] = bucket
         return at, len(full) > 0
 
-    def _count_passed(self, tags, first, ends, step: int, spilled: bool) -> None:
+    def _count_passed(self, tags: np.ndarray, first: np.ndarray, ends: np.ndarray, step: int, spilled: bool) -> None:
         """Add `step` at every bucket each tag goes past on the way to the one it ends in; `spilled`: some may be past their second."""
         away = (first != ends).nonzero()[0]
         if not len(away):

@@ -11,6 +11,7 @@ import numpy as np
 
 from cachemap.table.blocks import BYTES_BESIDE, OLDEST, Blocks
 from cachemap.table.buckets import FILL, Buckets, distinct
+from cachemap.table.index import Index
 from cachemap.table.memory import LARGE, give_back
 
 SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs more than storing
@@ -185,6 +186,7 @@ class Capacity:
 
     def _lead_on(self, index: Buckets) -> None:
         if index is not self.blocks.index:
+            assert isinstance(index, Index)
             self._retire(self.blocks.index)
             self.blocks.index = index
 

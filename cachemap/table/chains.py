@@ -5,6 +5,8 @@ tree: a prompt costs a few steps, not one for each block, and a block 9 bytes. `
 guess at one engine's own cache; `routed` has what is predicted of engines that do tell, until they have told.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,13 +18,15 @@ SEGMENT_BLOCKS = 5  # a segment of EngineModel takes 450 bytes as blocks of this
 class Segment:
     """Consecutive blocks of a chain that were last used together, between two branchings.
 
-    `start` is the place of the first one in its chain, `parent` has the blocks before it.
+    `start` is the place of the first one in its chain, `parent` has the blocks before it; a tree's root is its own parent.
     """
 
     __slots__ = ("blocks", "children", "parent", "stamps", "start")
 
-    def __init__(self, parent: "Segment | None", start: int, blocks: array):
-        self.parent = parent
+    stamps: dict[int, tuple[float, int]]  # by slot; only `routed` has them
+
+    def __init__(self, parent: Segment | None, start: int, blocks: array[int]):
+        self.parent = self if parent is None else parent
         self.start = start
         self.blocks = blocks
         self.children = 0
@@ -69,7 +73,7 @@ class Tree:
         self._heads[rest.blocks[0]] = rest
         return segment
 
-    def _branch(self, segment: Segment, start: int, new: array) -> Segment:
+    def _branch(self, segment: Segment, start: int, new: array[int]) -> Segment:
         """Put new blocks behind a segment, as one of their own."""
         self._count += len(new)
         segment.children += 1
@@ -145,7 +149,7 @@ class EngineModel(Tree):
         self._order[segment] = None
         return segment
 
-    def _append(self, segment: Segment, start: int, new: array) -> Segment:
+    def _append(self, segment: Segment, start: int, new: array[int]) -> Segment:
         """Put new blocks behind a segment: into it if nothing else is there."""
         if segment is not self._root and not segment.children:
             self._count += len(new)
@@ -177,7 +181,7 @@ class EngineModel(Tree):
         return size
 
 
-def _shared(blocks: array, hashes: Sequence[int], start: int, size: int) -> int:
+def _shared(blocks: array[int], hashes: Sequence[int], start: int, size: int) -> int:
     """How many of the first `size` blocks are in `hashes` from `start` on; by bisection.
 
     The first one is, the last one is not.

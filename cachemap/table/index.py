@@ -49,6 +49,7 @@ class Index(Buckets):
     def _in(self, bucket: int, tag: int) -> int:
         base = tag >> self._mark_shift << self._number_bits
         most = 1 << self._number_bits
+        word: int
         for word in self.words[bucket * 8 : bucket * 8 + 8].tolist():
             if 0 < word - base < most and self.hashes.item(word - base) == tag:
                 return word - base
@@ -65,12 +66,13 @@ class Index(Buckets):
         self.drop(self.find(self.hashes.take(numbers)))
 
     def _tags(self, words: np.ndarray) -> np.ndarray:
-        return self.hashes.take(words & ones(self._payload_bits))
+        tags: np.ndarray = self.hashes.take(words & ones(self._payload_bits))
+        return tags
 
     def _hits(self, buckets: np.ndarray, tags: np.ndarray) -> np.ndarray:
         lines = self.rows.take(buckets, 0)
         marks = (tags >> U64(self._mark_shift)).astype(np.uint32)
-        hits = (lines >> self._payload_bits == marks[:, None]).ravel().nonzero()[0]
+        hits: np.ndarray = (lines >> self._payload_bits == marks[:, None]).ravel().nonzero()[0]
         numbers = lines.ravel().take(hits) & ones(self._payload_bits)
         real = self.hashes.take(numbers) == tags.take(hits >> 3)
         return hits if real.all() else hits[real]

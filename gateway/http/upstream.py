@@ -175,9 +175,9 @@ class Upstream(asyncio.Protocol):
                 return self._broken(f"{LINE_BYTES} bytes of a chunked response without the end of a line")
             if not self.complete:
                 return sink.data(data)
-            if (data := self._to_the_end(data)) is None:
+            if (last := self._to_the_end(data)) is None:
                 return self._broken("bytes after the end of the response")
-            sink.data(data)
+            sink.data(last)
         else:
             self.buffer = self.buffer + data if self.buffer else data
             if not self.head_done:
@@ -197,9 +197,10 @@ class Upstream(asyncio.Protocol):
         if not buffer.startswith(b"HTTP/1."):
             return self._broken("it does not answer in HTTP/1.1")
         self.forwarding = True
-        body = buffer[end:]
-        self.unseen -= len(body)
-        if self.complete and (body := self._to_the_end(body)) is None:
+        rest = buffer[end:]
+        self.unseen -= len(rest)
+        body = self._to_the_end(rest) if self.complete else rest
+        if body is None:
             return self._broken("bytes after the end of the response")
         sink.head(self.status, Head(buffer[:end], self.headers, self._until_close(), self.clean), body)
 

@@ -158,7 +158,7 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
         watch.time(life, "request_head", "request head")
         watch.time(life, "response_lines", "response head")
         watch.time(dispatcher.outcomes, "_settle", "settle: compare, count")
-    client = Downstream(server)
+    client = Downstream(server.clients)
     client.connection_made(NoTransport())
     requests = [b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(b), b)
                 for b in bodies(load, count)]  # fmt: skip

@@ -230,7 +230,7 @@ class Gateway:
 
     def _models_changed(self) -> None:
         self.dispatcher.changed()
-        self.server.limits = datapath.limits(self.settings, self.models.pipelines)
+        self.server.clients.limits = datapath.limits(self.settings, self.models.pipelines)
 
     def _listen(self, backend: Backend, anew: bool = False) -> None:
         """Follow the replica's events as it tells of them now. `anew`: whatever is known of its cache is void."""

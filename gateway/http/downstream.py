@@ -12,15 +12,11 @@ import logging
 import select
 from collections import deque
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import httptools
 
-from .messages import FRAMING, HEADER_BYTES, REQUEST_BYTES, Headers, KnownHead, Request, connection_tokens, response, without_upgrade
-
-if TYPE_CHECKING:
-    from .server import Server
-
+from .messages import FRAMING, HEADER_BYTES, REQUEST_BYTES, Headers, KnownHead, Limits, Request, connection_tokens, response, without_upgrade
 
 log = logging.getLogger("hitherto.wire")
 
@@ -43,6 +39,35 @@ class Exchange(Protocol):
     def resume(self) -> None: ...
 
 
+class Handler(Protocol):
+    """What lies behind the wire."""
+
+    def handle(self, client: Downstream, request: Request) -> None:
+        """Answer `request`: at once with `client.reply`, or later as `client.exchange`."""
+
+    def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
+        """The body (and its headers) of an answer that the wire itself gives; `target` is b"" where none was read."""
+
+    def sweep(self, now: float) -> None:
+        """A few times a second: whatever has a deadline."""
+
+    def held_up(self, now: float) -> None:
+        """Called in place of `sweep`, once, where the event loop did not run for a while until now."""
+
+
+class Clients:
+    """What all connections of one server share: who answers them, what each may send, and how much they hold together."""
+
+    __slots__ = ("handler", "limits", "connections", "held", "draining", "closed")
+
+    def __init__(self, handler: Handler, limits: Limits):
+        self.handler, self.limits = handler, limits
+        self.connections: set[Downstream] = set()
+        self.held = 0  # bytes of requests, see `Limits.requests_bytes`
+        self.draining = False  # new requests are refused by the handler, and each connection ends with its answer
+        self.closed = False  # a connection that is accepted now is closed at once
+
+
 class Refusal:
     """An answer the wire itself gives to a request that can't be read on."""
 
@@ -55,7 +80,7 @@ class Refusal:
 class Downstream(asyncio.Protocol):
     __slots__ = (
         # for the connection's life
-        "server", "transport", "parser", "closing", "close_at", "close_last", "active_at", "reading_paused", "writing_paused", "known", "read",
+        "clients", "transport", "parser", "closing", "close_at", "close_last", "active_at", "reading_paused", "writing_paused", "known", "read",
         # the request being read
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
         "refused", "expects", "again", "framing", "raw", "parsed", "bare_chunk", "completed", "rated", "rated_at",
@@ -63,12 +88,12 @@ class Downstream(asyncio.Protocol):
         "exchange", "current", "waiting",
         # what came behind them and is not parsed yet: the bytes of `rest` from `rest_at` on
         "rest", "rest_at",
-        # bytes of all these, and of the one being answered, as they are counted in the server
+        # bytes of all these, and of the one being answered, as they are counted in `clients`
         "held", "answering",
     )  # fmt: skip
 
-    def __init__(self, server: Server):
-        self.server = server
+    def __init__(self, clients: Clients):
+        self.clients = clients
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
         self.parser = httptools.HttpRequestParser(self)  # refers back to this: `connection_lost` lets go of it
         self.closing = False
@@ -111,13 +136,13 @@ class Downstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
-        if self.server.closed:
+        if self.clients.closed:
             self.transport.abort()
         else:
-            self.server.connections.add(self)
+            self.clients.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.server.connections.discard(self)
+        self.clients.connections.discard(self)
         self.closing = True
         self.waiting.clear()
         exchange, self.exchange, self.current = self.exchange, None, None
@@ -146,7 +171,7 @@ class Downstream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = monotonic()
         if self.closing:
-            self.close_at = min(now + self.server.limits.linger_seconds, self.close_last)
+            self.close_at = min(now + self.clients.limits.linger_seconds, self.close_last)
             return
         if self.refused:
             return
@@ -157,7 +182,7 @@ class Downstream(asyncio.Protocol):
         elif self.reading:
             self._feed(data)
             self.read = None
-        elif self.known is not None and (request := self.known.read(data, now)) is not None and len(request.body) <= self.server.limits.body_bytes:
+        elif self.known is not None and (request := self.known.read(data, now)) is not None and len(request.body) <= self.clients.limits.body_bytes:
             self._take(request, 0)
         else:
             self._feed(data)
@@ -224,7 +249,8 @@ class Downstream(asyncio.Protocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            return upgrade.args[0]
+            end: int = upgrade.args[0]
+            return end
         except httptools.HttpParserCallbackError as error:
             self._failed(error.__context__ or error)
         except httptools.HttpParserError as error:
@@ -239,7 +265,7 @@ class Downstream(asyncio.Protocol):
     def _count_untold(self, size: int) -> None:
         """Bound what the parser does not tell of: it tells of a line when it has all of it, of a chunk's extensions never.
         In a read in which a request ended it is not known whose they are; there are 256 kB in one at most."""
-        limit = self.server.limits.head_bytes
+        limit = self.clients.limits.head_bytes
         if self.completed:
             self.unfinished = self.framing = 0
         elif self.reading and self.head_done:
@@ -269,13 +295,13 @@ class Downstream(asyncio.Protocol):
             return
         self.headers.append((name.lower(), value))
         self._count_head(len(name) + len(value))
-        if len(self.headers) > self.server.limits.header_count:
-            self._refuse(431, f"more than {self.server.limits.header_count} headers")
+        if len(self.headers) > self.clients.limits.header_count:
+            self._refuse(431, f"more than {self.clients.limits.header_count} headers")
 
     def _count_head(self, size: int) -> None:
         self.told += size
         self.head_bytes += size
-        if self.head_bytes > self.server.limits.head_bytes:
+        if self.head_bytes > self.clients.limits.head_bytes:
             self._refuse_head()
 
     def on_headers_complete(self) -> None:
@@ -294,7 +320,7 @@ class Downstream(asyncio.Protocol):
             elif name == b"content-length":
                 if len(value) > LENGTH_DIGITS:
                     self._refuse(400, f"a Content-Length of more than {LENGTH_DIGITS} digits")
-                elif int(value) > self.server.limits.body_bytes:
+                elif int(value) > self.clients.limits.body_bytes:
                     self._refuse_body()
                 elif not self._fits(int(value)):
                     self._refuse_more()
@@ -347,7 +373,7 @@ class Downstream(asyncio.Protocol):
         self.told += len(body)
         self.body_bytes += len(body)
         self._hold(len(body))
-        if self.body_bytes > self.server.limits.body_bytes:
+        if self.body_bytes > self.clients.limits.body_bytes:
             self._refuse_body()
         elif not self._fits(0):
             self._refuse_more()
@@ -401,12 +427,12 @@ class Downstream(asyncio.Protocol):
 
     def _hold(self, size: int) -> None:
         self.held += size
-        self.server.held += size
+        self.clients.held += size
 
     def _fits(self, size: int) -> bool:
         """Whether this client may make us hold so much more: as much as is left for others then, so that a few with
         much always leave room for many with little."""
-        return self.held + self.server.held + 2 * size <= self.server.limits.requests_bytes
+        return self.held + self.clients.held + 2 * size <= self.clients.limits.requests_bytes
 
     # --- what a request's exchange does
 
@@ -414,7 +440,7 @@ class Downstream(asyncio.Protocol):
         """Answer the current request with a whole response of our own."""
         request = self.current
         assert request is not None
-        close = not request.keep_alive or self.server.draining
+        close = not request.keep_alive or self.clients.draining
         self.transport.write(response(status, body, headers, head_only=request.method == "HEAD", close=close))
         self.finish()
 
@@ -434,7 +460,7 @@ class Downstream(asyncio.Protocol):
         self._hold(-self.answering)
         self.answering = 0
         self.active_at = monotonic()
-        if not keep_alive or request is None or not request.keep_alive or self.server.draining:
+        if not keep_alive or request is None or not request.keep_alive or self.clients.draining:
             self._close()
         elif self.waiting:
             # Through the loop, so that a long pipeline of local answers can't nest calls without end.
@@ -454,7 +480,7 @@ class Downstream(asyncio.Protocol):
         self.current = request
         self.answering = request.size + len(request.body)
         try:
-            self.server.handler.handle(self, request)
+            self.clients.handler.handle(self, request)
         except Exception as error:
             self._failed(error)
 
@@ -486,13 +512,13 @@ class Downstream(asyncio.Protocol):
         self._refuse(500, "the gateway failed on this request; its log says why")
 
     def _refuse_head(self) -> None:
-        self._refuse(431, f"request head larger than {self.server.limits.head_bytes} bytes")
+        self._refuse(431, f"request head larger than {self.clients.limits.head_bytes} bytes")
 
     def _refuse_more(self) -> None:
         self._refuse(503, "the gateway holds as many bytes of requests as it may (request_budget); try again")
 
     def _refuse_body(self) -> None:
-        self._refuse(413, f"request body larger than {self.server.limits.body_bytes} bytes (max_body_bytes)")
+        self._refuse(413, f"request body larger than {self.clients.limits.body_bytes} bytes (max_body_bytes)")
 
     def _refuse(self, status: int, message: str) -> None:
         """Give up on what the client sends; say so once what it asked before is answered."""
@@ -511,11 +537,11 @@ class Downstream(asyncio.Protocol):
             self.waiting.append(refusal)
 
     def _answer_refusal(self, refusal: Refusal) -> None:
-        headers, body = self.server.handler.refuse(refusal.status, refusal.message, refusal.target)
+        headers, body = self.clients.handler.refuse(refusal.status, refusal.message, refusal.target)
         self.transport.write(response(refusal.status, body, headers, close=True))
         # Closing at once with unread data in the socket would reset it, and the client would lose the answer: half-close,
         # and read on into nothing until the client closes, pauses for `linger_seconds`, or `flush_seconds` are over.
-        limits, now = self.server.limits, monotonic()
+        limits, now = self.clients.limits, monotonic()
         self.closing = True
         self.close_at, self.close_last = now + limits.linger_seconds, now + limits.flush_seconds
         self._resume_reading()
@@ -525,7 +551,7 @@ class Downstream(asyncio.Protocol):
     def _close(self) -> None:
         """Close once everything is sent, or has not been for `flush_seconds`."""
         self.closing = True
-        self.close_at = self.close_last = monotonic() + self.server.limits.flush_seconds
+        self.close_at = self.close_last = monotonic() + self.clients.limits.flush_seconds
         self.transport.close()
 
     @property
@@ -541,7 +567,7 @@ class Downstream(asyncio.Protocol):
 
     def check(self, now: float) -> None:
         """Called by the server's sweep, a few times a second."""
-        limits = self.server.limits
+        limits = self.clients.limits
         if self.reading_paused and not self.closing and self._left():
             self._close()
         elif self.closing:

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import resource
 from time import monotonic
-from typing import Protocol
 
-from .downstream import Downstream
-from .messages import Headers, Limits, Request
+from .downstream import Clients, Downstream, Handler
+from .messages import Limits
 
 log = logging.getLogger("hitherto.wire")
 
@@ -28,44 +27,37 @@ def allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class Handler(Protocol):
-    """What lies behind the wire."""
-
-    def handle(self, client: Downstream, request: Request) -> None:
-        """Answer `request`: at once with `client.reply`, or later as `client.exchange`."""
-
-    def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
-        """The body (and its headers) of an answer that the wire itself gives; `target` is b"" where none was read."""
-
-    def sweep(self, now: float) -> None:
-        """A few times a second: whatever has a deadline."""
-
-    def held_up(self, now: float) -> None:
-        """Called in place of `sweep`, once, where the event loop did not run for a while until now."""
-
-
 class Server:
     def __init__(self, handler: Handler, limits: Limits = Limits()):
-        self.handler = handler
-        self.limits = limits
-        self.connections: set[Downstream] = set()
-        self.held = 0  # bytes of requests, see `Limits.requests_bytes`
+        self.clients = Clients(handler, limits)
         self._unseen: list[Downstream] = []  # in this round of sweeps
         self._part = 0
-        self.draining = False
-        self.closed = False
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
         self._due = 0.0  # when the next sweep is to be
         self._was_late = False
 
+    @property
+    def connections(self) -> set[Downstream]:
+        return self.clients.connections
+
+    @property
+    def held(self) -> int:
+        """Bytes of the requests of all connections."""
+        return self.clients.held
+
+    @property
+    def draining(self) -> bool:
+        return self.clients.draining
+
     async def start(self, host: str, port: int, shared: bool = False) -> int:
         """Listen; returns the port (0 asks for a free one). OSError if it is taken. `shared`: other processes listen on it as well, and the
         kernel spreads connections over all of them."""
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(lambda: Downstream(self), host, port, backlog=4096, reuse_port=shared)
+        self._listener = await loop.create_server(lambda: Downstream(self.clients), host, port, backlog=4096, reuse_port=shared)
         self._sweep()
-        return self._listener.sockets[0].getsockname()[1]
+        bound: int = self._listener.sockets[0].getsockname()[1]
+        return bound
 
     def _sweep(self) -> None:
         # First of all the next one: whatever goes wrong in this, deadlines must go on being kept.
@@ -75,14 +67,14 @@ class Server:
         self._due = now + SWEEP_SECONDS
         if self._was_late:
             # Timers come before sockets: clients and replicas may have been in time, so deadlines wait for the next sweep.
-            self.handler.held_up(now)
+            self.clients.handler.held_up(now)
             return
         for connection in self._next_part():
             try:
                 connection.check(now)
             except Exception:
                 log.exception("the sweep failed on a connection")
-        self.handler.sweep(now)
+        self.clients.handler.sweep(now)
 
     def _next_part(self) -> list[Downstream]:
         if not self._unseen:
@@ -101,7 +93,7 @@ class Server:
 
         Idle connections stay until the end: a client that sends on one gets its 503, not a reset.
         """
-        self.draining = True
+        self.clients.draining = True
         deadline = monotonic() + seconds
         while self.busy and monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -111,7 +103,7 @@ class Server:
 
     async def close(self) -> None:
         """Cut every connection and stop listening."""
-        self.closed = True
+        self.clients.closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
         if self._listener is not None:

@@ -62,7 +62,7 @@ async def test_a_connection_that_comes_while_closing_is_cut():
     async with served() as (_, _, server):
         await server.close()
         aborted = []
-        late = Downstream(server)
+        late = Downstream(server.clients)
         late.connection_made(type("Transport", (), {"abort": lambda self: aborted.append(1)})())
         assert aborted and not server.connections
 

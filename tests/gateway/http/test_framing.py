@@ -252,7 +252,7 @@ def test_a_body_arrives_whole_however_it_is_cut(chunks, read):
     framed = b"".join(b"%x\r\n%b\r\n" % (size, body[begin : begin + size]) for begin, size in zip(begins, chunks, strict=False))
     said = b"POST /slow HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + framed + b"0\r\n\r\n"
     echo = Echo()
-    client = Downstream(Server(echo))
+    client = Downstream(Server(echo).clients)
     for start in range(0, len(said), read):
         client.data_received(said[start : start + read])
     assert [request.body for request in echo.seen] == [body[: sum(chunks)]]

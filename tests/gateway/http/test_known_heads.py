@@ -40,7 +40,7 @@ class Transport:
 def told(reads, limits=Limits()):
     """What the handler sees and the client gets, for bytes that come in these reads."""
     seen = Seen()
-    client = Downstream(Server(seen, limits))
+    client = Downstream(Server(seen, limits).clients)
     client.connection_made(Transport())
     for data in reads:
         client.data_received(data)

@@ -126,7 +126,7 @@ async def test_text_of_one_request_is_not_the_request_line_of_the_next(first):
 
 def fed(*reads: bytes) -> Downstream:
     """A connection on which these reads came, and nothing is answered yet."""
-    client = Downstream(Server(Echo()))
+    client = Downstream(Server(Echo()).clients)
     client.writing_paused = True
     client.connection_made(type("Transport", (), {"pause_reading": lambda self: None})())
     for read in reads:

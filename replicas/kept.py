@@ -32,18 +32,22 @@ class KeptReplicas:
                 raise ValueError(f"{self.path}: {error}") from None
         return tuple(found.values())
 
-    def add(self, url: str) -> None:
-        """Raises ValueError for what is no replica's URL."""
-        id = parse_url(url).id
-        lines = self._lines()
-        if id not in map(_id, lines):
+    def add(self, url: str) -> str | None:
+        """Keep this URL, unless there is one of the same id, which is returned. Raises ValueError for what is no replica's URL."""
+        lines, had = self._lines(), self._of(parse_url(url).id)
+        if had is None:
             self._write([*lines, url.strip()])
+        return had
 
-    def remove(self, id: str) -> None:
-        """Forget the replica of this id, if it is there."""
-        lines = self._lines()
-        if id in map(_id, lines):
+    def remove(self, id: str) -> str | None:
+        """Forget the replica of this id; the URL it had, None if it is not there."""
+        lines, had = self._lines(), self._of(id)
+        if had is not None:
             self._write([line for line in lines if _id(line) != id])
+        return had
+
+    def _of(self, id: str) -> str | None:
+        return next((line for line in self._lines() if _id(line) == id), None)
 
     def _lines(self) -> list[str]:
         try:

@@ -93,12 +93,13 @@ def headers_of(request: web.Request) -> dict[str, str]:
     return {name.lower(): value for name, value in request.headers.items()}
 
 
-async def keep(kept: KeptReplicas | None, change: str, what: str) -> None:
-    """Write the file of replicas, if there is one. This comes first: what an operator was told is done is so after a restart, too."""
+async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
+    """Write the file of replicas, if there is one; the URL that it held until now for this engine, if any. This comes first: what an
+    operator was told is done is so after a restart, too."""
     if kept is None:
-        return
+        return None
     try:
-        await asyncio.to_thread(getattr(kept, change), what)
+        return await asyncio.to_thread(getattr(kept, change), what)
     except OSError as wrong:
         message = f"nothing was changed: {kept.path} cannot be written: {wrong.strerror or wrong}. Mend that, or leave --replica-file out"
         raise Refusal(500, message, "replica_file") from None

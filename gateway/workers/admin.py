@@ -2,7 +2,7 @@
 
     /metrics                    all workers' series, each with the label `worker`
     /status, /replicas, /readyz all workers' in one: counts added up, the least ready view of each replica, ready when all are
-    POST /replicas, DELETE, drain   told to all; a worker that takes another one's place is told what holds then
+    POST /replicas, DELETE, drain   told to all, and taken back in all if one refuses; a worker that takes another one's place is told what holds then
     /decide/ID/...              the worker that made the decision, which its id begins with
     anything else               one worker, in turn
 
@@ -12,13 +12,15 @@ What is asked is passed on with its headers, so the answer, a refusal included, 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Sequence
+import logging
+from collections.abc import Awaitable, Callable, Sequence, Set
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import quote
+from weakref import WeakValueDictionary
 
 import orjson
-from aiohttp import hdrs, web
+from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from replicas import Fleet
@@ -31,9 +33,13 @@ from ..ops.side import Side, answer
 from .combine import pages
 from .member import GONE, OWN_HEADERS, Answer, Member
 
+log = logging.getLogger("hitherto.workers")
+
 QUERY_SECONDS = 2.0  # for a question of our own, asked of all workers: one that is stuck must not hold up what the others say
 ANSWER_SECONDS = 30.0
-LONG_SECONDS = 660.0  # an engine may take its time, and a drain too: the worker knows until when
+LONG_SECONDS = 660.0  # an engine may take its time: the worker knows until when
+# Until a change is made. It may have to wait for a drain; a worker that is stuck is killed by the supervisor long before.
+CHANGE_SECONDS = 86_400.0
 
 
 def decision_prefix(worker: int) -> str:
@@ -74,13 +80,27 @@ class Workers(Protocol):
         """Wait until each worker has said anew what it has on replicas."""
 
 
+class Known(NamedTuple):
+    """What a worker that begins is told of an engine: its URL, None if it is not there; which of its replicas an operator drained."""
+
+    url: str | None
+    drained: frozenset[str]
+
+
+class Kept(NamedTuple):
+    """What the file of replicas held for an engine before a change."""
+
+    url: str | None
+
+
 class WorkersAdmin(Side):
     def __init__(self, workers: Workers, guard: Guard) -> None:
         super().__init__(guard)
         self.workers = workers
         self._turns = count()
         self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
-        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by replica: all workers hear of changes in one order
+        # By engine: all workers hear of its changes in one order. An entry lasts as long as a change holds its lock or waits for it.
+        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def livez(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -110,56 +130,34 @@ class WorkersAdmin(Side):
             id = parse_url(url).id
         except (ValueError, KeyError, TypeError, AttributeError):
             return await self.pass_on(request)  # the answer says what is wrong
-        async with self._changing[id]:
-            await self._keep("add", url)
-            async with workers.beginning:
-                before = workers.urls.get(id), set(workers.drained)
-                workers.urls.setdefault(id, url)
-                workers.drained -= {one for one in workers.drained if one == id or one.startswith(f"{id}-dp")}
-                telling = self._tell_all(request)
-            told = await telling
-            if told.status >= 300:
-                workers.urls = {**workers.urls, id: before[0]} if before[0] else {one: other for one, other in workers.urls.items() if one != id}
-                workers.drained |= before[1]
-            elif id in workers.fleet.engines:  # launched here, and stopped perhaps
+
+        async def follow() -> None:
+            if id in workers.fleet.engines:  # launched by the supervisor, and stopped perhaps
                 workers.fleet.add(url)
-        return told.response()
+
+        return await self._change(request, id, lambda before: Known(before.url or url, frozenset()), follow)
 
     async def drain(self, request: web.Request) -> web.Response:
         """Answers at once; the replica's state tells when it is done."""
         workers, id = self.workers, request.match_info["id"]
-        async with self._changing[id]:
-            async with workers.beginning:
-                workers.drained.add(id)
-                telling = self._tell_all(request)
-            told = await telling
-            if told.status >= 300:
-                workers.drained.discard(id)
-            elif id in workers.fleet.engines or id in workers.fleet.replicas:
+
+        async def follow() -> None:
+            if id in workers.fleet.engines or id in workers.fleet.replicas:
                 await workers.up_to_date()
                 workers.fleet.drain(id)
-        return told.response()
+
+        return await self._change(request, id, lambda before: Known(before.url, before.drained | {id}), follow)
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Answers when it is done; a client that does not wait changes nothing."""
-        return await asyncio.shield(self._remove(request))
-
-    async def _remove(self, request: web.Request) -> web.Response:
+        """Answers when it is done."""
         workers, id = self.workers, request.match_info["id"]
-        async with self._changing[id]:
-            if id in workers.urls:
-                await self._keep("remove", id)
-            async with workers.beginning:
-                url = workers.urls.pop(id, None)
-                telling = self._tell_all(request)
-            told = await telling
-            if told.status >= 300 and url is not None:
-                workers.urls[id] = url
-            if told.status < 300:
-                workers.drained -= {one for one in workers.drained if one == id or one.startswith(f"{id}-dp")}
-                if id in workers.fleet.engines:
-                    await workers.fleet.remove(id)
-        return told.response()
+
+        async def follow() -> None:
+            if id in workers.fleet.engines:
+                await workers.fleet.remove(id)
+
+        # Workers refuse to remove one rank of an engine by itself.
+        return await self._change(request, id, lambda before: Known(None, frozenset()) if self._engine(id) == id else before, follow)
 
     async def report(self, request: web.Request) -> web.Response:
         """Of a decision. What a worker counted goes with it, so any other one rightly says that there is no such decision."""
@@ -174,9 +172,97 @@ class WorkersAdmin(Side):
     status_page = ask_engine = explain = decide = pass_on
     first_byte = done = report
 
-    async def _keep(self, change: str, what: str) -> None:
+    # --- a change of the replicas
+
+    async def _change(self, request: web.Request, id: str, alter: Callable[[Known], Known], follow: Callable[[], Awaitable[None]]) -> web.Response:
+        """Make a change in all workers, or in none. `alter`: what the engine that `id` belongs to is from then on; `follow`: what
+        the supervisor itself does once all workers have done it. A client that does not wait changes nothing."""
+        await request.read()
+        return await asyncio.shield(self._change_in_turn(request, self._engine(id), alter, follow))
+
+    async def _change_in_turn(self, request: web.Request, engine: str, alter: Callable[[Known], Known], follow: Callable[[], Awaitable[None]]) -> web.Response:
+        workers = self.workers
+        lock = self._changing.get(engine)
+        if lock is None:
+            lock = self._changing[engine] = asyncio.Lock()
+        async with lock:
+            async with workers.beginning:
+                if not workers.told:
+                    raise nobody()
+                before = self._known(engine)
+                after = alter(before)
+                kept = await self._keep(engine, after.url) if (before.url is None) != (after.url is None) else None
+                self._set(engine, after)
+                telling = asyncio.ensure_future(self._tell(workers.told, request))
+            answers = await telling
+            if answers and all(one.status < 300 for one in answers.values()):
+                await follow()
+            else:
+                await self._take_back(engine, before, kept, {member for member, one in answers.items() if one.status >= 300})
+            if not answers:
+                raise nobody()
+            return max(answers.values(), key=lambda one: one.status).response()
+
+    async def _tell(self, members: Sequence[Member], request: web.Request) -> dict[Member, Answer]:
+        headers, body = _passed_on(request), await request.read()
+        answers = await asyncio.gather(*(self._make_follow(member, request.method, request.rel_url.raw_path_qs, headers, body) for member in members))
+        return {member: answer for member, answer in zip(members, answers, strict=True) if answer is not None}
+
+    async def _make_follow(self, member: Member, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes) -> Answer | None:
+        """The worker's answer to a change. None if there is none: nobody knows whether that worker made the change, so it is ended,
+        and the one in its place is told what holds."""
+        try:
+            return await member.ask(method, path, headers, body, CHANGE_SECONDS)
+        except GONE:
+            member.kill()
+            return None
+
+    async def _take_back(self, engine: str, before: Known, kept: Kept | None, unchanged: Set[Member]) -> None:
+        """Undo a change that not all workers made, in those that may have made it, and in the file of kept replicas."""
+        workers, headers = self.workers, [*self.workers.admin_headers.items(), ("Content-Type", "application/json")]
+        path = f"/replicas/{quote(engine, safe='')}"
+        undo = [("DELETE", path, b"")]
+        if before.url is not None:
+            undo = [("POST", "/replicas", orjson.dumps({"url": before.url}))]
+            undo += [("POST", f"/replicas/{quote(id, safe='')}/drain", b"{}") for id in sorted(before.drained)]
+
+        async def undo_in(member: Member) -> None:
+            for method, target, body in undo:
+                if await self._make_follow(member, method, target, headers, body) is None:
+                    return
+
+        async with workers.beginning:
+            self._set(engine, before)
+            undoing = asyncio.gather(*(undo_in(member) for member in workers.told if member not in unchanged))
+        try:
+            if kept is not None:
+                await self._keep(engine, kept.url)
+        except Refusal as refusal:
+            log.error("a change of %s was taken back, but not in the file of replicas: %s", engine, refusal)
+        await undoing
+
+    async def _keep(self, engine: str, url: str | None) -> Kept | None:
+        """Make the file of replicas hold this URL for an engine, or none; what it held until now. None if there is no file."""
+        if self.workers.kept is None:
+            return None
         async with self._keeping:
-            await keep(self.workers.kept, change, what)
+            return Kept(await keep(self.workers.kept, "remove", engine) if url is None else await keep(self.workers.kept, "add", url))
+
+    def _engine(self, id: str) -> str:
+        """The id of the engine that a replica's id belongs to, which may be one of its ranks."""
+        engine, _, rank = id.rpartition("-dp")
+        return engine if rank.isdecimal() and id not in self.workers.urls else id
+
+    def _known(self, engine: str) -> Known:
+        return Known(self.workers.urls.get(engine), frozenset(id for id in self.workers.drained if self._engine(id) == engine))
+
+    def _set(self, engine: str, known: Known) -> None:
+        workers = self.workers
+        if known.url is None:
+            workers.urls.pop(engine, None)
+        else:
+            workers.urls[engine] = known.url
+        workers.drained = {id for id in workers.drained if self._engine(id) != engine} | known.drained
 
     # --- workers
 
@@ -188,32 +274,11 @@ class WorkersAdmin(Side):
 
     async def _ask(self, member: Member, request: web.Request) -> Answer:
         """What this worker says to the request. Raises Refusal if it ends meanwhile."""
-        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in OWN_HEADERS]
-        long = request.method == hdrs.METH_DELETE or request.match_info.route.name == PASSED_ON
-        seconds = LONG_SECONDS if long else ANSWER_SECONDS
+        seconds = LONG_SECONDS if request.match_info.route.name == PASSED_ON else ANSWER_SECONDS
         try:
-            return await member.ask(request.method, request.rel_url.raw_path_qs, headers, await request.read(), seconds)
+            return await member.ask(request.method, request.rel_url.raw_path_qs, _passed_on(request), await request.read(), seconds)
         except GONE:
             raise Refusal(503, "the worker that was asked has ended or is stuck; ask again", "worker_gone") from None
-
-    def _tell_all(self, request: web.Request) -> asyncio.Task[Answer]:
-        """Tell those that are there now; the worst of their answers. Whoever ends meanwhile is replaced by one that knows."""
-        members = self.workers.told
-
-        async def tell_one(member: Member) -> Answer | None:
-            try:
-                return await self._ask(member, request)
-            except Refusal:
-                return None
-
-        async def tell() -> Answer:
-            await request.read()  # by one, for all: two cannot wait for it
-            answers = list(filter(None, await asyncio.gather(*map(tell_one, members))))
-            if not answers:
-                raise nobody()
-            return max(answers, key=lambda one: one.status)
-
-        return asyncio.ensure_future(tell())
 
     async def _query(self, path: str) -> list[tuple[Member, bytes]]:
         """What all workers answer to a question of our own, but for those that end meanwhile or are stuck."""
@@ -232,6 +297,10 @@ class WorkersAdmin(Side):
         if not found:
             raise nobody()
         return self.workers.status([(member, orjson.loads(body)) for member, body in found])
+
+
+def _passed_on(request: web.Request) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in request.headers.items() if name.lower() not in OWN_HEADERS]
 
 
 def nobody() -> Refusal:

@@ -50,10 +50,12 @@ def statuses(found: Sequence[Mapping[str, Any]], launched: Mapping[str, Mapping[
     for one in found:
         metrics.add(one["counts"])
     each = [one["status"] for one in found]
-    ids = dict.fromkeys(replica["id"] for status in each for replica in status["replicas"])
-    views = {id: [replica for status in each for replica in status["replicas"] if replica["id"] == id] for id in ids}
-    numbers = counted_of(metrics, ids)
-    replicas = [{**_replica(views[id], launched.get(id)), **numbers[id]} for id in ids]
+    views: dict[str, list[Mapping[str, Any]]] = {}
+    for status in each:
+        for replica in status["replicas"]:
+            views.setdefault(replica["id"], []).append(replica)
+    numbers = counted_of(metrics, views)
+    replicas = [{**_replica(seen, launched.get(id)), **numbers[id]} for id, seen in views.items()]
     why_not = next((status["why_not"] for status in each if not status["ready"]), None)
     return {
         **each[0],

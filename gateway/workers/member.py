@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,8 @@ OWN_HEADERS = frozenset(("connection", "keep-alive", "te", "trailer", "transfer-
 GONE = (aiohttp.ClientError, OSError, TimeoutError)  # how a question to a worker fails that has ended or is stuck
 PACKAGES = Path(__file__).parents[2]  # the folder that has the package `gateway`
 STAGE_SECONDS = 60.0  # until a worker is a step further: it may load a tokenizer on a busy machine
+# Ctrl-C and service managers send these to all processes of a group; when a worker is to stop is the supervisor's to say.
+NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM)
 LONGEST = 1 << 22  # bytes of one message: loads of 50,000 replicas
 
 
@@ -42,7 +46,7 @@ class Member:
     """`live` while it listens; `told` once it knows the replicas that there are; `silent` is how often the supervisor has looked since its
     last message; `loads` is what it has on replicas: how many requests, and for how long the oldest prompt has had no answer."""
 
-    def __init__(self, index: int, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: Path):
+    def __init__(self, index: int, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: Path):
         self.index, self.process = index, process
         self._reader, self._writer = reader, writer
         self.begun = monotonic()
@@ -61,7 +65,7 @@ class Member:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-m", "gateway.workers.worker", stdin=theirs, env=_environment())
+                process = _start_process(theirs)
                 reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST)
             except BaseException:
                 ours.close()
@@ -81,7 +85,7 @@ class Member:
             async with asyncio.timeout(STAGE_SECONDS):
                 while stage not in self._said:
                     if self._listening.done():
-                        code = await self.process.wait()
+                        code = await asyncio.to_thread(self.process.wait)
                         raise ConfigError(self._wrong or f"a worker ended with {how(code)} while it started; its own lines say why")
                     self._news.clear()
                     await self._news.wait()
@@ -91,19 +95,15 @@ class Member:
 
     async def ended(self) -> int:
         """Wait until the process is gone; its exit code."""
-        code = await self.process.wait()
+        await asyncio.wait((self._listening,))  # the process has its end of the socket for as long as it lives
+        code = await asyncio.to_thread(self.process.wait)
         self.live = self.told = False
         self._writer.close()
-        self._listening.cancel()
-        await asyncio.gather(self._listening, return_exceptions=True)
         await self.admin.close()
         return code
 
     def kill(self) -> None:
-        try:
-            self.process.kill()
-        except ProcessLookupError:
-            pass
+        self.process.kill()
 
     async def ask(self, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, seconds: float) -> Answer:
         """What its admin side answers. Raises one of GONE."""
@@ -129,6 +129,16 @@ class Member:
             self.live = False
             self.kill()  # what cannot be told to stop is of no use; mostly it has ended
             asyncio.get_running_loop().call_soon(self._news.set)  # once this task is done
+
+
+def _start_process(stdin: socket.socket) -> subprocess.Popen[bytes]:
+    """A worker that is born with NOT_FOR_WORKERS blocked, until it ignores them: it takes an interpreter half a second to get that far.
+    asyncio's own way to start a process would let them through from the start."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)
+    try:
+        return subprocess.Popen([sys.executable, "-P", "-m", "gateway.workers.worker"], stdin=stdin, env=_environment())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _environment() -> dict[str, str]:

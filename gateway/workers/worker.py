@@ -37,6 +37,7 @@ from ..config import ConfigError, Settings
 from ..ops import log as lines
 from ..http.server import allow_many_connections
 from .admin import decision_prefix
+from .member import NOT_FOR_WORKERS
 
 log = logging.getLogger("hitherto.workers")
 
@@ -63,7 +64,7 @@ class Worker:
     def __init__(self, end: socket.socket, hello: dict[str, Any]):
         self._end, self._socket = end, Path(hello["socket"])
         self.gateway = gateway = Gateway(Settings.model_validate(hello["settings"]), hello["costs"], decision_prefix(hello["index"]))
-        gateway.admin = WorkerAdmin(gateway, gateway.ops.guard)
+        gateway.admin = WorkerAdmin(gateway, gateway.admin.guard)
         gateway.fleet.on_change.append(self._replica_changed)
         self._drained: set[str] = set()  # replicas that an operator drained before this worker was there
 
@@ -162,9 +163,9 @@ async def _main(end: socket.socket, messages: Iterator[dict[str, Any]], hello: d
 
 
 def main() -> int:
-    # Ctrl-C and service managers signal all processes of a group; when to stop is the supervisor's to say.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in NOT_FOR_WORKERS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_WORKERS)  # what came until now is forgotten
     end = socket.socket(fileno=os.dup(0))
     messages = heard(end)
     hello = next(messages, None)

@@ -58,3 +58,20 @@ def test_of_an_engine_that_was_launched_the_supervisor_knows_why_it_is_not_there
     assert (replica["managed"], replica["restarts"], replica["state"], replica["reason"]) == (True, 2, "failed", "exit code 1: out of memory")
     launched["a"] |= {"state": "ready", "reason": "serves"}
     assert statuses([said("ready", requests=0, inflight=0), said("draining", requests=0, inflight=1)], launched, (), {})["replicas"][0]["state"] == "draining"
+
+
+def test_the_work_of_a_status_grows_with_the_replicas_not_with_their_square():
+    class Counted(dict):
+        looks = 0
+
+        def __getitem__(self, name):
+            Counted.looks += name == "id"
+            return super().__getitem__(name)
+
+    def looks(replicas: int) -> int:
+        one, Counted.looks = said("ready", requests=0, inflight=0), 0
+        one["status"]["replicas"] = [Counted(one["status"]["replicas"][0], id=f"r{number}") for number in range(replicas)]
+        assert len(statuses([one, one], {}, (), {})["replicas"]) == replicas
+        return Counted.looks
+
+    assert looks(200) <= 2 * looks(100)

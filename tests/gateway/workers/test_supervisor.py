@@ -4,6 +4,7 @@ before sockets are read."""
 import asyncio
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -24,18 +25,19 @@ from gateway.workers.supervisor import Workers
 async def watched(folder: Path):
     """A worker that takes connections, as far as its supervisor can tell, and the worker's end of their socket; the supervisor watches."""
     ours, theirs = socket.socketpair()
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     member = Member(0, process, *await asyncio.open_connection(sock=ours), folder / "socket")
     member.live = True
     workers = Workers(load({"workers": 2}, {}).settings)
     workers.members[0] = member
     watching = asyncio.create_task(workers._watch())
-    with theirs:
+    with process.stdin:
         try:
             yield member, theirs
         finally:
             watching.cancel()
             member.kill()
+            theirs.close()
             await member.ended()
             await workers.stop(0)
 
@@ -71,7 +73,7 @@ def test_a_supervisor_that_was_frozen_kills_no_worker(tmp_path, monkeypatch):
                     sender.send(b"!")
                     while member.live and member.beats < 250:
                         await asyncio.sleep(0.01)
-                assert member.live and member.process.returncode is None
+                assert member.live and member.process.poll() is None
                 transport.close()
                 sender.close()
             finally:
@@ -86,7 +88,7 @@ def test_a_worker_that_says_nothing_is_killed(tmp_path, monkeypatch):
 
     async def scenario() -> None:
         async with watched(tmp_path) as (member, _), asyncio.timeout(20):
-            assert await member.process.wait() == -9
+            assert await asyncio.to_thread(member.process.wait) == -9
 
     uvloop.run(scenario())
 

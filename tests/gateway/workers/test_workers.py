@@ -391,6 +391,18 @@ async def test_workers_are_of_the_supervisors_own_package(tmp_path, monkeypatch)
         await member.ended()
 
 
+async def test_a_signal_to_the_whole_group_ends_no_worker_that_starts(tmp_path, monkeypatch):
+    """As a service manager sends it, while a worker's interpreter comes up. This one is told no settings, and ends of that."""
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.kill(os.getpid(), 15)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    member = await Member.start(0, tmp_path / "socket", {}, None)
+    try:
+        with pytest.raises(ConfigError, match="exit code 1 "):
+            await member.has("made")
+    finally:
+        await member.ended()
+
+
 async def test_a_setting_that_only_workers_can_judge_is_said_as_by_one_gateway(tmp_path):
     shutil.copytree(sim_model_dir(), tmp_path / "model")
     (tmp_path / "model/tokenizer_config.json").write_text("{")

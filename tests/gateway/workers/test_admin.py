@@ -1,0 +1,178 @@
+"""A change of the replicas is made by all workers or by none. Workers are scripted here; `test_workers` has real ones."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import httpx
+import orjson
+import pytest
+
+from gateway.ops.guard import Guard
+from gateway.workers.admin import WorkersAdmin
+from gateway.workers.member import Answer
+from replicas.kept import KeptReplicas
+
+ENGINE = "10.0.0.7:8000"
+URL = f"http://{ENGINE}"
+
+
+class ScriptedWorker:
+    """Knows the replicas that it was told, as a worker's admin side does; `refuses` what is asked of it with that status, or is
+    `gone` with the next question."""
+
+    def __init__(self, index: int, urls=()):
+        self.index, self.live, self.told, self.silent = index, True, True, 0
+        self.replicas = {url.removeprefix("http://"): "ready" for url in urls}
+        self.refuses: int | None = None
+        self.gone = self.killed = False
+        self.asked: asyncio.Event = asyncio.Event()
+        self.may_answer: asyncio.Event = asyncio.Event()
+        self.may_answer.set()
+
+    async def ask(self, method, path, headers, body, seconds) -> Answer:
+        self.asked.set()
+        try:
+            async with asyncio.timeout(seconds):
+                await self.may_answer.wait()
+        except TimeoutError:
+            self.replicas[ENGINE] = "ready"  # the worker goes on with what it was asked
+            raise
+        if self.gone or self.killed:
+            raise ConnectionResetError
+        if self.refuses:
+            return Answer(self.refuses, {"content-type": "application/json"}, b'{"error": {}}')
+        _, _, id, *verb = path.split("/") if path != "/replicas" else (0, 0, orjson.loads(body)["url"].removeprefix("http://"))
+        id = id.replace("%3A", ":")
+        if method == "POST" and not verb:
+            self.replicas[id] = "ready"
+        elif id not in self.replicas:
+            return Answer(404, {}, b"{}")
+        elif verb:
+            self.replicas[id] = "drained"
+        else:
+            del self.replicas[id]
+        return Answer(200, {}, b"{}")
+
+    def kill(self) -> None:
+        self.killed, self.told = True, False
+
+
+class NothingLaunched:
+    replicas: dict = {}
+    engines: dict = {}
+
+
+class ScriptedSupervisor:
+    def __init__(self, members, kept=None, urls=()):
+        self.members, self.kept, self.fleet = members, kept, NothingLaunched()
+        self.urls, self.drained = {url.removeprefix("http://"): url for url in urls}, set()
+        self.admin_headers, self.beginning = {}, asyncio.Lock()
+
+    live = answering = told = property(lambda self: [one for one in self.members if one.told])
+
+
+@asynccontextmanager
+async def admin_of(supervisor):
+    side = WorkersAdmin(supervisor, Guard(("127.0.0.1",), None))
+    port = await side.start("127.0.0.1", 0)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            yield client
+    finally:
+        await side.stop()
+
+
+CHANGES = {
+    "add": lambda client: client.post("/replicas", json={"url": "http://10.0.0.8:8000"}),
+    "drain": lambda client: client.post(f"/replicas/{ENGINE}/drain", json={}),
+    "remove": lambda client: client.delete(f"/replicas/{ENGINE}"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("why", ["no worker is there", "all end while they are asked", "one refuses"])
+async def test_a_change_that_is_refused_is_made_nowhere(tmp_path, change, why):
+    kept = KeptReplicas(tmp_path / "replicas")
+    kept.add(URL)
+    first, second = members = [ScriptedWorker(index, [URL]) for index in range(2)]
+    supervisor = ScriptedSupervisor(members, kept, [URL])
+    if why == "one refuses":
+        second.refuses = 500
+    for one in members:
+        one.told, one.gone = why != "no worker is there", why == "all end while they are asked"
+    async with admin_of(supervisor) as client:
+        answer = await CHANGES[change](client)
+    assert answer.status_code == (500 if why == "one refuses" else 503)
+    assert (supervisor.urls, supervisor.drained, kept.urls()) == ({ENGINE: URL}, set(), (URL,))
+    assert [one.replicas for one in members] == [{ENGINE: "ready"}] * 2
+
+
+async def test_a_drained_replica_stays_drained_where_it_cannot_be_removed(tmp_path):
+    members = [ScriptedWorker(index, [URL]) for index in range(2)]
+    supervisor = ScriptedSupervisor(members, None, [URL])
+    async with admin_of(supervisor) as client:
+        assert (await CHANGES["drain"](client)).status_code == 200
+        members[1].refuses = 409
+        assert (await CHANGES["remove"](client)).status_code == 409
+    assert supervisor.drained == {ENGINE} and members[0].replicas == {ENGINE: "drained"}
+
+
+async def test_a_refused_url_of_a_known_replica_is_not_kept(tmp_path):
+    """One that the command line names, with another #events= than it has."""
+    kept, worker = KeptReplicas(tmp_path / "replicas"), ScriptedWorker(0, [URL])
+    worker.refuses = 409
+    async with admin_of(ScriptedSupervisor([worker], kept, [URL])) as client:
+        assert (await client.post("/replicas", json={"url": f"{URL}#events=tcp://10.0.0.7:5557"})).status_code == 409
+    assert kept.urls() == ()
+
+
+async def test_a_worker_that_does_not_say_whether_it_made_a_change_is_replaced_by_one_that_knows():
+    first, second = members = [ScriptedWorker(0), ScriptedWorker(1)]
+    second.gone = True
+    supervisor = ScriptedSupervisor(members)
+    async with admin_of(supervisor) as client:
+        assert (await client.post("/replicas", json={"url": URL})).status_code == 200
+    assert (supervisor.urls, first.replicas, first.killed, second.killed) == ({ENGINE: URL}, {ENGINE: "ready"}, False, True)
+
+
+async def test_a_change_waits_for_a_worker_that_waits_for_a_drain(monkeypatch):
+    """However long that takes: the worker would make it all the same."""
+    monkeypatch.setattr("gateway.workers.admin.ANSWER_SECONDS", 0.0)
+    worker = ScriptedWorker(0)
+    supervisor = ScriptedSupervisor([worker])
+    worker.may_answer.clear()
+    async with admin_of(supervisor) as client:
+        adding = asyncio.create_task(client.post("/replicas", json={"url": URL}))
+        await worker.asked.wait()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        worker.may_answer.set()
+        assert (await adding).status_code == 200
+    assert supervisor.urls == {ENGINE: URL} and worker.replicas == {ENGINE: "ready"}
+
+
+async def test_a_worker_that_begins_while_a_change_fails_does_not_keep_it():
+    first, second = ScriptedWorker(0, [URL]), ScriptedWorker(1)
+    supervisor = ScriptedSupervisor([first], None, [URL])
+    first.may_answer.clear()
+    first.gone = True
+    async with admin_of(supervisor) as client:
+        removing = asyncio.create_task(client.delete(f"/replicas/{ENGINE}"))
+        await first.asked.wait()
+        async with supervisor.beginning:  # as the supervisor does
+            second.replicas = dict.fromkeys(supervisor.urls, "ready")
+            supervisor.members.append(second)
+        first.may_answer.set()
+        assert (await removing).status_code == 503
+    assert supervisor.urls == {ENGINE: URL} and second.replicas == {ENGINE: "ready"}
+
+
+async def test_what_was_changed_once_is_not_remembered():
+    worker = ScriptedWorker(0)
+    side = WorkersAdmin(ScriptedSupervisor([worker]), Guard(("127.0.0.1",), None))
+    port = await side.start("127.0.0.1", 0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        for number in range(20):
+            assert (await client.post(f"/replicas/nobody:{number + 1}/drain", json={})).status_code == 404
+    await side.stop()
+    assert len(side._changing) == 0 and side.workers.drained == set()

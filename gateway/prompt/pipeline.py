@@ -26,7 +26,7 @@ from .api.conversation import Multimodal, has_media, refuse_deep_arguments
 from .api.fields import Rounded, bad, boolean, INTEGERS, bounded_integers, count, integer, packed, parse, parse_exactly, prompts_of
 from .forward import LEAST_TOKENS, kind_of
 from .tokens.model import ModelFiles, load_model
-from .offload import TakesLong
+from .offload import TakesLong, event_loop
 from .tokens.prefixes import Found, Prefixes
 from .prompt import LONGEST_RESPONSE_ID, Prompt, PromptError
 from .tokens.reading import Reading, Readings
@@ -300,6 +300,7 @@ class Pipeline:
         try:
             if unusual:
                 raise Unroutable(unusual)
+            event_loop.begin_prompt()
             if self._files is None:
                 return self._as_text(prompt, request, "no tokenizer: prompts are matched as text")
             why = ""

@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 import time
+from itertools import count
 
 import orjson
 import pytest
@@ -80,6 +81,24 @@ def test_what_takes_long_is_given_up_on_the_event_loop_and_done_in_a_thread(pipe
         with pytest.raises(TakesLong):
             briefly(pipeline, path, body)
     assert pipeline.prepare(path, body).mode == "exact"
+
+
+def test_prompts_that_come_at_once_hold_the_event_loop_for_a_bounded_time_together(pipeline, monkeypatch):
+    """A clock on which each prompt takes 3 ms: the fourth begins after 9."""
+    ticks = count(step=0.003)
+    monkeypatch.setattr("gateway.prompt.offload.perf_counter", lambda: next(ticks))
+    bodies = [orjson.dumps({"model": "m", **user(f"{number} {WORDS[:7_000]}")}) for number in range(12)]
+    for _ in range(2):  # the next iteration has its own time
+        at_once = 0
+        with event_loop:
+            for body in bodies:
+                try:
+                    pipeline.prepare(CHAT, body)
+                    at_once += 1
+                except TakesLong:
+                    pass
+        assert at_once == 2
+    assert all(pipeline.prepare(CHAT, body).mode == "exact" for body in bodies)
 
 
 def test_what_is_known_or_short_is_not(pipeline):

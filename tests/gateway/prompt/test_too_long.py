@@ -108,16 +108,16 @@ class Counting:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": TEXT * 8}),
-        ("/v1/completions", {"prompt": ["short", TEXT * 8]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT * 8}]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT[:2000]}] * 200}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": TEXT * 8}], "max_tokens": 1}),
-        ("/v1/responses", {"input": TEXT * 8}),
+        ("/v1/completions", {"prompt": TEXT * 5}),
+        ("/v1/completions", {"prompt": ["short", TEXT * 5]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT * 5}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT[:2000]}] * 120}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": TEXT * 5}], "max_tokens": 1}),
+        ("/v1/responses", {"input": TEXT * 5}),
     ],
 )
 def test_what_is_too_long_is_tokenized_no_further_than_the_context(pipeline, monkeypatch, tokenizer, path, body):
-    """380 kB, 90,000 tokens: not so many that no tokenizer could fit them in."""
+    """240 kB, 60,000 tokens: not so many that no tokenizer could fit them in."""
     pipeline.max_model_len = 4000
     counting = Counting(tokenizer._fast)
     monkeypatch.setattr(pipeline.tokenizer, "_fast", counting)

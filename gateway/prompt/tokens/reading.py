@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import orjson
 from tokenizers import AddedToken, Tokenizer
 
 from .model import ModelError
@@ -111,7 +112,7 @@ class _Source:
         if files is None:
             try:
                 text = (self._directory / "tokenizer.json").read_text(encoding="utf-8")
-                self._files = files = _Files(self._directory, self._config, json.loads(text))
+                self._files = files = _Files(self._directory, self._config, orjson.loads(text))
             except OSError as error:       # they may be gone since the gateway started
                 raise ModelError(f"can't read the tokenizer files in {self._directory}: {error}") from error
         return files

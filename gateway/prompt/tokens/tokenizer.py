@@ -6,7 +6,6 @@ does the work. Ids travel as uint32 little-endian bytes: no Python int is made p
 """
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fastokens
+import orjson
 import tokenizers
 
 from .model import ModelError
@@ -88,7 +88,7 @@ class Tokenizer:
                 self._slow.encode(_WARM_UP)
             except Exception as error:           # a vocabulary that lacks its own unknown token, say
                 raise TokenizerError(f"{path} cannot turn a text into tokens: {error}") from error
-        settings = json.loads(content or path.read_bytes())
+        settings = orjson.loads(content or path.read_bytes())
         self.added_tokens: list[dict[str, Any]] = settings.get("added_tokens") or []
         self._normalizes = not _changes_nothing(settings.get("normalizer"))
         self._splits_special_tokens = splits

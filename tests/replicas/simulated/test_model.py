@@ -34,7 +34,7 @@ def test_without_its_tokenizer_the_remedy_is_named(tmp_path, monkeypatch):
 
 def test_its_tokenizer_is_the_start_of_the_whole_one():
     part, whole = (Tokenizer.from_file(str(path)) for path in (sim_model_dir() / "tokenizer.json", tokenizer_file()))
-    text = "The night train prefers warm bread because somebody has to."
+    text = "The world is full of people who like to write about the work of other people."
     assert part.encode(text).ids == whole.encode(text).ids
     rare = "otorhinolaryngology \u4f60\u597d <\uff5cUser\uff5c>"
     assert part.decode(part.encode(rare).ids, skip_special_tokens=False) == rare

@@ -16,6 +16,7 @@ from . import __version__
 from .config import ConfigError, Settings
 from .ops import log as lines
 from .http.server import allow_many_connections
+from .memory import share_one_heap
 
 log = logging.getLogger("hitherto")
 
@@ -38,6 +39,7 @@ class Service(Protocol):
 
 def run(settings: Settings, make: Callable[[], Service], started: Callable[[], None] = lambda: None) -> int:
     """Serve until a signal; returns the exit code. Raises ConfigError before anything is started. `started` is called once it serves."""
+    share_one_heap()
     allow_many_connections()
     outbox = lines.setup(settings.log_level)
     try:

@@ -36,6 +36,7 @@ from ..app import Gateway
 from ..config import ConfigError, Settings
 from ..ops import log as lines
 from ..http.server import allow_many_connections
+from ..memory import share_one_heap
 from .admin import decision_prefix
 from .member import NOT_FOR_WORKERS
 
@@ -171,6 +172,7 @@ def main() -> int:
     hello = next(messages, None)
     if hello is None:
         return 0  # the supervisor ended first
+    share_one_heap()
     allow_many_connections()
     outbox = lines.setup(hello["settings"]["log_level"], worker=hello["index"])
     try:

@@ -1,4 +1,4 @@
-"""What a decision takes with 8 to 1,024 replicas: from the block hashes to the chosen index, as the dispatcher does it.
+"""What a decision takes with 8 to 1,024 replicas: from the block hashes to the chosen index, as the proxy does it.
 
     python -m bench.decisions [--quick] [--json FILE]
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from cachemap import CacheMap
 from gateway.proxy.backend import Backend
-from gateway.proxy.dispatcher import Dispatcher
+from gateway.proxy.proxy import Proxy
 from gateway.models import Models
 from gateway.prompt import Prompt
 from policies import NAMES, CostGroup, Ledger, Router, make
@@ -51,22 +51,22 @@ def main() -> None:
 
 
 class Backends:
-    """So many backends behind a dispatcher, with requests under way. Nothing is sent."""
+    """So many backends behind a proxy, with requests under way. Nothing is sent."""
 
     def __init__(self, count: int):
         self.rng = random.Random(3)
         self.ledger, self.now = Ledger(), time.monotonic()
         self.map = CacheMap((1 << 26) + count * (1 << 18))
-        self.dispatcher = Dispatcher(
+        self.proxy = Proxy(
             models=Models.of(None), router=Router(make("least_time"), self.map, self.ledger, CostGroup()), metrics=None, retries=1, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=None, ask_models=None,
         )  # fmt: skip
         for number in range(count):
             name = f"10.0.{number // 250}.{number % 250}:8000"
             replica = SimpleNamespace(id=name, host="10.0.0.1", address="", port=8000, tls=None, url="http://10.0.0.1:8000", rank=None, state=State.READY, models={"m": None}, serves=lambda model: True)
-            backend = Backend(replica, self.dispatcher.router.add(name, self.map.attach(name, 4096, True)))
+            backend = Backend(replica, self.proxy.router.add(name, self.map.attach(name, 4096, True)))
             backend.candidate.costs.ttft.value, backend.candidate.costs.step.value = self.rng.uniform(0.8, 1.2), self.rng.uniform(0.8, 1.2)
-            self.dispatcher.add(backend)
-        self.names = [*self.dispatcher.backends]
+            self.proxy.add(backend)
+        self.names = [*self.proxy.backends]
         rng = np.random.default_rng(4)
         self.chains = rng.integers(1, 1 << 64, (CONVERSATIONS, BLOCKS), np.uint64)
         self.chains[:, :16] = self.chains[0, :16]
@@ -87,7 +87,7 @@ class Backends:
         self.waiting.append(self.sent(rng.randrange(len(self.names))))
         begun = self.waiting.pop(rng.randrange(len(self.waiting)))
         self.ledger.first_byte(begun, self.now)
-        backend = self.dispatcher.backends[begun.replica]
+        backend = self.proxy.backends[begun.replica]
         backend.candidate.costs.observe_ttft(rng.uniform(0.05, 0.2), begun.uncached, 4096 - begun.uncached, begun.before, begun.at)
         self.streams.append(begun)
         self.ledger.release(self.streams.pop(rng.randrange(len(self.streams))))
@@ -95,7 +95,7 @@ class Backends:
 
 def measure(count: int, turns: int) -> dict:
     backends = Backends(count)
-    dispatcher, policies = backends.dispatcher, {name: make(name) for name in NAMES}
+    proxy, policies = backends.proxy, {name: make(name) for name in NAMES}
     prompts = [Prompt("/v1/completions", "m", tokens=BLOCKS * 16 + 5, hashes=chain.tolist(), session=str(number))
                for number, chain in enumerate(backends.chains)]  # fmt: skip
     times: dict[str, list[float]] = {name: [] for name in ("match", "weigh", "loop", "one by one", *NAMES)}
@@ -110,8 +110,8 @@ def measure(count: int, turns: int) -> dict:
     gc.disable()
     for _ in range(turns):
         backends.turn()
-        timed("match", dispatcher.router.map.match, backends.rng.choice(prompts).hashes, time.monotonic())
-        demand, candidates = timed("weigh", weighed, dispatcher, backends.rng.choice(prompts))
+        timed("match", proxy.router.map.match, backends.rng.choice(prompts).hashes, time.monotonic())
+        demand, candidates = timed("weigh", weighed, proxy, backends.rng.choice(prompts))
         timed("least_time", policies["least_time"].choose, demand, candidates)
         for name, policy in policies.items():
             if name != "least_time":
@@ -125,11 +125,11 @@ def measure(count: int, turns: int) -> dict:
     return {"replicas": count} | {name: dict(zip(("p50_us", "p99_us"), np.percentile(all_, (50, 99)) * 1e6)) for name, all_ in times.items()}
 
 
-def weighed(dispatcher: Dispatcher, prompt):
+def weighed(proxy: Proxy, prompt):
     """A request, and what each replica holds of it: all of a decision but the policy's choice."""
     now = time.monotonic()
-    demand = dispatcher.demand(prompt, now)
-    return demand, dispatcher.router.weighed(demand, dispatcher.targets(prompt), now)
+    demand = proxy.placing.demand(prompt, now)
+    return demand, proxy.router.weighed(demand, proxy.serving.targets(prompt), now)
 
 
 def least_loaded(candidates) -> int:

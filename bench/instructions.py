@@ -68,22 +68,26 @@ def ask_valgrind():
 
 
 class Request:
-    """As much of a `Life` as it takes to be given a replica."""
+    """Who asks for a replica, and does nothing with it."""
 
     tried, response, model = (), None, None
 
     def __init__(self, prompt):
         self.prompt = prompt
 
-    def chosen(self): ...
+    def has(self, attempt):
+        self.attempt = attempt
+
+    def placed(self): ...
 
 
 def replay() -> None:
     """Runs in valgrind: each step of all requests after the other, with a dump of the counts behind each."""
     from bench.stages import bodies
     from cachemap import CacheMap
-    from gateway.proxy import dispatcher as module
+    from gateway.proxy import placing
     from gateway.proxy.backend import Backend
+    from gateway.proxy.proxy import Proxy
     from gateway.models import Models
     from gateway.prompt.pipeline import Pipeline
     from gateway.ops.metrics import Metrics
@@ -91,24 +95,24 @@ def replay() -> None:
     from replicas import Replica, State
     from replicas.simulated.model import sim_model_dir
 
-    module.monotonic = module.perf_counter = itertools.repeat(1000.0).__next__
+    placing.monotonic = placing.perf_counter = itertools.repeat(1000.0).__next__
     cachemap, ledger = CacheMap(1 << 26), Ledger()
     router = Router(make("least_time"), cachemap, ledger, CostGroup())
-    dispatcher = module.Dispatcher(
+    proxy = Proxy(
         models=Models.of(Pipeline(sim_model_dir(), "m", 16)), router=router, metrics=Metrics(), retries=2, request_timeout=60, idle_timeout=60,
         response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
     )  # fmt: skip
     for port in range(9001, 9001 + REPLICAS):
         replica = Replica(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "127.0.0.1", port)
         replica.state, replica.models = State.READY, {"m": None}
-        dispatcher.add(Backend(replica, router.add(replica.id, cachemap.attach(replica.id, 8192, True))))
+        proxy.add(Backend(replica, router.add(replica.id, cachemap.attach(replica.id, 8192, True))))
         ledger.load(replica.id).scraped(0, 0.5)
     for load in bodies_of_both(bodies)[:WARM]:  # answered, and told of by events, but for the last: those decode
-        request = Request(dispatcher.models.prepare("/v1/chat/completions", load, None, ()))
-        dispatcher.choose(request)
-        cachemap.store(request.backend.slot, request.prompt.hashes, request.prompt.hashes)
-        router.first_token(request.placement, None)
-    count(dispatcher, bodies_of_both(bodies)[WARM:])
+        request = Request(proxy.models.prepare("/v1/chat/completions", load, None, ()))
+        proxy.placing.place(request)
+        cachemap.store(request.attempt.backend.slot, request.prompt.hashes, request.prompt.hashes)
+        router.first_token(request.attempt.placement, None)
+    count(proxy, bodies_of_both(bodies)[WARM:])
 
 
 def bodies_of_both(bodies) -> list[bytes]:
@@ -117,8 +121,8 @@ def bodies_of_both(bodies) -> list[bytes]:
     return list(itertools.chain(*zip(bodies("plain", half), bodies("chat", half), strict=True)))
 
 
-def count(dispatcher, loads: list[bytes]) -> None:
-    models, cachemap, policy = dispatcher.models, dispatcher.router.map, dispatcher.router.policy
+def count(proxy, loads: list[bytes]) -> None:
+    models, cachemap, policy = proxy.models, proxy.router.map, proxy.router.policy
     gc.collect()
     gc.disable()
     ask = ask_valgrind()
@@ -128,7 +132,7 @@ def count(dispatcher, loads: list[bytes]) -> None:
     for prompt in prompts:
         cachemap.match(prompt.hashes, 1000.0)
     ask(DUMP_AT, b"match")
-    demand, candidates, *_ = dispatcher.router.ask(dispatcher.demand(prompts[-1], 1000.0), dispatcher.targets(prompts[-1]), 1000.0)
+    demand, candidates, *_ = proxy.router.ask(proxy.placing.demand(prompts[-1], 1000.0), proxy.serving.targets(prompts[-1]), 1000.0)
     ask(ZERO)
     for _ in prompts:
         policy.choose(demand, candidates)
@@ -136,7 +140,7 @@ def count(dispatcher, loads: list[bytes]) -> None:
     requests = [Request(prompt) for prompt in prompts]
     ask(ZERO)
     for request in requests:
-        dispatcher.choose(request)
+        proxy.placing.place(request)
     ask(DUMP_AT, b"match, choose, reserve")
 
 

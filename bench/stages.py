@@ -20,9 +20,9 @@ from collections.abc import Callable
 from time import perf_counter
 
 from cachemap import CacheMap
-from gateway.proxy import life
+from gateway.proxy import conductor
 from gateway.proxy.backend import Backend
-from gateway.proxy.dispatcher import Dispatcher
+from gateway.proxy.proxy import Proxy
 from gateway.proxy.together import Together
 from gateway.models import Models
 from gateway.prompt.pipeline import Pipeline
@@ -117,15 +117,15 @@ class Stopwatch:
             setattr(owner, method, plain)
 
 
-def build(shadows: list[str]) -> tuple[Server, Dispatcher]:
+def build(shadows: list[str]) -> tuple[Server, Proxy]:
     cachemap = CacheMap(1 << 28)
     router = Router(make("least_time"), cachemap, Ledger(), CostGroup())
-    dispatcher = Dispatcher(
+    proxy = Proxy(
         models=Models.of(Pipeline(sim_model_dir(), "m", 16)), router=router, metrics=Metrics(), retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
         shadows=shadows,
     )  # fmt: skip
-    if dispatcher.shadows is not None:
-        dispatcher.shadows.acted = dispatcher.shadows.judge  # at once: the event loop does not turn here
+    if proxy.placing.shadows is not None:
+        proxy.placing.shadows.acted = proxy.placing.shadows.judge  # at once: the event loop does not turn here
     for port in (9001, 9002):
         replica = Replica(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "127.0.0.1", port)
         replica.state, replica.models = State.READY, {"m": None}
@@ -133,31 +133,31 @@ def build(shadows: list[str]) -> tuple[Server, Dispatcher]:
         upstream = Upstream(backend.pool)
         upstream.connection_made(NoTransport())
         backend.pool.release(upstream)
-        dispatcher.add(backend)
+        proxy.add(backend)
     # One by one: what comes in a turn of the loop is otherwise worked on together, at its end.
-    dispatcher.preparation._short = AtOnce(dispatcher.preparation._together)
-    dispatcher.outcomes.complete = AtOnce(dispatcher.outcomes._settle_all)
-    return Server(dispatcher), dispatcher
+    proxy.preparation._short = AtOnce(proxy.preparation._together)
+    proxy.settling.complete = AtOnce(proxy.settling._settle_all)
+    return Server(proxy), proxy
 
 
 def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, float]:
     """Microseconds per request by stage (with `watched`), or in total under the key `total`."""
     wire.IDLE_SECONDS = float("inf")  # the two connections must last
-    server, dispatcher = build(shadows)
+    server, proxy = build(shadows)
     watch = Stopwatch()
     if watched:
-        pipeline, policy = dispatcher.models.pipelines[0], dispatcher.router.policy
+        pipeline, policy = proxy.models.pipelines[0], proxy.router.policy
         watch.time(pipeline, "prepare", "prepare: JSON, render, tokens, hashes")
-        watch.time(dispatcher.router.map, "match", "match: who holds how much")
+        watch.time(proxy.router.map, "match", "match: who holds how much")
         watch.time(policy, "choose", "choose: least_time")
-        if dispatcher.shadows is not None:
-            watch.time(dispatcher.shadows, "see", "shadow: a copy of what the choice was made from")
-            watch.time(dispatcher.shadows, "acted", "shadow: what others would choose, once it is sent")
-        watch.time(dispatcher.router.ledger, "reserve", "reserve")
-        watch.time(dispatcher.router.map, "expect", "expect: note what will be held")
-        watch.time(life, "request_head", "request head")
-        watch.time(life, "response_lines", "response head")
-        watch.time(dispatcher.outcomes, "_settle", "settle: compare, count")
+        if proxy.placing.shadows is not None:
+            watch.time(proxy.placing.shadows, "see", "shadow: a copy of what the choice was made from")
+            watch.time(proxy.placing.shadows, "acted", "shadow: what others would choose, once it is sent")
+        watch.time(proxy.router.ledger, "reserve", "reserve")
+        watch.time(proxy.router.map, "expect", "expect: note what will be held")
+        watch.time(conductor, "request_head", "request head")
+        watch.time(proxy.conductor._added, "lines", "response head")
+        watch.time(proxy.settling, "_settle", "settle: compare, count")
     client = Downstream(server.clients)
     client.connection_made(NoTransport())
     requests = [b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(b), b)
@@ -178,7 +178,7 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
 
 def exchange(client: Downstream, request: bytes) -> None:
     client.data_received(request)
-    client.exchange.upstream.data_received(RESPONSE)
+    client.exchange.attempt.upstream.data_received(RESPONSE)
 
 
 def main() -> None:
@@ -194,7 +194,7 @@ def main() -> None:
         stages = min((run(load, count, True, args.shadow) for _ in range(3)), key=lambda one: one["total"])
         del stages["total"]
         rest = max(total - sum(stages.values()), 0.0)
-        out[load] = {**{name: round(us, 1) for name, us in stages.items()}, "wire, life, the rest": round(rest, 1), "total": round(total, 1)}
+        out[load] = {**{name: round(us, 1) for name, us in stages.items()}, "wire, exchange, the rest": round(rest, 1), "total": round(total, 1)}
     print(f"{'us per request':52}{'plain':>9}{'chat':>9}")
     for name in out["plain"]:
         print(f"{name:52}{out['plain'][name]:9.1f}{out['chat'][name]:9.1f}")

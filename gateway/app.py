@@ -26,7 +26,7 @@ from .ops.admin import Admin
 from .config import ConfigError, Settings, kept_replicas, known_urls, read_token
 from .proxy.backend import Backend
 from .proxy.decisions import Decisions
-from .proxy.outcomes import UNCONFIRMED
+from .proxy.retries import UNCONFIRMED
 from .lifetime import cannot_listen, greeting, run
 from .model import launch_profile, model_and_name
 from .models import HASHED_AS, Models, ModelSpace
@@ -65,7 +65,7 @@ class Gateway:
         self.models = Models(settings, self.model_dir, self.served_name, self.costs)
         self.receiver = traces.receiver()
         self.spans = traces.start()
-        self.dispatcher = datapath.dispatcher(
+        self.proxy = datapath.proxy(
             settings,
             self.spans,
             models=self.models,
@@ -77,17 +77,17 @@ class Gateway:
             on_traffic=self.traffic,
             ask_models=self.fleet.ask_models,
         )
-        self.server = Server(self.dispatcher, datapath.limits(settings, self.models.pipelines))
-        self.decisions = Decisions(self.dispatcher, decision_prefix)
+        self.server = Server(self.proxy, datapath.limits(settings, self.models.pipelines))
+        self.decisions = Decisions(self.proxy, decision_prefix)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
         self.models.moved, self.models.on_change = self._moved, self._models_changed
         self.view.shared = self.shared
         self.view.models = self.models
         self.view.background = self.background
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
-        self.dispatcher.shared = self.view.shared_ledger = self.shared_ledger
+        self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:
-            self.shared_ledger.begin_answers, self.shared_ledger.end_answers = self.dispatcher.hold_back, self.dispatcher.send_on
+            self.shared_ledger.begin_answers, self.shared_ledger.end_answers = self.proxy.placing.hold_back, self.proxy.placing.send_on
         self.metrics.read_from(self.view.reading)
         self.metrics.read_from(self._connections)
         self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
@@ -140,14 +140,15 @@ class Gateway:
 
     async def stop(self, seconds: float) -> None:
         """Refuse new work, let running requests end for up to `seconds`, then stop everything that was started."""
-        self.dispatcher.draining = self.view.draining = True
+        self.proxy.drain()
+        self.view.draining = True
         cut = await self.server.drain(seconds)
         if cut:
             log.warning("%d requests were still running after %g s and were cut", cut, seconds)
         if self._caring is not None:
             self._caring.cancel()
         self.models.stop()
-        for backend in list(self.dispatcher.backends.values()):
+        for backend in list(self.proxy.backends.values()):
             backend.stop()
         if self.shared is not None:
             await self.shared.stop()
@@ -164,7 +165,7 @@ class Gateway:
         return self.ledger.own(replica)[0]
 
     def _waited(self, replica: str) -> float:
-        return self.dispatcher.waited(replica, monotonic())
+        return self.proxy.waited(replica, monotonic())
 
     def traffic(self, replica: str, fault: str | None) -> None:
         if fault is None:
@@ -178,7 +179,7 @@ class Gateway:
 
     def _replica_changed(self, replica: Replica, old: State, new: State) -> None:
         if self.fleet.replicas.get(replica.id) is not replica:  # its engine came back with other ranks
-            backend = self.dispatcher.backends.get(replica.id)
+            backend = self.proxy.backends.get(replica.id)
             if backend is not None and backend.replica is replica:
                 self._forget(backend)
         elif new is State.READY:
@@ -187,7 +188,7 @@ class Gateway:
 
     def _meet(self, replica: Replica) -> None:
         """A replica is ready, for the first time or again: know it, and listen to its events."""
-        backend = self.dispatcher.backends.get(replica.id)
+        backend = self.proxy.backends.get(replica.id)
         if backend is not None and backend.replica is not replica:  # removed, and added again before we saw it
             self._forget(backend)
             backend = None
@@ -200,12 +201,12 @@ class Gateway:
         if backend is None:
             observed = replica.events is not None
             slot = self.slots[replica.id] = self.map.attach(replica.id, replica.num_blocks, observed)
-            backend = Backend(replica, self.dispatcher.router.add(replica.id, slot, replica.rank_paths))
-            self.dispatcher.add(backend)
+            backend = Backend(replica, self.proxy.router.add(replica.id, slot, replica.rank_paths))
+            self.proxy.add(backend)
         else:  # another process behind the same address: its cache is empty
             self.map.clear(backend.slot)
             backend.event_block_size = None
-            self.dispatcher.router.lost(replica.id)
+            self.proxy.router.lost(replica.id)
         backend.follow_incarnation()
         self.models.adopt(replica)
         self._listen(backend, anew=True)
@@ -222,14 +223,14 @@ class Gateway:
 
     def _moved(self, replica: Replica, space: ModelSpace) -> None:
         """What the replica holds is known in other tokens and blocks from now on, or it is of another model."""
-        backend = self.dispatcher.backends[replica.id]
+        backend = self.proxy.backends[replica.id]
         backend.candidate.space = space.number
-        self.dispatcher.router.regroup(replica.id, space.costs)
+        self.proxy.router.regroup(replica.id, space.costs)
         if backend.incarnation == replica.incarnation and backend.event_block_size not in (None, space.kind.block_size):
             self._listen(backend, anew=True)
 
     def _models_changed(self) -> None:
-        self.dispatcher.changed()
+        self.proxy.changed()
         self.server.clients.limits = datapath.limits(self.settings, self.models.pipelines)
 
     def _listen(self, backend: Backend, anew: bool = False) -> None:
@@ -269,7 +270,7 @@ class Gateway:
         seen: dict[str, float] = {}
         while True:
             await asyncio.sleep(0.25)
-            for backend in list(self.dispatcher.backends.values()):
+            for backend in list(self.proxy.backends.values()):
                 try:
                     self._care_for(backend, seen)
                 except Exception as error:  # one replica's trouble must not keep the others from being looked after
@@ -286,10 +287,10 @@ class Gateway:
         self.ledger.scraped(backend.id, scrape.waiting, scrape.kv_usage)
         idle = backend.candidate.load.requests == 0 and monotonic() - scrape.at < 0.5
         if backend.drift.counted(scrape.prefix_queries, scrape.prefix_hits, idle):
-            self.dispatcher.outcomes.heal(backend, "the engine's own count of cached tokens differs from what was predicted")
+            self.proxy.settling.heal(backend, "the engine's own count of cached tokens differs from what was predicted")
 
     def _forget(self, backend: Backend) -> None:
-        self.dispatcher.remove(backend.id)
+        self.proxy.remove(backend.id)
         self.slots.pop(backend.id, None)
         self.intakes.pop(backend.id, None)
         self.metrics.forget(backend.id)
@@ -298,7 +299,7 @@ class Gateway:
 
     def _connections(self) -> Reading:
         elsewhere = self.decisions.on()  # counted here, and on others' connections
-        upstream = {b.id: len(b.pool.idle) + self.ledger.own(b.id)[0] - elsewhere[b.id] for b in self.dispatcher.backends.values()}
+        upstream = {b.id: len(b.pool.idle) + self.ledger.own(b.id)[0] - elsewhere[b.id] for b in self.proxy.backends.values()}
         return {"client_connections": len(self.server.connections), "upstream_connections": upstream, "request_bytes": self.server.held}
 
     # --- what the admin side asks
@@ -308,10 +309,10 @@ class Gateway:
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
         """What would happen to this request now. Nothing is placed."""
-        return await datapath.explain(self.settings, self.dispatcher, path, body, headers)
+        return await datapath.explain(self.settings, self.proxy, path, body, headers)
 
 
-# what the wire and the lives call a failure -> what health calls it
+# what the proxy calls a failure -> what health calls it
 _FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout", "stalled": "timeout", "hung": "timeout", "aborted": "closed", "foreign answer": "foreign"}  # fmt: skip
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from policies import CostGroup, Ledger, Router, make
 
 from .config import Settings
-from .proxy.dispatcher import Dispatcher
-from .proxy.life import Life
+from .proxy.exchange import Exchange
+from .proxy.proxy import Proxy
 from .proxy.usage import Usage
 from .prompt.pipeline import SWITCH_SECONDS, Pipeline
 from .ops import log as lines
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from cachemap.background import Background
 
     from .proxy.shared import SharedLedger
-    from .proxy.traced import TracedLife
     from .ops.spans import Spans
 
 log = logging.getLogger("hitherto")
@@ -36,13 +34,12 @@ log = logging.getLogger("hitherto")
 BYTES_PER_TOKEN, LEAST_BODY, MOST_BODY = 32, 16 * 2**20, 64 * 2**20
 
 
-def dispatcher(settings: Settings, spans: Spans | None, *, cachemap: CacheMap, ledger: Ledger, costs: CostGroup, **rooms: Any) -> Dispatcher:
-    access = _access if settings.access_log else None
+def proxy(settings: Settings, spans: Spans | None, *, cachemap: CacheMap, ledger: Ledger, costs: CostGroup, **rooms: Any) -> Proxy:
     if spans is not None:
-        from .proxy.traced import TracedLife
+        from .proxy.traces import Traces
 
-        rooms["life"] = functools.partial(TracedLife, spans)
-    return Dispatcher(
+        rooms["traces"] = Traces(spans, settings.policy)
+    return Proxy(
         router=Router(make(settings.policy), cachemap, ledger, costs),
         retries=settings.retries,
         request_timeout=settings.request_timeout_s,
@@ -50,7 +47,7 @@ def dispatcher(settings: Settings, spans: Spans | None, *, cachemap: CacheMap, l
         response_headers=settings.response_headers,
         cached_tokens_header=settings.cached_tokens_header,
         allow_paths=settings.allow_path,
-        on_end=access if spans is None else functools.partial(_traced, access),
+        on_end=(_access,) if settings.access_log else (),
         tokenize_once=settings.tokenize_once == "auto",
         shadows=settings.shadow,
         **rooms,
@@ -102,32 +99,26 @@ def started() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-async def explain(settings: Settings, dispatcher: Dispatcher, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
+async def explain(settings: Settings, proxy: Proxy, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
     """What would happen to this request now. Changes nothing."""
     from .ops.explain import describe
 
-    prompt = await dispatcher.preparation.prompt(path, body, headers)
+    prompt = await proxy.preparation.prompt(path, body, headers)
     now = monotonic()
-    asked = dispatcher.router.ask(dispatcher.demand(prompt, now), dispatcher.targets(prompt), now, explain=True)
+    asked = proxy.router.ask(proxy.placing.demand(prompt, now), proxy.serving.targets(prompt), now, explain=True)
     return describe(settings.policy, prompt, asked)
 
 
-def _traced(then: Callable[[Life, str, Usage | None], None] | None, life: TracedLife, outcome: str, usage: Usage | None) -> None:
-    life.export(outcome, usage)
-    if then is not None:
-        then(life, outcome, usage)
-
-
-def _access(life: Life, outcome: str, usage: Usage | None) -> None:
-    prompt, request = life.prompt, life.request
+def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
+    prompt, request, attempt = exchange.prompt, exchange.request, exchange.attempt
     lines.access(
-        request.method, request.path, life.status, monotonic() - life.begun,
+        request.method, request.path, exchange.answered_with, monotonic() - exchange.begun,
         outcome=outcome,
-        fault=life.fault or None,
-        replica=life.backend.id if life.backend else None,
-        id=life.id.decode("latin-1"),
-        trace_id=life.trace_id,
+        fault=exchange.fault or None,
+        replica=attempt.backend.id if attempt else None,
+        id=exchange.id.decode("latin-1"),
+        trace_id=exchange.trace.id if exchange.trace is not None else None,
         tokens=prompt.tokens if prompt else None,
-        predicted=life.placement.overlap if life.placement else None,
+        predicted=attempt.placement.overlap if attempt else None,
         cached=usage.cached if usage else None,
     )  # fmt: skip

@@ -153,7 +153,7 @@ class Models:
     # --- what requests ask
 
     def prepare(self, path: str, body: bytes, headers: Mapping[str, str] | None, adapters: Collection[str]) -> Prompt:
-        """One request -> Prompt, as its model has it; may run in a thread. Raises PromptError and TakesLong, as `Pipeline.prepare`."""
+        """One request -> Prompt, as its model has it; may run in a thread. Raises ApiError and TakesLong, as `Pipeline.prepare`."""
         one = self._one
         if one is not None:
             return one.prepare(path, body, headers, adapters)

@@ -65,7 +65,7 @@ class Fleet(Protocol):
 
 
 class Decisions(Protocol):
-    """As `proxy.decisions.Decisions`, wherever they are made; all raise Failure, `decide` PromptError too."""
+    """As `proxy.decisions.Decisions`, wherever they are made; all raise ApiError."""
 
     async def decide(self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str], lease: float) -> dict[str, Any]: ...
     async def first_byte(self, id: str) -> dict[str, Any]: ...
@@ -84,7 +84,7 @@ class Gateway(Protocol):
         """As `ops.view.View.status`."""
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        """As `gateway.ops.explain.describe`; raises PromptError for the client's own faults, Failure when
+        """As `gateway.ops.explain.describe`; raises ApiError for the client's own faults, and when
         no replica could answer."""
 
 

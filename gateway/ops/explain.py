@@ -21,7 +21,8 @@ from typing import Any
 
 from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url, known_urls
 from gateway.model import model_dir
-from gateway.prompt import Prompt, PromptError
+from gateway.prompt import Prompt
+from gateway.errors import ApiError
 from policies import Asked, CostGroup, Ledger, Load, Router, Targets, make
 
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
     body, settings = _read_body(args.body), config.settings
     try:
         told = _somehow(args.admin, args.path, body, settings)
-    except PromptError as wrong:
+    except ApiError as wrong:
         print(f"hitherto: this request would be answered with {wrong.status}: {wrong.message}", file=sys.stderr)
         return 1
     print(json.dumps(told, indent=2) if args.json else show(told))
@@ -141,7 +142,7 @@ def _read_body(name: str) -> bytes:
 
 
 def ask(admin: str, path: str, body: bytes, headers: dict[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:
-    """The running gateway's answer. Raises Unanswered, and PromptError where it refuses the request."""
+    """The running gateway's answer. Raises Unanswered, and ApiError where it refuses the request."""
     url = f"{admin}/explain?{urllib.parse.urlencode({'path': path})}"
     request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json", **headers}, method="POST")
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a company's proxy
@@ -162,15 +163,15 @@ def _refusal(refused: urllib.error.HTTPError, admin: str) -> Exception:
         error = json.loads(refused.read())["error"]
         if refused.code in (401, 403):
             return ConfigError(f"the admin side at {admin} refuses: {error['message']}")
-        return PromptError(refused.code, error["message"], error["type"], error["param"], error["code"])
+        return ApiError(refused.code, error["message"], error["type"], error["param"], error["code"])
     except (ValueError, KeyError, TypeError):
         return Unanswered(f"something else answers there, with status {refused.code}")
 
 
 async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
-    """Work out the decision without a gateway. Raises ConfigError and PromptError."""
+    """Work out the decision without a gateway. Raises ConfigError and ApiError."""
     from cachemap import CacheMap
-    from gateway.proxy.dispatcher import demand_of
+    from gateway.proxy.placing import demand_of
     from gateway.prompt.api.named import named_model
     from gateway.prompt.pipeline import Pipeline
     from replicas.access import Access
@@ -210,7 +211,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
             print(f"left out: {one.id}: serves {', '.join(one.models)}, not {prompt.model}", file=sys.stderr)
     up = [one for one in up if one.serves(prompt.model)]
     if not up:
-        raise PromptError(404, f"the model {prompt.model!r} does not exist", param="model", code="model_not_found")
+        raise ApiError(404, f"the model {prompt.model!r} does not exist", param="model", code="model_not_found")
 
     cachemap = CacheMap(settings.cache_budget)
     slots = [cachemap.attach(one.id, one.num_blocks, one.events is not None) for one in up]

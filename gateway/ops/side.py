@@ -11,9 +11,7 @@ import orjson
 from aiohttp import web
 
 from gateway.config import ConfigError
-from gateway.proxy.errors import error_object
-from gateway.proxy.life import Failure
-from gateway.prompt import PromptError
+from gateway.errors import ApiError
 
 from .guard import CHALLENGE, PASSED_ON, Guard, Refusal
 
@@ -40,10 +38,8 @@ async def answered(request: web.Request, handler: Handler) -> web.StreamResponse
         if refusal.status == 401:
             refused.headers["WWW-Authenticate"] = CHALLENGE
         return refused
-    except PromptError as wrong:
-        return error(wrong.status, wrong.message, wrong.code, wrong.type, wrong.param)
-    except Failure as failure:
-        return answer(error_object("", failure.status, failure.message, **failure.fields), failure.status)
+    except ApiError as wrong:
+        return answer(wrong.object(""), wrong.status)
     except web.HTTPMethodNotAllowed as refused:
         return error(405, f"{request.path} takes {', '.join(sorted(refused.allowed_methods))}", "method_not_allowed")
     except web.HTTPException as refused:

@@ -1,4 +1,4 @@
 """Request body to token ids to block hashes. Knows no replicas."""
-from .prompt import Prompt, PromptError
+from .prompt import Prompt
 
-__all__ = ["Prompt", "PromptError"]
+__all__ = ["Prompt"]

@@ -28,7 +28,8 @@ from .forward import LEAST_TOKENS, kind_of
 from .tokens.model import ModelFiles, load_model
 from .offload import TakesLong, event_loop
 from .tokens.prefixes import Found, Prefixes
-from .prompt import LONGEST_RESPONSE_ID, Prompt, PromptError
+from .prompt import LONGEST_RESPONSE_ID, Prompt
+from ..errors import ApiError
 from .tokens.reading import Reading, Readings
 from .render.renderer import Renderer
 from .render.template import ChatTemplate, TemplateError
@@ -279,7 +280,7 @@ class Pipeline:
                 adapters: Collection[str] = ()) -> Prompt:
         """One request -> Prompt. `headers` have lower-case names; `adapters` are the LoRA names served.
 
-        Raises PromptError for the client's faults only, and TakesLong within `with event_loop:`.
+        Raises ApiError for the client's faults only, and TakesLong within `with event_loop:`.
         """
         if path not in PATHS:
             return Prompt(path, "", mode="load", note="this path is routed by load alone")
@@ -314,7 +315,7 @@ class Pipeline:
                 why = str(inexact)
             if why:
                 return self._as_text(prompt, request, why)
-        except (PromptError, TakesLong):
+        except (ApiError, TakesLong):
             raise
         except TooLong as error:
             if "truncate_prompt_tokens" in request or "truncation" in request:
@@ -327,8 +328,8 @@ class Pipeline:
             raise self._too_long(path, str(len(prompt.token_ids) // 4))
         return prompt
 
-    def _too_long(self, path: str, tokens: str) -> PromptError:
-        return PromptError(400, f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has {tokens}: shorten it",
+    def _too_long(self, path: str, tokens: str) -> ApiError:
+        return ApiError(400, f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has {tokens}: shorten it",
                            param="messages" if path in _CONVERSATIONS else "prompt", code="context_length_exceeded")
 
     def _fill(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> None:
@@ -542,12 +543,12 @@ def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) 
 def _refuse_beyond_limits(prompt: Prompt, request: dict[str, Any], context: int | None) -> None:
     """Numbers that the engine would refuse, in its words: no replica is to find out what they do to it."""
     if prompt.n > _MOST_SEQUENCES and prompt.path in (_CHAT, _COMPLETIONS):
-        raise PromptError(400, f"n must be at most {_MOST_SEQUENCES}, got {prompt.n}", param="n")
+        raise ApiError(400, f"n must be at most {_MOST_SEQUENCES}, got {prompt.n}", param="n")
     wanted = prompt.max_tokens
     if context is not None and wanted is not None and wanted > context and prompt.path != _EMBEDDINGS:
         key = "max_completion_tokens" if request.get("max_completion_tokens") is not None else "max_tokens"
         key = "max_output_tokens" if prompt.path == _RESPONSES else key
-        raise PromptError(400, f"{key}={wanted} cannot be greater than max_model_len={context}. Please request fewer output tokens.", param=key)
+        raise ApiError(400, f"{key}={wanted} cannot be greater than max_model_len={context}. Please request fewer output tokens.", param=key)
 
 
 def _wants_prompt_logprobs(request: dict[str, Any]) -> bool:

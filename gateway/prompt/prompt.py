@@ -1,8 +1,8 @@
-"""What the pipeline hands on: the tokens, the block hashes, and the client's own faults.
+"""What the pipeline hands on: all that routing, accounting and settling need to know of a request body.
 
-`Prompt` is all that routing, accounting and settling need to know of a request body;
-`PromptError` is an answer to the client. Nothing else leaves this room.
+What is the client's own fault leaves as an `ApiError`. Nothing else leaves this room.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,23 +11,6 @@ from typing import Literal
 
 Mode = Literal["exact", "engine", "text", "load"]
 LONGEST_RESPONSE_ID = 200  # of a stored response
-
-
-class PromptError(Exception):
-    """A fault of the client's own making, in the shape of an OpenAI error object.
-
-    `status` is the HTTP status; `message`, `type`, `param` and `code` are the fields of the
-    error object. A template or tokenizer that fails is never one of these.
-    """
-
-    def __init__(self, status: int, message: str, type: str = "invalid_request_error",
-                 param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.type = type
-        self.param = param
-        self.code = code
 
 
 @dataclass(slots=True)

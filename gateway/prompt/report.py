@@ -11,7 +11,7 @@ from typing import Any
 
 from .api.chat import Chat, template_variables
 from .pipeline import Pipeline
-from .prompt import PromptError
+from ..errors import ApiError
 from .render.renderer import Renderer
 
 _TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look a word up.", "parameters": {
@@ -52,7 +52,7 @@ def template_report(pipeline: Pipeline) -> TemplateReport:
             before, after = (pipeline.tokenizer.encode(_text(renderer, talk, tools)) for talk in (first, second))
         except Exception as error:          # the template may fail in any way on what it was not made for
             if what == "plain":
-                refused = error.message if isinstance(error, PromptError) else str(error)
+                refused = error.message if isinstance(error, ApiError) else str(error)
             continue
         turns.append(Turn(what, _common(before, after), len(before) // 4))
     return TemplateReport(turns, "strftime_now" in renderer.template.source, refused,

@@ -1,4 +1,4 @@
-"""One replica as the dispatcher sees it: what it is, its load, its costs, its part of the map, its connections."""
+"""One replica as the proxy sees it: what it is, its load, its costs, its part of the map, its connections."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ..http.messages import HOP_BY_HOP
 from ..http.upstream import Pool
 from .blame import Record
 from .drift import Drift
-from .forwarding import Forwarding
-from .heads import NOT_FORWARDED
+from .token_ids import Forwarding
 
 if TYPE_CHECKING:
     from cachemap import EventIntake
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # An observation costs 15 to 20 us, and at a hundred a second a coefficient follows any change. What comes at once is all taken:
 # the first of a batch alone, or those alone that end when nothing begins, tell of an emptier replica than there is.
 LEARN_SECONDS, LEARN_AT_ONCE = 0.01, 100
+# A collected body is sent with its length; Host is the replica's.
+NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
 MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that it serves and those it did
 
 

@@ -1,6 +1,6 @@
 """Decisions for somebody else's proxy: a request gets a replica and is counted there, and its bytes pass elsewhere.
 
-What a `Life` learns from its own sockets, the caller tells: the first byte, the end. Load is counted from the choice on,
+What an `Exchange` learns from its own sockets, the caller tells: the first byte, the end. Load is counted from the choice on,
 so whoever asks next sees it. Each report renews a lease; a request not heard of within it is taken off the ledger, so a
 caller that dies leaves nothing behind.
 """
@@ -17,17 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from replicas.names import bracketed
 
+from ..errors import ApiError
 from .answers import error_status
-from .life import Failure
-from .states import State
+from .attempt import Attempt
+from .proxy import Proxy
 from .usage import read_usage
 
 if TYPE_CHECKING:
-    from policies import Placement
-
     from ..prompt import Prompt
     from .backend import Backend
-    from .dispatcher import Dispatcher
 
 LEASE = 60.0  # seconds without a word, unless the caller asks for another time
 LEASES = (1.0, 3600.0)
@@ -35,168 +33,172 @@ MOST, MOST_BYTES = 16_384, 256 * 2**20  # under way at once: 16,384 of 30,000 to
 MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
 
 
-class Decided:
-    """As much of a `Life` as the dispatcher needs, for a request that is answered elsewhere."""
+class Leased:
+    """A request that is answered elsewhere: its one attempt, and how long nothing may be heard of it."""
 
-    __slots__ = ("id", "prompt", "tried", "lease", "state", "streams", "backend", "placement", "begun", "sent_at", "first_at", "made", "timer", "size")
+    __slots__ = ("id", "prompt", "tried", "attempt", "seconds", "found", "timer", "size")
 
     response = model = None  # no answer passes here, so nobody knows who made one
-    status, fault, pieces, suspicions = 200, 0, 0, ()  # what goes wrong is the caller's to see; the engine's own count tells how many there were
 
-    def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], lease: float):
-        self.id, self.prompt, self.tried, self.lease = id, prompt, tried, lease
-        self.state, self.streams = State.CHOOSING, prompt.stream
-        self.backend: Backend | None = None
-        self.placement: Placement | None = None
-        self.begun = self.sent_at = monotonic()
-        self.first_at = 0.0
-        self.made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], seconds: float):
+        self.id, self.prompt, self.tried, self.seconds = id, prompt, tried, seconds
+        self.attempt: Attempt | None = None
+        self.found: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
         self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
 
+    # --- as an `Asker`
+
+    @property
+    def waiting(self) -> bool:
+        return not self.found.done()
+
+    def has(self, attempt: Attempt) -> None:
+        self.prompt = attempt.prompt
+        self.attempt = attempt
+        attempt.status, attempt.sent_at = 200, attempt.begun_at  # what goes wrong is the caller's to see
+
+    def placed(self) -> None:
+        if not self.found.done():  # else the caller has left
+            self.found.set_result(self.attempt)
+
+    def unplaced(self, error: Exception) -> None:
+        if not self.found.done():
+            self.found.set_exception(error)
+
     def take_step(self, step: Callable[..., None], *given: object) -> None:
-        """A bug of ours in it ends this request alone."""
         try:
             step(*given)
         except Exception as error:
-            self.unchosen(error)
-
-    def chosen(self) -> None:
-        if not self.made.done():  # else the caller has left
-            self.made.set_result(None)
-
-    def unchosen(self, failure: Exception) -> None:
-        if not self.made.done():
-            self.made.set_exception(failure)
+            self.unplaced(error)
 
 
 class Decisions:
     """Those whose end has not been told. `name` begins their ids."""
 
-    def __init__(self, dispatcher: Dispatcher, name: str = ""):
-        self._dispatcher = dispatcher
+    def __init__(self, proxy: Proxy, name: str = ""):
+        self._proxy = proxy
+        self._placing, self._settling, self._router = proxy.placing, proxy.settling, proxy.router
         self._ids = map(f"{name}{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
-        self._open: dict[str, Decided] = {}
+        self._open: dict[str, Leased] = {}
         self._bytes = 0  # of what is under way, and of bodies that are being prepared
 
     async def decide(self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str] = (), lease: float = LEASE) -> dict[str, Any]:
-        """Choose and reserve. Raises PromptError for the client's faults, Failure where nobody can take the request."""
-        dispatcher = self._dispatcher
-        if dispatcher.draining:
-            raise Failure(503, "the gateway is shutting down; ask another one", code="shutting_down")
+        """Choose and reserve. Raises ApiError for the client's faults, and where nobody can take the request."""
+        if self._proxy.draining:
+            raise ApiError(503, "the gateway is shutting down; ask another one", code="shutting_down")
         if len(self._open) >= MOST or self._bytes >= MOST_BYTES:
             what = f"{len(self._open)} requests" + (f" and bodies of others, in all {self._bytes >> 20} MiB" if self._bytes >= MOST_BYTES else "")
-            raise Failure(429, f"{what} are under way of which no end was told; tell it with POST /decide/ID/done")
-        tried = tuple(dispatcher.backends[id] for id in exclude if id in dispatcher.backends)
+            raise ApiError(429, f"{what} are under way of which no end was told; tell it with POST /decide/ID/done")
+        tried = tuple(self._proxy.backends[id] for id in exclude if id in self._proxy.backends)
         self._bytes += len(body)
         try:
             prompt = await self._prepared(path, body, headers)
         finally:
             self._bytes -= len(body)
         prompt.token_ids = b""  # nothing is sent from here
-        decided = Decided(next(self._ids), prompt, tried, lease)
-        dispatcher.choose(decided)
+        leased = Leased(next(self._ids), prompt, tried, lease)
+        self._placing.place(leased)
         try:
-            await decided.made
-        except asyncio.CancelledError:
-            if decided.placement is not None:  # the shared ledger may have answered in the same turn
-                dispatcher.router.abandon(decided.placement)
+            attempt = await leased.found
+        except asyncio.CancelledError:  # an answer of the shared ledger that comes now is taken back
+            if leased.attempt is not None:  # it may have answered in the same turn
+                self._router.abandon(leased.attempt.placement)
             raise
-        finally:
-            decided.state = State.ENDED  # an answer of the shared ledger that comes for a caller who left is taken back
-        self._open[decided.id] = decided
-        self._bytes += decided.size
-        self._renew(decided)
-        seconds = decided.placement.ttft
-        if not decided.streams:  # no first byte to tell of: as `assume_prefilled`
-            asyncio.get_running_loop().call_later(seconds, dispatcher.router.first_token, decided.placement, None)
-        return self._told(decided, seconds)
+        self._open[leased.id] = leased
+        self._bytes += leased.size
+        self._renew(leased)
+        if not attempt.streams:  # no first byte to tell of: as `assume_prefilled`
+            asyncio.get_running_loop().call_later(attempt.placement.ttft, self._router.first_token, attempt.placement, None)
+        return self._told(leased, attempt)
 
     async def _prepared(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
-        dispatcher = self._dispatcher
-        prompt = await dispatcher.preparation.prompt(path, body, headers)
-        if dispatcher.unheard_of(prompt.model):
-            await dispatcher.newcomers.asked()
-            prompt = await dispatcher.preparation.prompt(path, body, headers)
+        proxy = self._proxy
+        prompt = await proxy.preparation.prompt(path, body, headers)
+        if proxy.serving.unheard_of(prompt.model):
+            await proxy.newcomers.asked()
+            prompt = await proxy.preparation.prompt(path, body, headers)
         return prompt
 
-    def _told(self, decided: Decided, seconds: float) -> dict[str, Any]:
-        backend, prompt = decided.backend, decided.prompt
-        held = f"{decided.placement.overlap} of {prompt.tokens} prompt tokens held" if prompt.hashes else f"by load alone ({prompt.note or 'no full block'})"
+    def _told(self, leased: Leased, attempt: Attempt) -> dict[str, Any]:
+        backend, prompt, placement = attempt.backend, leased.prompt, attempt.placement
+        held = f"{placement.overlap} of {prompt.tokens} prompt tokens held" if prompt.hashes else f"by load alone ({prompt.note or 'no full block'})"
         return {
-            "id": decided.id,
+            "id": leased.id,
             "replica": backend.id,
             "url": backend.replica.url,
             "address": f"{bracketed(backend.pool.host)}:{backend.pool.port}",
             "headers": backend.replica.headers,
-            "reason": f"{self._dispatcher.router.policy.name}: {held}, {decided.placement.reservation.before.requests} requests there, first token in {1e3 * seconds:.1f} ms as predicted",
+            "reason": f"{self._router.policy.name}: {held}, {placement.reservation.before.requests} requests there, first token in {1e3 * placement.ttft:.1f} ms as predicted",
             "tokens": prompt.tokens,
-            "cached_tokens": decided.placement.overlap,
-            "ttft_seconds": seconds,
-            "candidates": self._in_order(decided),
-            "lease_seconds": decided.lease,
+            "cached_tokens": placement.overlap,
+            "ttft_seconds": placement.ttft,
+            "candidates": self._in_order(leased, backend),
+            "lease_seconds": leased.seconds,
         }
 
-    def _in_order(self, decided: Decided) -> list[str]:
+    def _in_order(self, leased: Leased, chosen: Backend) -> list[str]:
         """Whom the gateway itself would try, one after the other."""
-        order = [decided.backend.id]
+        order = [chosen.id]
         try:
-            targets = self._dispatcher.targets(decided.prompt, (*decided.tried, decided.backend))
-        except Failure:
+            targets = self._proxy.serving.targets(leased.prompt, (*leased.tried, chosen))
+        except ApiError:
             return order
         now = monotonic()
-        return order + self._dispatcher.router.ranking(self._dispatcher.demand(decided.prompt, now), targets, now, MOST_CANDIDATES - 1)
+        return order + self._router.ranking(self._placing.demand(leased.prompt, now), targets, now, MOST_CANDIDATES - 1)
 
     async def first_byte(self, id: str) -> dict[str, Any]:
         """The answer has begun. Told again it only renews the lease."""
-        decided = self._find(id)
-        if not decided.first_at:
-            decided.first_at = monotonic()
-            self._dispatcher.outcomes.first_byte(decided)
-        self._renew(decided)
-        return {"id": id, "lease_seconds": decided.lease}
+        leased = self._find(id)
+        attempt = leased.attempt
+        if not attempt.first_at:
+            attempt.first_at = monotonic()
+            self._settling.on_traffic(attempt.backend.id, None)
+            self._settling.first_token(attempt, attempt.begun_at)
+        self._renew(leased)
+        return {"id": id, "lease_seconds": leased.seconds}
 
     async def done(self, id: str, answer: bytes) -> dict[str, Any]:
         """It has ended, however. `answer`: its last bytes, with the engine's usage, if that is to be learned from."""
-        decided = self._find(id)
-        self._close(decided, "done")
-        usage, dispatcher = read_usage(answer), self._dispatcher
-        decided.streams &= decided.first_at > 0  # else nobody knows how long it decoded
-        if usage.prompt is not None and not decided.backend.gone and not _is_error(answer):
-            dispatcher.outcomes.finish(decided, usage)
+        leased = self._find(id)
+        self._close(leased, "done")
+        usage, attempt = read_usage(answer), leased.attempt
+        attempt.streams &= attempt.first_at > 0  # else nobody knows how long it decoded
+        if usage.prompt is not None and not attempt.backend.gone and not _is_error(answer):
+            self._settling.finish(attempt, usage)
         else:
-            dispatcher.router.abandon(decided.placement, computed=not _is_error(answer))
+            self._settling.abandon(attempt, computed=not _is_error(answer))
         return {"id": id, "done": True}
 
     def on(self) -> Counter[str]:
         """How many there are on each replica."""
-        return Counter(decided.backend.id for decided in self._open.values())
+        return Counter(leased.attempt.backend.id for leased in self._open.values())
 
-    def _find(self, id: str) -> Decided:
-        decided = self._open.get(id)
-        if decided is None:
+    def _find(self, id: str) -> Leased:
+        leased = self._open.get(id)
+        if leased is None:
             raise unknown(id)
-        return decided
+        return leased
 
-    def _renew(self, decided: Decided) -> None:
-        if decided.timer is not None:
-            decided.timer.cancel()
-        decided.timer = asyncio.get_running_loop().call_later(decided.lease, self._expired, decided)
+    def _renew(self, leased: Leased) -> None:
+        if leased.timer is not None:
+            leased.timer.cancel()
+        leased.timer = asyncio.get_running_loop().call_later(leased.seconds, self._expired, leased)
 
-    def _expired(self, decided: Decided) -> None:
-        self._close(decided, "expired")
-        self._dispatcher.router.abandon(decided.placement)
+    def _expired(self, leased: Leased) -> None:
+        self._close(leased, "expired")
+        self._router.abandon(leased.attempt.placement)
 
-    def _close(self, decided: Decided, outcome: str) -> None:
-        del self._open[decided.id]
-        self._bytes -= decided.size
-        decided.timer.cancel()
-        self._dispatcher.metrics.decisions.inc(outcome)
+    def _close(self, leased: Leased, outcome: str) -> None:
+        del self._open[leased.id]
+        self._bytes -= leased.size
+        leased.timer.cancel()
+        self._proxy.metrics.decisions.inc(outcome)
 
 
 def _is_error(answer: bytes) -> bool:
     return bool(error_status(answer, True) or error_status(answer, False))
 
 
-def unknown(id: str) -> Failure:
-    return Failure(404, f"no decision {id[:100]!r} is under way: its end was told, or nothing within its lease", code="unknown_decision")
+def unknown(id: str) -> ApiError:
+    return ApiError(404, f"no decision {id[:100]!r} is under way: its end was told, or nothing within its lease", code="unknown_decision")

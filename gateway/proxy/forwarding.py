@@ -18,179 +18,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
-import msgspec
-import orjson
 from xxhash import xxh3_64_intdigest
 
 from replicas.access import session_to
 
-from ..prompt.forward import with_ids, written
+from ..prompt.forward import with_ids
+from .attempt import Attempt
+from .backend import Backend
+from .token_ids import ANSWER_SECONDS, CHECK_EVERY, CONFIRMATIONS, PATHS, PAUSE_SECONDS, Different, Forwarding, Kind, Unanswered, check_ids, poster, takes_ids
 
 if TYPE_CHECKING:
-    from ..prompt import Prompt
+    from ..http.messages import Request
     from ..ops.metrics import Metrics
-    from .backend import Backend
-    from .life import Life
+    from ..prompt import Prompt
     from .usage import Usage
 
 log = logging.getLogger("hitherto.proxy")
 
-CONFIRMATIONS = 3  # different bodies of a kind that a replica must have made the same ids of
-CHECK_EVERY = 100  # bodies of a confirmed kind, of which one is checked: its text and the check cost a hundredth of what is saved
-MOST_KINDS = 256  # known of a replica, of 600 characters at most each; the one that was not seen for longest is forgotten
-PAUSE_SECONDS = 30.0  # before a check that was not answered is made again, of that kind
-ANSWER_SECONDS = 60.0
-# How long an answer gets and what it is made of; one token is asked for in their place.
-_OUTPUT = frozenset({"max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "stream", "stream_options", "request_id", "priority"})
-_COMPLETIONS = "/v1/completions"
-PATHS = ("/v1/chat/completions", _COMPLETIONS)
-
-Post = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]  # (path, body) -> (status, reply)
-_NOTHING = msgspec.Raw(b"null")
-
-
-class Unanswered(Exception):
-    """A check told nothing either way."""
-
-
-class Different(Exception):
-    """The engine made other ids than the gateway."""
-
-
-class _Choice(msgspec.Struct):
-    prompt_token_ids: msgspec.Raw = _NOTHING
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-
-
-class _Reply(msgspec.Struct):
-    """Of a reply as much as shows what the engine did. Ids stay as they came: 100,000 as Python ints take 10 ms, in which
-    no other thread has a turn."""
-
-    choices: list[_Choice] | None = None
-    prompt_token_ids: msgspec.Raw = _NOTHING
-    usage: _Usage | None = None
-
-
-async def check_ids(post: Post, path: str, body: bytes, ids: bytes) -> str:
-    """Ask an engine for the ids it makes of this body; they must be these (uint32 LE).
-
-    Returns "", or why the engine cannot be asked that. Raises Different or Unanswered.
-    """
-    status, reply = await post(path, await asyncio.to_thread(_asking_for_ids, body))
-    if status != 200:
-        raise Unanswered(f"status {status}")
-    return await asyncio.to_thread(_compare, path, reply, ids)
-
-
-async def takes_ids(post: Post, path: str, model: str, first: bytes, around: tuple[bytes, bytes] | None) -> str:
-    """Send an engine one id (uint32 LE) in place of a text: "", or what shows that it does not use it. Raises Unanswered.
-    `around`: as of `with_ids`."""
-    one: dict[str, Any] = {**({"model": model} if model else {}), "max_tokens": 1}
-    ids = [int.from_bytes(first, "little")]
-    if path == _COMPLETIONS:
-        one["prompt"] = ids
-    elif around is None:
-        return "engines of its kind take none beside messages"
-    else:
-        one["messages"] = [{"role": "user", "content": "one two three four"}]
-        one |= orjson.loads(b"".join((b"{", around[0], orjson.dumps(ids), around[1], b"}")))
-    status, reply = await post(path, orjson.dumps(one))
-    if status >= 500:
-        raise Unanswered(f"status {status}")
-    if status != 200:
-        return f"it refuses ids with status {status}"
-    usage = _read(reply).usage
-    counted = usage.prompt_tokens if usage else None
-    return "" if counted == 1 else f"it does not use ids: of a prompt of one it counts {counted} tokens"
-
-
-def _asking_for_ids(body: bytes) -> bytes:
-    bare = {name: value for name, value in orjson.loads(body).items() if name not in _OUTPUT}
-    return orjson.dumps({**bare, "max_tokens": 1, "return_token_ids": True})
-
-
-def _compare(path: str, reply: bytes, ids: bytes) -> str:
-    told = _read(reply)
-    if path == _COMPLETIONS:
-        theirs = bytes(told.choices[0].prompt_token_ids if told.choices else _NOTHING)
-    else:
-        theirs = bytes(told.prompt_token_ids)
-    if not theirs.startswith(b"["):
-        return "it does not tell the ids it makes (return_token_ids), so nothing shows that ours are the same"
-    if theirs.translate(None, b" \t\r\n") == written(ids):
-        return ""
-    here, there = [*memoryview(ids).cast("I")], orjson.loads(theirs)
-    at = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
-    raise Different(f"the ids it makes differ from ours at {at} (of {len(here)} here, {len(there)} there)")
-
-
-def _read(reply: bytes) -> _Reply:
-    try:
-        return msgspec.json.decode(reply, type=_Reply)
-    except msgspec.DecodeError as error:
-        raise Unanswered(f"the reply is not such as was asked for: {error}") from None
-
-
-class _Kind:
-    """What is known of one kind of body at one replica."""
-
-    __slots__ = ("bodies", "left", "pause")
-
-    def __init__(self) -> None:
-        self.bodies: set[int] = set()  # digests of the ids that were confirmed, until they are enough
-        self.left = 0  # how many more are forwarded before one is checked
-        self.pause = 0.0  # no check before
-
-
-class Forwarding:
-    """What is known of one replica's process."""
-
-    __slots__ = ("incarnation", "made_by", "rejected_because", "accepts", "kinds", "checking")
-
-    def __init__(self, incarnation: str | None = None):
-        self.incarnation = incarnation
-        self.made_by = 0  # the way of making ids of which the kinds are known
-        self.rejected_because: dict[str, str] = {}  # by path
-        self.accepts: set[str] = set()  # paths at which it was seen to use ids
-        self.kinds: dict[tuple[str, str], _Kind] = {}  # by path and kind of body, the one seen last at the end
-        self.checking: asyncio.Task[None] | None = None
-
-    def says(self) -> str:
-        """For people: the status page, the log, doctor."""
-        confirmed = {path for (path, _), kind in self.kinds.items() if len(kind.bodies) >= CONFIRMATIONS}
-        told = dict.fromkeys(confirmed, "yes") | {path: f"no, {why}" for path, why in self.rejected_because.items()}
-        return "; ".join(f"{path}: {what}" for path, what in sorted(told.items())) or "not tried yet"
-
-    def seen(self, path: str, name: str) -> _Kind | None:
-        """A body of this kind goes to the replica: what is known of the kind, None if this is its first."""
-        found = self.kinds.pop((path, name), None)
-        self.kinds[path, name] = found or _Kind()
-        if len(self.kinds) > MOST_KINDS:
-            del self.kinds[next(iter(self.kinds))]
-        return found
-
 
 class TokenIdForwarding:
-    """The part of the dispatcher that decides between a prompt's text and its ids."""
+    """Decides between a prompt's text and its ids."""
 
     def __init__(self, metrics: Metrics, wanted: bool, backends: Mapping[str, Backend], made_by: Callable[[str], int]):
         """`made_by`: the number of the present way of making a replica's ids. What was confirmed of another is void."""
         self.metrics, self.wanted, self._backends, self._made_by = metrics, wanted, backends, made_by
         self._differed: dict[str, tuple[Forwarding, str]] = {}  # by replica: the process that made other ids, and how
 
-    def body(self, life: Life) -> bytes:
-        """What is sent to `life.backend`; a retry is always as received. Ids that nobody will ask for again are dropped:
-        they are as large as the body, and the answer may take minutes."""
-        prompt, backend, body = life.prompt, life.backend, life.request.body
-        life.sent_ids = False
+    def body(self, attempt: Attempt, body: bytes, first: bool) -> bytes:
+        """What is sent of this body; on any but the first attempt it is as received. Ids that nobody will ask for again are
+        dropped: they are as large as the body, and the answer may take minutes."""
+        prompt, backend = attempt.prompt, attempt.backend
         if prompt is None:
             return body
         if prompt.also is not None:
@@ -201,20 +63,20 @@ class TokenIdForwarding:
         kind = None
         if not self._off(backend) and prompt.path not in (known := self._known(backend)).rejected_because:
             kind = known.seen(prompt.path, prompt.kind)
-        if kind is not None and self._may_forward(life, kind) and (spliced := with_ids(body, prompt, backend.replica.dialect.chat_token_ids)) is not None:
+        if first and kind is not None and self._may_forward(attempt, kind) and (spliced := with_ids(body, prompt, backend.replica.dialect.chat_token_ids)) is not None:
             kind.left -= 1
-            life.sent_ids, body = True, spliced
-        if life.sent_ids or kind is None or not self._wants_check(backend, known, kind, prompt):
+            attempt.sent_ids, body = True, spliced
+        if attempt.sent_ids or kind is None or not self._wants_check(backend, known, kind, prompt):
             prompt.token_ids = b""
-        self.metrics.long_prompts.inc(backend.id, "ids" if life.sent_ids else "text")
+        self.metrics.long_prompts.inc(backend.id, "ids" if attempt.sent_ids else "text")
         return body
 
-    def settled(self, life: Life, usage: Usage) -> None:
+    def settled(self, attempt: Attempt, request: Request, usage: Usage) -> None:
         """A complete answer with status 200: does it agree, and is it one to check?"""
-        prompt, backend = life.prompt, life.backend
+        prompt, backend = attempt.prompt, attempt.backend
         if not self.wanted or prompt.path not in PATHS:
             return
-        if life.ids_refused is backend:
+        if attempt.as_text:
             self._reject(backend, prompt.path, "it refused a request with ids that it answered without")
         elif usage.prompt is not None and usage.prompt != prompt.tokens and prompt.mode == "exact" and not prompt.several and not self._outdated(backend, prompt):
             self._differ(backend, prompt.path, f"its usage says {usage.prompt} tokens of a prompt that has {prompt.tokens} here")
@@ -222,19 +84,19 @@ class TokenIdForwarding:
             known = self._known(backend)
             kind = known.kinds.get((prompt.path, prompt.kind))
             if kind is not None and self._wants_check(backend, known, kind, prompt):
-                given = life.request.header(b"authorization")
+                given = request.header(b"authorization")
                 headers = {**backend.replica.headers, **({"authorization": given} if given else {})}
-                known.checking = asyncio.create_task(self._check(backend, prompt, life.request.body, headers))
+                known.checking = asyncio.create_task(self._check(backend, prompt, request.body, headers))
 
-    def _may_forward(self, life: Life, kind: _Kind) -> bool:
-        prompt = life.prompt
-        if kind.left <= 0 or life.tried or life.ids_refused is not None or not prompt.token_ids or self._outdated(life.backend, prompt):
+    def _may_forward(self, attempt: Attempt, kind: Kind) -> bool:
+        prompt = attempt.prompt
+        if kind.left <= 0 or not prompt.token_ids or self._outdated(attempt.backend, prompt):
             return False
         # An engine that makes the ids refuses what is too long for its context; one that gets them would cut the answer.
-        limit = life.backend.replica.max_model_len
+        limit = attempt.backend.replica.max_model_len
         return limit is not None and prompt.tokens + max(1, prompt.max_tokens or 1) <= limit
 
-    def _wants_check(self, backend: Backend, known: Forwarding, kind: _Kind, prompt: Prompt) -> bool:
+    def _wants_check(self, backend: Backend, known: Forwarding, kind: Kind, prompt: Prompt) -> bool:
         """Whether this body, sent as received, is to be checked once it is answered."""
         if known.checking is not None or prompt.path in known.rejected_because or monotonic() < kind.pause or self._off(backend) or self._outdated(backend, prompt):
             return False
@@ -354,16 +216,3 @@ def _forwarding(backend: Backend) -> Forwarding:
         known = backend.forwarding = Forwarding(backend.incarnation)
         backend.replica.takes_ids = known.says()
     return known
-
-
-def poster(session: aiohttp.ClientSession) -> Post:
-    """POST to the session's base URL."""
-
-    async def post(path: str, body: bytes) -> tuple[int, bytes]:
-        try:
-            async with session.post(path, data=body, headers={"content-type": "application/json"}) as response:
-                return response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise Unanswered(str(error) or type(error).__name__) from None
-
-    return post

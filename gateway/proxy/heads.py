@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from ..http.messages import HOP_BY_HOP
-
-if TYPE_CHECKING:
-    from .life import Life
-
-# A collected body is sent with its length; Host is the replica's.
-NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
+from .attempt import Attempt
+from .exchange import Exchange
 
 
-def request_head(life: Life, length: int) -> bytes:
-    request = life.request
-    backend = life.backend
+class Parent(NamedTuple):
+    """The span that the replica's own are to be below: the header's value, and the client's headers that it replaces."""
+
+    value: bytes
+    replaces: frozenset[bytes]
+
+
+def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Parent | None) -> bytes:
+    """`parent`: None where what the client said of that stands."""
+    request, backend = exchange.request, attempt.backend
     version = b"1.0" if request.http10 else b"1.1"
-    head = b"%b %b HTTP/%b\r\n%b%b" % (request.method.encode(), request.target, version, backend.host_line, request.end_to_end(backend.not_forwarded))
+    dropped = backend.not_forwarded
+    if parent is not None:
+        dropped |= parent.replaces
+    head = b"%b %b HTTP/%b\r\n%b%b" % (request.method.encode(), request.target, version, backend.host_line, request.end_to_end(dropped))
+    if parent is not None:
+        head += b"traceparent: %b\r\n" % parent.value
     if request.header(b"x-request-id") is None:
-        head += b"x-request-id: %b\r\n" % life.id
+        head += b"x-request-id: %b\r\n" % exchange.id
     if length or request.method in ("POST", "PUT", "PATCH"):
         head += b"content-length: %d\r\n" % length
     return head + b"\r\n"
 
 
-def response_lines(life: Life, last: bool) -> bytes:
-    """The header lines that the gateway adds to a replica's answer; `last`: the connection ends with it."""
-    dispatcher = life.dispatcher
-    lines = b"" if life.held.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % life.id
-    if dispatcher.response_headers:
-        lines += b"x-hitherto-replica: %b\r\n" % life.backend.id.encode()
-    if dispatcher.cached_tokens_header and life.prompt is not None:
-        lines += b"x-hitherto-cached-tokens: %d\r\n" % life.placement.overlap
-    if last or life.held.until_close or not life.request.keep_alive:
-        lines += b"connection: close\r\n"
-    return lines
+class Added:
+    """The header lines that the gateway adds to a replica's answer. `replica`: which one it was; `cached_tokens`: how many tokens of
+    the prompt it was predicted to hold."""
+
+    def __init__(self, replica: bool, cached_tokens: bool):
+        self._replica, self._cached_tokens = replica, cached_tokens
+
+    def lines(self, exchange: Exchange, attempt: Attempt, last: bool) -> bytes:
+        """`last`: the connection ends with this answer."""
+        lines = b"" if attempt.held.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % exchange.id
+        if self._replica:
+            lines += b"x-hitherto-replica: %b\r\n" % attempt.backend.id.encode()
+        if self._cached_tokens and attempt.prompt is not None:
+            lines += b"x-hitherto-cached-tokens: %d\r\n" % attempt.placement.overlap
+        if last or attempt.held.until_close or not exchange.request.keep_alive:
+            lines += b"connection: close\r\n"
+        return lines

@@ -12,16 +12,20 @@ from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ..prompt import Prompt, PromptError
+from ..errors import ApiError
+from ..prompt import Prompt
 from ..prompt.api.named import named_model
 from ..prompt.offload import TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS
-from .life import Failure, Life
+from .exchange import Exchange
+from .newcomers import Newcomers
+from .placing import Placing
+from .serving import Serving
 from .states import State
 from .together import Together
 
 if TYPE_CHECKING:
-    from .dispatcher import Dispatcher
+    from ..ops.metrics import Metrics
 
 log = logging.getLogger("hitherto.proxy")
 
@@ -34,7 +38,7 @@ PATIENCE = 1e-6  # seconds a byte
 
 TAKES_LONG = object()  # instead of a prompt: the event loop is not to prepare it
 # The prompt, or why there is none (None: a bug of ours), and the seconds it took.
-Prepared = tuple[Prompt | PromptError | object | None, float]
+Prepared = tuple[Prompt | ApiError | object | None, float]
 
 
 class LongPrompts:
@@ -88,42 +92,43 @@ class LongPrompts:
 
 
 class Preparation:
-    def __init__(self, dispatcher: Dispatcher):
-        self._dispatcher = dispatcher
+    def __init__(self, serving: Serving, placing: Placing, newcomers: Newcomers, metrics: Metrics):
+        self._serving, self._placing, self._newcomers, self._metrics = serving, placing, newcomers, metrics
+        self._models = serving.models
         self.long = LongPrompts()
         self._short = Together(self._together)
         self._unheard: set[asyncio.Task[None]] = set()
 
-    def begin(self, life: Life) -> None:
-        """Calls `life.prepared`, or `life.refused`."""
-        if len(life.request.body) <= OFFLOAD_BYTES:
-            self._short.add(life)
+    def begin(self, exchange: Exchange) -> None:
+        """Calls `exchange.prepared`, or `exchange.refused`."""
+        if len(exchange.request.body) <= OFFLOAD_BYTES:
+            self._short.add(exchange)
         else:
-            self._beside(life)
+            self._beside(exchange)
 
-    def begin_other(self, life: Life) -> None:
+    def begin_other(self, exchange: Exchange) -> None:
         """A request that is passed on without a look at its prompt, to replicas that serve its model."""
-        request = life.request
-        if request.method != "POST" or life.response is not None or not self._dispatcher.models.several:
-            life.prepared(None)
+        request = exchange.request
+        if request.method != "POST" or exchange.response is not None or not self._models.several:
+            exchange.prepared(None)
             return
         content_type, body = request.header(b"content-type") or "", request.body
         if len(body) <= OFFLOAD_BYTES:
-            self._named(life, named_model(content_type, body))
+            self._named(exchange, named_model(content_type, body))
         else:
             thread = self.long.submit(len(body), functools.partial(named_model, content_type, body))
-            thread.add_done_callback(lambda done: life.take_step(self._named, life, done.result()))
+            thread.add_done_callback(lambda done: exchange.take_step(self._named, exchange, done.result()))
 
-    def _named(self, life: Life, model: str | None) -> None:
-        life.model = model
-        if model is not None and self._dispatcher.unheard_of(model):
-            self._ask_anew(self._passed_on(life))
+    def _named(self, exchange: Exchange, model: str | None) -> None:
+        exchange.model = model
+        if model is not None and self._serving.unheard_of(model):
+            self._ask_anew(self._passed_on(exchange))
         else:
-            life.prepared(None)
+            exchange.prepared(None)
 
-    async def _passed_on(self, life: Life) -> None:
-        await self._dispatcher.newcomers.asked()
-        life.take_step(life.prepared, None)
+    async def _passed_on(self, exchange: Exchange) -> None:
+        await self._newcomers.asked()
+        exchange.take_step(exchange.prepared, None)
 
     def _ask_anew(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -131,8 +136,8 @@ class Preparation:
         task.add_done_callback(self._unheard.discard)
 
     async def prompt(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
-        """Of a request that is not sent from here. Raises PromptError, and whatever else goes wrong."""
-        models, adapters = self._dispatcher.models, self._dispatcher.adapters
+        """Of a request that is not sent from here. Raises ApiError, and whatever else goes wrong."""
+        models, adapters = self._models, self._serving.adapters
         if len(body) <= OFFLOAD_BYTES:
             try:
                 with event_loop:
@@ -141,37 +146,37 @@ class Preparation:
                 pass
         return await self.long.submit(len(body), functools.partial(models.prepare, path, body, headers, adapters))
 
-    def _together(self, lives: list[Life]) -> None:
+    def _together(self, exchanges: list[Exchange]) -> None:
         """Stage by stage: where a dozen come at once, a plain request takes a third less CPU time than one by one."""
         with event_loop:
-            prepared = [(life, self._prepare(life)) for life in lives if life.state is not State.ENDED]
-        self._dispatcher.hold_back()
+            prepared = [(exchange, self._prepare(exchange)) for exchange in exchanges if exchange.state is not State.ENDED]
+        self._placing.hold_back()
         try:
-            for life, (prompt, seconds) in prepared:
+            for exchange, (prompt, seconds) in prepared:
                 if prompt is TAKES_LONG:
-                    life.take_step(self._beside, life)
+                    exchange.take_step(self._beside, exchange)
                 else:
-                    life.take_step(self._prepared, life, prompt, seconds, "prepare")
+                    exchange.take_step(self._prepared, exchange, prompt, seconds, "prepare")
         finally:
-            self._dispatcher.send_on()
+            self._placing.send_on()
 
-    def _beside(self, life: Life) -> None:
+    def _beside(self, exchange: Exchange) -> None:
         """Others are answered meanwhile. Nothing is prepared if the client has left when its turn comes."""
 
         def prepared(thread: asyncio.Future[Prepared | None]) -> None:
-            if life.state is not State.ENDED:
-                life.take_step(self._prepared, life, *thread.result(), "prepare_offloaded")
+            if exchange.state is not State.ENDED:
+                exchange.take_step(self._prepared, exchange, *thread.result(), "prepare_offloaded")
 
-        thread = self.long.submit(len(life.request.body), lambda: None if life.state is State.ENDED else self._prepare(life))
+        thread = self.long.submit(len(exchange.request.body), lambda: None if exchange.state is State.ENDED else self._prepare(exchange))
         thread.add_done_callback(prepared)
 
-    def _prepare(self, life: Life) -> Prepared:
+    def _prepare(self, exchange: Exchange) -> Prepared:
         """Runs in a thread for long bodies: touches nothing that changes."""
-        begun, request, dispatcher = perf_counter(), life.request, self._dispatcher
+        begun, request = perf_counter(), exchange.request
         session = request.header(b"x-session-id")
         try:
-            prompt = dispatcher.models.prepare(request.path, request.body, {"x-session-id": session} if session else None, dispatcher.adapters)
-        except PromptError as error:
+            prompt = self._models.prepare(request.path, request.body, {"x-session-id": session} if session else None, self._serving.adapters)
+        except ApiError as error:
             # Its traceback holds this frame, and with it the request, until the garbage collector comes by.
             error.__context__ = error.__traceback__ = None
             return error, perf_counter() - begun
@@ -182,27 +187,27 @@ class Preparation:
             return None, perf_counter() - begun
         return prompt, perf_counter() - begun
 
-    def _prepared(self, life: Life, prompt: Prompt | PromptError | None, seconds: float, stage: str) -> None:
-        metrics = self._dispatcher.metrics
-        if isinstance(prompt, PromptError):
-            life.refused(Failure(prompt.status, prompt.message, type=prompt.type, param=prompt.param, code=prompt.code))
+    def _prepared(self, exchange: Exchange, prompt: Prompt | ApiError | None, seconds: float, stage: str) -> None:
+        metrics = self._metrics
+        if isinstance(prompt, ApiError):
+            exchange.refused(prompt)
             return
         if prompt is None:
-            metrics.prompt_failures.inc(life.request.path)
-            life.prepared(None)
+            metrics.prompt_failures.inc(exchange.request.path)
+            exchange.prepared(None)
             return
         metrics.stage_seconds.observe(stage, seconds)
-        if prompt.mode == "load" and life.label not in NO_PREFILL:
+        if prompt.mode == "load" and exchange.label not in NO_PREFILL:
             metrics.prompt_failures.inc(prompt.path)
-        if self._dispatcher.unheard_of(prompt.model):
-            self._ask_anew(self._anew(life, prompt))
+        if self._serving.unheard_of(prompt.model):
+            self._ask_anew(self._anew(exchange, prompt))
         else:
-            life.prepared(prompt)
+            exchange.prepared(prompt)
 
-    async def _anew(self, life: Life, prompt: Prompt) -> None:
+    async def _anew(self, exchange: Exchange, prompt: Prompt) -> None:
         """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""
-        await self._dispatcher.newcomers.asked()
-        if self._dispatcher.unheard_of(prompt.model):
-            life.take_step(life.prepared, prompt)
+        await self._newcomers.asked()
+        if self._serving.unheard_of(prompt.model):
+            exchange.take_step(exchange.prepared, prompt)
         else:
-            self._beside(life)
+            self._beside(exchange)

@@ -14,7 +14,7 @@ from ..http.messages import Request
 from .paths import STORED_RESPONSE
 
 if TYPE_CHECKING:
-    from .life import Life
+    from .attempt import Attempt
 
 PATH = "/v1/responses"
 MOST = 10_000  # 5 MB
@@ -37,14 +37,14 @@ class Responses:
     def maker(self, response: str | None) -> str | None:
         return self._makers.get(response) if response is not None else None
 
-    def answered(self, life: Life, begin: bytes) -> None:
-        """`begin`: the first bytes of an answer's body."""
-        if life.status != 200:
+    def answered(self, attempt: Attempt, about: str | None, makes: bool, begin: bytes) -> None:
+        """`begin`: the first bytes of its answer's body. `about`: the stored response that it is about; `makes`: it may make one."""
+        if attempt.status != 200:
             return
-        if life.response is not None:
-            self._note(life.response, life.backend.id)
-        if life.label == "responses" and (made := _MADE.search(begin)):
-            self._note(made[1].decode("latin-1"), life.backend.id)
+        if about is not None:
+            self._note(about, attempt.backend.id)
+        if makes and (made := _MADE.search(begin)):
+            self._note(made[1].decode("latin-1"), attempt.backend.id)
 
     def _note(self, response: str, replica: str) -> None:
         self._makers[response] = replica

@@ -1,15 +1,19 @@
-"""The life of a request as a table. Pure: no clock, no sockets, no replicas.
+"""An exchange and its attempts as tables. Pure: no clock, no sockets, no replicas.
 
-              prepared          chosen            connected          answered
-    PREPARING --------> CHOOSING ------> CONNECTING -------> AWAITING -------> STREAMING --finished--> ENDED
-        |                 | ^                |                   |                 |
-        |                 | +----- lost -----+---- lost, unwell -+                 |
-        |                 |   (retry, on another replica)                          |
-        +-refused--> ENDED+--exhausted, timed out--> ENDED                         +--lost, timed out--> ENDED (cut)
+An exchange is what a client asked for; an attempt is one leg of it, to one replica:
 
-Until the first byte of an answer has gone to the client a failure moves the request to another
-replica; from then on it can only be cut, and the client must be able to tell. `gone` (the client left)
-ends every state. A pair that is not in the table can't happen; if it does, it is a bug and raises.
+              prepared        placed           answered
+    PREPARING -------> PLACING -----> TRYING ----------> ANSWERING --finished--> ENDED
+        |               | ^             |                    |
+        |               | +-- failed ---+                    +--failed, timed out--> ENDED (cut)
+        +-refused-> ENDED <- refused, exhausted, timed out
+
+    CONNECTING --connected--> AWAITING --answered--> ANSWERING --finished--> ENDED
+
+Until the first byte of an answer has gone to the client, a failed attempt is followed by another one; from then on the
+exchange can only be cut, and the client must be able to tell. `gone` (the client left) ends every state. An attempt ends
+when its replica's answer is complete, when it fails, and when its exchange does not want it any more (`dropped`). A pair
+that is not in its table can't happen; if it does, it is a bug and raises.
 """
 
 from __future__ import annotations
@@ -18,25 +22,26 @@ from enum import Enum
 
 
 class State(Enum):
+    """Of an exchange."""
+
     PREPARING = "preparing"  # tokens are being made
-    CHOOSING = "choosing"  # a replica is being chosen; takes no time unless the ledger is shared
-    CONNECTING = "connecting"  # a replica is chosen and reserved, no connection yet
-    AWAITING = "awaiting"  # the request is sent, nothing of an answer has gone to the client
-    STREAMING = "streaming"  # the client has the first byte
+    PLACING = "placing"  # a replica is being chosen; takes no time unless the ledger is shared
+    TRYING = "trying"  # an attempt is under way, nothing of an answer has gone to the client
+    ANSWERING = "answering"  # the client has the first byte
     ENDED = "ended"
 
     __hash__ = object.__hash__  # Enum's own runs in Python: 3 x the time of a lookup in the table
 
 
 class Event(Enum):
+    """In an exchange."""
+
     PREPARED = "prepared"
     REFUSED = "refused"  # the request can't be served as it is: the client's fault, or no replica
-    CHOSEN = "chosen"
-    CONNECTED = "connected"
-    UNWELL = "unwell"  # the replica answered 5xx and another one may do better
-    LOST = "lost"  # no connection, or it broke
-    EXHAUSTED = "exhausted"  # no attempt or no replica is left
+    PLACED = "placed"
     ANSWERED = "answered"
+    FAILED = "failed"  # the attempt did
+    EXHAUSTED = "exhausted"  # no attempt or no replica is left
     FINISHED = "finished"
     TIMED_OUT = "timed out"
     GONE = "gone"
@@ -45,40 +50,75 @@ class Event(Enum):
 
 
 class Action(Enum):
-    CHOOSE = "choose a replica and reserve"
-    CONNECT = "take or open a connection"
-    SEND = "send the request"
-    RETRY = "release, exclude the replica, choose again"
+    """What follows in an exchange."""
+
+    PLACE = "choose a replica and reserve"
+    TRY = "take or open a connection to it, and send"
+    RETRY = "try the same replica again, or another one"
     RELAY = "send head and bytes to the client"
     SETTLE = "release, learn, check, log"
     CUT = "end the client's stream so that it can tell"
+    TURN_AWAY = "answer with an error; no replica was asked"
     REPORT = "answer with an error"
-    ABANDON = "close the upstream connection, release"
+    ABANDON = "nobody waits for an answer"
 
     __hash__ = object.__hash__
 
 
 S, E, A = State, Event, Action
 TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {
-    (S.PREPARING, E.PREPARED): (S.CHOOSING, A.CHOOSE),
-    (S.PREPARING, E.REFUSED): (S.ENDED, A.REPORT),
+    (S.PREPARING, E.PREPARED): (S.PLACING, A.PLACE),
+    (S.PREPARING, E.REFUSED): (S.ENDED, A.TURN_AWAY),
     (S.PREPARING, E.TIMED_OUT): (S.ENDED, A.REPORT),
     (S.PREPARING, E.GONE): (S.ENDED, A.ABANDON),
-    (S.CHOOSING, E.CHOSEN): (S.CONNECTING, A.CONNECT),
-    (S.CHOOSING, E.EXHAUSTED): (S.ENDED, A.REPORT),
-    (S.CHOOSING, E.TIMED_OUT): (S.ENDED, A.REPORT),
-    (S.CHOOSING, E.GONE): (S.ENDED, A.ABANDON),
-    (S.CONNECTING, E.CONNECTED): (S.AWAITING, A.SEND),
-    (S.CONNECTING, E.LOST): (S.CHOOSING, A.RETRY),
-    (S.CONNECTING, E.TIMED_OUT): (S.ENDED, A.REPORT),
-    (S.CONNECTING, E.GONE): (S.ENDED, A.ABANDON),
-    (S.AWAITING, E.ANSWERED): (S.STREAMING, A.RELAY),
-    (S.AWAITING, E.UNWELL): (S.CHOOSING, A.RETRY),
-    (S.AWAITING, E.LOST): (S.CHOOSING, A.RETRY),
-    (S.AWAITING, E.TIMED_OUT): (S.ENDED, A.REPORT),
-    (S.AWAITING, E.GONE): (S.ENDED, A.ABANDON),
-    (S.STREAMING, E.FINISHED): (S.ENDED, A.SETTLE),
-    (S.STREAMING, E.LOST): (S.ENDED, A.CUT),
-    (S.STREAMING, E.TIMED_OUT): (S.ENDED, A.CUT),
-    (S.STREAMING, E.GONE): (S.ENDED, A.ABANDON),
+    (S.PLACING, E.PLACED): (S.TRYING, A.TRY),
+    (S.PLACING, E.REFUSED): (S.ENDED, A.TURN_AWAY),
+    (S.PLACING, E.EXHAUSTED): (S.ENDED, A.REPORT),
+    (S.PLACING, E.TIMED_OUT): (S.ENDED, A.REPORT),
+    (S.PLACING, E.GONE): (S.ENDED, A.ABANDON),
+    (S.TRYING, E.ANSWERED): (S.ANSWERING, A.RELAY),
+    (S.TRYING, E.FAILED): (S.PLACING, A.RETRY),
+    (S.TRYING, E.TIMED_OUT): (S.ENDED, A.REPORT),
+    (S.TRYING, E.GONE): (S.ENDED, A.ABANDON),
+    (S.ANSWERING, E.FINISHED): (S.ENDED, A.SETTLE),
+    (S.ANSWERING, E.FAILED): (S.ENDED, A.CUT),
+    (S.ANSWERING, E.TIMED_OUT): (S.ENDED, A.CUT),
+    (S.ANSWERING, E.GONE): (S.ENDED, A.ABANDON),
+}
+
+
+class Leg(Enum):
+    """States of an attempt."""
+
+    CONNECTING = "connecting"  # a replica is chosen and reserved, no connection yet
+    AWAITING = "awaiting"  # the request is sent, nothing of an answer has gone to the client
+    ANSWERING = "answering"
+    ENDED = "ended"
+
+    __hash__ = object.__hash__
+
+
+class Turn(Enum):
+    """Events in an attempt."""
+
+    CONNECTED = "connected"
+    ANSWERED = "answered"
+    FINISHED = "finished"
+    FAILED = "failed"  # no connection, or it broke, or the answer is none
+    DROPPED = "dropped"
+
+    __hash__ = object.__hash__
+
+
+L, T = Leg, Turn
+LEGS: dict[tuple[Leg, Turn], Leg] = {
+    (L.CONNECTING, T.CONNECTED): L.AWAITING,
+    (L.CONNECTING, T.FAILED): L.ENDED,
+    (L.CONNECTING, T.DROPPED): L.ENDED,
+    (L.AWAITING, T.ANSWERED): L.ANSWERING,
+    (L.AWAITING, T.FAILED): L.ENDED,
+    (L.AWAITING, T.DROPPED): L.ENDED,
+    (L.ANSWERING, T.FINISHED): L.ENDED,
+    (L.ANSWERING, T.FAILED): L.ENDED,
+    (L.ANSWERING, T.DROPPED): L.ENDED,
 }

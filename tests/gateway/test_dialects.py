@@ -36,7 +36,7 @@ async def one_gateway(simulated: str):
     gateway = Gateway(settings)
     try:
         await gateway.start()
-        await until(lambda: len(gateway.dispatcher.backends) == 5 and all(one.state is State.READY for one in gateway.fleet.replicas.values()))
+        await until(lambda: len(gateway.proxy.backends) == 5 and all(one.state is State.READY for one in gateway.fleet.replicas.values()))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=30) as client:
             yield SimpleNamespace(gateway=gateway, client=client, publishers=publishers, simulated=simulated.removeprefix("http://"), **fakes)
     finally:

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from gateway.prompt.pipeline import Pipeline
-from gateway.prompt.prompt import PromptError
+from gateway.errors import ApiError
 from replicas.engines.vllm.versions import version_quirks
 
 from ..gateway.prompt.reference import model_dir
@@ -207,7 +207,7 @@ async def test_what_the_gateway_refuses_the_engine_refuses(first):
                 continue                   # a model that generates has none
             if isinstance(body, dict):
                 body = json.dumps({"model": "tiny", "max_tokens": 4, **(hello if path in (CHAT, MESSAGES) else {}), **body}).encode()
-            with pytest.raises(PromptError):
+            with pytest.raises(ApiError):
                 first.pipeline.prepare(path, body)
             if (await client.post(path, content=body)).status_code == 200:
                 wrong.append((path, body))

@@ -61,7 +61,7 @@ def conversation(messages: Any, as_parts: bool, knows_developer: bool = True, by
     `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text
     comes to it as `[{"type": "text", "text": ...}]`. `by_schema`: tool calls went through vLLM's
     schema (all but those of Responses do), which puts their keys in its own order: a template may
-    dump them. `reads_thinking`: the template may look for reasoning under that name. Raises PromptError
+    dump them. `reads_thinking`: the template may look for reasoning under that name. Raises ApiError
     (not a conversation), Multimodal, or Unroutable where releases of transformers differ.
     """
     if not isinstance(messages, list) or not messages:

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from ..offload import TakesLong, event_loop
-from ..prompt import PromptError
+from ...errors import ApiError
 from .structure import MOST_OBJECTS, MOST_STRINGS, MOST_VALUES, arguments_too_much, too_much
 
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
@@ -41,12 +41,12 @@ class ExactFloat(float):
     """A number that was written with a point or an exponent, so it is what Python makes of it too."""
 
 
-def bad(message: str, param: str | None = None) -> PromptError:
-    return PromptError(400, message, param=param)
+def bad(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param)
 
 
 def parse(body: bytes, context: int = 0) -> tuple[dict[str, Any], str]:
-    """The object that the body holds, and what is unusual about it, or "". Raises PromptError.
+    """The object that the body holds, and what is unusual about it, or "". Raises ApiError.
 
     `context`: the most tokens that a prompt may have, as far as is known."""
     if len(body) > MOST_OBJECTS:
@@ -123,7 +123,7 @@ def count(value: Any, key: str) -> int | None:
 
 
 def bounded_integers(request: dict[str, Any]) -> None:
-    """Raises PromptError for numbers that no engine's integer can hold; whatever else is wrong with them, the engine says."""
+    """Raises ApiError for numbers that no engine's integer can hold; whatever else is wrong with them, the engine says."""
     for key in INTEGERS & request.keys():
         value = request[key]
         if isinstance(value, str):

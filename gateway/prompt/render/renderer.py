@@ -56,7 +56,7 @@ class Renderer:
         self.by_jinja = 0
 
     def tokens(self, seed: int, chat: Chat, lead: bytes = b"") -> Found:
-        """Raises PromptError, Multimodal, TemplateError, TakesLong on the event loop, or whatever the tokenizer raises.
+        """Raises ApiError, Multimodal, TemplateError, TakesLong on the event loop, or whatever the tokenizer raises.
 
         `lead` are special tokens put before the text.
         """

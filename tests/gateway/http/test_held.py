@@ -152,7 +152,7 @@ async def test_a_body_is_dropped_once_its_answer_has_begun():
         await talk.say(post(b'{"model":"m","messages":[{"role":"user","content":"%b"}]}' % (b"x" * 500_000)))
         await talk.until(EVENT)
         assert 0 < s.server.held <= REQUEST_BYTES
-        assert all(life.request.body == b"" for life in s.dispatcher.lives)
+        assert all(exchange.request.body == b"" for exchange in s.proxy.exchanges)
         ended.set()
         await talk.until(b"0\r\n\r\n")
         await eventually(lambda: s.server.held == 0)

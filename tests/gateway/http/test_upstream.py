@@ -127,7 +127,7 @@ async def test_a_body_behind_an_answer_to_head_is_no_answer_to_the_next():
         await talk.say(b"HEAD /version HTTP/1.1\r\nHost: x\r\n\r\n")
         await talk.until(b"\r\n\r\n")
         await eventually(s.idle)
-        assert not any(backend.pool.idle for backend in s.dispatcher.backends.values())
+        assert not any(backend.pool.idle for backend in s.proxy.backends.values())
 
 
 async def test_bytes_that_come_later_end_a_kept_connection():
@@ -142,7 +142,7 @@ async def test_bytes_that_come_later_end_a_kept_connection():
 
     async with stack(script) as s:
         talk = await s.talk()
-        (backend,) = s.dispatcher.backends.values()
+        (backend,) = s.proxy.backends.values()
         await talk.say(post())
         assert (await talk.response())[2] == b"ok"
         await eventually(lambda: backend.pool.idle)
@@ -169,7 +169,7 @@ async def test_a_new_connection_that_is_closed_before_the_request_is_sent_is_a_r
 
     monkeypatch.setattr(upstream, "within", late)
     async with stack(script, answers(), request_timeout=60) as s:
-        closing = next(iter(s.dispatcher.backends.values())).pool.port
+        closing = next(iter(s.proxy.backends.values())).pool.port
         talk = await s.talk()
         for _ in range(2):
             await talk.say(post())

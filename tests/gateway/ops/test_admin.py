@@ -12,7 +12,7 @@ from gateway import __version__
 from gateway.ops.guard import Guard
 from gateway.ops.admin import Admin
 from gateway.config import ConfigError, Settings
-from gateway.prompt.prompt import PromptError
+from gateway.errors import ApiError
 from gateway.ops.metrics import Metrics
 from gateway.ops.view import View
 from policies import Ledger
@@ -53,7 +53,7 @@ class Gateway:
 
     async def explain(self, path, body, headers):
         if body == b"bad":
-            raise PromptError(400, "messages is missing", param="messages", code="missing")
+            raise ApiError(400, "messages is missing", param="messages", code="missing")
         return {"path": path, "bytes": len(body)}
 
 

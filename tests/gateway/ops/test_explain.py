@@ -11,7 +11,8 @@ from gateway import cli
 from gateway.ops import explain
 from gateway.config import ConfigError, Settings
 from gateway.model import model_dir
-from gateway.prompt import Prompt, PromptError
+from gateway.prompt import Prompt
+from gateway.errors import ApiError
 from policies import Asked, Candidate, Choice, CostGroup, Demand, Load, make
 from replicas.simulated.model import sim_model_dir
 
@@ -208,4 +209,4 @@ def test_refusals_of_other_servers_are_not_taken_for_the_gateways():
     assert isinstance(explain._refusal(page, "http://a"), explain.Unanswered)
     ours = urllib.error.HTTPError("u", 404, "x", {}, io.BytesIO(b'{"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}'))
     wrong = explain._refusal(ours, "http://a")
-    assert isinstance(wrong, PromptError) and (wrong.status, wrong.message, wrong.code) == (404, "m", "c")
+    assert isinstance(wrong, ApiError) and (wrong.status, wrong.message, wrong.code) == (404, "m", "c")

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cachemap import chain_seed
-from gateway.prompt import Prompt, PromptError
+from gateway.prompt import Prompt
+from gateway.errors import ApiError
 from gateway.prompt.pipeline import Pipeline, Verdict
 from replicas.simulated.model import sim_model_dir
 
@@ -136,7 +137,7 @@ FAULTS = [
 def test_the_clients_faults(sim, path, body, param):
     if isinstance(body, dict):
         body = json.dumps({"messages": HI, **body} if path in (CHAT, MESSAGES) else body).encode()
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(ApiError) as caught:
         sim[0].prepare(path, body)
     error = caught.value
     assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
@@ -148,7 +149,7 @@ def test_a_prompt_longer_than_the_context(sim, monkeypatch):
     monkeypatch.setattr(pipeline, "max_model_len", 10)
     assert ask(pipeline, COMPLETIONS, prompt=list(range(10))).tokens == 10
     for path, body, param in ((COMPLETIONS, {"prompt": list(range(11))}, "prompt"), (CHAT, {"messages": alternate(["x " * 30], None)}, "messages")):
-        with pytest.raises(PromptError, match="maximum context length is 10 tokens") as caught:
+        with pytest.raises(ApiError, match="maximum context length is 10 tokens") as caught:
             ask(pipeline, path, **body)
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
     assert ask(pipeline, COMPLETIONS, prompt=list(range(11)), truncate_prompt_tokens=-1).tokens == 9

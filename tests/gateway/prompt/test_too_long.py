@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.prompt import PromptError
+from gateway.errors import ApiError
 from gateway.prompt.tokens import tokenizer as module
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.tokens.tokenizer import Tokenizer, TooLong, _longest_token
@@ -52,7 +52,7 @@ def pipeline(loaded, monkeypatch):
 def test_what_is_too_long_however_it_is_tokenized_is_not_tokenized(pipeline, path, body):
     if body.get("prompt") == ["short", TEXT]:
         body["prompt"].reverse()
-    with pytest.raises(PromptError, match=f"maximum context length is {CONTEXT} tokens") as refused:
+    with pytest.raises(ApiError, match=f"maximum context length is {CONTEXT} tokens") as refused:
         pipeline.prepare(path, orjson.dumps({"model": "m", **body}))
     assert refused.value.status == 400 and refused.value.code == "context_length_exceeded"
 
@@ -67,7 +67,7 @@ def test_the_context_may_become_known_later(loaded):
     body = orjson.dumps({"model": "m", "prompt": TEXT})
     assert pipeline.prepare("/v1/completions", body).tokens > CONTEXT
     pipeline.max_model_len = CONTEXT
-    with pytest.raises(PromptError, match="at least"):
+    with pytest.raises(ApiError, match="at least"):
         pipeline.prepare("/v1/completions", body)
     pipeline.max_model_len = None
     assert pipeline.prepare("/v1/completions", body).mode == "exact"
@@ -122,7 +122,7 @@ def test_what_is_too_long_is_tokenized_no_further_than_the_context(pipeline, mon
     counting = Counting(tokenizer._fast)
     monkeypatch.setattr(pipeline.tokenizer, "_fast", counting)
     pipeline.prefixes.forget()
-    with pytest.raises(PromptError, match="maximum context length is 4000 tokens, but the prompt has at least 4"):
+    with pytest.raises(ApiError, match="maximum context length is 4000 tokens, but the prompt has at least 4"):
         pipeline.prepare(path, orjson.dumps({"model": "m", **body}))
     assert counting.chars < 40_000
     assert pipeline.prefixes.stats()["segments"] == 0  # nor does it put out of the memo what others will ask for

@@ -1,4 +1,4 @@
-"""A dispatcher behind a real listening socket, in front of replicas that follow a script."""
+"""A proxy behind a real listening socket, in front of replicas that follow a script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from cachemap import CacheMap
 from gateway.proxy.backend import Backend
-from gateway.proxy.dispatcher import Dispatcher
+from gateway.proxy.proxy import Proxy
 from gateway.models import Models
 from gateway.prompt.pipeline import Pipeline
 from gateway.ops.metrics import Counter, Metrics
@@ -19,10 +19,10 @@ from ..http.talk import Talker, scripted
 
 
 class Stack:
-    def __init__(self, dispatcher, server, port, faults, unconfirmed):
-        self.dispatcher, self.server, self.port = dispatcher, server, port
+    def __init__(self, proxy, server, port, faults, unconfirmed):
+        self.proxy, self.server, self.port = proxy, server, port
         self.faults, self.unconfirmed = faults, unconfirmed  # kinds of failures; replicas of which an error was told that may be the request's fault
-        self.metrics = dispatcher.metrics
+        self.metrics = proxy.metrics
         self.talkers = []
 
     async def talk(self) -> Talker:
@@ -31,17 +31,17 @@ class Stack:
 
     def idle(self) -> bool:
         """Nothing reserved, nothing in flight."""
-        total = self.dispatcher.router.ledger.total()
-        return not self.dispatcher.lives and not any((total.requests, total.prefilling, total.prefill_tokens, total.decoding, total.context_tokens))
+        total = self.proxy.router.ledger.total()
+        return not self.proxy.exchanges and not any((total.requests, total.prefilling, total.prefill_tokens, total.decoding, total.context_tokens))
 
 
-def backend_for(dispatcher: Dispatcher, port: int, models=("m",)) -> Backend:
+def backend_for(proxy: Proxy, port: int, models=("m",)) -> Backend:
     replica = Replica(f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", "127.0.0.1", port)
     replica.state = State.READY
     replica.models = dict.fromkeys(models)
-    slot = dispatcher.router.map.attach(replica.id, 1000, False)
-    backend = Backend(replica, dispatcher.router.add(replica.id, slot))
-    dispatcher.add(backend)
+    slot = proxy.router.map.attach(replica.id, 1000, False)
+    backend = Backend(replica, proxy.router.add(replica.id, slot))
+    proxy.add(backend)
     return backend
 
 
@@ -72,18 +72,18 @@ async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_tim
             faults.append(kind)
 
     async with AsyncExitStack() as resources:
-        dispatcher = Dispatcher(
+        proxy = Proxy(
             models=Models.of(pipeline or Pipeline(None, "m", 16)), router=Router(make(policy), CacheMap(1 << 24), Ledger(), CostGroup()), metrics=Metrics(),
             retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, response_headers=True, replicas={},
             on_traffic=traffic, **{"ask_models": nothing_new, **options},
         )  # fmt: skip
         for port in ports:
-            backend_for(dispatcher, port)
+            backend_for(proxy, port)
         for script in scripts:
-            backend_for(dispatcher, await resources.enter_async_context(scripted(script)))
-        server = Server(dispatcher, limits)
+            backend_for(proxy, await resources.enter_async_context(scripted(script)))
+        server = Server(proxy, limits)
         port = await server.start("127.0.0.1", 0)
-        made = Stack(dispatcher, server, port, faults, unconfirmed)
+        made = Stack(proxy, server, port, faults, unconfirmed)
         try:
             yield made
             assert not unforeseen(made.metrics), "a label's value that is not stated beforehand is first seen at 1, which rate() misses"
@@ -91,5 +91,5 @@ async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_tim
             for talker in made.talkers:
                 await talker.close()
             await server.close()
-            for backend in dispatcher.backends.values():
+            for backend in proxy.backends.values():
                 backend.stop()

@@ -148,14 +148,14 @@ async def ask(s, path, talk=None):
 @pytest.mark.parametrize(("path", "event", "status"), ERRORS, ids=NAMES)
 async def test_a_stream_that_is_an_error_teaches_nothing_and_counts_as_what_it_is(path, event, status):
     async with stack(streams(chunk(event))) as s:
-        (backend,) = s.dispatcher.backends.values()
+        (backend,) = s.proxy.backends.values()
         backend.intake = Intake()
         got, _, body = await ask(s, path)
         assert (got, body) == (200, event + DONE)  # the last replica's word stands
         assert backend.candidate.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0 and s.metrics.predictions.total() == 0
         assert backend.intake.finished == 0, "nothing was computed, so no event must come"
-        prompt = s.dispatcher.models.pipelines[0].prepare(path.decode(), body_for(path))
-        assert s.dispatcher.router.map.match(prompt.hashes, 0.0).held[backend.slot] == 0
+        prompt = s.proxy.models.pipelines[0].prepare(path.decode(), body_for(path))
+        assert s.proxy.router.map.match(prompt.hashes, 0.0).held[backend.slot] == 0
         kind = f"{status // 100}xx"
         assert s.metrics.requests.total(status=kind) == 1 and s.metrics.replica_requests.total(replica=backend.id, status=kind) == 1
         assert s.faults == [] and s.unconfirmed == s.metrics.upstream_errors.total(kind="error answer") * [backend.id] == (status >= 500) * [backend.id]
@@ -165,7 +165,7 @@ async def test_a_stream_that_is_an_error_teaches_nothing_and_counts_as_what_it_i
 async def test_a_stream_that_fails_after_its_first_token_counts_as_failed_too(path, event, status):
     seen = asyncio.Event()
     async with stack(streams(chunk(TOKEN), chunk(event), pause=seen.wait)) as s:
-        (backend,) = s.dispatcher.backends.values()
+        (backend,) = s.proxy.backends.values()
         backend.intake = Intake()
         talk = await s.talk()
         await talk.say(post(body_for(path), path))
@@ -251,7 +251,7 @@ async def test_an_announced_response_is_no_first_token_and_can_still_go_elsewher
         talk = await s.talk()
         for _ in range(2):
             assert (await ask(s, path, talk))[2] == CREATED + delta + DONE
-        assert set(s.faults) == {"closed"} and s.dispatcher.responses.maker("resp_1") in s.dispatcher.backends
+        assert set(s.faults) == {"closed"} and s.proxy.placing.responses.maker("resp_1") in s.proxy.backends
     async with stack(streams(chunk(CREATED), end=b"0\r\n\r\n")) as s:
         assert (await ask(s, path))[2] == CREATED  # whatever it means, it is all there is
 
@@ -279,7 +279,7 @@ async def test_a_replica_that_dies_with_a_kept_connection_and_is_gone_then_count
         await read_request(reader)
         writer.write(reply())
         await read_request(reader)
-        (killed,) = (b for b in s.dispatcher.backends.values() if b.pool.port == writer.get_extra_info("sockname")[1])
+        (killed,) = (b for b in s.proxy.backends.values() if b.pool.port == writer.get_extra_info("sockname")[1])
         killed.pool.port = free_port()
 
     async with stack(once, once, once, retries=5) as s:
@@ -296,9 +296,9 @@ async def test_a_replica_that_dies_with_a_kept_connection_and_is_gone_then_count
 
 async def test_a_degraded_replica_is_tried_before_a_502():
     async with stack(answers(), ports=[free_port()]) as s:
-        gone, ill = s.dispatcher.backends.values()
+        gone, ill = s.proxy.backends.values()
         ill.replica.state = State.DEGRADED
-        s.dispatcher.changed()
+        s.proxy.changed()
         talk = await s.talk()
         for _ in range(2):
             await talk.say(post())
@@ -316,7 +316,7 @@ async def test_a_degraded_replica_is_tried_before_a_502():
 )  # fmt: skip
 async def test_numbers_beyond_the_engines_limits_are_refused_in_its_words(path, fields, words):
     async with stack(answers()) as s:
-        s.dispatcher.models.pipelines[0].max_model_len = 100
+        s.proxy.models.pipelines[0].max_model_len = 100
         given = {**json.loads(body_for(path.encode())), "stream": False}
         talk = await s.talk()
         await talk.say(post(json.dumps(given).encode(), path.encode()))
@@ -332,26 +332,26 @@ async def test_an_error_event_for_ids_of_ours_is_no_word_to_the_client():
     """A request that was sent with token ids is said again as received, also where the refusal comes as an event."""
     refusing = streams(chunk(ERRORS[0][1]))
     async with stack(refusing) as s:
-        (backend,) = s.dispatcher.backends.values()
+        (backend,) = s.proxy.backends.values()
         sent = []
 
-        def body(life):
-            sent.append(1)
-            life.sent_ids = len(sent) == 1
-            return life.request.body
+        def body(attempt, body, first):
+            sent.append(first)
+            attempt.sent_ids = first
+            return body
 
-        s.dispatcher.forwarding.body = body
+        s.proxy.forwarding.body = body
         talk = await s.talk()
         await talk.say(post(LONG))
         await talk.response()
-        assert len(sent) == 2 and s.metrics.retries.values == {("ids",): 1}
+        assert sent == [True, False] and s.metrics.retries.values == {("ids",): 1}
 
 
 
 
 async def test_a_replica_found_slow_is_tried_again_within_seconds_while_others_are_used():
     async with stack(streams(chunk(TOKEN)), streams(chunk(TOKEN)), policy="least_time") as s:
-        slow, quick = s.dispatcher.backends.values()
+        slow, quick = s.proxy.backends.values()
         slow.candidate.costs.ttft.value, now = 5.0, monotonic() + 1000
         talk, chosen = await s.talk(), []
         for number in range(100):  # four a second, that share nothing
@@ -359,7 +359,7 @@ async def test_a_replica_found_slow_is_tried_again_within_seconds_while_others_a
             chosen.append((await talk.response())[1]["x-hitherto-replica"])
             await eventually(s.idle)
             now += 0.25
-            s.dispatcher.sweep(now)
+            s.proxy.sweep(now)
             if chosen[-1] == slow.id:
                 break
         assert chosen[0] == quick.id and chosen[-1] == slow.id and len(chosen) > 8
@@ -376,7 +376,7 @@ async def test_a_stream_that_fails_in_any_shape_is_tried_elsewhere(name, pieces)
     begun = asyncio.Event()
 
     async def next_read():
-        await eventually(lambda: begun.is_set() or any(life.announced for life in s.dispatcher.lives) or not s.dispatcher.lives)
+        await eventually(lambda: begun.is_set() or any(x.attempt is not None and x.attempt.announced for x in s.proxy.exchanges) or not s.proxy.exchanges)
         begun.set()
 
     async with stack(streams(*pieces, pause=next_read if len(pieces) > 1 else None), streams(chunk(TOKEN))) as s:
@@ -393,7 +393,7 @@ async def test_an_error_behind_what_only_announces_an_answer_is_tried_elsewhere(
     """Each in a read of its own: the first is held back, so the client has nothing yet."""
 
     async def until_it_is_held_back():
-        await eventually(lambda: any(life.announced for life in s.dispatcher.lives) or not s.dispatcher.lives)
+        await eventually(lambda: any(x.attempt is not None and x.attempt.announced for x in s.proxy.exchanges) or not s.proxy.exchanges)
 
     async with stack(streams(chunk(first), chunk(DIED), pause=until_it_is_held_back), streams(chunk(first), chunk(TOKEN))) as s:
         talk = await s.talk()
@@ -404,14 +404,14 @@ async def test_an_error_behind_what_only_announces_an_answer_is_tried_elsewhere(
 async def test_pings_reach_a_client_that_waits_for_long_and_are_no_first_token():
     go_on = asyncio.Event()
     async with stack(streams(chunk(PINGS[0]), chunk(TOKEN), pause=go_on.wait), request_timeout=600.0) as s:
-        (backend,) = s.dispatcher.backends.values()
+        (backend,) = s.proxy.backends.values()
         talk = await s.talk()
         await talk.say(post(body_for(b"/v1/chat/completions")))
-        await eventually(lambda: any(life.announced for life in s.dispatcher.lives))
-        (life,) = s.dispatcher.lives
-        s.dispatcher.sweep(life.sent_at + 29)
-        assert life.unanswered
-        s.dispatcher.sweep(life.sent_at + 31)
+        await eventually(lambda: any(x.attempt is not None and x.attempt.announced for x in s.proxy.exchanges))
+        (exchange,) = s.proxy.exchanges
+        s.proxy.sweep(exchange.attempt.sent_at + 29)
+        assert exchange.unanswered
+        s.proxy.sweep(exchange.attempt.sent_at + 31)
         assert PINGS[0] in await talk.until(PINGS[0])
         go_on.set()
         assert TOKEN in await talk.until(b"\r\n0\r\n\r\n")
@@ -423,7 +423,7 @@ async def test_pings_reach_a_client_that_waits_for_long_and_are_no_first_token()
 async def test_an_endless_stream_of_junk_teaches_nothing():
     junk = chunk(b'data: {"tick":1}\n\n' * 20_000)
     async with stack(streams(junk)) as s:
-        (backend,) = s.dispatcher.backends.values()
+        (backend,) = s.proxy.backends.values()
         await ask(s, b"/v1/chat/completions")
         assert s.faults == ["foreign answer"] and backend.candidate.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0
 

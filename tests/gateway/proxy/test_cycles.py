@@ -7,14 +7,13 @@ cycle of references is there for hours: 60 aborted uploads of 60 MB were.
 import asyncio
 import gc
 from contextlib import contextmanager
-from functools import partial
 
 import orjson
 import pytest
 import uvloop
 
-from gateway.proxy.traced import TracedLife
-from gateway.prompt import PromptError
+from gateway.proxy.traces import Traces
+from gateway.errors import ApiError
 from gateway.prompt.pipeline import OFFLOAD_BYTES, Pipeline
 from gateway.ops.spans import Spans
 from replicas.simulated.model import sim_model_dir
@@ -123,7 +122,7 @@ REPLICAS = {
 @pytest.mark.parametrize("doing", REPLICAS)
 def test_no_replica_leaves_anything_to_the_collector(doing, traced, pipeline, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    options = {"life": partial(TracedLife, Spans())} if traced else {}
+    options = {"traces": Traces(Spans(), "round_robin")} if traced else {}
 
     async def run():
         ports = [free_port()] if doing == "is not there" else []
@@ -135,7 +134,7 @@ def test_no_replica_leaves_anything_to_the_collector(doing, traced, pipeline, mo
                 await asyncio.wait_for(talk.reader.read(1), 5)
                 await talk.close()
                 await eventually(lambda: s.idle() and not s.server.connections)
-                for backend in s.dispatcher.backends.values():
+                for backend in s.proxy.backends.values():
                     backend.pool.sweep(float("inf"))
                 await asyncio.sleep(0.01)
 
@@ -151,13 +150,13 @@ async def test_a_bug_of_ours_leaves_nothing_to_the_collector(pipeline, monkeypat
     async with stack(answers(), pipeline=pipeline) as s:
         with no_cycles():
             with monkeypatch.context() as patched:
-                patched.setattr(s.dispatcher.models.pipelines[0], "prepare", fails)
+                patched.setattr(s.proxy.models.pipelines[0], "prepare", fails)
                 talk = await s.talk()
                 await asks(talk, post(), post(LONG))
             for body in (BAD, LONG, NOT_JSON + b" " * OFFLOAD_BYTES):
                 try:
-                    await s.dispatcher.preparation.prompt("/v1/chat/completions", body, {})
-                except PromptError:
+                    await s.proxy.preparation.prompt("/v1/chat/completions", body, {})
+                except ApiError:
                     pass
             await talk.close()
             await eventually(lambda: s.idle() and not s.server.connections)

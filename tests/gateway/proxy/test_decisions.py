@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.proxy import decisions as module
 from gateway.proxy.decisions import Decisions
-from gateway.proxy.life import Failure
+from gateway.errors import ApiError
 
 from .stack import backend_for, stack
 
@@ -25,11 +25,11 @@ def chat(text="a prompt " * 40, **fields) -> bytes:
 @asynccontextmanager
 async def decisions(replicas=2, **options):
     async with stack(ports=range(9, 9 + replicas), **options) as s:
-        yield s, Decisions(s.dispatcher)
+        yield s, Decisions(s.proxy)
 
 
-async def refused(awaitable) -> Failure:
-    with pytest.raises(Failure) as caught:
+async def refused(awaitable) -> ApiError:
+    with pytest.raises(ApiError) as caught:
         await awaitable
     return caught.value
 
@@ -55,15 +55,15 @@ def test_nothing_is_left_whatever_happens(steps):
                     elif what == "done":
                         await d.done(id, ANSWER % (50, 20, 16))
                     elif what == "lost":
-                        s.dispatcher.remove("127.0.0.1:9")
-                    elif "127.0.0.1:9" not in s.dispatcher.backends:
-                        backend_for(s.dispatcher, 9)
-                except Failure as failure:
-                    assert failure.fields["code"] == "unknown_decision"
+                        s.proxy.remove("127.0.0.1:9")
+                    elif "127.0.0.1:9" not in s.proxy.backends:
+                        backend_for(s.proxy, 9)
+                except ApiError as failure:
+                    assert failure.code == "unknown_decision"
             for id in made:
                 try:
                     await d.done(id, b"")
-                except Failure:
+                except ApiError:
                     pass
             await asyncio.sleep(0)
             assert s.idle() and not d.on()
@@ -73,12 +73,12 @@ def test_nothing_is_left_whatever_happens(steps):
 
 async def test_a_caller_that_leaves_as_the_answer_comes_leaves_nothing(monkeypatch):
     async with decisions() as (s, d):
-        choose, asked = s.dispatcher.choose, []
-        monkeypatch.setattr(s.dispatcher, "choose", asked.append)  # as the shared ledger, which answers later
+        place, asked = s.proxy.placing.place, []
+        monkeypatch.setattr(s.proxy.placing, "place", asked.append)  # as the shared ledger, which answers later
         deciding = asyncio.create_task(d.decide(PATH, chat(), {}))
         while not asked:
             await asyncio.sleep(0)
-        choose(asked[0])
+        place(asked[0])
         assert not s.idle()
         deciding.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -88,13 +88,13 @@ async def test_a_caller_that_leaves_as_the_answer_comes_leaves_nothing(monkeypat
 
 async def test_a_model_loaded_a_moment_ago_is_asked_for_first():
     async def loaded():
-        for backend in s.dispatcher.backends.values():
+        for backend in s.proxy.backends.values():
             backend.replica.models = {"m": None, "sql": "m"}
-        s.dispatcher.changed()
+        s.proxy.changed()
 
     async with decisions(ask_models=loaded) as (s, d):
         told = await d.decide(PATH, chat(model="sql"), {})
-        assert told["replica"] in s.dispatcher.backends
+        assert told["replica"] in s.proxy.backends
         await d.done(told["id"], b"")
         assert (await refused(d.decide(PATH, chat(model="none"), {}))).status == 404
         assert s.idle()
@@ -108,7 +108,7 @@ async def test_there_are_only_so_many(monkeypatch):
         assert failure.status == 429 and "POST /decide/ID/done" in failure.message
         await d.done(made[1]["id"], b"")
         assert (await d.decide(PATH, chat(), {}))["id"] not in [one["id"] for one in made]
-        assert sum(d.on().values()) == s.dispatcher.router.ledger.total().requests == 3
+        assert sum(d.on().values()) == s.proxy.router.ledger.total().requests == 3
 
 
 async def test_they_are_bounded_in_bytes_too(monkeypatch):
@@ -123,14 +123,14 @@ async def test_they_are_bounded_in_bytes_too(monkeypatch):
 
 async def test_a_gateway_that_stops_decides_nothing():
     async with decisions() as (s, d):
-        s.dispatcher.draining = True
+        s.proxy.drain()
         failure = await refused(d.decide(PATH, chat(), {}))
-        assert (failure.status, failure.fields) == (503, {"code": "shutting_down"}) and s.idle()
+        assert (failure.status, failure.code) == (503, "shutting_down") and s.idle()
 
 
 async def test_what_is_told_is_learned_from():
     async with decisions(1, policy="least_time") as (s, d):
-        (backend,) = s.dispatcher.backends.values()
+        (backend,) = s.proxy.backends.values()
         for _ in range(2):
             made = await d.decide(PATH, chat(), {})
             await d.first_byte(made["id"])
@@ -149,14 +149,14 @@ async def test_of_an_answer_that_tells_nothing_nothing_is_learned(answer):
 
 async def test_a_rank_is_named_by_its_header_and_a_session_stays():
     async with decisions(6, policy="consistent_hash") as (s, d):
-        for rank, backend in enumerate(s.dispatcher.backends.values()):
+        for rank, backend in enumerate(s.proxy.backends.values()):
             backend.replica.rank = rank
         made = []
         for number in range(4):
             made.append(await d.decide(PATH, chat(f"{number} " * 50), {"x-session-id": "one"}))
             await d.done(made[-1]["id"], b"")
         assert len({one["replica"] for one in made}) == 1
-        rank = list(s.dispatcher.backends).index(made[0]["replica"])
+        rank = list(s.proxy.backends).index(made[0]["replica"])
         assert made[0]["headers"] == {"X-data-parallel-rank": str(rank)}
         assert len({(await d.decide(PATH, chat(), {"x-session-id": str(number)}))["replica"] for number in range(30)}) > 1
 

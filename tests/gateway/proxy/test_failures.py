@@ -81,17 +81,17 @@ async def test_no_engine_answers_a_prompt_with_another_success_than_200(status):
 
 def held(s) -> list[int]:
     """Blocks of LONG that each replica is taken to hold."""
-    hashes = s.dispatcher.models.pipelines[0].prepare("/v1/chat/completions", LONG).hashes
+    hashes = s.proxy.models.pipelines[0].prepare("/v1/chat/completions", LONG).hashes
     assert len(hashes) > 3
-    return [s.dispatcher.router.map.match(hashes, monotonic()).held[backend.slot] for backend in s.dispatcher.backends.values()]
+    return [s.proxy.router.map.match(hashes, monotonic()).held[backend.slot] for backend in s.proxy.backends.values()]
 
 
 @pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("status", [b"400 Bad Request", b"401 Unauthorized", b"429 Too Many Requests"])
 async def test_a_prompt_that_is_refused_is_not_taken_to_be_cached(status, observed):
     async with stack(answers(b"{}", status)) as s:
-        (backend,) = s.dispatcher.backends.values()
-        s.dispatcher.router.map.observed(backend.slot, observed)
+        (backend,) = s.proxy.backends.values()
+        s.proxy.router.map.observed(backend.slot, observed)
         talk = await s.talk()
         await talk.say(post(LONG))
         assert (await talk.response())[0] == int(status[:3])
@@ -105,8 +105,8 @@ async def test_a_prompt_is_taken_to_be_cached_only_where_it_went_in_the_end(full
     """Nobody listens at the first, or it has no room."""
     first = {"ports": [free_port()]} if not full else {}
     async with stack(*[answers(status=b"503 Service Unavailable")] * full, answers(), **first) as s:
-        for backend in s.dispatcher.backends.values():
-            s.dispatcher.router.map.observed(backend.slot, observed)
+        for backend in s.proxy.backends.values():
+            s.proxy.router.map.observed(backend.slot, observed)
         talk = await s.talk()
         for _ in range(2):  # one of them meets the first one first
             await talk.say(post(LONG))
@@ -155,29 +155,29 @@ async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state,
     """The head alone is no first byte."""
 
     async with stack(says(SSE_HEAD), answers(), request_timeout=60.0) as s:
-        ill, well = s.dispatcher.backends.values()
+        ill, well = s.proxy.backends.values()
         well.replica.state = State.DRAINING
-        s.dispatcher.changed()
+        s.proxy.changed()
         talk = await s.talk()
         await talk.say(post())
-        await eventually(lambda: any(life.held for life in s.dispatcher.lives))
-        (life,) = s.dispatcher.lives
-        assert s.dispatcher.waited(ill.id, life.sent_at + 3) == 3 and s.dispatcher.waited(well.id, life.sent_at + 3) == 0
-        assert s.dispatcher.oldest_unanswered() == {ill.id: life.sent_at}
+        await eventually(lambda: any(x.attempt is not None and x.attempt.held for x in s.proxy.exchanges))
+        (exchange,) = s.proxy.exchanges
+        assert s.proxy.waited(ill.id, exchange.attempt.sent_at + 3) == 3 and s.proxy.waited(well.id, exchange.attempt.sent_at + 3) == 0
+        assert s.proxy.oldest_unanswered() == {ill.id: exchange.attempt.sent_at}
         ill.replica.state = state
-        s.dispatcher.changed()
-        s.dispatcher.sweep(life.sent_at + 2)
+        s.proxy.changed()
+        s.proxy.sweep(exchange.attempt.sent_at + 2)
         assert s.metrics.retries.total() == 0, "nobody is there"
         well.replica.state = State.DEGRADED
-        s.dispatcher.changed()
-        s.dispatcher.sweep(life.sent_at + 12)
+        s.proxy.changed()
+        s.proxy.sweep(exchange.attempt.sent_at + 12)
         assert s.metrics.retries.total() == 0, "nobody is better"
         well.replica.state = State.READY
-        s.dispatcher.changed()
+        s.proxy.changed()
         if patience:
-            s.dispatcher.sweep(life.sent_at + patience - 0.1)
+            s.proxy.sweep(exchange.attempt.sent_at + patience - 0.1)
             assert s.metrics.retries.total() == 0, "it has its time"
-        s.dispatcher.sweep(life.sent_at + patience)
+        s.proxy.sweep(exchange.attempt.sent_at + patience)
         assert (await talk.response())[0::2] == (200, ANSWER)
         assert s.faults == ["hung"] and s.metrics.retries.total() == 1
         await eventually(s.idle)
@@ -205,16 +205,16 @@ async def test_an_engine_that_stops_and_aborts_what_it_has_is_passed_over(stream
 
 async def test_a_stream_that_is_silent_ends_sooner_where_the_replica_is_lost():
     async with stack(says(SSE_HEAD + chunk(EVENT)), idle_timeout=60.0) as s:
-        (ill,) = s.dispatcher.backends.values()
+        (ill,) = s.proxy.backends.values()
         talk = await s.talk()
         await talk.say(post())
-        await eventually(lambda: any(life.pieces for life in s.dispatcher.lives))
-        (life,) = s.dispatcher.lives
-        s.dispatcher.sweep(life.seen_at + 59)
+        await eventually(lambda: any(x.attempt is not None and x.attempt.pieces for x in s.proxy.exchanges))
+        (exchange,) = s.proxy.exchanges
+        s.proxy.sweep(exchange.attempt.seen_at + 59)
         ill.replica.state = State.FAILED
-        s.dispatcher.sweep(life.seen_at + 9)
+        s.proxy.sweep(exchange.attempt.seen_at + 9)
         assert s.faults == []
-        s.dispatcher.sweep(life.seen_at + 11)
+        s.proxy.sweep(exchange.attempt.seen_at + 11)
         status, _, body = await talk.response()
         assert status == 200 and body.startswith(EVENT) and b"no byte for 10 s" in body and s.faults == ["stalled"]
 
@@ -223,9 +223,9 @@ async def test_a_request_stays_where_it_is_only_waited_for():
     async with stack(silent, answers()) as s:
         talk = await s.talk()
         await talk.say(post())
-        await eventually(lambda: any(life.sent_at for life in s.dispatcher.lives))
-        (life,) = s.dispatcher.lives
-        s.dispatcher.sweep(life.sent_at + 4.9)
+        await eventually(lambda: any(x.attempt is not None and x.attempt.sent_at for x in s.proxy.exchanges))
+        (exchange,) = s.proxy.exchanges
+        s.proxy.sweep(exchange.attempt.sent_at + 4.9)
         assert s.metrics.retries.total() == 0 and s.faults == []
 
 
@@ -286,7 +286,7 @@ async def test_bytes_after_the_end_of_an_answer_never_reach_another_request(fram
         # of chunks it can't be told where the last one ends, so such an answer counts as broken
         assert (status, body) == (200, b"ok") or (status == 502 and framing.startswith(b"Transfer") and b"evil" not in body)
         await eventually(s.idle)
-        assert not any(backend.pool.idle for backend in s.dispatcher.backends.values())
+        assert not any(backend.pool.idle for backend in s.proxy.backends.values())
 
 
 async def test_no_first_byte_in_time_is_a_504():
@@ -357,9 +357,9 @@ async def test_what_is_refused_without_asking_a_replica_is_counted_by_its_reason
             s.metrics.rejections.values.clear()
         await talk.say(post())
         assert (await talk.response())[0] == 200 and not s.metrics.rejections.values
-        for backend in s.dispatcher.backends.values():
+        for backend in s.proxy.backends.values():
             backend.replica.state = State.FAILED
-        s.dispatcher.changed()
+        s.proxy.changed()
         await talk.say(post())
         assert (await talk.response())[0] == 503 and s.metrics.rejections.values == {("no_replica_ready",): 1}
 
@@ -369,13 +369,13 @@ async def test_while_draining_new_work_gets_503_on_old_connections():
         talk = await s.talk()
         await talk.say(post())
         await talk.response()
-        s.dispatcher.draining = True
+        s.proxy.drain()
         await talk.say(post())
         status, headers, _ = await talk.response()
         assert status == 503 and headers["retry-after"]
 
 
-async def test_after_any_mix_of_lives_nothing_is_left():
+async def test_after_any_mix_of_requests_nothing_is_left():
     """Clients that leave, replicas that die at every point, retries: the ledger reads zero in the end."""
     rng = random.Random(3)
 
@@ -437,8 +437,8 @@ async def test_a_replica_removed_under_a_life_lets_it_end_and_leaves_no_trace():
         talk = await s.talk()
         await talk.say(post(LONG))
         await talk.until(b"\r\n\r\n")
-        (life,) = s.dispatcher.lives
-        gone = s.dispatcher.remove(life.backend.id)
+        (exchange,) = s.proxy.exchanges
+        gone = s.proxy.remove(exchange.attempt.backend.id)
         s.metrics.forget(gone.id)
         go.set()
         await talk.until(b"}}}")
@@ -461,9 +461,9 @@ async def test_a_replica_removed_while_it_is_being_connected_to_is_left_for_anot
             talks = [await s.talk() for _ in range(2)]
             for talk in talks:
                 await talk.say(post())
-            await eventually(lambda: len(s.dispatcher.lives) == 1)
-            (life,) = s.dispatcher.lives
-            s.dispatcher.remove(life.backend.id)
+            await eventually(lambda: len(s.proxy.exchanges) == 1)
+            (exchange,) = s.proxy.exchanges
+            s.proxy.remove(exchange.attempt.backend.id)
             assert [(await talk.response())[0] for talk in talks] == [200, 200]
         for filler in fillers:
             filler.close()
@@ -475,7 +475,7 @@ async def test_a_bug_in_preparing_routes_the_request_by_load(padding, monkeypatc
         raise ZeroDivisionError("a bug")
 
     async with stack(answers()) as s:
-        monkeypatch.setattr(s.dispatcher.models.pipelines[0], "prepare", fails)
+        monkeypatch.setattr(s.proxy.models.pipelines[0], "prepare", fails)
         talk = await s.talk()
         await talk.say(post() + post(BODY[:-1] + b',"pad":"' + b"x" * padding + b'"}'))
         assert [(await talk.response())[0] for _ in range(2)] == [200, 200]
@@ -526,7 +526,7 @@ async def test_an_early_answer_to_a_large_body_does_not_poison_the_connection():
 @pytest.mark.parametrize(("status", "kind"), [(500, "status 500"), (507, "status 5xx")])
 async def test_a_5xx_of_the_only_replica_is_counted_and_held_against_nobody_yet(status, kind):
     async with stack(answers(b"{}", b"%d No" % status)) as s:
-        (backend,) = s.dispatcher.backends.values()
+        (backend,) = s.proxy.backends.values()
         talk = await s.talk()
         await talk.say(post())
         got, headers, _ = await talk.response()
@@ -536,7 +536,7 @@ async def test_a_5xx_of_the_only_replica_is_counted_and_held_against_nobody_yet(
 
 async def test_what_one_replica_fails_and_another_answers_counts_against_the_first():
     async with stack(answers(b"{}", b"500 No"), answers()) as s:
-        bad, _ = s.dispatcher.backends.values()
+        bad, _ = s.proxy.backends.values()
         talk = await s.talk()
         for _ in range(2):
             await talk.say(post())
@@ -634,9 +634,9 @@ async def test_what_takes_long_because_the_event_loop_was_held_up_teaches_nothin
         monkeypatch.setattr(Costs, "observe_ttft", lambda self, *seen: taught.append(seen))
         talk = await s.talk()
         await talk.say(post(LONG))
-        await eventually(lambda: any(life.sent_at for life in s.dispatcher.lives))
+        await eventually(lambda: any(x.attempt is not None and x.attempt.sent_at for x in s.proxy.exchanges))
         time.sleep(0.9)
-        await eventually(lambda: s.dispatcher.held_up_at)
+        await eventually(lambda: s.proxy.settling.held_up_at)
         first.set()
         assert (await talk.response())[0] == 200 and not taught
         await talk.say(post(LONG))
@@ -655,8 +655,8 @@ async def test_of_a_replica_that_moved_it_is_still_told_when_a_kept_connection_b
 
     async with stack(script) as s:
         told = []
-        s.dispatcher.on_traffic = lambda replica, kind: told.append(kind) if kind else None
-        (backend,) = s.dispatcher.backends.values()
+        s.proxy.on_traffic = lambda replica, kind: told.append(kind) if kind else None
+        (backend,) = s.proxy.backends.values()
         backend.replica.address = "localhost"
         backend.follow_incarnation()
         talk = await s.talk()
@@ -668,7 +668,7 @@ async def test_of_a_replica_that_moved_it_is_still_told_when_a_kept_connection_b
 
 async def test_a_connection_to_where_a_replica_was_carries_no_request_any_more():
     async with stack(answers()) as s:
-        (backend,) = s.dispatcher.backends.values()
+        (backend,) = s.proxy.backends.values()
         before, opening = backend.pool, []
         before.connect = opening.append
         talk = await s.talk()

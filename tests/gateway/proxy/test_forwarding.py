@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from gateway.proxy import forwarding
+from gateway.proxy import forwarding, token_ids
 from gateway.proxy.forwarding import CONFIRMATIONS
 from gateway.prompt.forward import LEAST_TOKENS
 from gateway.prompt.pipeline import Pipeline
@@ -89,12 +89,12 @@ async def ask(s, body: bytes, path=CHAT, extra=b"") -> int:
 
 
 def served(s, index=0):
-    return list(s.dispatcher.backends.values())[index]
+    return list(s.proxy.backends.values())[index]
 
 
 async def settled(s):
     """All trials that were begun are over."""
-    await eventually(lambda: s.idle() and all(one.forwarding.checking is None for one in s.dispatcher.backends.values()))
+    await eventually(lambda: s.idle() and all(one.forwarding.checking is None for one in s.proxy.backends.values()))
 
 
 FIRST = 1 + CONFIRMATIONS  # bodies of a kind that go as received: one that makes it known, and those to be confirmed
@@ -103,7 +103,7 @@ TEXT, IDS = [False] * FIRST, True
 
 async def confirmed(s, turn=100, path=CHAT, **more) -> None:
     """Every replica has confirmed bodies of this kind (of those that take turns, each gets as many)."""
-    for number in range(FIRST * len(s.dispatcher.backends)):
+    for number in range(FIRST * len(s.proxy.backends)):
         assert await ask(s, request(path, turn + number, **more), path) == 200
         await settled(s)
 
@@ -115,7 +115,7 @@ def behind(engine, *others, **options):
     class Known:
         async def __aenter__(self):
             s = await context.__aenter__()
-            for backend in s.dispatcher.backends.values():
+            for backend in s.proxy.backends.values():
                 backend.replica.max_model_len = 16384
             return s
 
@@ -197,7 +197,7 @@ async def test_the_same_body_again_is_no_further_confirmation(pipeline):
 
 
 async def test_what_is_known_of_kinds_is_bounded(pipeline, monkeypatch):
-    monkeypatch.setattr(forwarding, "MOST_KINDS", 4)
+    monkeypatch.setattr(token_ids, "MOST_KINDS", 4)
     engine = Engine(pipeline)
     async with behind(engine) as s:
         for number in range(8):
@@ -269,7 +269,7 @@ async def test_the_first_difference_ends_it_for_all_replicas_until_that_one_is_a
         assert "differ from ours at 40" in one.replica.takes_ids and "user" in caplog.text
         assert other.replica.takes_ids == f"{CHAT}: no, replica {one.id} makes other ids"
         first.other, one.incarnation = False, "another"
-        s.dispatcher.changed()
+        s.proxy.changed()
         await ask(s, request(turn=50))
         await ask(s, request(turn=51))
         await settled(s)
@@ -285,7 +285,7 @@ async def test_a_replica_that_differed_holds_nobody_back_when_it_is_removed(pipe
     async with behind(first, second) as s:
         await confirmed(s)
         assert not any(first.sent_ids + second.sent_ids)
-        s.dispatcher.remove(served(s).id)
+        s.proxy.remove(served(s).id)
         await confirmed(s, turn=200)
         await ask(s, request())
         assert second.sent_ids[-1]
@@ -446,7 +446,7 @@ async def test_a_trial_in_flight_ends_with_the_replica(pipeline):
         await asyncio.wait_for(asked.wait(), 5)
         backend = served(s)
         checking = backend.forwarding.checking
-        s.dispatcher.remove(backend.id)
+        s.proxy.remove(backend.id)
         await eventually(checking.done)
         release.set()
         assert backend.replica.takes_ids == "not tried yet"
@@ -496,7 +496,7 @@ async def test_ids_made_before_the_way_changed_are_neither_sent_nor_held_against
 
 
 async def test_kinds_that_never_come_again_are_not_asked_about_and_push_no_other_out(pipeline, monkeypatch):
-    monkeypatch.setattr(forwarding, "MOST_KINDS", 4)
+    monkeypatch.setattr(token_ids, "MOST_KINDS", 4)
     engine = Engine(pipeline)
     async with behind(engine) as s:
         await confirmed(s)

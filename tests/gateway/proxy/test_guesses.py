@@ -35,7 +35,7 @@ class Events:
 @pytest.mark.parametrize("events", [Events(), None], ids=["events", "none"])
 async def test_only_a_map_of_guesses_is_mended_by_guesses(events):
     async with stack(reports) as s:
-        (backend,) = s.dispatcher.backends.values()
+        (backend,) = s.proxy.backends.values()
         backend.intake = events
         talk = await s.talk()
         for number in range(2 * WINDOW):

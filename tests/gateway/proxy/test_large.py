@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from gateway.proxy import decisions, preparation
-from gateway.proxy.life import Failure
+from gateway.errors import ApiError
 from gateway.proxy.preparation import LARGE
 from gateway.prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS, Pipeline
 from replicas.simulated.model import sim_model_dir
@@ -70,13 +70,13 @@ async def test_others_are_answered_while_huge_prompts_are_prepared(gated):
         huge = [await s.talk() for _ in range(OFFLOAD_THREADS + 6)]
         for talk in huge:
             await talk.say(post(HUGE))
-        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.dispatcher.lives) == len(huge))
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.proxy.exchanges) == len(huge))
         small = await s.talk()
         for _ in range(3):
             await small.say(post(LONG))
             assert (await small.response())[0] == 200
         await asyncio.wait_for(asyncio.to_thread(int), 5)  # nor do other things wait that are done in threads
-        assert len(s.dispatcher.lives) == len(huge)
+        assert len(s.proxy.exchanges) == len(huge)
         gated.gate.set()
         for talk in huge:
             assert (await talk.response())[0] == 200
@@ -91,10 +91,10 @@ async def test_what_takes_less_is_prepared_first_even_if_it_came_last(gated, mon
         longer = [await s.talk() for _ in range(20)]
         for talk in longer:
             await talk.say(post(chat("x" * 380_000)))
-        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.dispatcher.lives) == len(longer))
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.proxy.exchanges) == len(longer))
         honest = await s.talk()
         await honest.say(post(HUGE))
-        await eventually(lambda: len(s.dispatcher.lives) == len(longer) + 1)
+        await eventually(lambda: len(s.proxy.exchanges) == len(longer) + 1)
         gated.gate.set()
         for talk in (honest, *longer):
             assert (await talk.response())[0] == 200
@@ -123,7 +123,7 @@ async def test_a_short_body_that_takes_long_is_prepared_in_a_thread():
             assert (await talk.response())[0] == 200
         assert len(threads) == 1 and threads[0] is not threading.current_thread()
         assert [s.metrics.stage_seconds.count(stage) for stage in ("prepare", "prepare_offloaded")] == [1, 1]  # the second time it is known
-        d = decisions.Decisions(s.dispatcher)
+        d = decisions.Decisions(s.proxy)
         external = await d.decide("/v1/chat/completions", chat("y" * 39_000), {})
         assert len(threads) == 2 and threads[1] is not threading.current_thread()
         await d.done(external["id"], b"")
@@ -153,7 +153,7 @@ async def test_prompts_that_fill_a_context_leave_a_thread_for_lesser_ones(gated)
                 await talk.say(post(HUGE))
             for talk in talks:
                 assert (await talk.response())[0] == 200
-        assert len(s.dispatcher.lives) == len(larger)
+        assert len(s.proxy.exchanges) == len(larger)
         gate.set()
         for talk in larger:
             assert (await talk.response(30))[0] == 200
@@ -165,11 +165,11 @@ async def test_what_a_client_sent_that_left_is_not_kept_until_its_turn(gated):
         talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
         for talk in talks:
             await talk.say(post(HUGE))
-        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.dispatcher.lives) == len(talks))
-        *_, waiting = sorted(s.dispatcher.lives, key=lambda life: life.begun)
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.proxy.exchanges) == len(talks))
+        *_, waiting = sorted(s.proxy.exchanges, key=lambda x: x.begun)
         for talk in talks:
             await talk.close()
-        await eventually(lambda: not s.dispatcher.lives)
+        await eventually(lambda: not s.proxy.exchanges)
         assert waiting.request.body == b"" and s.server.held == 0
         gated.gate.set()
 
@@ -181,13 +181,13 @@ async def test_nothing_is_prepared_for_a_client_that_left_before_its_turn(gated)
             await talk.say(post(HUGE))
         await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS)
         await talks[-1].say(post(chat("nobody waits for this" * OFFLOAD_BYTES)))
-        await eventually(lambda: len(s.dispatcher.lives) == len(talks))
+        await eventually(lambda: len(s.proxy.exchanges) == len(talks))
         await talks[-1].close()
-        await eventually(lambda: len(s.dispatcher.lives) == OFFLOAD_THREADS)
+        await eventually(lambda: len(s.proxy.exchanges) == OFFLOAD_THREADS)
         gated.gate.set()
         for talk in talks[:-1]:
             assert (await talk.response())[0] == 200
-        await s.dispatcher.preparation.long.submit(1, int)  # behind it in the queue
+        await s.proxy.preparation.long.submit(1, int)  # behind it in the queue
         assert gated.begun == [HUGE] * OFFLOAD_THREADS
         assert s.metrics.requests.values == {("chat", "2xx"): OFFLOAD_THREADS, ("chat", "aborted"): 1}
         assert s.idle()
@@ -196,10 +196,10 @@ async def test_nothing_is_prepared_for_a_client_that_left_before_its_turn(gated)
 async def test_bodies_to_decide_on_that_wait_are_bounded_and_not_prepared_for_callers_that_left(gated, monkeypatch):
     monkeypatch.setattr(decisions, "MOST_BYTES", len(HUGE) * OFFLOAD_THREADS + 1)
     async with stack(answers(), pipeline=gated) as s:
-        d = decisions.Decisions(s.dispatcher)
+        d = decisions.Decisions(s.proxy)
         callers = [asyncio.ensure_future(d.decide("/v1/chat/completions", HUGE, {})) for _ in range(OFFLOAD_THREADS + 1)]
         await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS)
-        with pytest.raises(Failure, match="under way") as full:
+        with pytest.raises(ApiError, match="under way") as full:
             await d.decide("/v1/chat/completions", HUGE, {})
         assert full.value.status == 429
         callers[-1].cancel()
@@ -207,7 +207,7 @@ async def test_bodies_to_decide_on_that_wait_are_bounded_and_not_prepared_for_ca
         gated.gate.set()
         for id in [(await caller)["id"] for caller in callers[:-1]]:
             await d.done(id, b"")
-        await s.dispatcher.preparation.long.submit(1, int)  # behind it in the queue
+        await s.proxy.preparation.long.submit(1, int)  # behind it in the queue
         assert gated.begun == [HUGE] * OFFLOAD_THREADS and s.idle()
 
 
@@ -221,10 +221,10 @@ async def test_ids_are_not_kept_while_an_answer_is_waited_for():
     async with stack(waits, pipeline=Pipeline(sim_model_dir(), "m", 16), tokenize_once=False) as s:
         talk = await s.talk()
         await talk.say(post(chat(WORDS * 5000)))
-        await eventually(lambda: any(life.unanswered for life in s.dispatcher.lives), 20)
-        (life,) = s.dispatcher.lives
-        assert life.prompt.tokens > 65_000 and len(life.prompt.hashes) == life.prompt.tokens // 16
-        assert life.prompt.token_ids == b""
+        await eventually(lambda: any(x.unanswered for x in s.proxy.exchanges), 20)
+        (exchange,) = s.proxy.exchanges
+        assert exchange.prompt.tokens > 65_000 and len(exchange.prompt.hashes) == exchange.prompt.tokens // 16
+        assert exchange.prompt.token_ids == b""
         release.set()
         assert (await talk.response())[0] == 200
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from cachemap import CacheMap
-from gateway.proxy.dispatcher import Dispatcher
+from gateway.proxy.proxy import Proxy
 from gateway.models import Models
 from gateway.prompt import Prompt
 from policies import CostGroup, Ledger, Roster, Router, make, router
@@ -17,50 +17,50 @@ COUNT = 40
 
 
 def fleet(policy="least_time"):
-    dispatcher = Dispatcher(
+    proxy = Proxy(
         models=Models.of(None), router=Router(make(policy), CacheMap(1 << 24), Ledger(), CostGroup()), metrics=None,
         retries=2, request_timeout=5, idle_timeout=5, response_headers=True, replicas={}, on_traffic=None, ask_models=nothing_new,
     )  # fmt: skip
     for number in range(COUNT):
-        backend_for(dispatcher, 9000 + number)
-    for backend in dispatcher.backends.values():
-        dispatcher.router.map.observed(backend.slot, True)
-    return dispatcher
+        backend_for(proxy, 9000 + number)
+    for backend in proxy.backends.values():
+        proxy.router.map.observed(backend.slot, True)
+    return proxy
 
 
-def life(rng, chains, dispatcher):
+def asker(rng, chains, proxy):
     chain = rng.choice(chains)[: rng.randrange(2, 60)]
     prompt = Prompt("/v1/completions", "m", tokens=16 * len(chain) + 3, hashes=chain)
-    tried = tuple(rng.sample([*dispatcher.backends.values()], 2)) if rng.random() < 0.2 else ()
+    tried = tuple(rng.sample([*proxy.backends.values()], 2)) if rng.random() < 0.2 else ()
     return SimpleNamespace(prompt=prompt, tried=tried)
 
 
 def lived(policy="least_time"):
     """Where each of many requests went, with what overlap; events of what each leaves behind come at once."""
-    rng, dispatcher = random.Random(6), fleet(policy)
+    rng, proxy = random.Random(6), fleet(policy)
     chains = [[rng.randrange(1, 1 << 63) for _ in range(60)] for _ in range(12)]
     for chain in chains:
         chain[:4] = chains[0][:4]
     told, rosters, running = [], 0, []
     for number in range(300):
-        one = life(rng, chains, dispatcher)
-        now, place = number * 0.01, dispatcher.router
-        demand = dispatcher.demand(one.prompt, now)
+        one = asker(rng, chains, proxy)
+        now, place = number * 0.01, proxy.router
+        demand = proxy.placing.demand(one.prompt, now)
         demand.draw = rng.random()
-        asked = place.ask(demand, dispatcher.targets(one.prompt, one.tried), now)
+        asked = place.ask(demand, proxy.serving.targets(one.prompt, one.tried), now)
         rosters += isinstance(asked.candidates, Roster)
         placement = place.take(asked, now)
         told.append((placement.candidate.replica, placement.overlap, placement.reservation.uncached))
         tier = "cpu" if number in range(100, 110) else "gpu"
         slot = placement.candidate.slot
-        dispatcher.router.map.store(slot, one.prompt.hashes, [h + slot for h in one.prompt.hashes], tier)
+        proxy.router.map.store(slot, one.prompt.hashes, [h + slot for h in one.prompt.hashes], tier)
         running.append(placement.reservation)
         if rng.random() < 0.7:
-            dispatcher.router.ledger.first_byte(rng.choice(running), number * 0.01)
+            proxy.router.ledger.first_byte(rng.choice(running), number * 0.01)
         if len(running) > 60:
-            dispatcher.router.ledger.release(running.pop(rng.randrange(60)))
+            proxy.router.ledger.release(running.pop(rng.randrange(60)))
         if number == 200:
-            dispatcher.remove(f"127.0.0.1:{9000 + 7}")
+            proxy.remove(f"127.0.0.1:{9000 + 7}")
     return told, rosters
 
 

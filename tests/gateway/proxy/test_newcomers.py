@@ -75,17 +75,17 @@ async def test_a_request_for_an_adapter_waits_until_engines_were_asked_and_goes_
 
     async def loaded():
         backends[1].replica.models = {"m": None, "sql": "m"}
-        s.dispatcher.changed()
+        s.proxy.changed()
 
     async with stack(answers(), answers(seen=seen), ask_models=loaded) as s:
-        backends = list(s.dispatcher.backends.values())
+        backends = list(s.proxy.backends.values())
         talk = await s.talk()
         await talk.say(post(ADAPTER))
         status, headers, _ = await talk.response()
         assert (status, headers["x-hitherto-replica"], len(seen)) == (200, backends[1].id, 1)
         await eventually(s.idle)
-        hashes = s.dispatcher.models.pipelines[0].prepare("/v1/chat/completions", ADAPTER, adapters={"sql"}).hashes
-        assert s.dispatcher.router.map.match(hashes, 0.0).held[backends[1].slot] == len(hashes) > 0  # not those of a model of that name
+        hashes = s.proxy.models.pipelines[0].prepare("/v1/chat/completions", ADAPTER, adapters={"sql"}).hashes
+        assert s.proxy.router.map.match(hashes, 0.0).held[backends[1].slot] == len(hashes) > 0  # not those of a model of that name
 
 
 async def test_what_nobody_has_after_the_question_is_404():
@@ -121,5 +121,5 @@ async def test_a_client_that_leaves_while_engines_are_asked_leaves_nothing():
         await talk.close()
         await eventually(s.idle)
         engines.open.set()
-        await eventually(lambda: not s.dispatcher.preparation._unheard)
+        await eventually(lambda: not s.proxy.preparation._unheard)
         assert s.idle()

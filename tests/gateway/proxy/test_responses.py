@@ -78,7 +78,7 @@ async def test_a_response_that_passed_elsewhere_is_found_and_noted(request_):
     async with stack(*(one.script for one in engines), retries=0) as s:
         talk = await s.talk()
         status, replica, _ = await ask(talk, request_)
-        assert (status, replica) == (200, list(s.dispatcher.backends)[4])
+        assert (status, replica) == (200, list(s.proxy.backends)[4])
         asked = sum(len(one.seen) for one in engines)
         assert (await ask(talk, get()))[:2] == (200, replica)
         assert sum(len(one.seen) for one in engines) == asked + 1
@@ -100,7 +100,7 @@ async def test_when_the_maker_is_gone_the_others_are_asked():
     async with stack(*(one.script for one in engines)) as s:
         talk = await s.talk()
         _, maker, _ = await ask(talk, create())
-        s.dispatcher.remove(maker)
+        s.proxy.remove(maker)
         assert (await ask(talk, get()))[::2] == (404, NOT_FOUND)
 
 
@@ -111,7 +111,7 @@ async def test_only_so_many_are_noted(monkeypatch):
         talk = await s.talk()
         for _ in range(5):
             await ask(talk, create())
-        assert [number for number in range(5) if s.dispatcher.responses.maker(f"resp_{number}")] == [3, 4]
+        assert [number for number in range(5) if s.proxy.placing.responses.maker(f"resp_{number}")] == [3, 4]
 
 
 @pytest.mark.parametrize(

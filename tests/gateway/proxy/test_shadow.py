@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.proxy import shadow
 from gateway.proxy.shadow import Shadows, told
-from gateway.proxy.states import State
+from gateway.proxy.states import Leg
 from gateway.ops.metrics import Metrics
 from policies import NAMES, Candidate, Choice, CostGroup, Demand, Load, make
 
@@ -96,23 +96,23 @@ def test_what_was_seen_stays_as_it_was():
 class Watched:
     """A policy that notes the state of the requests whose turn it is."""
 
-    def __init__(self, dispatcher):
-        self.dispatcher, self.states = dispatcher, []
+    def __init__(self, proxy):
+        self.proxy, self.states = proxy, []
 
     def choose(self, demand, candidates, explain=False):
-        self.states += [life.state for life in self.dispatcher.lives]
+        self.states += [x.attempt.state for x in self.proxy.exchanges]
         return Choice(0, "")
 
 
 async def test_shadows_are_asked_when_the_request_is_on_its_way_and_act_on_nothing():
     async with stack(answers(), answers(), policy="round_robin", shadows=["least_time", "round_robin"]) as s:
-        watched = s.dispatcher.shadows._policies["least_time"] = Watched(s.dispatcher)
+        watched = s.proxy.placing.shadows._policies["least_time"] = Watched(s.proxy)
         talk = await s.talk()
         for _ in range(6):
             await talk.say(post())
             assert (await talk.response())[0] == 200
         # the first two open a connection to a replica of their own; the others find it open and are sent in the same step
-        assert len(watched.states) == 6 and set(watched.states[2:]) == {State.AWAITING}
+        assert len(watched.states) == 6 and set(watched.states[2:]) == {Leg.AWAITING}
         await eventually(s.idle)
         assert sorted(s.metrics.replica_requests.values.values()) == [3, 3]
         assert s.metrics.shadow_decisions.values == {("least_time", "same"): 3, ("least_time", "other"): 3, ("round_robin", "same"): 6}
@@ -123,4 +123,4 @@ async def test_without_shadows_nothing_is_counted():
         talk = await s.talk()
         await talk.say(post())
         await talk.response()
-        assert s.dispatcher.shadows is None and not any(counts(s.metrics).values())
+        assert s.proxy.placing.shadows is None and not any(counts(s.metrics).values())

@@ -33,13 +33,14 @@ class Replica:
         await reader.read()
 
 
-def held(life) -> int:
+def held(exchange) -> int:
     """Bytes of an answer that the gateway has in hand: not yet sent, and kept to find the usage in."""
-    return life.client.transport.get_write_buffer_size() + sum(map(len, life.tail))
+    return exchange.client.transport.get_write_buffer_size() + sum(map(len, exchange.attempt.tail))
 
 
-def waits(life) -> bool:
-    return life.upstream is not None and life.upstream.paused
+def waits(exchange) -> bool:
+    attempt = exchange.attempt
+    return attempt is not None and attempt.upstream is not None and attempt.upstream.paused
 
 
 async def test_slow_readers_hold_back_only_themselves():
@@ -48,9 +49,9 @@ async def test_slow_readers_hold_back_only_themselves():
         slow = [await s.talk() for _ in range(4)]
         for number, talk in enumerate(slow):
             await talk.say(post(extra=b"X-Name: %b%d\r\n" % (SLOW, number)))
-        lives = s.dispatcher.lives
-        await eventually(lambda: len(lives) == 4 and all(map(waits, lives)), 20)
-        stopped = list(lives)
+        exchanges = s.proxy.exchanges
+        await eventually(lambda: len(exchanges) == 4 and all(map(waits, exchanges)), 20)
+        stopped = list(exchanges)
         other = await s.talk()
         await other.say(post(extra=b"X-Name: other\r\n"))
         for _ in range(200):  # one by one: each must come before the next is written
@@ -72,7 +73,7 @@ async def test_a_slow_reader_that_leaves_lets_its_replica_go():
     async with stack(replica, idle_timeout=60) as s:
         talk = await s.talk()
         await talk.say(post(extra=b"X-Name: slow-1\r\n"))
-        await eventually(lambda: any(map(waits, s.dispatcher.lives)), 20)
+        await eventually(lambda: any(map(waits, s.proxy.exchanges)), 20)
         talk.writer.transport.abort()
         await eventually(s.idle)
         assert s.metrics.client_aborts.total() == 1 and s.faults == []

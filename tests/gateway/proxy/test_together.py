@@ -77,7 +77,7 @@ async def at_once(s, count: int, *requests: bytes):
 async def test_each_sees_what_was_reserved_for_the_one_before():
     async with stack(*[answers()] * 4, policy="least_load") as s:
         replied = await at_once(s, 8, post(BODY))
-        assert Counter(headers["x-hitherto-replica"] for _, headers, _ in replied) == dict.fromkeys(s.dispatcher.backends, 2)
+        assert Counter(headers["x-hitherto-replica"] for _, headers, _ in replied) == dict.fromkeys(s.proxy.backends, 2)
         await eventually(s.idle)
 
 
@@ -90,8 +90,8 @@ async def test_all_are_prepared_before_the_first_is_chosen_for(monkeypatch):
             return super().prepare(*given)
 
     async with stack(answers(), pipeline=Watched(None, "m", 16)) as s:
-        choose = s.dispatcher.router.policy.choose
-        monkeypatch.setattr(s.dispatcher.router.policy, "choose", lambda *given: stages.append("choose") or choose(*given))
+        choose = s.proxy.router.policy.choose
+        monkeypatch.setattr(s.proxy.router.policy, "choose", lambda *given: stages.append("choose") or choose(*given))
         assert [status for status, _, _ in await at_once(s, 3, post(BODY))] == [200] * 3
         assert stages == ["prepare"] * 3 + ["choose"] * 3
 
@@ -99,14 +99,14 @@ async def test_all_are_prepared_before_the_first_is_chosen_for(monkeypatch):
 @pytest.mark.parametrize("padding", ["", "x" * OFFLOAD_BYTES], ids=["short", "in a thread"])
 async def test_a_bug_in_choosing_ends_the_request_that_it_struck_with_an_answer(padding, monkeypatch, caplog):
     async with stack(answers()) as s:
-        choose = s.dispatcher.router.policy.choose
+        choose = s.proxy.router.policy.choose
 
         def fails_for_some(demand, *given):
             if demand.session == "unlucky":
                 raise ZeroDivisionError("a bug")
             return choose(demand, *given)
 
-        monkeypatch.setattr(s.dispatcher.router.policy, "choose", fails_for_some)
+        monkeypatch.setattr(s.proxy.router.policy, "choose", fails_for_some)
         body = chat("hi" + padding)
         replied = await at_once(s, 4, post(body), post(body, extra=b"x-session-id: unlucky\r\n"))
         assert [status for status, _, _ in replied] == [200, 500, 200, 500]
@@ -117,7 +117,7 @@ async def test_a_bug_in_choosing_ends_the_request_that_it_struck_with_an_answer(
 
 async def test_a_bug_in_learning_from_an_answer_costs_nobody_theirs(monkeypatch, caplog):
     async with stack(answers()) as s:
-        monkeypatch.setattr(s.dispatcher.outcomes, "finish", lambda *given: 1 / 0)
+        monkeypatch.setattr(s.proxy.settling, "finish", lambda *given: 1 / 0)
         for _ in range(2):
             assert [status for status, _, _ in await at_once(s, 3, post(BODY))] == [200] * 3
         await eventually(lambda: caplog.text.count("learning from an answer failed") == 6)

@@ -7,7 +7,7 @@ import pytest
 from gateway.prompt.api.conversation import tool_schemas
 from gateway.prompt.api.fields import boolean, count, integer, packed, parse, prompts_of
 from gateway.prompt.pipeline import Pipeline
-from gateway.prompt.prompt import PromptError
+from gateway.errors import ApiError
 
 from ..reference import ids_of, model_dir
 
@@ -28,7 +28,7 @@ def test_json_that_only_python_reads_is_left_to_the_engine(sim, body):
 
 @pytest.mark.parametrize("body", [b"\xff{", b'{"a": 1,}', b"{'a': 1}", b"NaN", b"[" * 100_000, b'{"a": "\n"}', b'{"a": "\xff"}', b""])
 def test_what_python_cannot_read_either(body):
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(ApiError) as caught:
         parse(body)
     assert caught.value.status == 400
 
@@ -41,7 +41,7 @@ def test_booleans(given, seen):
 
 @pytest.mark.parametrize("given", [None, 2, "", "maybe", [], float("nan"), -1])
 def test_no_booleans(given):
-    with pytest.raises(PromptError, match="'k' must be true or false"):
+    with pytest.raises(ApiError, match="'k' must be true or false"):
         boolean(given, "k")
 
 
@@ -56,7 +56,7 @@ def test_integers(given, seen):
 def test_counts():
     assert (count(None, "k"), count(0, "k"), count("16", "k")) == (None, 0, 16)
     for given in (-1, "-1", 1.5, "many"):
-        with pytest.raises(PromptError, match="at least 0"):
+        with pytest.raises(ApiError, match="at least 0"):
             count(given, "k")
 
 
@@ -75,7 +75,7 @@ def test_numbers_that_no_integer_holds_are_the_clients_fault(sim, path, field):
 
 def refused(sim, path, field, number):
     body = '{"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "%s": %s}' % (field, number)
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(ApiError) as caught:
         sim[0].prepare(path, body.encode())
     assert caught.value.status == 400 and ("64 bits" in caught.value.message or "not valid JSON" in caught.value.message or field == "stream")
 
@@ -83,7 +83,7 @@ def refused(sim, path, field, number):
 @pytest.mark.parametrize("field", ["prompt", "input"])
 @pytest.mark.parametrize("number", ['"%s"' % ("9" * 5000), "1e308", "9" * 30, '"%s"' % ("9" * 30)])
 def test_so_are_token_ids(sim, field, number):
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(ApiError) as caught:
         sim[0].prepare("/v1/completions" if field == "prompt" else "/v1/embeddings", ('{"%s": [1, %s]}' % (field, number)).encode())
     assert caught.value.status == 400
 
@@ -92,7 +92,7 @@ def test_ids_as_pydantic_reads_them():
     assert prompts_of([True, 2.0, "3"][:2], "prompt") == [packed([1, 2], "prompt")]
     assert prompts_of([[1.0], [2]], "prompt") == [packed([1], "prompt"), packed([2], "prompt")]
     assert prompts_of(["1", "2"], "prompt") == ["1", "2"]
-    with pytest.raises(PromptError):
+    with pytest.raises(ApiError):
         prompts_of([1, None], "prompt")
 
 

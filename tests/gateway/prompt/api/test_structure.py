@@ -13,7 +13,7 @@ from gateway.prompt.api import structure
 from gateway.prompt.api.conversation import conversation
 from gateway.prompt.api.fields import parse
 from gateway.prompt.pipeline import Pipeline
-from gateway.prompt.prompt import PromptError
+from gateway.errors import ApiError
 from gateway.prompt.api.structure import MOST_OBJECTS
 from replicas.simulated.model import sim_model_dir
 
@@ -39,7 +39,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[
 def test_millions_of_small_values_are_refused_before_they_are_made(body):
     tracemalloc.start()
     try:
-        with pytest.raises(PromptError, match="objects, lists and members") as caught:
+        with pytest.raises(ApiError, match="objects, lists and members") as caught:
             parse(body)
         _, most = tracemalloc.get_traced_memory()
     finally:
@@ -53,7 +53,7 @@ def test_millions_of_small_values_are_refused_before_they_are_made(body):
     {"input": [{"type": "function_call", "call_id": "1", **CALL["function"]}] * 40},
 ])
 def test_so_are_those_in_the_arguments_of_tool_calls(request_):
-    with pytest.raises(PromptError, match="objects, lists and members"):
+    with pytest.raises(ApiError, match="objects, lists and members"):
         parse(json.dumps(request_).encode())
 
 
@@ -119,9 +119,9 @@ def test_as_many_ids_as_the_context_has_are_read_and_a_million_strings_are_not(c
 
     assert prepared([7] * context).mode == "text"
     assert prepared([[7] * 500] * 900).mode == "text"
-    with pytest.raises(PromptError, match=f"{500_000 + context:,} values in all"):
+    with pytest.raises(ApiError, match=f"{500_000 + context:,} values in all"):
         prepared([7] * (600_000 + context))
-    with pytest.raises(PromptError, match="400,000 strings"):
+    with pytest.raises(ApiError, match="400,000 strings"):
         prepared([""] * 500_000)
 
 
@@ -129,7 +129,7 @@ def test_as_many_ids_as_the_context_has_are_read_and_a_million_strings_are_not(c
 def test_arguments_that_no_engine_reads_are_refused(levels):
     call = {**CALL, "function": {"name": "f", "arguments": '{"a":' + "[" * levels + "]" * levels + "}"}}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    with pytest.raises(PromptError, match="nested too deeply") as caught:
+    with pytest.raises(ApiError, match="nested too deeply") as caught:
         conversation(messages, as_parts=False)
     assert caught.value.status == 400
 
@@ -155,7 +155,7 @@ ITEM = {"type": "function_call", "call_id": "1", **DEEP["function"]}
 @pytest.mark.parametrize("folder", [None, sim_model_dir()], ids=["text", "tokens"])
 def test_so_they_are_where_the_prompt_is_not_rendered_here(folder, path, request_):
     pipeline = pipeline_of(folder)
-    with pytest.raises(PromptError, match="nested too deeply") as caught:
+    with pytest.raises(ApiError, match="nested too deeply") as caught:
         pipeline.prepare(path, orjson.dumps({"model": "m", **request_}))
     assert caught.value.status == 400
 

@@ -1,16 +1,15 @@
-"""Lives as traces: what a real collector gets of requests that go well, fail, retry, stream and are left, and what replicas are told."""
+"""Exchanges as traces: what a real collector gets of requests that go well, fail, retry, stream and are left, and what replicas are told."""
 
 import asyncio
 import json
 import re
 from contextlib import asynccontextmanager
-from functools import partial
 
 import pytest
 
 from gateway.ops import spans as module
 from gateway.ops.spans import Spans
-from gateway.proxy.traced import TracedLife
+from gateway.proxy.traces import Traces
 
 from ..collector import collecting
 from ..http.talk import eventually, free_port, read_request
@@ -43,10 +42,7 @@ async def traced(monkeypatch, *scripts, env={}, **options):
             monkeypatch.setenv(name, value)
         spans = Spans()
 
-        def end(life, outcome, usage):
-            life.export(outcome, usage)
-
-        async with stack(*scripts, life=partial(TracedLife, spans), on_end=end, **options) as made:
+        async with stack(*scripts, traces=Traces(spans, "round_robin"), **options) as made:
 
             async def collected():
                 await eventually(made.idle)
@@ -69,7 +65,7 @@ async def test_a_request_is_a_span_with_its_attempt_below_it(monkeypatch):
     async with traced(monkeypatch, answers(USAGE, seen=seen)) as made:
         status, headers, _ = await ask(made, post())
         collector = await made.collected()
-        replica = next(iter(made.dispatcher.backends.values()))
+        replica = next(iter(made.proxy.backends.values()))
     assert status == 200
     (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
     assert server.name == client.name == "POST /v1/chat/completions"

@@ -1,12 +1,15 @@
-"""Errors in the client's own format: OpenAI's error object, Anthropic's on /v1/messages, and both as stream events."""
+"""What a client is told that cannot be served: one type, spelled as the API that it called spells errors.
+
+OpenAI's error object, Anthropic's on /v1/messages, and both as stream events.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import orjson
 
-from ..http.messages import Headers
-
-JSON: Headers = [(b"content-type", b"application/json")]
+JSON = [(b"content-type", b"application/json")]
 
 # status -> (OpenAI type, default code, Anthropic type)
 KINDS: dict[int, tuple[str, str, str]] = {
@@ -25,7 +28,27 @@ KINDS: dict[int, tuple[str, str, str]] = {
 }
 
 
-def error_object(path: str, status: int, message: str, *, type: str | None = None, param: str | None = None, code: str | None = None) -> dict:
+class ApiError(Exception):
+    """Why a request is answered with an error of ours. `status` is HTTP's; `type`, `param` and `code` are fields of the error
+    object, where None says that the status decides. `allow`: for a 405. `again`: False tells clients that repeat a request
+    by themselves after a 5xx (OpenAI's and Anthropic's do) not to."""
+
+    def __init__(
+        self, status: int, message: str, type: str | None = None, param: str | None = None, code: str | None = None, *, allow: bytes = b"", again: bool = True
+    ):
+        super().__init__(message)
+        self.status, self.message = status, message
+        self.type, self.param, self.code = type, param, code
+        self.allow, self.again = allow, again
+
+    def object(self, path: str) -> dict[str, Any]:
+        return error_object(path, self.status, self.message, type=self.type, param=self.param, code=self.code)
+
+    def body(self, path: str) -> bytes:
+        return orjson.dumps(self.object(path))
+
+
+def error_object(path: str, status: int, message: str, *, type: str | None = None, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The error as the API at `path` spells it."""
     openai_type, default_code, anthropic_type = KINDS.get(status, KINDS[500 if status >= 500 else 400])
     if path.startswith("/v1/messages"):
@@ -33,8 +56,8 @@ def error_object(path: str, status: int, message: str, *, type: str | None = Non
     return {"error": {"message": message, "type": type or openai_type, "param": param, "code": code or default_code}}
 
 
-def error_body(path: str, status: int, message: str, **fields: str | None) -> bytes:
-    return orjson.dumps(error_object(path, status, message, **fields))
+def error_body(path: str, status: int, message: str, code: str | None = None) -> bytes:
+    return orjson.dumps(error_object(path, status, message, code=code))
 
 
 def error_event(path: str, status: int, message: str) -> bytes:

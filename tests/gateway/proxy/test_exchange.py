@@ -1,4 +1,4 @@
-"""One request's life between real sockets, where all goes well: what passes and how it is told."""
+"""One exchange between real sockets, where all goes well: what passes and how it is told."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ async def test_a_plain_answer_passes_and_says_where_it_came_from():
         await talk.say(post(extra=b"Authorization: Bearer secret\r\nX-Custom: 1\r\nConnection: x-gone\r\nX-Gone: 1\r\n"))
         status, headers, body = await talk.response()
         assert (status, body) == (200, ANSWER)
-        assert headers["x-hitherto-replica"] in s.dispatcher.backends
+        assert headers["x-hitherto-replica"] in s.proxy.backends
         assert headers["x-hitherto-cached-tokens"] == "0"
         assert headers["x-request-id"]
         head, sent = seen[0]
@@ -162,9 +162,9 @@ async def test_the_clients_own_faults_come_back_as_openai_errors(raw, status, co
 
 async def test_models_are_asked_for_in_vain_until_a_replica_is_ready():
     async with stack(answers(), ports=()) as s:
-        (backend,) = s.dispatcher.backends.values()
+        (backend,) = s.proxy.backends.values()
         backend.replica.state = State.STARTING
-        s.dispatcher.changed()
+        s.proxy.changed()
         talk = await s.talk()
         await talk.say(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
         status, headers, body = await talk.response()
@@ -175,9 +175,9 @@ async def test_models_are_asked_for_in_vain_until_a_replica_is_ready():
 async def test_models_of_replicas_that_want_a_key_are_told_to_those_who_bring_it():
     seen = []
     async with stack(answers(b'{"data":[{"id":"theirs"}]}', seen=seen)) as s:
-        (backend,) = s.dispatcher.backends.values()
+        (backend,) = s.proxy.backends.values()
         backend.replica.models = {}
-        s.dispatcher.changed()
+        s.proxy.changed()
         talk = await s.talk()
         await talk.say(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\n\r\n")
         status, _, body = await talk.response()
@@ -187,9 +187,9 @@ async def test_models_of_replicas_that_want_a_key_are_told_to_those_who_bring_it
 
 async def test_models_are_merged_over_replicas():
     async with stack(answers(), answers()) as s:
-        first, second = s.dispatcher.backends.values()
+        first, second = s.proxy.backends.values()
         second.replica.models = {"m": None, "adapter": "m"}
-        s.dispatcher.changed()
+        s.proxy.changed()
         talk = await s.talk()
         await talk.say(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
         listed = json.loads((await talk.response())[2])["data"]
@@ -234,7 +234,7 @@ async def test_names_that_clients_make_up_are_not_kept():
             await talk.say(post(json.dumps({"model": f"{i}" + "x" * 100_000, "messages": []}).encode()))
             status, _, body = await talk.response()
             assert status == 404 and len(body) < 1000
-        assert set(s.dispatcher._serving) <= {None, "m"}
+        assert set(s.proxy.serving._of_model) <= {None, "m"}
 
 
 async def test_errors_of_the_wire_have_the_shape_of_the_api_that_was_asked():
@@ -256,22 +256,22 @@ async def test_405_says_what_would_do(line, allow):
 
 async def test_blocks_in_a_slower_tier_reach_the_policy_for_that_request_only():
     async with stack(answers(), answers()) as s:
-        dispatcher = s.dispatcher
-        slow, _ = dispatcher.backends.values()
-        dispatcher.router.map.observed(slow.slot, True)
-        prompt = dispatcher.models.pipelines[0].prepare("/v1/chat/completions", LONG)
+        proxy = s.proxy
+        slow, _ = proxy.backends.values()
+        proxy.router.map.observed(slow.slot, True)
+        prompt = proxy.models.pipelines[0].prepare("/v1/chat/completions", LONG)
         keys = list(range(1, len(prompt.hashes) + 1))
-        dispatcher.router.map.store(slow.slot, prompt.hashes[:2], keys[:2])
-        dispatcher.router.map.store(slow.slot, prompt.hashes, keys, "cpu")
+        proxy.router.map.store(slow.slot, prompt.hashes[:2], keys[:2])
+        proxy.router.map.store(slow.slot, prompt.hashes, keys, "cpu")
 
         def candidates_for(prompt):
-            return dispatcher.router.ask(dispatcher.demand(prompt, 0.0), dispatcher.targets(prompt), 0.0).candidates
+            return proxy.router.ask(proxy.placing.demand(prompt, 0.0), proxy.serving.targets(prompt), 0.0).candidates
 
         candidates = candidates_for(prompt)
-        size = dispatcher.models.pipelines[0].block_size
+        size = proxy.models.pipelines[0].block_size
         assert (candidates[0].overlap, candidates[0].lower) == (2 * size, (("cpu", (len(keys) - 2) * size),))
         assert candidates[1].lower == ()
-        candidates = candidates_for(dispatcher.models.pipelines[0].prepare("/v1/chat/completions", LONG.replace(b"hi ", b"ho ")))
+        candidates = candidates_for(proxy.models.pipelines[0].prepare("/v1/chat/completions", LONG.replace(b"hi ", b"ho ")))
         assert candidates[0].lower == ()
 
 

@@ -1,0 +1,307 @@
+"""Does what follows from each event in an exchange and in its attempts.
+
+The tables in `states` say what that is; the state itself is in the `Exchange` and the `Attempt`. There is one conductor.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from replicas import State as ReplicaState
+
+from ..errors import JSON, ApiError, error_event
+from ..http.upstream import Upstream, UpstreamError
+from .answers import keeps_alive
+from .attempt import Attempt
+from .backend import Backend
+from .exchange import Exchange
+from .forwarding import TokenIdForwarding
+from .heads import Added, request_head
+from .judge import NO_RETRY, Judge
+from .placing import Placing
+from .responses import Responses
+from .retries import CLOSED, HUNG, IDS, KINDS, STALLED, TIMEOUT, Failed, Next, after, is_loss
+from .settling import Settling
+from .states import TRANSITIONS, Action, Event, Leg, State, Turn
+
+if TYPE_CHECKING:
+    from ..ops.metrics import Metrics
+    from .traces import Traces
+
+# Comments that keep a connection alive are held back for so long, and then passed on: proxies give up after 60 s of silence.
+KEEP_ALIVE_SECONDS = 30.0
+# Seconds that a request without a first byte stays where it was sent once that replica is in this state.
+PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
+LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
+
+
+class Conductor:
+    def __init__(
+        self, placing: Placing, judge: Judge, settling: Settling, forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics, added: Added,
+        *, retries: int, request_timeout: float, idle_timeout: float, traces: Traces | None,
+    ):  # fmt: skip
+        self.placing, self.judge, self.settling = placing, judge, settling
+        self._forwarding, self._responses, self._metrics, self._added = forwarding, responses, metrics, added
+        self._retries, self._request_timeout, self._idle_timeout = retries, request_timeout, idle_timeout
+        self._traces = traces
+        self.under_way: set[Exchange] = set()
+        self.draining = False
+
+    def begin(self, exchange: Exchange) -> None:
+        self.under_way.add(exchange)
+        if self._traces is not None:
+            self._traces.begin(exchange)
+
+    def tell(self, exchange: Exchange, event: Event, detail: Any = None) -> None:
+        exchange.state, action = TRANSITIONS[exchange.state, event]
+        DO[action](self, exchange, detail)
+
+    # --- what an attempt's replica does
+
+    def connected(self, attempt: Attempt, upstream: Upstream) -> None:
+        exchange: Exchange = attempt.exchange
+        if attempt.state is Leg.CONNECTING and upstream.pool is attempt.backend.pool:
+            exchange.take_step(self._send, exchange, attempt, upstream)
+            return
+        upstream.pool.release(upstream)
+        if attempt.state is Leg.CONNECTING:  # the replica has moved meanwhile, and this leads to where it was
+            exchange.take_step(self._connect, exchange, attempt)
+
+    def head(self, attempt: Attempt, body: bytes) -> None:
+        """Held back until the body shows that something was computed: engines send the head before the prefill, and while
+        the client has nothing, the request can still go elsewhere."""
+        error = self.judge.head(attempt.exchange, attempt)
+        if error is not None:
+            self._failed(attempt, error)
+        elif body:
+            self.begun(attempt, body)
+
+    def begun(self, attempt: Attempt, data: bytes, whole: bool = False) -> None:
+        exchange: Exchange = attempt.exchange
+        first = self.judge.first(exchange, attempt, data, whole)
+        if isinstance(first, bytes):
+            self._answered(exchange, attempt, first)
+        elif first is not None:
+            self._failed(attempt, first)
+
+    def over(self, attempt: Attempt) -> None:
+        if attempt.state is Leg.AWAITING:
+            self.begun(attempt, b"", whole=True)
+        if attempt.state is Leg.ANSWERING:
+            attempt.end_as(Turn.FINISHED)
+            self.tell(attempt.exchange, Event.FINISHED)
+
+    def lost(self, attempt: Attempt, error: UpstreamError) -> None:
+        if attempt.state is not Leg.ENDED:
+            attempt.exchange.take_step(self._failed, attempt, error)
+
+    def _answered(self, exchange: Exchange, attempt: Attempt, data: bytes) -> None:
+        attempt.turn(Turn.ANSWERED)
+        self.tell(exchange, Event.ANSWERED, data)
+
+    def _failed(self, attempt: Attempt, error: UpstreamError) -> None:
+        # A kept connection may die of old age under the request; that says nothing about the replica.
+        stale = attempt.upstream is not None and attempt.upstream.used and attempt.held is None
+        attempt.end_as(Turn.FAILED, error)
+        self.tell(attempt.exchange, Event.FAILED, Failed(error.kind, stale, attempt.fresh))
+
+    # --- deadlines
+
+    def check(self, exchange: Exchange, now: float) -> None:
+        attempt = exchange.attempt
+        if exchange.state is State.ENDED:
+            return
+        if exchange.state is State.ANSWERING:
+            if attempt.pieces != attempt.seen_pieces:
+                attempt.seen_pieces, attempt.seen_at = attempt.pieces, now
+            elif now - attempt.seen_at > (limit := self._silence(attempt.backend)):
+                self._stalled(exchange, attempt, limit)
+        elif now - exchange.begun > self._request_timeout:
+            self.settling.failed(attempt.backend if attempt else None, TIMEOUT)
+            where = f"replica {attempt.backend.id} sent" if attempt else "no replica sent"
+            self._time_out(exchange, ApiError(504, f"{where} no byte of an answer within {self._request_timeout:g} s"))
+        elif attempt is not None and attempt.state is Leg.AWAITING:
+            self._check_unanswered(exchange, attempt, now)
+
+    def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
+        if attempt.announced and now - attempt.sent_at > KEEP_ALIVE_SECONDS and keeps_alive(attempt.announced):
+            data, attempt.announced = attempt.announced, b""
+            self._answered(exchange, attempt, data)
+        elif self._better_elsewhere(exchange, attempt, now):
+            self._failed(attempt, UpstreamError(HUNG, f"is {attempt.backend.replica.state} and sent no byte for {now - attempt.sent_at:.0f} s"))
+        elif not attempt.streams:
+            self.settling.assume_prefilled(attempt, now)
+
+    def _better_elsewhere(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
+        """Whether an unanswered request should leave a replica that is lost, or that is unwell and has had its time,
+        for one that is ready. What was computed for it is computed again: slowness alone is no reason."""
+        patience = PATIENCE.get(attempt.backend.replica.state)
+        if patience is None or now - attempt.sent_at < patience or not self.judge.may_retry(exchange, attempt):
+            return False
+        return self.judge.others(exchange, attempt)[0].replica.state is ReplicaState.READY
+
+    def _silence(self, backend: Backend) -> float:
+        """Seconds without a byte after which a stream is given up. An engine that was asked to stop may have ended its
+        core and wait for its connections: for ever, if nobody gives up."""
+        return min(self._idle_timeout, LOST_SILENCE) if backend.replica.state is ReplicaState.FAILED else self._idle_timeout
+
+    def _stalled(self, exchange: Exchange, attempt: Attempt, seconds: float) -> None:
+        if exchange.client.writing_paused:  # it is the client that does not take what is there
+            client = exchange.client
+            self.tell(exchange, Event.GONE)
+            client.abort()
+        else:
+            self._time_out(exchange, UpstreamError(STALLED, f"no byte for {seconds:g} s"))
+
+    def _time_out(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
+        attempt = exchange.attempt
+        if attempt is not None and attempt.state is not Leg.ENDED:
+            attempt.end_as(Turn.FAILED, error)
+        self.tell(exchange, Event.TIMED_OUT, error)
+
+    # --- what the tables ask for
+
+    def _place(self, exchange: Exchange, _: Any) -> None:
+        if exchange.trace is not None:
+            exchange.prepared_at = monotonic()
+        self.placing.place(exchange)
+
+    def _try(self, exchange: Exchange, _: Any) -> None:
+        attempt = exchange.attempts[-1]
+        if self._traces is not None:
+            self._traces.attempt(exchange, attempt)
+        self._connect(exchange, attempt)
+
+    def _connect(self, exchange: Exchange, attempt: Attempt) -> None:
+        pool = attempt.backend.pool
+        # Behind a kept connection that died of old age there may be more of the same age.
+        upstream = None if exchange.request.http10 or attempt.fresh else pool.acquire()
+        if upstream is not None:
+            self._send(exchange, attempt, upstream)
+        else:
+            pool.connect(attempt)
+
+    def _send(self, exchange: Exchange, attempt: Attempt, upstream: Upstream) -> None:
+        attempt.turn(Turn.CONNECTED)
+        attempt.upstream, attempt.sent_at = upstream, monotonic()
+        request = exchange.request
+        body = self._forwarding.body(attempt, request.body, first=not exchange.tried and not attempt.as_text)
+        parent = None if self._traces is None else self._traces.parent(exchange, attempt)
+        upstream.send(attempt, request_head(exchange, attempt, len(body), parent), body, request.method == "HEAD")
+
+    def _retry(self, exchange: Exchange, failed: Failed) -> None:
+        attempt, kind = exchange.attempts[-1], failed.kind
+        following = after(failed, len(exchange.tried), exchange.losses, self._retries)
+        if following is Next.SAME:
+            self._repeat(exchange, attempt, kind)
+            return
+        if KINDS[kind].blamed:
+            self.settling.failed(attempt.backend, kind)
+        self.settling.abandon(attempt, computed=KINDS[kind].computed)
+        exchange.tried += (attempt.backend,)
+        exchange.losses += is_loss(failed)
+        if following is Next.LOST:
+            message = f"{exchange.losses} replicas went down or hung with this request, so no other is tried; the last: {exchange.last_failure}"
+            self.tell(exchange, Event.EXHAUSTED, ApiError(502, message, again=False, code="replicas_lost"))
+        elif following is Next.EXHAUSTED:
+            message = f"no replica answered after {len(exchange.tried)} attempt(s); the last: {exchange.last_failure}"
+            self.tell(exchange, Event.EXHAUSTED, ApiError(502, message))
+        else:
+            self._metrics.retries.inc(kind)
+            self.placing.place(exchange)
+
+    def _repeat(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
+        """The same replica once more: as text, or on a connection of its own."""
+        if kind == CLOSED:
+            self.settling.on_traffic(attempt.backend.id, "reconnect")
+        self._metrics.retries.inc("reconnect" if kind == CLOSED else kind)
+        exchange.has(attempt.again(fresh=kind == CLOSED, as_text=kind == IDS))
+        self.tell(exchange, Event.PLACED)
+
+    def _relay(self, exchange: Exchange, data: bytes) -> None:
+        attempt = exchange.attempts[-1]
+        attempt.tail.append(data)
+        attempt.pieces = 1
+        if attempt.first_at:
+            attempt.seen_at = attempt.first_at
+            self.settling.answered(exchange, attempt)
+        else:  # what was held back, and shows nothing
+            attempt.seen_at = monotonic()
+            self.settling.undecided(exchange)
+        if exchange.label == "responses" or exchange.response is not None:
+            self._responses.answered(attempt, exchange.response, exchange.label == "responses", data)
+        if attempt.prompt is None or not attempt.prompt.token_ids:  # else `forwarding` may ask about it
+            exchange.forget_body()
+        lines = self._added.lines(exchange, attempt, self.draining)
+        exchange.client.transport.write(attempt.held.block(lines) + data)
+
+    def _settle(self, exchange: Exchange, _: Any) -> None:
+        self.under_way.discard(exchange)
+        exchange.client.finish(not exchange.attempts[-1].held.until_close)
+        self.settling.complete.add(exchange)
+
+    def _cut(self, exchange: Exchange, detail: Any) -> None:
+        attempt, client, path = exchange.attempts[-1], exchange.client, exchange.request.path
+        error = exchange.error = attempt.error
+        self._close(exchange)
+        message = f"the answer broke off: replica {attempt.backend.id} {error}"
+        # Only where the chunk before is whole can another one follow; else the cut itself must tell.
+        if attempt.streams and attempt.tail[-1].endswith(b"\n\n\r\n") and attempt.held.get(b"transfer-encoding") == b"chunked":
+            event = error_event(path, 502, message)
+            client.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+            client.finish()  # whole to HTTP: closing would fail the next request of a client that keeps connections
+        elif attempt.streams and attempt.held.until_close and attempt.tail[-1].endswith(b"\n\n"):
+            client.write(error_event(path, 502, message))
+            client.finish(keep_alive=False)
+        else:
+            client.abort()
+        self.settling.failed(attempt.backend, error.kind)
+        self.settling.ended(exchange, "cut")
+
+    def _turn_away(self, exchange: Exchange, error: ApiError) -> None:
+        self.settling.turned_away(error)
+        self._report(exchange, error)
+
+    def _report(self, exchange: Exchange, error: ApiError) -> None:
+        self._close(exchange)
+        self.settling.undecided(exchange)
+        exchange.forget_body()
+        exchange.status, exchange.error = error.status, error
+        headers = [*JSON, (b"x-request-id", exchange.id)]
+        if error.status == 503:
+            headers.append((b"retry-after", b"1"))
+        elif error.status == 405:
+            headers.append((b"allow", error.allow))
+        if not error.again:
+            headers.append(NO_RETRY)
+        exchange.client.reply(error.status, error.body(exchange.request.path), headers)
+        self.settling.ended(exchange, "refused")
+
+    def _abandon(self, exchange: Exchange, _: Any) -> None:
+        self._close(exchange)
+        self.settling.undecided(exchange)
+        exchange.forget_body()
+        self.settling.ended(exchange, "aborted")
+
+    def _close(self, exchange: Exchange) -> None:
+        """An end of another kind than that which `settling` settles: nothing stays connected, reserved or listed."""
+        self.under_way.discard(exchange)
+        attempt = exchange.attempt
+        if attempt is not None:
+            if attempt.state is not Leg.ENDED:
+                attempt.end_as(Turn.DROPPED)
+            self.settling.abandon(attempt, computed=attempt.sent_at > 0)
+
+
+DO = {
+    Action.PLACE: Conductor._place,
+    Action.TRY: Conductor._try,
+    Action.RETRY: Conductor._retry,
+    Action.RELAY: Conductor._relay,
+    Action.SETTLE: Conductor._settle,
+    Action.CUT: Conductor._cut,
+    Action.TURN_AWAY: Conductor._turn_away,
+    Action.REPORT: Conductor._report,
+    Action.ABANDON: Conductor._abandon,
+}

@@ -1,0 +1,151 @@
+"""A request gets a replica, here or where the load of all gateways is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import random
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from policies import UNTIMED, Asked, Decision, Demand, Router, Targets
+
+from ..errors import ApiError
+from .attempt import Attempt
+from .responses import Responses
+from .serving import TAKE_TRAFFIC, Serving
+from .shadow import Shadows
+
+if TYPE_CHECKING:
+    from ..ops.metrics import Metrics
+    from ..prompt import Prompt
+    from .backend import Backend
+    from .shared import SharedLedger
+
+
+class Asker(Protocol):
+    """Who wants a replica: an exchange, or a request whose bytes pass elsewhere."""
+
+    prompt: Prompt | None
+    model: str | None  # what a request without prompt names
+    response: str | None  # the stored response that it is about
+    tried: tuple[Backend, ...]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it still wants one."""
+
+    def has(self, attempt: Attempt) -> None:
+        """One is found, and the request is counted there."""
+
+    def placed(self) -> None:
+        """Go on with what it has."""
+
+    def unplaced(self, error: ApiError) -> None: ...
+
+    def take_step(self, step: Callable[..., None], *given: object) -> None:
+        """A bug of ours in it ends this request alone."""
+
+
+class Placing:
+    def __init__(self, serving: Serving, router: Router, responses: Responses, metrics: Metrics, shadows: Shadows | None = None):
+        self.serving, self.router, self.responses = serving, router, responses
+        self._metrics, self.shadows = metrics, shadows
+        self.shared: SharedLedger | None = None  # with Redis
+        self._found: list[Asker] | None = None  # while they are held back
+
+    def hold_back(self) -> None:
+        """Whoever gets a replica from now on goes on with `send_on`, when all have theirs."""
+        self._found = []
+
+    def send_on(self) -> None:
+        found, self._found = self._found, None
+        for asker in found or ():
+            asker.take_step(asker.placed)
+
+    def demand(self, prompt: Prompt | None, now: float) -> Demand:
+        """What is asked for."""
+        if prompt is None:
+            return Demand(tokens=0, draw=random())
+        alone = self.shared is None or not self.shared.joined  # else others change the load, and nobody tells when
+        return demand_of(prompt, now if alone else UNTIMED, random())
+
+    def place(self, asker: Asker) -> None:
+        """Choose, and count the load at once: decision and reservation are one step, here or where the load
+        of all gateways is known. Calls `asker.placed` or `asker.unplaced`."""
+        begun, now = perf_counter(), monotonic()
+        try:
+            targets = self._targets(asker)
+        except ApiError as error:
+            asker.unplaced(error)
+            return
+        demand = self.demand(asker.prompt, now)
+        asked = self.router.ask(demand, targets, now)
+        seen = self.shadows.see(demand, asked.candidates) if self.shadows is not None else None
+        if self.shared is not None:
+            if self.shared.joined:
+                self.shared.decide(asked, lambda decision: self._decided(asker, asked, seen, begun, decision))
+                return
+            self._metrics.shared_decisions.inc("away")
+        self._take(asker, asked, seen, now)
+        self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
+        self._go_on(asker)
+
+    def _targets(self, asker: Asker) -> Targets:
+        """With one alone where only that can do it."""
+        targets = self.serving.targets(asker.prompt, asker.tried, asker.model)
+        if asker.response is not None and (maker := self.responses.maker(asker.response)) is not None:
+            return targets.only(maker) or targets
+        return targets
+
+    def _take(self, asker: Asker, asked: Asked, seen: Any, now: float, decision: Decision | None = None) -> None:
+        """Here, or as the shared ledger has decided."""
+        placement = self.router.take(asked, now, decision)
+        prompt = asker.prompt
+        if asked.spaces is not None and prompt is not None:
+            prompt = as_variant(prompt, placement.candidate.space)
+        asker.has(Attempt(self.serving.backends[placement.candidate.replica], placement, prompt, prompt is not None and prompt.stream, now))
+        if seen is not None:
+            self.shadows.acted(seen, asked.choice.index if decision is None else decision.index)
+
+    def _go_on(self, asker: Asker) -> None:
+        if self._found is None:
+            asker.placed()
+        else:
+            self._found.append(asker)
+
+    def _decided(self, asker: Asker, asked: Asked, seen: Any, begun: float, decision: Decision | None) -> None:
+        """What the shared ledger answers; None: too late, or not at all, and the choice made here stands."""
+        self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
+        waiting = asker.waiting  # else the client left meanwhile
+        candidate = asked.candidates[decision.index if decision is not None else asked.choice.index]
+        backend = self.serving.backends.get(candidate.replica)
+        there = waiting and backend is not None and backend.candidate is candidate and backend.replica.state in TAKE_TRAFFIC
+        if decision is not None and not there:
+            self.shared.undo(decision)
+        if there:
+            self._take(asker, asked, seen, monotonic(), decision)
+            asker.take_step(self._go_on, asker)
+        elif waiting:
+            asker.take_step(self.place, asker)  # the replica left while Redis was asked
+
+
+def as_variant(prompt: Prompt, space: int) -> Prompt:
+    """The request as the replicas of this space have it; `also` leads from there to where it was."""
+    also = prompt.also
+    if prompt.space == space:
+        return prompt
+    if also is None or also.space != space:
+        return replace(prompt, mode="load", note="a third variant of its model has it", hashes=(), token_ids=b"", space=space, also=prompt)
+    prompt.also, also.also = None, prompt
+    return also
+
+
+def demand_of(prompt: Prompt, now: float = UNTIMED, draw: float = 0.0) -> Demand:
+    """What a prompt asks of a replica."""
+    hashes, also = prompt.hashes, prompt.also
+    root = hashes[0] if hashes else 0
+    return Demand(
+        prompt.tokens, prompt.block_size, root, prompt.session, prompt.max_tokens, now, hashes, draw, prompt.reads_cache, prompt.path,
+        prompt.space, None if also is None else demand_of(also, now, draw),
+    )  # fmt: skip

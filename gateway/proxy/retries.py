@@ -1,0 +1,87 @@
+"""What follows when an attempt fails before its client has a byte. Data, and one function over it. Pure.
+
+The rules: a kept connection that died of old age, and a replica that did not take token ids, are asked once more, since
+neither says anything about the replica. Any other failure leads to another replica, as long as attempts and replicas
+are left. A request under which two replicas went down or hung gets no third one: it may be what kills them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+# Kinds of failure. The wire's own: no connection, one that ended, no HTTP, and a replica that was removed meanwhile.
+CONNECT, CLOSED, PROTOCOL, REMOVED = "connect", "closed", "protocol", "removed"
+# A replica that is unwell has sent nothing for too long; a stream stopped; no byte came within the request's time.
+HUNG, STALLED, TIMEOUT = "hung", "stalled", "timeout"
+# What an answer shows: an error behind a status 200, what no engine wrote, that the engine gave up, that it takes no ids,
+# and that the stored response which is asked for is another replica's.
+ERROR_ANSWER, FOREIGN_ANSWER, ABORTED, IDS, ELSEWHERE = "error answer", "foreign answer", "aborted", "ids", "elsewhere"
+# Statuses after which another replica is asked, whatever the request. 501 means the engine can't do it at all, and neither can its siblings.
+RETRYABLE = frozenset((500, 502, 503, 504))
+# An error that is not known yet to be the replica's fault is told to its watcher as this.
+UNCONFIRMED = "unconfirmed"
+MOST_LOSSES = 2  # replicas that go down or hang under one request; one may be a coincidence
+
+
+def of_status(status: int) -> str:
+    return f"status {status}"
+
+
+FULL = of_status(503)  # an engine that is full is not ill
+
+
+class Kind(NamedTuple):
+    """What a failure of some kind says."""
+
+    computed: bool  # the replica may have computed the prompt
+    blamed: bool  # it counts against the replica at once; else what another one answers decides (`blame`)
+    loss: bool = False  # the replica went down, or hangs, with the request in its hands
+    counts: bool = True  # as one of the attempts that a request has
+
+
+KINDS: dict[str, Kind] = {
+    CONNECT: Kind(computed=False, blamed=True),
+    REMOVED: Kind(computed=False, blamed=True),
+    CLOSED: Kind(computed=True, blamed=True, loss=True),
+    PROTOCOL: Kind(computed=True, blamed=True, loss=True),
+    HUNG: Kind(computed=True, blamed=True, loss=True),
+    ABORTED: Kind(computed=True, blamed=True),
+    FOREIGN_ANSWER: Kind(computed=False, blamed=True),
+    ERROR_ANSWER: Kind(computed=False, blamed=False),
+    ELSEWHERE: Kind(computed=False, blamed=False, counts=False),
+    **{of_status(status): Kind(computed=False, blamed=False) for status in (401, 403, 404, 429, 503)},
+    **{of_status(status): Kind(computed=True, blamed=False) for status in (500, 502, 504)},
+}
+
+
+class Next(Enum):
+    SAME = "the same replica once more"
+    OTHER = "another replica"
+    LOST = "none: too many went down with it"
+    EXHAUSTED = "none: it has had its attempts"
+
+
+class Failed(NamedTuple):
+    """An attempt's end, as far as it matters here."""
+
+    kind: str
+    stale: bool = False  # on a kept connection, before a byte of an answer
+    repeated: bool = False  # it was itself the repetition on a connection of its own
+
+
+def is_loss(failed: Failed) -> bool:
+    """A refused connection is a loss as well if the one before it died with this request on it."""
+    return KINDS[failed.kind].loss or (failed.kind == CONNECT and failed.repeated)
+
+
+def after(failed: Failed, tried: int, losses: int, retries: int) -> Next:
+    """`tried`: replicas that had failed the request before, and `losses` those among them that went down or hung; `retries`: how many
+    more than one may be tried."""
+    if failed.kind == IDS or (failed.kind == CLOSED and failed.stale and not failed.repeated):
+        return Next.SAME
+    if losses + is_loss(failed) >= MOST_LOSSES:
+        return Next.LOST
+    if KINDS[failed.kind].counts and tried >= retries:
+        return Next.EXHAUSTED
+    return Next.OTHER

@@ -1,0 +1,265 @@
+"""What is learned from answers: load that moves, costs, and whether what was predicted was delivered.
+
+Nobody else calls `Router.finish`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from policies import Placement, Router, hittable
+
+from .answers import error_status, speaks_api
+from .attempt import TAIL, TAIL_BYTES, Attempt
+from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, Suspicion, agree
+from .drift import TOLERATED
+from .exchange import Exchange
+from .forwarding import TokenIdForwarding
+from .retries import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, FULL, RETRYABLE, UNCONFIRMED
+from .together import Together
+from .usage import Usage, read_usage
+
+if TYPE_CHECKING:
+    from ..errors import ApiError
+    from ..ops.metrics import Metrics
+    from ..prompt import Prompt
+    from .backend import Backend
+
+log = logging.getLogger("hitherto.proxy")
+
+REQUEST = "request"  # an error that is known to be the request's fault is counted as this
+STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
+STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
+
+OnTraffic = Callable[[str, str | None], None]
+OnEnd = Callable[[Exchange, str, Usage | None], None]
+
+
+def _of_copies(prompt: Prompt, overlap: int, cached: int | None, size: int) -> int:
+    """What is predicted of the one sequence that usage speaks of, where several have the same prompt. The first finds what the
+    replica held, the others what the first has left, all but the last token's block. In a stream it is the first that is
+    told of; else the one that ended last, whichever that is: the prediction is the one that it agrees with."""
+    each = prompt.tokens * prompt.n // prompt.copies
+    left = min(hittable(each, size), len(prompt.hashes)) * size if prompt.reads_cache else 0
+    return left if cached == left and not prompt.stream else overlap
+
+
+class Settling:
+    """Is told how requests fare."""
+
+    def __init__(
+        self,
+        backends: Mapping[str, Backend],
+        router: Router,
+        metrics: Metrics,
+        forwarding: TokenIdForwarding,
+        on_traffic: OnTraffic,
+        on_end: Sequence[OnEnd] = (),
+    ):
+        """`on_traffic(replica, kind)`: what health learns from traffic; None for an answer, else the kind of a failure, or
+        "reconnect": a kept connection broke."""
+        self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
+        self.on_traffic, self._on_end = on_traffic, on_end
+        self.complete: Together[Exchange] = Together(self._settle_all)
+        self.held_up_at = 0.0  # the last time at which the event loop went on after it had been held up
+
+    # --- failures
+
+    def failed(self, backend: Backend | None, kind: str) -> None:
+        if backend is not None and not backend.gone:
+            self.metrics.upstream_errors.inc(backend.id, kind)
+            self.on_traffic(backend.id, kind)
+
+    def suspect(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
+        """The replica answered with an error: `blame` has the rules for whose fault that is."""
+        backend = attempt.backend
+        answered = int(self.metrics.replica_requests.total(replica=backend.id, status="2xx"))
+        exchange.suspicions += (Suspicion(backend.id, backend.replica.engine, kind, backend.record.is_witness(answered)),)
+        if kind != FULL and not backend.gone:
+            backend.record.failed(answered)
+            if kind not in REFUSED_ALIKE:  # a client's key may be wrong: no reason to look whether the engine computes
+                self.on_traffic(backend.id, UNCONFIRMED)
+
+    def _decide(self, exchange: Exchange, attempt: Attempt) -> None:
+        """Another replica has answered the request, or refused it, so whose fault the errors before were is known."""
+        if attempt.status in REFUSALS or attempt.fault in REFUSALS:
+            self._count(exchange.suspicions, agreed=True)
+        else:
+            for one in exchange.suspicions:
+                self.failed(self._backends.get(one.replica), one.kind)
+        exchange.suspicions = ()
+
+    def undecided(self, exchange: Exchange) -> None:
+        """No replica answers the request any more: what errors there were is counted, and held against nobody."""
+        if exchange.suspicions:
+            self._count(exchange.suspicions, agree(exchange.suspicions))
+            exchange.suspicions = ()
+
+    def _count(self, suspicions: Sequence[Suspicion], agreed: bool) -> None:
+        for one in suspicions:
+            if one.replica in self._backends:
+                self.metrics.upstream_errors.inc(one.replica, REQUEST if agreed and one.kind in SAME | REFUSED_ALIKE else one.kind)
+
+    def turned_away(self, error: ApiError) -> None:
+        """No replica was asked."""
+        code = error.code or ("no_replica_ready" if error.status == 503 else "")
+        self.metrics.rejections.inc(code if error.status in (404, 503) and code else str(error.status))
+
+    def abandon(self, attempt: Attempt, computed: bool) -> None:
+        """It ends without an answer that one could learn from."""
+        self._router.abandon(attempt.placement, computed=computed)
+
+    # --- the first byte
+
+    def answered(self, exchange: Exchange, attempt: Attempt) -> None:
+        """A replica has begun to answer."""
+        backend = attempt.backend
+        if attempt.status >= 500 or attempt.fault >= 500 or (attempt.status in DOUBTFUL and exchange.suspicions):
+            if attempt.status >= 500 and attempt.status not in RETRYABLE:
+                self.suspect(exchange, attempt, "status 5xx")
+            self.undecided(exchange)
+        else:
+            self.on_traffic(backend.id, None)
+            if exchange.suspicions:
+                self._decide(exchange, attempt)
+        self.first_token(attempt, exchange.begun)
+
+    def first_token(self, attempt: Attempt, since: float) -> None:
+        """`since`: when its client began to wait."""
+        backend, at = attempt.backend, attempt.first_at
+        ours = attempt.sent_at < self.held_up_at  # part of that time we did not look
+        learns = not attempt.fault and attempt.streams and attempt.status == 200 and attempt.prompt is not None and not ours and backend.may_learn(at)
+        self._router.first_token(attempt.placement, at if attempt.streams else None, at - attempt.sent_at if learns else None)
+        # An error took this long, and no first token; and the first byte of an answer in one piece is its last as well.
+        if not attempt.fault and attempt.streams and not backend.gone:
+            self.metrics.ttft.observe(backend.id, at - since)
+
+    def assume_prefilled(self, attempt: Attempt, now: float) -> None:
+        """An answer that does not stream shows no first token: take its prefill for done when it should be."""
+        placement = attempt.placement
+        if placement.computing and now - attempt.sent_at > placement.ttft:
+            self._router.first_token(placement, None)
+
+    # --- the end
+
+    def _settle_all(self, exchanges: list[Exchange]) -> None:
+        for exchange in exchanges:
+            attempt = exchange.attempts[-1]
+            try:
+                self._settle(exchange, attempt, b"".join(attempt.tail))
+            except Exception:
+                log.exception("learning from an answer failed")
+                exchange.take_step(self._router.abandon, attempt.placement)
+
+    def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> None:
+        """A complete answer, which its client has: compare what was predicted with what was delivered."""
+        usage, router, placement, backend = read_usage(tail), self._router, attempt.placement, attempt.backend
+        if attempt.fault:  # its first bytes said so
+            router.abandon(placement, computed=False)
+        elif attempt.streams and attempt.status == 200 and (fault := error_status(tail, True)):
+            attempt.fault = fault  # it computed the prompt, and failed later
+            router.abandon(placement)
+            if fault >= 500:
+                self.failed(backend, ERROR_ANSWER)
+        elif tail.find(backend.replica.dialect.abort_marker, -TAIL_BYTES) >= 0:  # the engine stopped in the middle of it
+            attempt.fault = 503
+            router.abandon(placement)
+            self.failed(backend, ABORTED)
+        elif _is_foreign(exchange.label, attempt, tail, usage):
+            attempt.fault = 502
+            router.abandon(placement, computed=False)
+            self.failed(backend, FOREIGN_ANSWER)
+        elif attempt.prompt is not None and attempt.status == 200 and not backend.gone:
+            self.finish(attempt, usage)
+            self._forwarding.settled(attempt, exchange.request, usage)
+        else:
+            router.abandon(placement, computed=not 400 <= attempt.status < 500)
+        self.ended(exchange, "failed" if attempt.fault else "complete", usage)
+
+    def finish(self, attempt: Attempt, usage: Usage) -> None:
+        """The complete answer to a prompt: learn from it."""
+        now = monotonic()
+        backend, prompt, placement = attempt.backend, attempt.prompt, attempt.placement
+        tells_blocks = backend.replica.takes_rank(prompt.path)
+        tokens = usage.completion or attempt.pieces
+        learns = attempt.streams and tokens > 8 and attempt.first_at > self.held_up_at and backend.may_learn(now)
+        reported = usage.cached if tells_blocks and prompt.copies and not prompt.several else None
+        self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None)
+        self._compare(placement, backend, prompt, usage)
+        if backend.intake is not None and tells_blocks:
+            backend.intake.request_finished(len(prompt.hashes) - placement.held)
+
+    def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int) -> None:
+        """The replica computed other tokens than it was chosen by. Counted each time, said the first time."""
+        if (backend.id,) not in self.metrics.prompt_mismatches.values:
+            log.error("replica %s counted %d prompt tokens where the gateway made %d (%s): its tokenizer or chat template is another, or a flag "
+                      "changes its prompts; give the gateway the same --model and --chat-template. `hitherto doctor` compares them",
+                      backend.id, counted, prompt.tokens, prompt.path)  # fmt: skip
+        self.metrics.prompt_mismatches.inc(backend.id)
+
+    def _compare(self, placement: Placement, backend: Backend, prompt: Prompt, usage: Usage) -> None:
+        metrics, name, overlap = self.metrics, backend.id, placement.overlap
+        metrics.prompt_tokens.inc(name, by=prompt.tokens)
+        predicted = overlap if prompt.copies < 2 else _of_copies(prompt, overlap, usage.cached, placement.demand.block_size)
+        metrics.predicted_cached_tokens.inc(name, by=predicted)
+        if prompt.mode == "exact" and not prompt.several and usage.prompt not in (None, prompt.tokens):
+            self._counted_otherwise(backend, prompt, usage.prompt)
+        saved = predicted
+        # What was guessed from text says nothing of a map that an engine's events keep.
+        guessed = prompt.mode == "text" and backend.intake is not None
+        if prompt.several or guessed or not backend.replica.takes_rank(prompt.path):
+            backend.drift.aside()
+        if not prompt.copies or not backend.replica.takes_rank(prompt.path) or (prompt.several and usage.cached is None):
+            pass  # there is nothing to compare with
+        elif usage.cached is None:
+            backend.drift.unreported(overlap, prompt.tokens)
+            if overlap and usage.prompt is not None and backend.replica.cached_tokens is None:
+                backend.replica.cached_tokens = False
+        else:
+            saved = usage.cached
+            backend.replica.cached_tokens = True
+            metrics.reported_prompt_tokens.inc(name, by=usage.prompt or prompt.tokens)
+            metrics.reported_cached_tokens.inc(name, by=saved)
+            error = predicted - saved
+            outcome = "equal" if error == 0 else "over" if error > 0 else "under"
+            metrics.predictions.inc(name, outcome)
+            if error:
+                metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
+            if prompt.hashes and not prompt.several and not guessed and backend.drift.reported(overlap, saved, prompt.tokens):
+                self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
+        metrics.prefill_saved_tokens.inc(name, by=saved)
+
+    def heal(self, backend: Backend, why: str) -> None:
+        """Forget what is believed about a replica and learn it again from its events, or from scratch."""
+        self.metrics.heals.inc(backend.id)
+        log.warning("replica %s: map rebuilt: %s", backend.id, why)
+        backend.drift.reset()
+        if backend.intake is not None:
+            backend.intake.resync()
+        else:
+            self._router.map.clear(backend.slot)
+
+    def ended(self, exchange: Exchange, outcome: str, usage: Usage | None = None) -> None:
+        metrics, attempt = self.metrics, exchange.attempt
+        status = outcome if outcome in ("aborted", "cut") else STATUS_CLASS[(exchange.fault or exchange.answered_with) // 100]
+        metrics.requests.inc(exchange.label, status)
+        if attempt is not None and not attempt.backend.gone:
+            metrics.replica_requests.inc(attempt.backend.id, status)
+        if outcome == "aborted":
+            metrics.client_aborts.inc(exchange.label)
+        if exchange.prompt is not None:
+            metrics.prompts.inc(exchange.prompt.mode)
+        metrics.request_seconds.observe(exchange.label, monotonic() - exchange.begun)
+        for told in self._on_end:
+            told(exchange, outcome, usage)
+        exchange.attempts.clear()  # they refer back to it
+
+
+def _is_foreign(label: str, attempt: Attempt, tail: bytes, usage: Usage) -> bool:
+    """Whether its client was given a stream in which no event of an inference API was."""
+    if attempt.first_at or not attempt.streams or attempt.status != 200 or usage.prompt is not None or label not in STREAMING_APIS:
+        return False
+    return not speaks_api(tail, attempt.pieces <= TAIL) and attempt.held.get(b"content-encoding") is None

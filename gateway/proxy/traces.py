@@ -1,0 +1,140 @@
+"""Exchanges as traces: one span for the request (SERVER), and below it one for each attempt (CLIENT).
+
+They are named as OpenTelemetry's semantic conventions have it; what they have no name for is under `hitherto.`. Of what
+clients and engines say to each other nothing is in them but the model's name and the counts of tokens.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from ..ops.spans import Spans, traceparent
+from .attempt import Attempt
+from .exchange import Exchange
+from .heads import Parent
+from .retries import TIMEOUT
+from .usage import NOTHING, Usage
+
+if TYPE_CHECKING:
+    from ..ops.spans import Trace
+
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"))
+LONGEST = 1000  # characters kept of what a client wrote
+# A state belongs to a valid parent, so where the client named none its state is dropped as well.
+PARENT, PARENT_AND_STATE = frozenset((b"traceparent",)), frozenset((b"traceparent", b"tracestate"))
+
+
+class Traces:
+    def __init__(self, spans: Spans, policy: str):
+        self._spans, self._policy = spans, policy
+
+    def begin(self, exchange: Exchange) -> None:
+        request = exchange.request
+        method = request.method if request.method in METHODS else "_OTHER"
+        known = {"http.request.method": method, "url.scheme": "http", "url.path": request.path[:LONGEST]}
+        headers: dict[str, list[str]] = {}
+        for name, value in request.headers:
+            if name in PARENT_AND_STATE:
+                headers.setdefault(name.decode(), []).append(value.decode("latin-1"))
+        exchange.trace = self._spans.begin(_name(exchange), known, headers)
+
+    def attempt(self, exchange: Exchange, attempt: Attempt) -> None:
+        """It begins."""
+        if exchange.trace.sampled:
+            attempt.context = exchange.trace.child()
+
+    def parent(self, exchange: Exchange, attempt: Attempt) -> Parent | None:
+        """What its replica is told."""
+        trace: Trace = exchange.trace
+        replaces = PARENT if trace.parent is not None else PARENT_AND_STATE
+        if trace.sampled:
+            return Parent(traceparent(attempt.context), replaces)
+        # Not sampled, and the engine would decide for itself unless it is told so; a client has said it already.
+        return Parent(traceparent(trace.root), replaces) if trace.parent is None else None
+
+    def end(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
+        """Hand its spans on."""
+        trace: Trace = exchange.trace
+        if not trace.sampled:
+            return
+        tried = [attempt for attempt in exchange.attempts if attempt.context is not None]
+        for number, attempt in enumerate(tried):
+            before = _kind(tried[number - 1]) if number else None
+            self._attempt(exchange, attempt, number, before, usage if attempt is tried[-1] else None)
+        answered = outcome != "aborted" or bool(tried and tried[-1].first_at)
+        status = exchange.fault or exchange.answered_with
+        failed = outcome == "cut" or (outcome != "aborted" and status >= 500)
+        error = exchange.error if failed else None
+        moments = [("prepared", exchange.prepared_at, {})] if exchange.prepared_at else []
+        moments += [("chosen", one.begun_at, {"hitherto.replica": one.backend.id}) for one in tried]
+        told = {
+            **trace.attributes,
+            **_address(exchange.request.header(b"host")),
+            "http.route": exchange.request.path if exchange.label != "other" else None,
+            "http.response.status_code": exchange.answered_with if answered else None,
+            "error.type": None if not failed else _kind(tried[-1]) if outcome == "cut" else str(status),
+            "hitherto.outcome": outcome,
+            "hitherto.request_id": exchange.id.decode("latin-1")[:LONGEST],
+            **_tokens(exchange, usage or NOTHING),
+        }
+        self._spans.end(trace, trace.root, _name(exchange), exchange.begun, monotonic(), told, moments, str(error or "") if failed else None)
+
+    def _attempt(self, exchange: Exchange, attempt: Attempt, number: int, before: str | None, usage: Usage | None) -> None:
+        """`before`: how the attempt before it failed."""
+        replica, placement, kind = attempt.backend.replica, attempt.placement, _kind(attempt)
+        fault = exchange.fault if attempt is exchange.attempts[-1] else 0
+        refused = (fault or attempt.status) >= 400
+        told = {
+            "http.request.method": exchange.trace.attributes["http.request.method"],
+            "url.full": replica.url + exchange.request.path[:LONGEST],
+            "server.address": replica.host,
+            "server.port": replica.port,
+            "http.response.status_code": attempt.status or None,
+            "http.request.resend_count": number or None,
+            "error.type": str(fault or attempt.status) if refused else kind,
+            "hitherto.replica": attempt.backend.id,
+            "hitherto.policy": self._policy,
+            "hitherto.retry_reason": before,
+            "hitherto.cached_tokens.observed": usage.cached if usage is not None else None,
+            "hitherto.ttft.observed": attempt.first_at - attempt.sent_at if attempt.first_at and attempt.streams else None,
+        }
+        if attempt.prompt is not None and attempt.prompt.tokens:
+            told |= {"hitherto.cached_tokens.predicted": placement.overlap, "hitherto.ttft.predicted": placement.ttft}
+        moments = [(name, at, {}) for name, at in (("sent", attempt.sent_at), ("first_byte", attempt.first_at)) if at]
+        error = str(attempt.error or "") if kind or refused else None
+        self._spans.end(exchange.trace, attempt.context, _name(exchange), attempt.begun_at, attempt.ended_at, told, moments, error)
+
+
+def _kind(attempt: Attempt) -> str | None:
+    """Of the error that it ended with."""
+    return None if attempt.error is None else getattr(attempt.error, "kind", TIMEOUT)
+
+
+def _name(exchange: Exchange) -> str:
+    """As many as there are endpoints, whatever clients ask for."""
+    request = exchange.request
+    method = request.method if request.method in METHODS else "HTTP"
+    return f"{method} {request.path}" if exchange.label != "other" else method
+
+
+def _tokens(exchange: Exchange, usage: Usage) -> dict[str, Any]:
+    prompt = exchange.prompt
+    if prompt is None:
+        return {}
+    counted = prompt.tokens if prompt.mode == "exact" else None
+    return {
+        "gen_ai.request.model": prompt.model[:LONGEST] if prompt.model else None,
+        "gen_ai.usage.input_tokens": usage.prompt if usage.prompt is not None else counted,
+        "gen_ai.usage.output_tokens": usage.completion,
+    }
+
+
+def _address(host: str | None) -> dict[str, Any]:
+    """What the client calls the gateway."""
+    if not host:
+        return {}
+    name, colon, port = host[:LONGEST].rpartition(":")
+    if not colon or not port.isdecimal() or len(port) > 5:  # a collector's integers have 64 bits
+        return {"server.address": host[:LONGEST]}
+    return {"server.address": name, "server.port": int(port)}

@@ -1,0 +1,43 @@
+"""What follows a failed attempt: the rules on their own, and that every kind of failure has one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.proxy.blame import DOUBTFUL, REFUSED_ALIKE
+from gateway.proxy.retries import CLOSED, CONNECT, ELSEWHERE, HUNG, IDS, KINDS, RETRYABLE, Failed, Next, after, is_loss, of_status
+
+failures = st.builds(Failed, st.sampled_from([*KINDS, IDS]), st.booleans(), st.booleans())
+
+
+@pytest.mark.parametrize("status", sorted(RETRYABLE | DOUBTFUL))
+def test_every_status_after_which_another_replica_is_asked_has_a_rule(status):
+    assert of_status(status) in KINDS
+
+
+def test_what_engines_refuse_alike_computed_nothing_and_is_blamed_on_nobody_yet():
+    assert all(not KINDS[kind].computed and not KINDS[kind].blamed for kind in REFUSED_ALIKE)
+
+
+def test_a_kept_connection_that_died_of_old_age_is_repeated_once():
+    assert after(Failed(CLOSED, stale=True), 0, 0, retries=0) is Next.SAME
+    assert after(Failed(CLOSED, stale=True, repeated=True), 0, 0, retries=2) is Next.OTHER
+    assert after(Failed(CLOSED), 0, 0, retries=2) is Next.OTHER
+
+
+def test_the_second_replica_that_goes_down_with_it_is_the_last():
+    assert after(Failed(HUNG), 1, 1, retries=5) is Next.LOST
+    assert is_loss(Failed(CONNECT, repeated=True)) and not is_loss(Failed(CONNECT))
+
+
+def test_who_is_asked_for_a_stored_response_is_asked_until_one_has_it():
+    assert after(Failed(ELSEWHERE), 9, 0, retries=0) is Next.OTHER
+
+
+@given(failures, st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
+def test_no_replica_is_tried_beyond_what_is_allowed(failed, tried, losses, retries):
+    following = after(failed, tried, losses, retries)
+    if following is Next.OTHER:
+        assert losses + is_loss(failed) < 2 and (tried < retries or failed.kind == ELSEWHERE)
+    if following is Next.SAME:
+        assert failed.kind == IDS or not failed.repeated

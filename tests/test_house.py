@@ -140,3 +140,14 @@ def test_the_rooms_that_decide_have_no_clock_and_no_sockets():
     for path in pure:
         for name in imports(path):
             assert name.split(".")[0] not in ("time", "socket", "asyncio", "aiohttp", "threading", "os", "datetime", "selectors"), f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_only_settling_ends_a_placement_with_what_was_learned():
+    """What is learned from an answer is decided in one place: nobody else calls `Router.finish`."""
+    callers = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "gateway").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("router.finish")
+    }
+    assert callers == {"gateway/proxy/settling.py"}

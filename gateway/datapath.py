@@ -14,7 +14,7 @@ from policies import CostGroup, Ledger, Router, make
 from .config import Settings
 from .proxy.exchange import Exchange
 from .proxy.proxy import Proxy
-from .proxy.usage import Usage
+from .proxy.answers import Usage
 from .prompt.pipeline import SWITCH_SECONDS, Pipeline
 from .ops import log as lines
 from .ops.metrics import Metrics

@@ -1,17 +1,19 @@
-"""What the bytes of an answer say about it: that it is an error in spite of its status, or that no engine wrote it.
+"""What the bytes of an answer say about it: that it is an error in spite of its status, that no engine wrote it, what it used.
 
 An engine that streams sends its 200 before it computes anything, so a failure after that is an event in the stream: vLLM
 0.32 answers a prompt with a token id outside the vocabulary, or the death of its core, with 200, one error event and
 `[DONE]`. Such an answer takes a millisecond and must not be taken for a fast one.
 
 Nothing here is called per chunk. The first bytes are looked at when they come, the last ones when the answer is over and
-its usage is read. A line break inside generated text is escaped in JSON, so a line that begins like an event is one.
+its usage is read. A line break or a quote inside generated text is escaped in JSON, so a line that begins like an event is
+one, and a key with plain quotes around it is a key of the answer itself.
 """
 
 from __future__ import annotations
 
 import re
 from enum import Enum
+from typing import NamedTuple
 
 import orjson
 
@@ -183,3 +185,39 @@ def _status(error: bytes) -> int:
     if (code := _CODE.search(error)) is not None:
         return int(code[1])
     return 400 if _CLIENTS_FAULT.search(error) else 500
+
+
+# OpenAI chat, completions and responses; Anthropic messages. No engine counts as far as 19 digits.
+COUNT = re.compile(rb'"((?:prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens)"\s*:\s*(\d{1,18})(?!\d)')
+
+
+class Usage(NamedTuple):
+    """`prompt`: all tokens of the prompt, cached or not."""
+
+    prompt: int | None
+    completion: int | None
+    cached: int | None
+
+
+NOTHING = Usage(None, None, None)
+
+
+def read_usage(tail: bytes) -> Usage:
+    """Token counts from the last bytes of a response (JSON or the last events of a stream)."""
+    at = tail.rfind(b'"usage"')
+    if at < 0:
+        return NOTHING
+    prompt = completion = cached = None
+    besides = 0
+    for name, digits in COUNT.findall(tail, at):
+        count = int(digits)
+        if name == b"prompt_tokens" or name == b"input_tokens":
+            prompt = count if prompt is None else prompt
+        elif name == b"completion_tokens" or name == b"output_tokens":
+            completion = count if completion is None else completion
+        else:
+            if name != b"cached_tokens":  # Anthropic's input_tokens are what is neither of these, and vLLM's Messages keep to that
+                besides += count
+            if name != b"cache_creation_input_tokens":
+                cached = count if cached is None else cached
+    return Usage(prompt if prompt is None else prompt + besides, completion, cached)

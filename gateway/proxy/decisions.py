@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 from replicas.names import bracketed
 
 from ..errors import ApiError
-from .answers import error_status
+from .answers import error_status, read_usage
 from .attempt import Attempt
 from .proxy import Proxy
-from .usage import read_usage
 
 if TYPE_CHECKING:
     from ..prompt import Prompt

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..http.messages import Request
     from ..ops.metrics import Metrics
     from ..prompt import Prompt
-    from .usage import Usage
+    from .answers import Usage
 
 log = logging.getLogger("hitherto.proxy")
 

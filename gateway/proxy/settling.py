@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from policies import Placement, Router, hittable
 
-from .answers import error_status, speaks_api
+from .answers import Usage, error_status, read_usage, speaks_api
 from .attempt import TAIL, TAIL_BYTES, Attempt
 from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, Suspicion, agree
 from .drift import TOLERATED
@@ -20,7 +20,6 @@ from .exchange import Exchange
 from .forwarding import TokenIdForwarding
 from .retries import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, FULL, RETRYABLE, UNCONFIRMED
 from .together import Together
-from .usage import Usage, read_usage
 
 if TYPE_CHECKING:
     from ..errors import ApiError

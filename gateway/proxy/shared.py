@@ -33,7 +33,7 @@ from itertools import chain, count, repeat
 from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cachemap.background import Background, Failures
 from cachemap.cluster.connect import FAILURES, Line, Script, describe

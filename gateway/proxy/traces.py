@@ -14,7 +14,7 @@ from .attempt import Attempt
 from .exchange import Exchange
 from .heads import Parent
 from .retries import TIMEOUT
-from .usage import NOTHING, Usage
+from .answers import NOTHING, Usage
 
 if TYPE_CHECKING:
     from ..ops.spans import Trace

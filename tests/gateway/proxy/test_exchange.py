@@ -11,7 +11,7 @@ from replicas import State
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request
-from .replies import ANSWER, BODY, EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, says, streams
+from .replies import ANSWER, BODY, EVENT, LONG, USAGE, answers, chunk, post, says, streams
 from .stack import stack
 
 

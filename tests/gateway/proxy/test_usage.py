@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from gateway.proxy.usage import NOTHING, Usage, read_usage
+from gateway.proxy.answers import NOTHING, Usage, read_usage
 
 
 def test_openai_usage_is_read_from_a_whole_answer():

@@ -1,0 +1,118 @@
+"""What goes wrong once the client has a part of its answer: it can tell, and nobody is blamed in vain."""
+
+import asyncio
+
+import pytest
+
+from replicas import State
+
+from ..http.talk import eventually, read_request
+from .replies import EVENT, SSE_HEAD, chunk, post, says, streams
+from .stack import stack
+
+
+async def test_a_stream_that_is_silent_ends_sooner_where_the_replica_is_lost():
+    async with stack(says(SSE_HEAD + chunk(EVENT)), idle_timeout=60.0) as s:
+        (ill,) = s.proxy.backends.values()
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: any(x.attempt is not None and x.attempt.pieces for x in s.proxy.exchanges))
+        (exchange,) = s.proxy.exchanges
+        s.proxy.sweep(exchange.attempt.seen_at + 59)
+        ill.replica.state = State.FAILED
+        s.proxy.sweep(exchange.attempt.seen_at + 9)
+        assert s.faults == []
+        s.proxy.sweep(exchange.attempt.seen_at + 11)
+        status, _, body = await talk.response()
+        assert status == 200 and body.startswith(EVENT) and b"no byte for 10 s" in body and s.faults == ["stalled"]
+
+
+@pytest.mark.parametrize(
+    ("path", "marks"),
+    [
+        (b"/v1/chat/completions", [b'"code":"replica_failed"']),
+        (b"/v1/responses", [b"event: error", b'"type":"error"']),
+        (b"/v1/messages", [b"event: error", b'"type":"api_error"']),
+    ],
+)
+async def test_death_in_the_stream_ends_it_with_an_error_event_and_no_done(path, marks):
+    async with stack(streams(chunk(EVENT), chunk(EVENT), end=None)) as s:
+        talk = await s.talk()
+        await talk.say(post(path=path))
+        status, _, body = await talk.response()
+        assert status == 200 and body.startswith(EVENT + EVENT)
+        assert all(mark in body for mark in marks) and b"[DONE]" not in body
+        await eventually(s.idle)
+        await talk.say(post(path=path))  # the connection is as good as before
+        assert (await talk.response())[0] == 200
+
+
+@pytest.mark.parametrize("torn", [b"ff\r\ndata: half", b"ff"])
+async def test_death_inside_a_chunk_cuts_the_connection(torn):
+    async with stack(streams(chunk(EVENT), torn, end=None)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        raw = await talk.rest()
+        assert EVENT in raw and not raw.endswith(b"0\r\n\r\n") and b"[DONE]" not in raw
+        await eventually(s.idle)
+
+
+async def test_death_inside_a_plain_body_cuts_the_connection():
+    async with stack(says(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf", then_hangs=False)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert not (await talk.rest()).endswith(b"}")
+        await eventually(s.idle)
+
+
+async def test_a_stream_that_stalls_is_ended_with_an_error_event():
+    async with stack(streams(chunk(EVENT), pause=lambda: asyncio.sleep(30)), idle_timeout=0.2) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        _, _, body = await talk.response()
+        assert b"no byte for 0.2 s" in body and b"[DONE]" not in body
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("after", ["request", "first event"])
+async def test_a_client_that_leaves_aborts_the_request_upstream(after):
+    left = asyncio.Event()
+    arrived = asyncio.Event()
+
+    async def script(reader, writer):
+        await read_request(reader)
+        if after == "first event":
+            writer.write(SSE_HEAD + chunk(EVENT))
+        arrived.set()
+        assert await reader.read() == b""
+        left.set()
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await arrived.wait()
+        if after == "first event":
+            await talk.until(EVENT)
+        await talk.close()
+        await asyncio.wait_for(left.wait(), 5)
+        await eventually(s.idle)
+        assert s.metrics.client_aborts.total() == 1
+
+
+async def test_a_client_that_does_not_read_is_dropped_and_the_replica_not_blamed():
+    async def script(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD)
+        writer.write(chunk(EVENT))
+        for _ in range(400):
+            writer.write(chunk(b"d" * 65536))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        await reader.read()
+
+    async with stack(script, idle_timeout=0.3) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        await eventually(lambda: s.metrics.client_aborts.total() == 1)
+        await eventually(s.idle)
+        assert s.faults == []

@@ -62,5 +62,9 @@ class EngineDialect(Protocol):
     def launch_profile(self) -> type[LaunchProfile]:
         """The class of the profiles that start it. Imported when it is asked for: those who only adopt need not pay for it."""
 
+    def aborted(self, path: str, answer: bytes) -> bool:
+        """Whether an answer with status 200 to a request for `path` says that the engine cut it short because it was asked to stop.
+        `answer`: its first or its last bytes, with the last event of a stream among them."""
+
     def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         """`max_num_seqs` and `max_num_batched_tokens` out of what `limits_path` tells; {} if it does not."""

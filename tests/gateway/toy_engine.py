@@ -45,6 +45,9 @@ class ToyDialect:
     abort_marker = b'"toy_cut":true'
     limits_path = "/toy/limits"
 
+    def aborted(self, path, answer):
+        return self.abort_marker in answer
+
     def speaks(self, answers):
         return "toy" in answers["/version"].json()
 

@@ -6,7 +6,7 @@ from typing import Any
 from replicas.answer import Answer
 from replicas.launch.command import LaunchProfile
 from replicas.engines.dialect import EventRecords, Sources
-from replicas.engines.vllm import log, metrics, sources
+from replicas.engines.vllm import aborts, log, metrics, sources
 from replicas.engines.vllm.events import Decoder
 from replicas.engines.vllm.versions import version_quirks
 from replicas.problems import EVENTS_BY_HAND, Remedies
@@ -60,6 +60,9 @@ class Vllm:
         from replicas.engines.vllm.profile import VllmProfile
 
         return VllmProfile
+
+    def aborted(self, path: str, answer: bytes) -> bool:
+        return aborts.aborted(path, answer)
 
     def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         for name in ("vllm_config", "scheduler_config"):

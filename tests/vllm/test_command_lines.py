@@ -9,7 +9,8 @@ import pytest
 
 from replicas.launch import profile
 from replicas.launch.command import Model, Ports
-from replicas.engines.vllm.profile import KvCacheDtype, VllmProfile
+from replicas.engines.vllm.fields import KvCacheDtype
+from replicas.engines.vllm.profile import VllmProfile
 
 pytestmark = pytest.mark.exact
 

@@ -6,25 +6,12 @@ which it loads weights; and what would keep the gateway from its work.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-if TYPE_CHECKING:
-    from replicas.engines.vllm.profile import VllmProfile
+from replicas.engines.vllm.fields import ATTENTION_BACKENDS, Fields
 
 Rule = tuple[object, str]  # (true if broken, reason)
 
-# Attention backend -> what its block size must be a multiple of (1: anything). `--attention-backend` takes any string
-# and an unknown one fails only when the model is there, so names are checked here.
-ATTENTION_BACKENDS = {
-    "FLASH_ATTN": 16, "TRITON_ATTN": 16, "FLASHINFER": 16, "FLEX_ATTENTION": 16, "CPU_ATTN": 16, "TURBOQUANT": 16,
-    "FLASHMLA": 64, "FLASHMLA_SPARSE": 64, "FLASHINFER_MLA": 32, "FLASHINFER_MLA_SPARSE": 32, "TRITON_MLA": 16,
-    "CUTLASS_MLA": 128, "FLASH_ATTN_MLA": 16, "FLASH_ATTN_MLA_SPARSE": 64, "TOKENSPEED_MLA": 32, "CPU_MLA": 16,
-    "AMX_MLA": 32, "ROCM_ATTN": 1, "ROCM_AITER_FA": 1, "ROCM_AITER_UNIFIED_ATTN": 16, "ROCM_AITER_MLA": 1,
-    "ROCM_AITER_TRITON_MLA": 1, "ROCM_AITER_MLA_SPARSE": 1, "XPU_MLA_SPARSE": 1, "FLASH_ATTN_DIFFKV": 16,
-    "TRITON_ATTN_DIFFKV": 16, "FLASHMLA_SPARSE_DSV4": 1, "FLASHINFER_MLA_SPARSE_DSV4": 1, "HPC_ATTN": 64, "B12X": 1,
-}  # fmt: skip
 MLA_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")
 PLAIN_DTYPES = ("auto", "float16", "bfloat16")  # all that these backends store:
 PLAIN_ONLY = ("FLEX_ATTENTION", "FLASH_ATTN_MLA")
@@ -49,24 +36,14 @@ OURS = {
 }  # fmt: skip
 
 
-def unknown_value(value: object, known: Iterable[str]) -> object:
-    """`value` if it is known. Raises ValueError with what was probably meant."""
-    names = list(known)
-    if value is None or value in names:
-        return value
-    near = difflib.get_close_matches(str(value).upper(), names, 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"{value!r} is not known; {hint}One that only your vLLM knows goes to extra_args")
-
-
-def contradictions(profile: VllmProfile) -> list[str]:
+def contradictions(profile: Fields) -> list[str]:
     """Every reason against the profile, [] if there is none."""
     rules = (_parallel, _attention, _memory, _scheduling, _execution, _speculation, _adapters, _events, _on_cpu)
     found = [reason for rule in rules for broken, reason in rule(profile) if broken]
     return found + list(_extra(profile))
 
 
-def _parallel(p: VllmProfile) -> Iterator[Rule]:
+def _parallel(p: Fields) -> Iterator[Rule]:
     tp, pcp, dcp, dp = p.tensor_parallel_size, p.prefill_context_parallel_size, p.decode_context_parallel_size, p.data_parallel_size
     yield (
         p.enable_expert_parallel and tp * pcp * dp == 1,
@@ -97,7 +74,7 @@ def _parallel(p: VllmProfile) -> Iterator[Rule]:
     )
 
 
-def _attention(p: VllmProfile) -> Iterator[Rule]:
+def _attention(p: Fields) -> Iterator[Rule]:
     backend, dtype = p.attention_backend or "", p.kv_cache_dtype or "auto"
     mla = "MLA" in backend
     yield (
@@ -117,7 +94,7 @@ def _attention(p: VllmProfile) -> Iterator[Rule]:
     )
 
 
-def _memory(p: VllmProfile) -> Iterator[Rule]:
+def _memory(p: Fields) -> Iterator[Rule]:
     connector = p.kv_transfer_config.kv_connector if p.kv_transfer_config else ""
     yield (
         p.gpu_memory_utilization and p.kv_cache_memory_bytes,
@@ -136,7 +113,7 @@ def _memory(p: VllmProfile) -> Iterator[Rule]:
     )
 
 
-def _scheduling(p: VllmProfile) -> Iterator[Rule]:
+def _scheduling(p: Fields) -> Iterator[Rule]:
     budget, longest = p.max_num_batched_tokens, p.max_model_len if isinstance(p.max_model_len, int) else None
     yield (
         p.enable_chunked_prefill is False and budget and longest and budget < longest,
@@ -157,7 +134,7 @@ def _scheduling(p: VllmProfile) -> Iterator[Rule]:
     )
 
 
-def _execution(p: VllmProfile) -> Iterator[Rule]:
+def _execution(p: Fields) -> Iterator[Rule]:
     graphs = {
         "cudagraph_capture_sizes": p.cudagraph_capture_sizes,
         "max_cudagraph_capture_size": p.max_cudagraph_capture_size,
@@ -175,7 +152,7 @@ def _execution(p: VllmProfile) -> Iterator[Rule]:
     )
 
 
-def _speculation(p: VllmProfile) -> Iterator[Rule]:
+def _speculation(p: Fields) -> Iterator[Rule]:
     s = p.speculative_config
     if s is None:
         return
@@ -208,7 +185,7 @@ def _speculation(p: VllmProfile) -> Iterator[Rule]:
     )
 
 
-def _adapters(p: VllmProfile) -> Iterator[Rule]:
+def _adapters(p: Fields) -> Iterator[Rule]:
     limits = [name for name in ("max_loras", "max_lora_rank", "max_cpu_loras") if getattr(p, name)]
     yield (
         limits and not (p.enable_lora or p.lora_modules),
@@ -220,7 +197,7 @@ def _adapters(p: VllmProfile) -> Iterator[Rule]:
     )
 
 
-def _events(p: VllmProfile) -> Iterator[Rule]:
+def _events(p: Fields) -> Iterator[Rule]:
     yield (
         p.kv_events and not p.enable_prefix_caching,
         "kv_events tell what the prefix cache holds, and enable_prefix_caching is false: set kv_events: false too",
@@ -231,7 +208,7 @@ def _events(p: VllmProfile) -> Iterator[Rule]:
     )
 
 
-def _on_cpu(p: VllmProfile) -> Iterator[Rule]:
+def _on_cpu(p: Fields) -> Iterator[Rule]:
     if p.device != "cpu":
         return
     yield p.enable_sleep_mode, "enable_sleep_mode: vLLM has no sleep mode on CPU"
@@ -256,7 +233,7 @@ def _on_cpu(p: VllmProfile) -> Iterator[Rule]:
     )
 
 
-def _extra(p: VllmProfile) -> Iterator[str]:
+def _extra(p: Fields) -> Iterator[str]:
     fields = type(p).model_fields
     for word in p.extra_args:
         flag = word.partition("=")[0]

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from cachemap.changes import Change, Clear, Contents, Observe, Remove, Store
 from cachemap.table.block_table import BlockTable
 from cachemap.table.blocks import NO_BLOCKS, u64
 from cachemap.table.capacity import Budget
-from cachemap.changes import Change, Clear, Contents, Observe, Remove, Store
 from cachemap.table.chains import BYTES_PER_BLOCK, EngineModel
 from cachemap.table.routed import Routed
 

@@ -3,20 +3,20 @@
 One policy a file; the vocabulary they share is `Load`, `Demand`, `Candidate`, `Choice`. `Ledger`
 keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
 """
-from .rules.consistent_hash import ConsistentHash
 from .costs import CostGroup, Costs
+from .ledger import Ledger, Reservation
+from .load import UNTIMED, Load
+from .roster import Roster
+from .router import Asked, Decision, Placement, PrefixMap, Router, Targets
+from .rules.consistent_hash import ConsistentHash
+from .rules.least_cost import Cost
 from .rules.least_load import LeastLoad
 from .rules.least_time import LeastTime
-from .ledger import Ledger, Reservation
-from .rules.least_cost import Cost
 from .rules.overlap_cost import OverlapCost
 from .rules.power_of_two import PowerOfTwo
 from .rules.prefix_affinity import PrefixAffinity
 from .rules.random import Random
-from .roster import Roster
 from .rules.round_robin import RoundRobin
-from .router import Asked, Decision, Placement, PrefixMap, Router, Targets
-from .load import UNTIMED, Load
 from .vocabulary import Candidate, Choice, Demand, Policy, hittable
 
 _POLICIES = {p.name: p for p in (RoundRobin, Random, LeastLoad, PowerOfTwo, ConsistentHash,
@@ -33,5 +33,27 @@ def make(name: str) -> Policy:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(NAMES)}") from None
 
 
-__all__ = ["Asked", "Candidate", "Choice", "Cost", "CostGroup", "Costs", "DEFAULT", "Decision", "Demand", "Ledger", "Load", "NAMES",
-           "Placement", "Policy", "PrefixMap", "Reservation", "Roster", "Router", "Targets", "UNTIMED", "hittable", "make"]
+__all__ = [
+    "DEFAULT",
+    "NAMES",
+    "UNTIMED",
+    "Asked",
+    "Candidate",
+    "Choice",
+    "Cost",
+    "CostGroup",
+    "Costs",
+    "Decision",
+    "Demand",
+    "Ledger",
+    "Load",
+    "Placement",
+    "Policy",
+    "PrefixMap",
+    "Reservation",
+    "Roster",
+    "Router",
+    "Targets",
+    "hittable",
+    "make",
+]

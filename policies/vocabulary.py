@@ -1,9 +1,9 @@
 """The plain types a policy sees and answers with. Tokens are counts, times are seconds."""
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from .costs import Costs
 from .load import UNTIMED, Load

@@ -19,12 +19,22 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from cachemap.changes import Change, Clear, Observe, Store, merged
-from cachemap.events.intake import EventIntake
-from cachemap.map import CacheMap
-from cachemap.cluster.codec import FIRST, RELOAD, Damaged, Delta, Identity, Position, Snapshot, Unreadable, decode_snapshot
+from cachemap.cluster.codec import (
+    FIRST,
+    RELOAD,
+    Damaged,
+    Delta,
+    Identity,
+    Position,
+    Snapshot,
+    Unreadable,
+    decode_snapshot,
+)
 from cachemap.cluster.connect import FAILURES, heed_cancellation
 from cachemap.cluster.journal import Journal
 from cachemap.cluster.keys import RESYNC, REWRITE, UNNAMED, Keys
+from cachemap.events.intake import EventIntake
+from cachemap.map import CacheMap
 
 log = logging.getLogger("hitherto.share")
 

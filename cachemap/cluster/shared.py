@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from cachemap.background import Background, Failures
-from cachemap.map import CacheMap
 from cachemap.cluster.codec import PIECE, Damaged, Delta, decode_entry
 from cachemap.cluster.connect import FAILURES, Place, Script, Trouble, Ways, heed_cancellation, in_words, xread
 from cachemap.cluster.intake import SharedIntake
 from cachemap.cluster.journal import LONGEST_DELTA
 from cachemap.cluster.keys import KEEP_SECONDS, RESYNC, REWRITE, Keys
 from cachemap.cluster.writing import BATCH_SECONDS, WRITES, Writing
+from cachemap.map import CacheMap
 
 log = logging.getLogger("hitherto.share")
 

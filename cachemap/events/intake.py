@@ -14,9 +14,9 @@ import zmq
 
 from cachemap.events.apply import EventApplier
 from cachemap.events.records import Batch, Cleared, Decoder, EventError, Removed, Stored
-from cachemap.map import CacheMap
 from cachemap.events.sequence import Order, classify
 from cachemap.events.sockets import WAKE_SECONDS, Inbox, connected, replay
+from cachemap.map import CacheMap
 
 RETRY_SECONDS = (1.0, 30.0)  # between attempts to have all replayed, doubling
 # Until an endpoint that neither answers nor refuses is called unreachable; and one that has answered, until what was heard of it

@@ -158,7 +158,7 @@ class BlockTable:
 
 def _fewer(counts: Counter[int], block: int) -> bool:
     """One alias of the block went; whether there are others."""
-    beyond = counts[block] if block in counts else 0
+    beyond = counts.get(block, 0)
     if beyond > 1:
         counts[block] = beyond - 1
     elif beyond:

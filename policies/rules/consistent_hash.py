@@ -8,13 +8,13 @@ the session, else the prompt's first block; with neither it is `least_load`.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
-from typing import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from .least_load import busy, fewest_requests
 from ..vocabulary import Candidate, Choice, Demand
+from .least_load import busy, fewest_requests
 
 # A session's home may hold a quarter more than its share; lower evens out load and moves more
 # sessions away from their cache.

@@ -6,11 +6,11 @@ be missing and then counts as zero. Blind to prefixes and to how long a prompt i
 """
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
-from .least_cost import Cost, least
 from ..load import Load
 from ..vocabulary import Candidate, Choice, Demand
+from .least_cost import Cost, least
 
 
 def busy(load: Load) -> int:

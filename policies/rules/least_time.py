@@ -32,15 +32,16 @@ Weak spot: equal prompts that share nothing, with replies of 24 tokens, past 90 
 """
 from __future__ import annotations
 
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..costs import step_seconds, ttft_features, ttft_terms
-from .least_cost import Cost, least, least_of
 from ..load import Load
 from ..roster import Roster
 from ..vocabulary import Candidate, Choice, Demand
+from .least_cost import Cost, least, least_of
 
 _INTERFERENCE = 0.03    # seconds of TTFT that a second of one stream's standstill is worth: requests that come meanwhile meet that stream
 _BATCHED = 0.25         # chance that a prompt there shares a step with ours, if it may have begun: those that have not begun will

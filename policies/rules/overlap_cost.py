@@ -8,11 +8,11 @@ cost of NVIDIA Dynamo's KV router (1.6), which vllm-router's `kv_aware` resemble
 """
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
-from .least_cost import Cost, least
 from ..load import Load
 from ..vocabulary import Candidate, Choice, Demand
+from .least_cost import Cost, least
 
 
 def terms(tokens: float, now: float, future: float, ttft: Sequence[float], step: Sequence[float], overlap: float, lower: float,

@@ -7,10 +7,10 @@ with stale views do not all pick the same replica.
 """
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
-from .least_load import COST, busy
 from ..vocabulary import Candidate, Choice, Demand
+from .least_load import COST, busy
 
 
 class PowerOfTwo:

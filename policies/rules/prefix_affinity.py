@@ -9,10 +9,10 @@ they may never trigger and one replica can take everything.
 """
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
-from .least_load import busy, fewest_requests
 from ..vocabulary import Candidate, Choice, Demand
+from .least_load import busy, fewest_requests
 
 _MATCH, _APART, _TIMES = 0.3, 64, 1.5
 

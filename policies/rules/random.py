@@ -5,7 +5,7 @@ without knowing of each other; its queues are longer than round robin's at the s
 """
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from ..vocabulary import Candidate, Choice, Demand, pick
 

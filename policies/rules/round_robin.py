@@ -6,7 +6,7 @@ replicas: the baseline every gateway is compared with.
 """
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from ..vocabulary import Candidate, Choice, Demand
 

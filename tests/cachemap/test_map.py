@@ -134,7 +134,7 @@ def test_a_key_that_comes_to_mean_another_block_leaves_the_one_before(steps):
     table, held = CacheMap(MIB), {}
     slot = table.attach("r", None, True)
     for pairs in steps:
-        named = {key: block for key, block in pairs}
+        named = dict(pairs)
         table.store(slot, list(named.values()), list(named))
         held |= named
         for block in range(1, 6):

@@ -3,11 +3,12 @@ import json
 import random
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from policies import CostGroup, Load
-from policies.load import FAR, UNTIMED
 from policies.costs import TTFT_PRIOR, Fit
+from policies.load import FAR, UNTIMED
 
 ENGINE = (0.004, 60e-6, 9e-9, 45e-6, 0.003, 1.3)     # unlike the prior in every coefficient
 

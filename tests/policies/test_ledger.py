@@ -2,7 +2,8 @@
 from dataclasses import astuple
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from policies import Ledger, Load
 from policies.load import FAR

@@ -6,7 +6,8 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from policies import NAMES, Candidate, CostGroup, Demand, Ledger, Load, make
 from policies.rules import least_time
@@ -191,7 +192,7 @@ def test_least_time_goes_where_the_prompt_under_way_is_nearly_done():
 
 def test_least_time_begins_conversations_where_fewer_went_lately_and_leaves_others_where_they_are():
     """One stream here or there just now; by the choices of late, four in five streams are on the first two."""
-    loads = dict(requests=[1, 1, 1, 1], decoding=[1, 1, 1, 1], context_tokens=[4000] * 4, recent=[4.0, 4.0, 1.0, 1.0])
+    loads = {"requests": [1, 1, 1, 1], "decoding": [1, 1, 1, 1], "context_tokens": [4000] * 4, "recent": [4.0, 4.0, 1.0, 1.0]}
     candidates = fleet(4, **loads)
     for one in candidates[:3]:
         one.overlap = 3008

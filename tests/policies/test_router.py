@@ -14,8 +14,8 @@ SIZE = 16
 class Prefixes:
     """A map in which one says who holds what; it notes what it is told."""
 
-    def __init__(self, *held, lower={}):
-        self.held, self.lower, self.told = list(held), lower, []
+    def __init__(self, *held, lower=None):
+        self.held, self.lower, self.told = list(held), lower or {}, []
 
     def match(self, hashes, now):
         return SimpleNamespace(held=[min(blocks, len(hashes)) for blocks in self.held], lower=self.lower)

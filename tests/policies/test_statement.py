@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policies import Candidate, CostGroup, Demand, Ledger, Load, Roster
-from policies.rules import least_load, least_time, overlap_cost
 from policies.load import FAR, UNTIMED
+from policies.rules import least_load, least_time, overlap_cost
 from policies.statement import OVERLAP, REQUEST, STANDING, Arrays, expressions, lua, python, symbol
 
 RULES = {"least_time": least_time, "overlap_cost": overlap_cost, "least_load": least_load}

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from cachemap import CacheMap
 from cachemap.changes import Clear, Contents, Observe
-from cachemap.cluster.codec import Identity, Position, Snapshot, Unreadable, decode_delta, decode_snapshot, encode_snapshot
+from cachemap.cluster.codec import (
+    Identity,
+    Position,
+    Snapshot,
+    Unreadable,
+    decode_delta,
+    decode_snapshot,
+    encode_snapshot,
+)
 from cachemap.cluster.journal import KEEP, LEAST_TAIL, TAIL, Journal
 
 MIB = 1 << 20

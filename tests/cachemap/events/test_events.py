@@ -94,7 +94,7 @@ def test_unknown_fields_are_ignored():
 def test_salt_and_adapter_name_another_chain(setting):
     apply(setting, stored([1, 2], TOKENS[:8], extra_keys=[["t1"], None]))
     apply(setting, stored([3, 4], TOKENS[8:], 2))
-    lora = dict(lora_name="ad", extra_keys=[["ad", "t1"], ["ad"]])
+    lora = {"lora_name": "ad", "extra_keys": [["ad", "t1"], ["ad"]]}
     apply(setting, stored([11, 12], TOKENS[:8], **lora))
     assert held(setting, hashes()) == 0
     assert held(setting, hashes(cache_salt="t1")) == 4
@@ -145,7 +145,7 @@ def test_branches_within_one_batch_find_their_parents(setting):
         stored([5], TOKENS[12:], 3),
     )
     assert held(setting, hashes()) == 4
-    assert held(setting, hashes(TOKENS[:4] + [7, 7, 7, 7])) == 2
+    assert held(setting, hashes([*TOKENS[:4], 7, 7, 7, 7])) == 2
 
 
 def test_removed_and_stored_again_in_one_batch_ends_as_it_was_sent(setting):

@@ -117,15 +117,14 @@ async def test_a_gap_beyond_the_record_clears_the_replica_and_says_so():
 
 
 async def test_a_gap_without_a_replay_socket_clears_and_goes_on():
-    async with publishing() as publisher:
-        async with following(publisher, replay=False) as (table, intake, changes):
-            await publisher.publish(blocks(0, 4))
-            await until(lambda: held(table) == 4)
-            await publisher.publish(removed(103), lose=True)
-            await publisher.publish(blocks(4, 6), blocks(0, 1))
-            await until(lambda: intake.last_seq == 2)
-            assert held(table) == 1 and intake.orphans == 2 and intake.state == "live"
-            assert any("cleared" in reason for _, reason in changes)
+    async with publishing() as publisher, following(publisher, replay=False) as (table, intake, changes):
+        await publisher.publish(blocks(0, 4))
+        await until(lambda: held(table) == 4)
+        await publisher.publish(removed(103), lose=True)
+        await publisher.publish(blocks(4, 6), blocks(0, 1))
+        await until(lambda: intake.last_seq == 2)
+        assert held(table) == 1 and intake.orphans == 2 and intake.state == "live"
+        assert any("cleared" in reason for _, reason in changes)
 
 
 async def test_a_restarted_engine_voids_what_its_predecessor_held():

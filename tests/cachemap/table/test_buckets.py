@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemap.table import buckets
-from cachemap.table.index import Index
 from cachemap.table.buckets import EASY, FILL, Buckets
+from cachemap.table.index import Index
 
 # few distinct tags in few buckets: first and second buckets fill, and words spill
 TAGS = st.lists(st.integers(1, 60), unique=True, max_size=14)

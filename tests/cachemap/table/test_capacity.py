@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemap import CacheMap
-from cachemap.table import buckets, capacity as capacities, memory
+from cachemap.table import buckets, memory
+from cachemap.table import capacity as capacities
 from cachemap.table.holders import HolderSets, spread
 from cachemap.table.ids import BlockIdAllocator
 

@@ -136,7 +136,7 @@ def compare(one: dict[str, np.ndarray], *others: dict[str, np.ndarray]) -> dict[
     def error(name: str, of) -> float:
         return round(float(of(one[name]) / np.mean([of(other[name]) for other in others]) - 1), 4)
 
-    return {name: {"mean": error(name, np.mean), **{f"p{q}": error(name, lambda values: np.percentile(values, q)) for q in QUANTILES}}
+    return {name: {"mean": error(name, np.mean), **{f"p{q}": error(name, lambda values, q=q: np.percentile(values, q)) for q in QUANTILES}}
             for name in one}  # fmt: skip
 
 

@@ -21,10 +21,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from cachemap import CacheMap
-from gateway.proxy.backend import Backend
-from gateway.proxy.proxy import Proxy
 from gateway.models import Models
 from gateway.prompt import Prompt
+from gateway.proxy.backend import Backend
+from gateway.proxy.proxy import Proxy
 from policies import NAMES, CostGroup, Ledger, Router, make
 from replicas import State
 

@@ -109,7 +109,7 @@ def text(cells: Runs) -> str:
     out = [*summary(judged), "", *_NOTES, "", *_ours(judged), ""]
     for figure, title in (("mean", "mean TTFT"), ("p99", "p99 TTFT"), ("goodput", "share of requests within the SLO, %"), ("hit", "hit rate, %"),
                           ("spread", "requests of the busiest replica by an even share"), ("tpot99", "p99 TPOT, ms")):
-        out += _matrix(judged, figure, title) + [""]
+        out += [*_matrix(judged, figure, title), ""]
     return "\n".join(out)
 
 

@@ -85,12 +85,12 @@ def replay() -> None:
     """Runs in valgrind: each step of all requests after the other, with a dump of the counts behind each."""
     from bench.stages import bodies
     from cachemap import CacheMap
+    from gateway.models import Models
+    from gateway.ops.metrics import Metrics
+    from gateway.prompt.pipeline import Pipeline
     from gateway.proxy import placing
     from gateway.proxy.backend import Backend
     from gateway.proxy.proxy import Proxy
-    from gateway.models import Models
-    from gateway.prompt.pipeline import Pipeline
-    from gateway.ops.metrics import Metrics
     from policies import CostGroup, Ledger, Router, make
     from replicas import Replica, State
     from replicas.simulated.model import sim_model_dir

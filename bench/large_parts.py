@@ -14,6 +14,7 @@ import json
 import socket
 import sys
 from time import perf_counter, sleep
+from typing import ClassVar
 
 import uvloop
 
@@ -36,7 +37,7 @@ FIXED = {
 
 class Engine(asyncio.Protocol):
     holding = False
-    waiting: list[asyncio.Transport] = []  # of all connections
+    waiting: ClassVar[list[asyncio.Transport]] = []  # of all connections
 
     def connection_made(self, transport):
         self.transport, self.head, self.missing, self.path = transport, b"", 0, b""

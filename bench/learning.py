@@ -12,6 +12,7 @@ Then shadow mode: what a policy in shadow is said to save, beside what it is whe
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import random
@@ -23,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.play import Conversation, backlog, pace
-from gateway.proxy.shadow import Seen, Shadows, told
 from gateway.ops.metrics import Metrics
+from gateway.proxy.shadow import Seen, Shadows, told
 from loadgen.simulate import Fleet, Record, Turn
 from policies import Costs
 from replicas.simulated.profile import Profile, StepDurations, load_profile
@@ -106,7 +107,7 @@ def middle(work: Sequence[Conversation], rate: float) -> float:
 def errors(records: Sequence[Record]) -> list[dict]:
     """p50 and p90 of the relative error, window by window."""
     rows, ordered = [], sorted(records, key=lambda record: record.sent)
-    for first, last in zip(WINDOWS, WINDOWS[1:]):
+    for first, last in itertools.pairwise(WINDOWS):
         part = ordered[first:last]
         if len(part) >= (last - first) / 2:
             error = np.array([abs(one.expected_ttft / (one.first - one.sent) - 1) for one in part])

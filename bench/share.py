@@ -117,7 +117,7 @@ async def steady_memory(url: str, engines: list[Engine], intakes: list, shared: 
     """MEMORY USAGE over all keys, looked at while the caches turn over once, tails at all lengths."""
     found = []
     for turn in range(12):
-        for step in range(options.blocks // 12 // STEP):
+        for _step in range(options.blocks // 12 // STEP):
             for engine in engines:
                 engine.step()
             await asyncio.sleep(0.005)
@@ -129,11 +129,10 @@ async def steady_memory(url: str, engines: list[Engine], intakes: list, shared: 
 
 
 def memory(url: str) -> int:
-    with redis.Redis.from_url(url) as client:
-        with client.pipeline(transaction=False) as pipe:
-            for key in client.scan_iter(count=1000):
-                pipe.memory_usage(key, samples=0)
-            return sum(size or 0 for size in pipe.execute())
+    with redis.Redis.from_url(url) as client, client.pipeline(transaction=False) as pipe:
+        for key in client.scan_iter(count=1000):
+            pipe.memory_usage(key, samples=0)
+        return sum(size or 0 for size in pipe.execute())
 
 
 async def warm(url: str, options: argparse.Namespace, table: CacheMap) -> dict:

@@ -20,17 +20,17 @@ from collections.abc import Callable
 from time import perf_counter
 
 from cachemap import CacheMap
-from gateway.proxy import conductor
-from gateway.proxy.backend import Backend
-from gateway.proxy.proxy import Proxy
-from gateway.proxy.together import Together
-from gateway.models import Models
-from gateway.prompt.pipeline import Pipeline
-from gateway.ops.metrics import Metrics
 from gateway.http import upstream as wire
 from gateway.http.downstream import Downstream
 from gateway.http.server import Server
 from gateway.http.upstream import Upstream
+from gateway.models import Models
+from gateway.ops.metrics import Metrics
+from gateway.prompt.pipeline import Pipeline
+from gateway.proxy import conductor
+from gateway.proxy.backend import Backend
+from gateway.proxy.proxy import Proxy
+from gateway.proxy.together import Together
 from policies import CostGroup, Ledger, Router, make
 from replicas import Replica, State
 from replicas.simulated.model import sim_model_dir

@@ -128,7 +128,6 @@ def running(name: str, engines: Sequence[int]) -> Iterator[Front]:
 
 def _answers(port: int) -> bool:
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", HELLO, {"content-type": "application/json"})
-    with contextlib.suppress(OSError):
-        with urllib.request.urlopen(request, timeout=2) as answer:
-            return answer.status == 200
+    with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=2) as answer:
+        return answer.status == 200
     return False

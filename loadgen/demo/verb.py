@@ -185,6 +185,6 @@ def command(name: str) -> str:
     """How to type a command from here: its bare name if that finds this installation's."""
     here = Path(sys.executable).with_name(name)
     found = shutil.which(name)
-    if found and Path(found).resolve() == here.resolve() or not here.exists():
+    if (found and Path(found).resolve() == here.resolve()) or not here.exists():
         return name
     return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)

@@ -91,7 +91,7 @@ class Reply:
         record = self.record
         try:
             message = orjson.loads(payload)
-            if "error" in message and message["error"]:
+            if message.get("error"):
                 record.error, record.detail = "stream_error", str(message["error"])[:_MAX_DETAIL]
                 return
             for choice in message.get("choices") or ():

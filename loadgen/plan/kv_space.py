@@ -203,7 +203,7 @@ def _dtype(config: Mapping[str, object], text: Mapping[str, object]) -> tuple[st
     """What the engine stores if nobody says otherwise: as the checkpoint's quantisation says, else the weights' type."""
     quantized = next((said["quantization_config"] for said in (config, text) if isinstance(said.get("quantization_config"), dict)), {})
     scheme, algorithm = quantized.get("kv_cache_scheme"), quantized.get("kv_cache_quant_algo")
-    if isinstance(scheme, dict) and scheme.get("num_bits") == 8 or str(algorithm).lower() == "fp8":
+    if (isinstance(scheme, dict) and scheme.get("num_bits") == 8) or str(algorithm).lower() == "fp8":
         return "fp8", ["the checkpoint says that its cache is fp8"]
     for said in (config, text):
         if name := said.get("dtype") or said.get("torch_dtype"):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import repeat
 
-from cachemap.table.chains import EngineModel
 from cachemap.map import PREDICTED_SECONDS, Match
+from cachemap.table.chains import EngineModel
 from cachemap.table.routed import Routed
 
 

@@ -28,7 +28,7 @@ _OUR_REPLIES = 1 << 64      # above all hashes: blocks that hold some of a reply
 
 class Said(NamedTuple):
     """A conversation so far: its full blocks' hashes, the bytes after them, and its length in tokens."""
-    hashes: list[int] = []
+    hashes: list[int] = []  # noqa: RUF012  never changed in place
     tail: bytes = b""
     tokens: int = 0
 

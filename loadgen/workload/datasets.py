@@ -152,7 +152,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
 def dataset(args: argparse.Namespace) -> str:
     """The load's name; a file says it by what it holds. Raises BadOption, BadWorkload."""
     if args.dataset_name is None:
-        return args.dataset_path and traces.guess(args.dataset_path) or "multi-turn"
+        return (args.dataset_path and traces.guess(args.dataset_path)) or "multi-turn"
     return args.dataset_name
 
 

@@ -11,8 +11,8 @@ Approximated: AIBrix hashes 128 characters a block and keeps 200,000 blocks in a
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
-from typing import Sequence
 
 from policies import Candidate, Choice, Demand
 

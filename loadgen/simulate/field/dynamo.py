@@ -12,7 +12,7 @@ The product's `overlap_cost` is this without sharing among active blocks. Left o
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Sequence
+from collections.abc import Sequence
 
 from policies import Candidate, Choice, Demand
 

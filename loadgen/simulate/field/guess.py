@@ -7,7 +7,7 @@ known here. A block is never older than those after it, so to throw out the olde
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Sequence
+from collections.abc import Sequence
 
 
 class Guess:

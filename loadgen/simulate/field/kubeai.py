@@ -11,12 +11,11 @@ stands for the latter, where there is one, else the prompt's first block of 16 t
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Sequence
+from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
 from policies import Candidate, Choice, Demand
-
 
 _BOUND = 1.25
 _POINTS = 256

@@ -11,7 +11,7 @@ the README says to measure it; its default, 15,928 tokens/s, is that of a 32B mo
 """
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from policies import Candidate, Choice, Demand
 

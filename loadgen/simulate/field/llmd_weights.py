@@ -10,7 +10,7 @@ a number a second old herds. So the queue is the requests sent there whose first
 """
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from policies import Candidate, Choice, Demand
 

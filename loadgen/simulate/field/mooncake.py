@@ -10,7 +10,7 @@ times as long, since these engines send each other no KV; rejection by the SLO; 
 """
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from policies import Candidate, Choice, Demand
 

@@ -7,7 +7,8 @@ is worth to a greedy rule, not the best schedule there is.
 """
 from __future__ import annotations
 
-from typing import Protocol, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from policies import Candidate, Choice, Demand
 

@@ -15,7 +15,7 @@ evicted, and moving prefixes from the busiest replica to the least busy.
 from __future__ import annotations
 
 from collections import deque
-from typing import Sequence
+from collections.abc import Sequence
 
 from policies import Candidate, Choice, Demand
 

@@ -10,7 +10,7 @@ keeps the last 2**20 blocks.
 """
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from policies import Candidate, Choice, Demand
 

@@ -9,12 +9,11 @@ session header and blind to load (the production stack sends requests without on
 from __future__ import annotations
 
 import random
-from typing import Sequence
+from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
 from policies import Candidate, Choice, Demand
-
 
 
 class SessionHash:

@@ -11,7 +11,7 @@ not every 120 s; which of several holders sglang takes is an accident of its has
 """
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from policies import Candidate, Choice, Demand
 

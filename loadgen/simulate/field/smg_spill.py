@@ -12,7 +12,7 @@ they are off by default: overlap decay, the KV usage triggers, and the overload 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Sequence
+from collections.abc import Sequence
 
 from policies import Candidate, Choice, Demand
 

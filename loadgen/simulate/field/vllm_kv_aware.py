@@ -10,7 +10,7 @@ Approximated: its tie rule is not stated.
 """
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from policies import Candidate, Choice, Demand
 

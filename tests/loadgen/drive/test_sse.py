@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ def read(parts: list[tuple[bytes, float]], headers=SSE, status=200) -> Record:
 @given(st.lists(st.integers(0, len(STREAM)), max_size=40))
 def test_a_stream_reads_the_same_however_it_is_cut(cuts):
     edges = sorted({0, len(STREAM), *cuts})
-    record = read([(STREAM[start:end], float(end)) for start, end in zip(edges, edges[1:])])
+    record = read([(STREAM[start:end], float(end)) for start, end in itertools.pairwise(edges)])
     assert record.text == "Grüße"
     assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (50, 2, 48)
     assert record.error is None

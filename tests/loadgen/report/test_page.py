@@ -90,7 +90,7 @@ def test_what_is_missing_is_left_out(tmp_path, runs, lacking, number):
     text = page_of(tmp_path, runs(["one", "two"], number, **lacking))
     assert text.count("<figure") == text.count("<svg xmlns:xlink")
     assert ("Load of each replica" in text) == ("replica" not in lacking)
-    assert ("Hit rate over time" in text) == (number > 1 and not {"prompt_tokens", "cached_tokens", "error"} & set(lacking) or lacking.get("cached_tokens") == 0 and number > 1)
+    assert ("Hit rate over time" in text) == ((number > 1 and not {"prompt_tokens", "cached_tokens", "error"} & set(lacking)) or (lacking.get("cached_tokens") == 0 and number > 1))
     assert ("2 × connect" in text or "7 × connect" in text or "1 × connect" in text) == ("error" in lacking)
 
 

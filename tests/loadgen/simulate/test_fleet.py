@@ -1,4 +1,5 @@
 """The virtual fleet: deterministic, complete, and true to what its parts say."""
+import itertools
 import random
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ def turn(hashes, tail=8, output=24, think=0.0):
 def conversations(count, seed=0, turns=4, shared=40):
     """Conversations behind one common beginning; each turn extends the one before it."""
     rng, result = random.Random(seed), []
-    for number in range(count):
+    for _number in range(count):
         hashes, talk = [1 + i for i in range(shared)], []
         for _ in range(turns):
             hashes = hashes + [rng.getrandbits(62) + 1 for _ in range(rng.randrange(4, 30))]
@@ -84,7 +85,7 @@ def test_turns_follow_their_replies_and_think():
     play(fleet, work, [0.1 * i for i in range(6)])
     by_turn = {id(r.turn): r for r in fleet.result.records}
     for talk in work:
-        for before, after in zip(talk, talk[1:]):
+        for before, after in itertools.pairwise(talk):
             assert by_turn[id(after)].sent == pytest.approx(by_turn[id(before)].end + 0.2)
 
 

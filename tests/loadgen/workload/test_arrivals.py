@@ -1,3 +1,4 @@
+import itertools
 import math
 import random
 
@@ -18,7 +19,7 @@ def test_times_begin_at_zero_and_never_go_back(rate, seed):
 
 def test_gaps_have_mean_and_deviation_of_an_exponential():
     times = conversation_starts([1] * 20_000, 8, random.Random(3))
-    gaps = [later - earlier for earlier, later in zip(times, times[1:])]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     mean = sum(gaps) / len(gaps)
     deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
     assert mean == pytest.approx(1 / 8, rel=0.03)
@@ -37,7 +38,7 @@ def test_the_rate_counts_requests_and_not_conversations():
 
 
 def gaps(starts):
-    return [later - earlier for earlier, later in zip(starts, starts[1:])]
+    return [later - earlier for earlier, later in itertools.pairwise(starts)]
 
 
 @pytest.mark.parametrize("burstiness, variation", [(0.25, 2.0), (1, 1.0), (4, 0.5)])

@@ -257,7 +257,7 @@ def test_sharegpt_whole_conversations(tmp_path, as_array, monkeypatch):
     monkeypatch.setattr("loadgen.workload.files._CHUNK", 7)  # so that pieces end inside items and characters
     path = write(tmp_path / "s.json", json.dumps(SHARED, ensure_ascii=False, indent=1)) if as_array else write(tmp_path / "s.json", *SHARED)
     made = {one.id: one for one in conversation_file(path, None, None, 0.0, random.Random(0), parse=sharegpt)}
-    assert list(sorted(made)) == ["entry-2", "x1"]
+    assert sorted(made) == ["entry-2", "x1"]
     assert [turn.messages for turn in made["x1"].turns] == [[u("hä")], [u("q")]]
     assert made["x1"].turns[0].reply == a("12345678") and made["x1"].turns[0].max_tokens == 2
     assert [message["role"] for message in made["entry-2"].turns[0].messages] == ["system", "user"]

@@ -11,7 +11,7 @@ from .fleets import asked, chain, fleet, picks, send
 def test_vllm_multiplies_prefill_by_requests():
     """(1,000 - 600 + 0) x 4 = 1,600 against 1,000 x (1 + 1) = 2,000 against (1,000 + 500) x 1."""
     request = asked(tokens=1000)
-    held = dict(overlap=[600, 0, 0], requests=[3, 1, 0], prefill_tokens=[0, 0, 700])
+    held = {"overlap": [600, 0, 0], "requests": [3, 1, 0], "prefill_tokens": [0, 0, 700]}
     assert picks("vllm_kv_aware", request, fleet(3, **held)) == {0}
     held["prefill_tokens"][2] = 500
     assert picks("vllm_kv_aware", request, fleet(3, **held)) == {2}

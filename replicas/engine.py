@@ -8,8 +8,8 @@ import asyncio
 from dataclasses import dataclass, field
 from time import monotonic
 
-from replicas.replica import EventSource, Replica
 from replicas.launch.supervisor import Supervisor
+from replicas.replica import EventSource, Replica
 from replicas.watch import Watch
 
 

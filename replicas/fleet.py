@@ -25,16 +25,16 @@ from time import monotonic
 import aiohttp
 
 from replicas import tls
+from replicas.engine import Engine
+from replicas.engines import by_id
+from replicas.health import Limits
 from replicas.launch import devices
 from replicas.launch import profile as profiles
-from replicas.engine import Engine
-from replicas.health import Limits
-from replicas.lifecycle import Event, State
-from replicas.launch.ports import holder, is_free, pick
 from replicas.launch.command import Command, LaunchProfile, Model, Ports
-from replicas.engines import by_id
-from replicas.replica import Replica, parse_url
+from replicas.launch.ports import holder, is_free, pick
 from replicas.launch.supervisor import Supervisor
+from replicas.lifecycle import Event, State
+from replicas.replica import Replica, parse_url
 from replicas.watch import Watch
 
 log = logging.getLogger("replicas")

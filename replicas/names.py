@@ -8,6 +8,7 @@ and everybody else connects to the address it found. It stays for as long as the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Iterable
@@ -130,10 +131,8 @@ def _ask(host: str, asking: asyncio.Future[tuple[str, ...]]) -> None:
         else:
             asking.set_result(answer)
 
-    try:
+    with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
         asking.get_loop().call_soon_threadsafe(tell)
-    except RuntimeError:
-        pass  # the loop is closed, nobody waits
 
 
 def _in_order(found: Iterable[str]) -> tuple[str, ...]:

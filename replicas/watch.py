@@ -15,13 +15,13 @@ from typing import NamedTuple
 from replicas.access import Access
 from replicas.adopt import Facts, health, problems_of, served_models
 from replicas.ask import get
-from replicas.launch.exits import said
 from replicas.health import Health, Limits, Verdict
+from replicas.launch.exits import said
+from replicas.launch.supervisor import Supervisor
 from replicas.lifecycle import Event, State
 from replicas.metrics import Scrape, parse
 from replicas.progress import ILL, Progress, asked, computes
 from replicas.replica import EventSource, Replica
-from replicas.launch.supervisor import Supervisor
 
 log = logging.getLogger("replicas")
 

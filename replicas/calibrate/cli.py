@@ -14,7 +14,7 @@ from time import monotonic
 from . import plan, write
 from .client import CalibrationError, Client
 from .fit import Fit, fit
-from .learn import Known, at_work, learn, looked_up
+from .learn import at_work, learn, looked_up
 from .measure import Meter
 
 DESCRIPTION = """Measure a running engine and write a timing profile that the simulated engine takes: time of prompts by length and

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import median
 from time import monotonic
 
@@ -75,7 +75,7 @@ class Meter:
             found = fit(seen)
             told(number + 1, found)
             late = monotonic() - began > seconds * (number + 1) / (number + 2)
-            if late or before is not None and number >= 2 and changed(seen, before, found) < SURE:
+            if late or (before is not None and number >= 2 and changed(seen, before, found) < SURE):
                 break
             before = found
         return seen
@@ -190,7 +190,7 @@ def step_seconds(replies: list[Reply]) -> tuple[float, int]:
     for reply in replies:
         inside = [time for time in reply.times if begin <= time <= end]
         share = (reply.tokens - 1) / max(1, len(reply.times) - 1)
-        gaps = sorted(later - sooner for sooner, later in zip(inside, inside[1:]))
+        gaps = sorted(later - sooner for sooner, later in pairwise(inside))
         gaps = gaps[: len(gaps) - len(gaps) // 10] if share < 1.05 else gaps
         steps += [gap / share for gap in gaps]
         tokens += (len(inside) / 2 + sum(time < begin for time in reply.times)) * share

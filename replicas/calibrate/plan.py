@@ -95,7 +95,7 @@ def make(limits: Limits, fit: Fit, seconds: float, text: bool) -> Plan:
     """At least two rounds, at most ten, in about `seconds`."""
     affordable = [question for question in _questions(limits, text)
                   if question.expected(fit, limits) <= LONGEST * seconds
-                  or question.tokens <= 4 * SMALLEST and question.count <= FEW]  # fmt: skip
+                  or (question.tokens <= 4 * SMALLEST and question.count <= FEW)]  # fmt: skip
     each = sum(question.expected(fit, limits) for question in affordable)
     return Plan(tuple(affordable), max(2, min(10, int(seconds / each))), each)
 

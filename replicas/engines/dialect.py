@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from replicas.answer import Answer
-from replicas.launch.command import LaunchProfile
 from replicas.event_source import EventSource
+from replicas.launch.command import LaunchProfile
 from replicas.launch.exits import LogGrammar
 from replicas.metrics import MetricNames
 from replicas.problems import Problem, Remedies

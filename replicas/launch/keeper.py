@@ -12,6 +12,7 @@ Lines to the gateway: `pid N`, then `exit CODE` (negative: killed by that signal
 Run by path with -I -S: it imports nothing but the standard library and is up in 35 ms.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -53,10 +54,8 @@ def _wakeups() -> int:
 
 
 def _signal(pid: int, number: int, group: bool) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number) if group else os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _reap(engine: int) -> int | None:
@@ -137,10 +136,8 @@ def _receive(control: socket.socket) -> bytes:
 
 
 def _tell(control: socket.socket, line: str) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the gateway is gone; the next read says so
         control.sendall(line.encode() + b"\n")
-    except OSError:
-        pass  # the gateway is gone; the next read says so
 
 
 def main(arguments: list[str]) -> int:

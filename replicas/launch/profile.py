@@ -11,9 +11,9 @@ from typing import get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from replicas.launch.command import LaunchProfile, ProfileError
 from replicas.engines import DEFAULT, DIALECTS, by_id
 from replicas.engines.simulated import SIMULATED
+from replicas.launch.command import LaunchProfile, ProfileError
 
 SHIPPED = Path(__file__).parents[1] / "profiles"
 

@@ -129,6 +129,6 @@ def _pieces(tokens: Tokens, ids: list[int]) -> list[str]:
     pieces = []
     for at in range(len(ids)):
         before = ids[max(0, at - 3):at]
-        whole, known = tokens.decode(before + [ids[at]]), tokens.decode(before) if before else ""
+        whole, known = tokens.decode([*before, ids[at]]), tokens.decode(before) if before else ""
         pieces.append(whole[len(known):])
     return pieces

@@ -7,7 +7,6 @@ import orjson
 from . import translate
 from .tokens import RequestError, Tokens
 
-
 # vLLM's VLLM_MAX_N_SEQUENCES and VLLM_MAX_COMPLETION_PROMPTS, and its words when they are passed (0.32 asked). It ignores `best_of`.
 MOST_SEQUENCES, MOST_PROMPTS = 16_384, 1024
 

@@ -35,7 +35,7 @@ class Generation:
         self.stop: str | None = None  # the stop string that ends it
         self.sent = 0
         self.cached = 0
-        self.tell: Callable[["Generation", Output], None] = lambda generation, output: None
+        self.tell: Callable[[Generation, Output], None] = lambda generation, output: None
         self.arrived = time.monotonic() if arrived is None else arrived
         self.text = text  # a prompt that came as text takes longer to get to the scheduler
         self.reads_cache = reads_cache
@@ -66,7 +66,7 @@ class Generation:
             return
         at, _, word = min(found)
         end, kept = at + len(word), 0
-        for count, piece in enumerate(self.pieces, 1):
+        for count, piece in enumerate(self.pieces, 1):  # noqa: B007  used after the loop
             kept += len(piece)
             if kept >= end:  # the token that completes the stop string is generated, its text is not shown
                 break

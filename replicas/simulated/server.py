@@ -131,7 +131,7 @@ class Server:
 
     def _failure(self, asked: Asked) -> RequestError | None:
         """What goes wrong once a stream has its 200: vLLM looks at a prompt's ids no sooner."""
-        if asked.stream and self.faults.happens("error_stream") or self.faults.strikes():
+        if (asked.stream and self.faults.happens("error_stream")) or self.faults.strikes():
             return RequestError("Internal server error", 500, "InternalServerError")
         if not asked.text:
             worst = max(map(max, asked.prompts))
@@ -159,7 +159,7 @@ class Server:
                                "fewer output tokens.", param=asked.limit)
         for prompt in asked.prompts:
             room = self.context_length - len(prompt)
-            if room < 1 or not asked.clip and asked.max_tokens is not None and asked.max_tokens > room:
+            if room < 1 or (not asked.clip and asked.max_tokens is not None and asked.max_tokens > room):
                 wanted = f" and asked for {asked.max_tokens} tokens of output" if asked.max_tokens is not None else ""
                 raise RequestError(
                     f"This model's maximum context length is {self.context_length} tokens. However, your request has "

@@ -6,7 +6,7 @@ compiled here; a chat is rendered by the model's Jinja template, and the text is
 import datetime
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
@@ -27,7 +27,7 @@ class RequestError(Exception):
 
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}`: marks the assistant's own tokens for training; renders its body."""
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser):
         line = next(parser.stream).lineno
@@ -66,7 +66,7 @@ def _takes_parts(template: str) -> bool:
 
     names = {assign.target.name for assign in tree.find_all(jinja2.nodes.Assign)
              if isinstance(assign.target, jinja2.nodes.Name) and is_content(assign.node)}
-    return any(is_content(loop.iter) or isinstance(loop.iter, jinja2.nodes.Name) and loop.iter.name in names
+    return any(is_content(loop.iter) or (isinstance(loop.iter, jinja2.nodes.Name) and loop.iter.name in names)
                for loop in tree.find_all(jinja2.nodes.For))
 
 

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 
 from replicas import Fleet
+from replicas.engines.simulated.profile import SimProfile
 from replicas.health import Limits
 from replicas.launch.command import Command
-from replicas.engines.simulated.profile import SimProfile
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 

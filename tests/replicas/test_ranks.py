@@ -6,11 +6,11 @@ import pytest
 from aiohttp import web
 
 from replicas import State, watch
+from replicas.engines.simulated.profile import SimProfile
 from replicas.launch.command import Command
 from replicas.launch.ports import pick
-from replicas.engines.simulated.profile import SimProfile
-from replicas.replica import EventSource
 from replicas.launch.supervisor import Backoff
+from replicas.replica import EventSource
 
 READY, STOPPED, FAILED = State.READY, State.STOPPED, State.FAILED
 

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 
 from replicas.answer import Answer
-from replicas.launch.command import LaunchProfile
 from replicas.engines.vllm import Vllm
+from replicas.launch.command import LaunchProfile
 from replicas.launch.exits import LogGrammar
 from replicas.problems import EVENTS_BY_HAND, Remedies
 

@@ -8,8 +8,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from replicas.launch.command import Command, Model, Ports
 from replicas.event_source import EventSource
+from replicas.launch.command import Command, Model, Ports
 
 
 class SimProfile(BaseModel):

@@ -16,11 +16,11 @@ from typing import Self
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
-from replicas.launch import devices
-from replicas.launch.command import Command, Model, Ports, ProfileError
 from replicas.engines.vllm.fields import Fields, Flags, KvTransfer
 from replicas.engines.vllm.rules import contradictions
 from replicas.event_source import EventSource
+from replicas.launch import devices
+from replicas.launch.command import Command, Model, Ports, ProfileError
 
 QUIET = "/health,/metrics,/v1/models,/version,/kv_event_sources"  # what the watcher asks each second: not for the log
 CPU = Path(__file__).parents[2] / "profiles" / "cpu.yaml"

@@ -50,8 +50,8 @@ def test_what_the_machine_says(nvidia_smi):
 
 def test_the_environment_comes_before_the_machine(nvidia_smi, monkeypatch):
     nvidia_smi(TWO)
-    for given, found in [("3, 1", ["3", "1"]), ("", []), ("-1", []), ("MIG-7", ["MIG-7"])]:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    for visible, found in [("3, 1", ["3", "1"]), ("", []), ("-1", []), ("MIG-7", ["MIG-7"])]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert devices.find() == found
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.launch import exits
 from replicas.engines.vllm.log import GRAMMAR
+from replicas.launch import exits
 from replicas.launch.exits import KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN, oom_kills
 
 

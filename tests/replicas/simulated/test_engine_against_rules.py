@@ -1,6 +1,6 @@
 """The engine, which looks at requests only when something happens to them, against the rules step by step."""
-from pathlib import Path
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

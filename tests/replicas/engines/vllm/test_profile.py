@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from replicas.engines.vllm.profile import QUIET, find_executable, weights
 from replicas.launch import devices, profile
 from replicas.launch.command import Model, Ports, ProfileError
-from replicas.engines.vllm.profile import QUIET, find_executable, weights
 
 PORTS = Ports.run(20000, 1)
 MODEL = Model(Path("/models/tiny"), "tiny")

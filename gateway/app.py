@@ -21,19 +21,19 @@ from replicas import Fleet, Replica, State
 from replicas.launch import profile as profiles
 
 from . import datapath
-from .ops.guard import Guard
-from .ops.admin import Admin
 from .config import ConfigError, Settings, kept_replicas, known_urls, read_token
-from .proxy.backend import Backend
-from .proxy.decisions import Decisions
-from .proxy.retries import UNCONFIRMED
+from .http.server import Server
 from .lifetime import cannot_listen, greeting, run
 from .model import launch_profile, model_and_name
 from .models import HASHED_AS, Models, ModelSpace
 from .ops import traces
+from .ops.admin import Admin
+from .ops.guard import Guard
 from .ops.metrics import Metrics, Reading
 from .ops.view import View
-from .http.server import Server
+from .proxy.backend import Backend
+from .proxy.decisions import Decisions
+from .proxy.retries import UNCONFIRMED
 
 if TYPE_CHECKING:
     from cachemap.cluster import SharedIntake, SharedMap

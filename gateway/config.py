@@ -22,8 +22,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from replicas import tls
-from replicas.launch import profile
 from replicas.kept import KeptReplicas
+from replicas.launch import profile
 from replicas.replica import parse_url
 
 from .proxy.paths import check_allowed

@@ -14,9 +14,9 @@ from replicas.names import bracketed
 
 from . import __version__
 from .config import ConfigError, Settings
-from .ops import log as lines
 from .http.server import allow_many_connections
 from .memory import share_one_heap
+from .ops import log as lines
 
 log = logging.getLogger("hitherto")
 

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 from policies import CostGroup
 from replicas import Replica, State
 
-from .ops.comparison import TokenizerComparison
 from .config import ConfigError, Settings
 from .model import folder_here, model_dir
+from .ops.comparison import TokenizerComparison
 from .prompt import Prompt
 from .prompt.api.fields import parse
-from .prompt.tokens.model import ModelError, contents
 from .prompt.pipeline import PATHS, PREFIX_BYTES, Pipeline
 from .prompt.quirks import VersionQuirks
+from .prompt.tokens.model import ModelError, contents
 
 log = logging.getLogger("hitherto")
 
@@ -433,7 +433,7 @@ class Models:
         with_files = [one for one in self.spaces if one.kind.source is not None]
         for space in with_files:
             space.pipeline.bound_prefixes(PREFIX_BYTES // len(with_files))
-        present = {space for space in routes[None]} or {self.spaces[0]}
+        present = set(routes[None]) or {self.spaces[0]}
         self._one = present.pop().pipeline if len(present) == 1 else None
 
     def _bound_contexts(self, routes: Mapping[str | None, Iterable[ModelSpace]]) -> None:

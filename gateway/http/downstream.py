@@ -16,7 +16,18 @@ from typing import Protocol
 
 import httptools
 
-from .messages import FRAMING, HEADER_BYTES, REQUEST_BYTES, Headers, KnownHead, Limits, Request, connection_tokens, response, without_upgrade
+from .messages import (
+    FRAMING,
+    HEADER_BYTES,
+    REQUEST_BYTES,
+    Headers,
+    KnownHead,
+    Limits,
+    Request,
+    connection_tokens,
+    response,
+    without_upgrade,
+)
 
 log = logging.getLogger("hitherto.wire")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -168,7 +169,7 @@ def end_to_end(headers: Headers, drop: frozenset[bytes] = HOP_BY_HOP) -> bytes:
     )
 
 
-def response(status: int, body: bytes, headers: Headers = [], *, head_only: bool = False, close: bool = False) -> bytes:
+def response(status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = (), *, head_only: bool = False, close: bool = False) -> bytes:
     """A whole response of ours. `head_only` states the length of the body but leaves it out (HEAD)."""
     lines = [STATUS_LINE[status]]
     lines += [b"%b: %b\r\n" % h for h in headers]

@@ -32,8 +32,8 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import ClientError, web
 
-from gateway.proxy.decisions import LEASE, LEASES
 from gateway.ops.metrics import Metrics
+from gateway.proxy.decisions import LEASE, LEASES
 from replicas.kept import KeptReplicas
 from replicas.replica import Address, parse_url
 

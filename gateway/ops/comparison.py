@@ -19,8 +19,8 @@ import aiohttp
 from replicas import Replica
 from replicas.access import session_to
 
-from ..prompt.tokens.agreement import Answer
 from ..prompt.pipeline import Pipeline, Verdict
+from ..prompt.tokens.agreement import Answer
 
 log = logging.getLogger("hitherto")
 

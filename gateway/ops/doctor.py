@@ -27,11 +27,11 @@ import aiohttp
 
 from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url, known_urls
 from gateway.model import folder_here, model_dir
+from gateway.ops import traces
+from gateway.ops.redis_check import redis_findings
+from gateway.ops.trial import WORDS, Finding, Trial, trials
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
-from gateway.ops.redis_check import redis_findings
-from gateway.ops import traces
-from gateway.ops.trial import WORDS, Finding, Trial, trials
 from replicas.access import Access
 from replicas.adopt import Facts, described, problems_of
 from replicas.problems import Problem

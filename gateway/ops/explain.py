@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url, known_urls
+from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
-from gateway.errors import ApiError
 from policies import Asked, CostGroup, Ledger, Load, Router, Targets, make
 
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
@@ -171,9 +171,9 @@ def _refusal(refused: urllib.error.HTTPError, admin: str) -> Exception:
 async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     """Work out the decision without a gateway. Raises ConfigError and ApiError."""
     from cachemap import CacheMap
-    from gateway.proxy.placing import demand_of
     from gateway.prompt.api.named import named_model
     from gateway.prompt.pipeline import Pipeline
+    from gateway.proxy.placing import demand_of
     from replicas.access import Access
     from replicas.adopt import described
     from replicas.replica import parse_url

@@ -18,8 +18,8 @@ import aiohttp
 
 from cachemap import CacheMap, EventIntake
 from cachemap.events import records
-from gateway.ops.comparison import Unanswered, engine_answers
 from gateway.config import Settings
+from gateway.ops.comparison import Unanswered, engine_answers
 from gateway.prompt.pipeline import Pipeline
 from replicas.problems import NO_CACHED_TOKENS, NO_REPLAY, Problem
 from replicas.replica import EventSource, Replica

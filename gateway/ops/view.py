@@ -12,12 +12,12 @@ from typing import Any
 
 from gateway import __version__
 from gateway.config import Settings
-from gateway.proxy.shadow import told
 from gateway.models import Models
 from gateway.ops.metrics import Metrics, Reading
+from gateway.proxy.shadow import told
 from policies import Ledger, Load
-from replicas.problems import NO_CACHED_TOKENS, Problem
 from replicas.lifecycle import State
+from replicas.problems import NO_CACHED_TOKENS, Problem
 from replicas.replica import Replica
 
 TAKES_TRAFFIC = (State.READY, State.DEGRADED)

@@ -19,22 +19,34 @@ import orjson
 
 from cachemap import chain_seed, hash_blocks
 
-from .tokens.agreement import Answer, difference, fixed_texts
+from ..errors import ApiError
 from .api.anthropic import Habits, from_messages, habits
 from .api.chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
 from .api.conversation import Multimodal, has_media, refuse_deep_arguments
-from .api.fields import Rounded, bad, boolean, INTEGERS, bounded_integers, count, integer, packed, parse, parse_exactly, prompts_of
+from .api.fields import (
+    INTEGERS,
+    Rounded,
+    bad,
+    boolean,
+    bounded_integers,
+    count,
+    integer,
+    packed,
+    parse,
+    parse_exactly,
+    prompts_of,
+)
 from .forward import LEAST_TOKENS, kind_of
-from .tokens.model import ModelFiles, load_model
 from .offload import TakesLong, event_loop
-from .tokens.prefixes import Found, Prefixes
 from .prompt import LONGEST_RESPONSE_ID, Prompt
-from ..errors import ApiError
-from .tokens.reading import Reading, Readings
+from .quirks import NEWEST, VersionQuirks
 from .render.renderer import Renderer
 from .render.template import ChatTemplate, TemplateError
+from .tokens.agreement import Answer, difference, fixed_texts
+from .tokens.model import ModelFiles, load_model
+from .tokens.prefixes import Found, Prefixes
+from .tokens.reading import Reading, Readings
 from .tokens.tokenizer import Tokenizer, TooLong
-from .quirks import NEWEST, VersionQuirks
 
 # A body larger than this is prepared off the event loop without a try; a smaller one may turn out to take long, too
 # (offload.py). Prose never seen before costs about 9 us per kB on a 2-core cloud machine with Qwen3's template and

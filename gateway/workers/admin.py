@@ -27,8 +27,8 @@ from replicas import Fleet
 from replicas.kept import KeptReplicas
 from replicas.replica import parse_url
 
-from ..ops.guard import PASSED_ON, Guard, Refusal
 from ..ops.admin import keep
+from ..ops.guard import PASSED_ON, Guard, Refusal
 from ..ops.side import Side, answer
 from .combine import pages
 from .member import GONE, OWN_HEADERS, Answer, Member

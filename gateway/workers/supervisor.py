@@ -25,11 +25,11 @@ from replicas import Fleet
 from replicas.launch import profile as profiles
 from replicas.replica import parse_url, url_of
 
-from ..ops.guard import Guard
 from ..config import ConfigError, Settings, admin_headers, kept_replicas, known_urls, read_token
 from ..lifetime import cannot_listen, greeting, run
 from ..model import launch_profile, model_and_name
 from ..ops import traces
+from ..ops.guard import Guard
 from ..ops.metrics import lines
 from .admin import WorkersAdmin
 from .combine import statuses

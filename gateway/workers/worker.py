@@ -30,13 +30,13 @@ from aiohttp import web
 from replicas import Replica, State
 
 from .. import datapath
-from ..ops.admin import Admin
-from ..ops.side import answer
 from ..app import Gateway
 from ..config import ConfigError, Settings
-from ..ops import log as lines
 from ..http.server import allow_many_connections
 from ..memory import share_one_heap
+from ..ops import log as lines
+from ..ops.admin import Admin
+from ..ops.side import answer
 from .admin import decision_prefix
 from .member import NOT_FOR_WORKERS
 

@@ -8,7 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 
 KINDS = {1: "INTERNAL", 2: "SERVER", 3: "CLIENT"}
 

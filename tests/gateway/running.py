@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import asynccontextmanager
 
 import httpx
@@ -53,7 +54,7 @@ class Running:
 
 
 @asynccontextmanager
-async def running(*args: str, env: dict[str, str] = {}):
+async def running(*args: str, env: Mapping[str, str] = {}):
     """`hitherto serve ARGS` on free ports, which tells what it predicted; ended with SIGTERM, and every process it made with it."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--cached-tokens-header", *args,

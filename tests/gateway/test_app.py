@@ -8,8 +8,8 @@ import signal
 import httpx
 import pytest
 
-from .running import alive, counted, running
 from .http.talk import Talker
+from .running import alive, counted, running
 
 SYSTEM = {"role": "system", "content": "You answer questions about the standard library. " * 40}
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import random
 import re
 
@@ -48,7 +49,7 @@ async def find_each_other(fleet, name):
         await known(fleet[1 - number % 2], messages)
 
 
-async def test_replicas_come_and_go_on_either_gateway_and_the_map_stays_one(redis_server, engines):  # noqa: F811
+async def test_replicas_come_and_go_on_either_gateway_and_the_map_stays_one(redis_server, engines):
     ids = [url.removeprefix("http://") for url in engines]
     with redis_server.client() as client:
         async with gateways(2, redis_server.url, engines) as fleet:
@@ -77,7 +78,7 @@ async def test_replicas_come_and_go_on_either_gateway_and_the_map_stays_one(redi
                 assert not re.search(rb"Traceback|ERROR", b"".join(gateway.log))
 
 
-async def test_poison_in_every_key_of_a_running_system_fails_no_request_and_is_healed(redis_server, engines):  # noqa: F811
+async def test_poison_in_every_key_of_a_running_system_fails_no_request_and_is_healed(redis_server, engines):
     ids = [url.removeprefix("http://") for url in engines]
     dice = random.Random(1)
     with redis_server.client() as client:
@@ -97,7 +98,7 @@ async def test_poison_in_every_key_of_a_running_system_fails_no_request_and_is_h
                 await find_each_other(fleet, "healed")
             assert not clients.failures
             times = sorted(clients.times)
-            assert max(later - earlier for earlier, later in zip(times, times[1:])) < 1.5
+            assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 1.5
             await until(lambda: together(client) == {}, 5)
             for gateway in fleet:
                 assert not (await gateway.status())["background_failures"]

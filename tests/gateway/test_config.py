@@ -2,11 +2,11 @@
 
 import json
 
-import policies
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import policies
 from gateway.config import Config, ConfigError, Settings, load, parse_bytes, read_token, show_bytes
 
 
@@ -122,8 +122,8 @@ def test_several_errors_are_all_told():
 def test_replica_urls_are_judged_wherever_they_come_from(tmp_path):
     bad = "http://gpu_1..example:8000"
     (tmp_path / "my.yaml").write_text(f"replica_url: [{bad!r}]\n")
-    for given in ({"flags": {"replica_url": (bad,)}}, {"environ": {"HITHERTO_REPLICA_URL": bad}}, {"file": tmp_path / "my.yaml"}):
-        assert "'gpu_1..example' is not a host name" in wrong(**given)
+    for where in ({"flags": {"replica_url": (bad,)}}, {"environ": {"HITHERTO_REPLICA_URL": bad}}, {"file": tmp_path / "my.yaml"}):
+        assert "'gpu_1..example' is not a host name" in wrong(**where)
 
 
 def test_ports_must_differ():

@@ -6,8 +6,8 @@ import pytest
 
 from gateway import datapath
 from gateway.config import Settings, load
-from gateway.prompt.tokens.model import ModelFiles
 from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.tokens.model import ModelFiles
 from replicas.simulated.model import sim_model_dir
 
 MIB = 2**20

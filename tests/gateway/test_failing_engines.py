@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import httpx
 import pytest
 
-from .running import running
 from .http.talk import read_request
+from .running import running
 
 BODY = {"model": "sim", "max_tokens": 4, "stream": True}
 

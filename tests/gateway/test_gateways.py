@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from email.utils import parsedate_to_datetime
 
@@ -19,7 +20,8 @@ import pytest
 from msgspec import msgpack
 
 from replicas.simulated.model import sim_model_dir
-from tests.redis_server import Proxy, Sentinels, binaries, running as redis_running
+from tests.redis_server import Proxy, Sentinels, binaries
+from tests.redis_server import running as redis_running
 
 from .running import running
 
@@ -51,7 +53,7 @@ def engines():
 
 
 @asynccontextmanager
-async def gateways(count, redis_url, engines, env={}):
+async def gateways(count, redis_url, engines, env: Mapping[str, str] = {}):
     """That many gateway processes, ready, each with all engines, joined."""
     async with AsyncExitStack() as stack:
         starts = [stack.enter_async_context(running("--redis-url", redis_url, "--replica-url", *engines, "--model", "sim", env=env)) for _ in range(count)]
@@ -147,7 +149,7 @@ async def settled(fleet, client):
     for one in fleet:
         await joined(one)
     await until(lambda: together(client) == {})
-    for turn in range(2):
+    for _turn in range(2):
         for one in fleet:
             answer = await one.chat([{"role": "user", "content": TEXT}])
             assert answer.status_code == 200

@@ -61,7 +61,8 @@ async def engine(host: str, ports=(0, 0, 0), *flags: str):
     try:
         said = b""
         while not (found := re.search(rb"simulated engine .* on http://\S*:(\d+),", said)):
-            assert (line := await process.stderr.readline()), said.decode()
+            line = await process.stderr.readline()
+            assert line, said.decode()
             said += line
         process.port = int(found[1])
         yield process

@@ -28,9 +28,8 @@ class Ranks:
         if request.path == "/kv_event_sources":
             return web.json_response({str(rank): (await self.ask(rank, "/kv_event_sources"))["0"] for rank in range(self.count)})
         body = await request.read()
-        if request.method == "POST":
-            if request.path != "/tokenize":  # the gateway's own question, which any rank answers alike
-                self.seen.append((request.path, request.headers.getall(RANK, [])))
+        if request.method == "POST" and request.path != "/tokenize":  # the gateway's own question, which any rank answers alike
+            self.seen.append((request.path, request.headers.getall(RANK, [])))
         rank = int(request.headers.get(RANK, -1)) if request.path != "/v1/responses" else -1
         if rank >= self.count:
             return web.json_response({"error": {"message": f"data_parallel_rank {rank} is out of range"}}, status=400)
@@ -136,7 +135,7 @@ async def test_one_rank_is_drained_the_engine_comes_back_with_one_and_with_two(r
         assert refused.status_code == 409 and f"remove {ranks.id}" in refused.json()["error"]["message"]
         for count, ids in ((1, [ranks.id]), (2, [f"{ranks.id}-dp0", f"{ranks.id}-dp1"])):
             ranks.count, ranks.started = count, ranks.started + 1
-            status = await gateway.until(lambda status, ids=ids: [one["id"] for one in status["replicas"] if one["events"] == "live"] == ids)
+            await gateway.until(lambda status, ids=ids: [one["id"] for one in status["replicas"] if one["events"] == "live"] == ids)
             ranks.seen.clear()
             answer = await ask(gateway, "a") if count > 1 else await gateway.client.post("/v1/completions", json={"model": "sim", "prompt": text("a")})
             assert answer.headers["x-hitherto-replica"] in ids and answer.status_code == 200

@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 
 from tests.gateway.collector import collecting
+from tests.gateway.http.talk import free_port
 from tests.gateway.proxy.replies import answers, post
 from tests.gateway.proxy.stack import stack
 from tests.gateway.running import running
-from tests.gateway.http.talk import free_port
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADER = f"00-{TRACE}-{PARENT}-01"

@@ -12,9 +12,9 @@ import json
 from contextlib import suppress
 from typing import Any
 
+from ..quirks import NEWEST, VersionQuirks
 from .fields import bad, require_exact
 from .structure import arguments_of
-from ..quirks import NEWEST, VersionQuirks
 
 _SAFE_LEVELS = 500         # of nested JSON, that Python reads in any case
 # Claude Code's attribution line changes on every request; vLLM drops it from system text.

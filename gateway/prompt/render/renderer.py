@@ -19,13 +19,13 @@ import orjson
 from ..api.chat import Chat
 from ..api.conversation import PLAIN_ROLES, conversation, is_plain
 from ..api.fields import require_exact
-from ..offload import TakesLong, event_loop
-from .plan import Compiled, Piece, Plan, fits
-from ..tokens.prefixes import Found, Mismatch, Prefixes
-from .shape import describe
 from ..api.structure import more_values
-from .template import ChatTemplate
+from ..offload import TakesLong, event_loop
+from ..tokens.prefixes import Found, Mismatch, Prefixes
 from ..tokens.tokenizer import Tokenizer
+from .plan import Compiled, Piece, Plan, fits
+from .shape import describe
+from .template import ChatTemplate
 
 log = logging.getLogger(__name__)
 

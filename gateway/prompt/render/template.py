@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
@@ -19,8 +19,8 @@ import jinja2.nodes
 import jinja2.runtime
 import jinja2.sandbox
 
-from .content_format import takes_parts
 from ..quirks import NEWEST, VersionQuirks
+from .content_format import takes_parts
 
 # What marks where the message to be continued ends; a template may strip its trailing blank.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -36,7 +36,7 @@ class TemplateError(Exception):
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks what the assistant wrote; rendering ignores it."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno

@@ -33,7 +33,7 @@ def find_model(name_or_dir: str | Path) -> Path:
     name = str(name_or_dir)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"no directory {name}: give the folder that holds tokenizer.json")
-    from huggingface_hub import snapshot_download       # a slow import, needed only here
+    from huggingface_hub import snapshot_download  # a slow import, needed only here
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
@@ -117,8 +117,8 @@ def _mistral_format(directory: Path) -> str:
     def has(*patterns: str) -> bool:
         return any(next(directory.glob(pattern), None) for pattern in patterns)
 
-    if has("consolidated*.safetensors") and has("tekken.json", "tokenizer.model.v*") \
-            or has("params.json") and not has("*.safetensors", "*.bin", "*.gguf"):
+    if (has("consolidated*.safetensors") and has("tekken.json", "tokenizer.model.v*")) \
+            or (has("params.json") and not has("*.safetensors", "*.bin", "*.gguf")):
         return "the engine makes this model's tokens with mistral-common (--tokenizer-mode hf would make it use tokenizer.json)"
     return ""
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from cachemap import hash_blocks
 
 from ..render.plan import Piece, Segment, digest
-from .tokenizer import Tokenizer
 from ..render.trace import answered
+from .tokenizer import Tokenizer
 
 _NODE_BYTES = 500          # a node, its key, its serial and its place in the dictionary
 

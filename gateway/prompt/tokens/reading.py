@@ -23,8 +23,8 @@ from typing import Any
 import orjson
 from tokenizers import AddedToken, Tokenizer
 
-from .model import ModelError
 from ..quirks import Transformers
+from .model import ModelError
 
 # The attributes that every tokenizer class has, in transformers' order.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -371,7 +371,7 @@ def _rebuilt(files: _Files, kind: _Class, names: dict[str, Any]) -> str | None:
              "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, **kind.model,
              "vocab": vocabulary, "merges": old.get("merges") or []}
     if model["unk_token"] is ...:
-        model["unk_token"] = str(names.get("unk_token", None))
+        model["unk_token"] = str(names.get("unk_token"))
     new = {**files.tokenizer, **kind.pipeline(files.config), "model": model, "added_tokens": [], "truncation": None, "padding": None}
     if kind.adds_nothing:
         new["post_processor"] = None

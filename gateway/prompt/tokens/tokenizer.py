@@ -17,8 +17,8 @@ import fastokens
 import orjson
 import tokenizers
 
-from .model import ModelError
 from ..offload import TakesLong, event_loop
+from .model import ModelError
 from .reading import Reading
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from gateway.http.server import Server
 
 from ..proxy.replies import EVENT, SSE_HEAD, answers, chunk, post
 from ..proxy.stack import stack
-from .talk import Talker, eventually, read_request
 from .serving import GET, Echo
+from .talk import Talker, eventually, read_request
 
 MIB = 1 << 20
 

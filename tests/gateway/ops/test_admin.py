@@ -9,10 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import __version__
-from gateway.ops.guard import Guard
-from gateway.ops.admin import Admin
 from gateway.config import ConfigError, Settings
 from gateway.errors import ApiError
+from gateway.ops.admin import Admin
+from gateway.ops.guard import Guard
 from gateway.ops.metrics import Metrics
 from gateway.ops.view import View
 from policies import Ledger
@@ -21,7 +21,6 @@ from replicas.kept import KeptReplicas
 from replicas.lifecycle import State
 from replicas.metrics import Scrape
 from replicas.replica import Replica, parse_url
-
 
 JSON = {"Content-Type": "application/json"}
 

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from gateway import cli
 from gateway.ops import doctor, trial
-from gateway.prompt.pipeline import Pipeline
 from gateway.ops.trial import Finding
+from gateway.prompt.pipeline import Pipeline
 from replicas.simulated.model import sim_model_dir
 
 

@@ -8,11 +8,11 @@ import pytest
 from aiohttp import web
 
 from gateway import cli
-from gateway.ops import explain
 from gateway.config import ConfigError, Settings
-from gateway.model import model_dir
-from gateway.prompt import Prompt
 from gateway.errors import ApiError
+from gateway.model import model_dir
+from gateway.ops import explain
+from gateway.prompt import Prompt
 from policies import Asked, Candidate, Choice, CostGroup, Demand, Load, make
 from replicas.simulated.model import sim_model_dir
 

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from gateway.ops.guard import Guard
 from gateway.ops.admin import Admin
+from gateway.ops.guard import Guard
 
 from ..http.talk import Talker
 from .test_admin import Gateway

@@ -5,11 +5,11 @@ import tempfile
 
 import pytest
 
-from gateway.ops.guard import Guard
 from gateway.ops.admin import Admin
+from gateway.ops.guard import Guard
 
-from .test_guard import BROWSER, TOKEN
 from .test_admin import Gateway
+from .test_guard import BROWSER, TOKEN
 
 
 @pytest.mark.skipif(not BROWSER, reason="there is no Chromium (Debian: apt-get install chromium)")

@@ -4,6 +4,7 @@ Vocabularies are learned here, by the plainest form of BPE, so that they are the
 """
 
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def _learn(words: Counter[tuple[str, ...]], count: int) -> list[tuple[str, str]]
     for _ in range(count):
         pairs: Counter[tuple[str, str]] = Counter()
         for word, times in words.items():
-            for pair in zip(word, word[1:], strict=False):
+            for pair in itertools.pairwise(word):
                 pairs[pair] += times
         if not pairs:
             break

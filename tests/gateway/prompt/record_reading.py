@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import transformers  # noqa: E402
-from folders import SHAPES, TEXTS, digest, write  # noqa: E402
+import transformers
+from folders import SHAPES, TEXTS, digest, write
 
 
 def recorded(name: str, folder: Path) -> dict:

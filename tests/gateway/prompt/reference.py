@@ -11,6 +11,7 @@ import tarfile
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import jinja2
 import jinja2.ext
@@ -30,7 +31,7 @@ MODELS = ["sim", *NPM]
 class NoGeneration(jinja2.ext.Extension):
     """`{% generation %}` only marks; here it only groups."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser):
         line = next(parser.stream).lineno

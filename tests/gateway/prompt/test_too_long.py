@@ -6,8 +6,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.errors import ApiError
-from gateway.prompt.tokens import tokenizer as module
 from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.tokens import tokenizer as module
 from gateway.prompt.tokens.tokenizer import Tokenizer, TooLong, _longest_token
 from replicas.simulated.model import sim_model_dir
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import struct
 import sys
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -344,7 +345,7 @@ async def test_a_redis_that_is_named_is_used_and_no_other_is_started(engines, re
         assert failures([some]) == [] and b"a Redis of their own" not in b"".join(gateway.log)
 
 
-async def said(*flags: str, env: dict[str, str] = {}) -> tuple[int, str]:
+async def said(*flags: str, env: Mapping[str, str] = {}) -> tuple[int, str]:
     """What a gateway that cannot start says: exit code, standard error."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gateway", "serve", "--workers", "2", "--launch", "1", "--port", "0", "--admin-port", "0", *flags,

@@ -7,12 +7,11 @@ import pytest
 from gateway.prompt.api.anthropic import Habits, from_messages, habits
 from gateway.prompt.api.chat import from_chat, from_responses
 from gateway.prompt.api.conversation import Unroutable, conversation, tool_schemas
-from gateway.prompt.render.template import ChatTemplate, TemplateError, cut_at_tag, tag_final_message
 from gateway.prompt.quirks import NEWEST, Transformers, VersionQuirks
+from gateway.prompt.render.template import ChatTemplate, TemplateError, cut_at_tag, tag_final_message
 from replicas.engines.vllm.versions import version_quirks
 
 from ..reference import environment
-
 
 LATEST = replace(NEWEST, transformers=Transformers((5, 23)))  # a release that is known
 

@@ -32,7 +32,7 @@ FILE = b'Content-Disposition: form-data; name="file"; filename="model"\r\nConten
         (FORM, b"a preamble\r\n" + form((b'Content-Disposition: form-data; name="model"', b"whisper")), "whisper"),
         (FORM, form((b'Content-Disposition: form-data; name="models"', b"whisper")), None),
         (FORM, form((b'Content-Disposition: form-data; name="model"', b"x" * 5000)), None),
-        (FORM, form(*[FILE[:1] + (b"x",)] * 200, (b'Content-Disposition: form-data; name="model"', b"whisper")), None),
+        (FORM, form(*[(*FILE[:1], b"x")] * 200, (b'Content-Disposition: form-data; name="model"', b"whisper")), None),
         (FORM, b"--abc\r\nContent-Disposition: form-data; name=\"model\"", None),
         (FORM, b"", None),
         (FORM, b"nothing of a form", None),

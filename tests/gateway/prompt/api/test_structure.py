@@ -1,20 +1,20 @@
 """JSON that would hold up the process is refused before it is read."""
 
-from functools import cache
 import json
 import tracemalloc
+from functools import cache
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
 import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from gateway.errors import ApiError
 from gateway.prompt.api import structure
 from gateway.prompt.api.conversation import conversation
 from gateway.prompt.api.fields import parse
-from gateway.prompt.pipeline import Pipeline
-from gateway.errors import ApiError
 from gateway.prompt.api.structure import MOST_OBJECTS
+from gateway.prompt.pipeline import Pipeline
 from replicas.simulated.model import sim_model_dir
 
 MB = 1_000_000

@@ -2,9 +2,9 @@
 
 import tracemalloc
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-import pytest
 
 from gateway.prompt.render.plan import Compiled, fits
 from gateway.prompt.render.shape import describe

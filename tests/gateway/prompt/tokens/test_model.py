@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from gateway.prompt.tokens.model import ModelError, find_model, load_model
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
+from gateway.prompt.tokens.model import ModelError, find_model, load_model
 from replicas.engines.vllm.versions import version_quirks
 
 from ..reference import model_dir

@@ -1,12 +1,12 @@
 """Known prefixes: exact, bounded, shared by branches, safe between threads."""
 
+import gc
 from array import array
 from concurrent.futures import ThreadPoolExecutor
-import gc
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-import pytest
 
 from gateway.prompt.render.plan import Piece, Segment
 from gateway.prompt.tokens.prefixes import Mismatch, Prefixes

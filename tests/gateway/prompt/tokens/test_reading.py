@@ -6,12 +6,12 @@ import json
 
 import pytest
 
+from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.quirks import Transformers
 from gateway.prompt.tokens.agreement import Answer
 from gateway.prompt.tokens.model import ModelError
-from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.tokens.reading import AS_IT_IS, Readings
 from gateway.prompt.tokens.tokenizer import Tokenizer
-from gateway.prompt.quirks import Transformers
 from replicas.engines.vllm.versions import version_quirks
 
 from ..folders import SHAPES, TEXTS, digest, write

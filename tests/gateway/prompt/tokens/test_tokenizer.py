@@ -1,13 +1,15 @@
 """The tokenizer room: two backends with the same ids, and where a text may be cut."""
 
+import functools
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-import pytest
-from tokenizers import AddedToken, Tokenizer as Real, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Real
 
 from gateway.prompt.tokens.model import ModelError
 from gateway.prompt.tokens.tokenizer import Tokenizer, TokenizerError
@@ -58,10 +60,9 @@ def test_both_backends_give_the_same_ids(texts):
     assert fast.encode(texts[0], special=True) == slow.encode(texts[0], special=True)
 
 
-def backends(made=[]):
-    if not made:
-        made += [Tokenizer(model_dir("sim")), Tokenizer(model_dir("sim"), backend="tokenizers")]
-    return made
+@functools.cache
+def backends():
+    return [Tokenizer(model_dir("sim")), Tokenizer(model_dir("sim"), backend="tokenizers")]
 
 
 @pytest.mark.parametrize("token", [

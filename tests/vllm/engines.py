@@ -11,13 +11,14 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from loadgen.demo.tiny_model import KV_BYTES_PER_TOKEN, MAX_POSITION, tiny_model
 from replicas.launch import ports
 
-from ..gateway.running import Running, running
+from ..gateway.running import running
 from .adapters import lora
 
 __all__ = ["Engine", "block_size", "gateway", "lora", "tiny_model", "version"]
@@ -64,7 +65,7 @@ class Engine:
         size: int | None = None,
         events: str | None = "ints",
         buffer_steps: int = 10_000,
-        env: dict[str, str] = {},
+        env: Mapping[str, str] = {},
     ):
         self.model, self.name, self.log, self.blocks, self.block_size = model, name, log, blocks, size or block_size()
         self.port, *publishing = ports.pick(3, "127.0.0.1", set())
@@ -134,14 +135,10 @@ class Engine:
         self._ended = True
         if self.process.poll() is None:
             self.process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(15)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with suppress(ProcessLookupError):  # nothing was left of it
             self.kill()
-        except ProcessLookupError:
-            pass  # nothing was left of it
 
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -154,7 +151,7 @@ class Engine:
 
 
 @asynccontextmanager
-async def gateway(*engines: Engine | str, ready: bool = True, env: dict[str, str] = {}, **settings: object):
+async def gateway(*engines: Engine | str, ready: bool = True, env: Mapping[str, str] = {}, **settings: object):
     """`hitherto serve` in front of engines (or URLs of replicas), settings by name; by default all are ready and heard.
     The tokenizer is the first engine's, unless `model` names another."""
     if engines and isinstance(engines[0], Engine):

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from .bodies import CHAT, COMPLETIONS, DOCUMENT, EMBEDDINGS, ODD, PLAIN, WEATHER, Body, chat, complete, message, respond, text, user
+from .bodies import (
+    CHAT,
+    COMPLETIONS,
+    DOCUMENT,
+    EMBEDDINGS,
+    ODD,
+    PLAIN,
+    WEATHER,
+    Body,
+    chat,
+    complete,
+    message,
+    respond,
+    text,
+    user,
+)
 
 # Longer than the context of a small engine: cut to what leaves room for the output.
 _MANY = list(range(1, 20_000))

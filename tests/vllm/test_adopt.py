@@ -11,10 +11,10 @@ import aiohttp
 import httpx
 import pytest
 
-from gateway.ops import doctor
 from gateway.config import load
-from replicas.launch import ports
+from gateway.ops import doctor
 from replicas.adopt import described, probe
+from replicas.launch import ports
 from replicas.replica import parse_url
 
 from ..gateway.running import counted

@@ -7,10 +7,10 @@ from typing import get_args
 
 import pytest
 
-from replicas.launch import profile
-from replicas.launch.command import Model, Ports
 from replicas.engines.vllm.fields import KvCacheDtype
 from replicas.engines.vllm.profile import VllmProfile
+from replicas.launch import profile
+from replicas.launch.command import Model, Ports
 
 pytestmark = pytest.mark.exact
 

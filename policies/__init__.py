@@ -3,6 +3,7 @@
 One policy a file; the vocabulary they share is `Load`, `Demand`, `Candidate`, `Choice`. `Ledger`
 keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
 """
+
 from .costs import CostGroup, Costs
 from .ledger import Ledger, Reservation
 from .load import UNTIMED, Load
@@ -19,8 +20,10 @@ from .rules.random import Random
 from .rules.round_robin import RoundRobin
 from .vocabulary import Candidate, Choice, Demand, Policy, hittable
 
-_POLICIES = {p.name: p for p in (RoundRobin, Random, LeastLoad, PowerOfTwo, ConsistentHash,
-                                 PrefixAffinity, OverlapCost, LeastTime)}
+_POLICIES = {
+    p.name: p
+    for p in (RoundRobin, Random, LeastLoad, PowerOfTwo, ConsistentHash, PrefixAffinity, OverlapCost, LeastTime)
+}
 NAMES = tuple(_POLICIES)
 DEFAULT = LeastTime.name
 

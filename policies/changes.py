@@ -1,4 +1,5 @@
 """Changes: which replicas' figures changed since one last looked."""
+
 from __future__ import annotations
 
 from collections import deque
@@ -11,6 +12,7 @@ T = TypeVar("T")
 
 class Changes(Generic[T]):
     """What changed, for those who ask now and then and remember how far they had heard."""
+
     __slots__ = ("_latest", "count")
 
     def __init__(self) -> None:

@@ -8,9 +8,9 @@ Two models, linear in their features, every coefficient positive:
 
 An engine works in steps. A prompt waits for the rest of the step under way, then shares its own
 steps with the prompts ahead (first come first served, one token budget) and with one token of each
-decoding stream: hence `busy`, `queued` and `crowd`; each step's fixed cost is in `base`. A long prompt takes several `steps`, each with
-all that decodes (Mooncake's trace, three seeds: p99 1.4 % less than with one for all). Where it is known since when the
-step under way computes prompts, `busy` and their tokens count as far as they are `left`.
+decoding stream: hence `busy`, `queued` and `crowd`; each step's fixed cost is in `base`. A long prompt takes several
+`steps`, each with all that decodes (Mooncake's trace, three seeds: p99 1.4 % less than with one for all). Where it is
+known since when the step under way computes prompts, `busy` and their tokens count as far as they are `left`.
 
 The shape is learned once for a group of replicas of one kind, each replica adds a speed of its own.
 Learning whole shapes per replica starved some: identical replicas came to differ by their first few
@@ -25,8 +25,10 @@ covariance has a large part common to all coefficients: first the speed is found
 A replica's speed is an exponential average whose gain is the tracking signal of Trigg and Leach
 ("Exponential smoothing with an adaptive response rate", Operational Research Quarterly 18(1), 1967): small
 under noise, large once errors keep their sign. The speed of a replica that gets no requests goes back
-to the group's, and that of one which others are chosen over to theirs, within seconds, so that one found slow is tried again.
+to the group's, and that of one which others are chosen over to theirs, within seconds, so that one found slow is tried
+again.
 """
+
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
@@ -41,16 +43,17 @@ from .load import UNTIMED, Load
 # mend that, and until then what matters is that the ratios are an engine's.
 TTFT_PRIOR = (0.016, 15e-6, 8.4e-10, 12e-6, 0.008, 1.0)
 STEP_PRIOR = (0.006, 50e-6, 0.1e-6)
-STEP_TOKENS = 8192         # of prompts that a step computes: vLLM's own on large GPUs; where it is another number, `crowd` learns the rest
-_COMMON, _OWN = 1.0, 0.5   # prior variance of the log coefficients: shared, and each one's own
-_WALK = 1e-3               # share of the way back to the prior's covariance, per observation
-_NOISE = 0.05              # variance of log(observed / predicted) that is not the model's fault
-_BOUND = 100.0              # a coefficient stays within a hundredfold of its prior
-_SMOOTH = 0.1              # of the running error sizes
-# A replica that is passed over comes half as near to this share of the others' speed in so many seconds: once it is thought
-# a little quicker than they are it is tried, and known again. One thought twice as slow as they is after 6 s.
+# of prompts that a step computes: vLLM's own on large GPUs; where it is another number, `crowd` learns the rest
+STEP_TOKENS = 8192
+_COMMON, _OWN = 1.0, 0.5  # prior variance of the log coefficients: shared, and each one's own
+_WALK = 1e-3  # share of the way back to the prior's covariance, per observation
+_NOISE = 0.05  # variance of log(observed / predicted) that is not the model's fault
+_BOUND = 100.0  # a coefficient stays within a hundredfold of its prior
+_SMOOTH = 0.1  # of the running error sizes
+# A replica that is passed over comes half as near to this share of the others' speed in so many seconds: once it is
+# thought a little quicker than they are it is tried, and known again. One thought twice as slow as they is after 6 s.
 _REST_HALF, _REST_SHARE = 2.0, 0.9
-_FORGET = 0.99             # of the log speed stays, each turn without a request
+_FORGET = 0.99  # of the log speed stays, each turn without a request
 
 
 # --- the two models as statements (see `statement`): the only place where they are written down
@@ -62,13 +65,14 @@ def step_seconds(load: Load, pace: float, coefficients: Sequence[float]) -> floa
     return pace * (base * min(1, load.decoding) + per_stream * load.decoding + per_token * load.context_tokens)
 
 
-def ttft_features(uncached: float, cached: float, now: float, step: float, load: Load, speed: float,
-                  coefficients: Sequence[float]) -> tuple[float, ...]:
+def ttft_features(
+    uncached: float, cached: float, now: float, step: float, load: Load, speed: float, coefficients: Sequence[float]
+) -> tuple[float, ...]:
     """What the TTFT of a request of `uncached` tokens after `cached` ones is linear in, if it meets `load` at `now`.
 
-    `step`: seconds of a decode step there. `left` is the share of the step under way that is still to come: 1 if it is not
-    known since when it runs. One that is overdue may take as much longer as it is late: a replica that hangs looks fully busy
-    again, not done. Its attention is that of prompts of one length, computed whole.
+    `step`: seconds of a decode step there. `left` is the share of the step under way that is still to come: 1 if it is
+    not known since when it runs. One that is overdue may take as much longer as it is late: a replica that hangs looks
+    fully busy again, not done. Its attention is that of prompts of one length, computed whole.
     """
     base, token, pair, _, _, crowd = coefficients
     begun = load.begun_tokens
@@ -78,12 +82,19 @@ def ttft_features(uncached: float, cached: float, now: float, step: float, load:
     return 1, uncached, uncached * (cached + 0.5 * uncached), ahead, left, step * max(1, uncached / STEP_TOKENS)
 
 
-def ttft_terms(features: Sequence[float], speed: float, coefficients: Sequence[float]) -> tuple[float, float, float, float]:
-    """The TTFT in parts: what each request takes, its own prefill, the queue, and the decode steps that it shares. The latter
-    have a pace of their own; the rest is at the replica's `speed`."""
+def ttft_terms(
+    features: Sequence[float], speed: float, coefficients: Sequence[float]
+) -> tuple[float, float, float, float]:
+    """The TTFT in parts: what each request takes, its own prefill, the queue, and the decode steps that it shares. The
+    latter have a pace of their own; the rest is at the replica's `speed`."""
     base, token, pair, queued, busy, crowd = coefficients
     one, uncached, pairs, ahead, left, crowded = features
-    return speed * base * one, speed * (token * uncached + pair * pairs), speed * (queued * ahead + busy * left), crowd * crowded
+    return (
+        speed * base * one,
+        speed * (token * uncached + pair * pairs),
+        speed * (queued * ahead + busy * left),
+        crowd * crowded,
+    )
 
 
 class Fit:
@@ -92,6 +103,7 @@ class Fit:
     `error` is the running |predicted - observed| in seconds. While that of the prior is smaller, the
     prior's coefficients are the ones given out: noise can make it learn nothing, never worse.
     """
+
     __slots__ = ("coefficients", "count", "error", "_prior", "_learned", "_cov", "_spread", "_prior_error")
 
     def __init__(self, prior: tuple[float, ...]) -> None:
@@ -99,7 +111,7 @@ class Fit:
         self._learned = list(prior)
         size = range(len(prior))
         self._cov = [[_COMMON + (_OWN if i == j else 0.0) for j in size] for i in size]
-        self._spread = 0.3      # running size of the log error: what an outlier is measured by
+        self._spread = 0.3  # running size of the log error: what an outlier is measured by
         self.count = 0
         self.error = self._prior_error = 0.0
 
@@ -146,11 +158,12 @@ class Fit:
 
 class Speed:
     """How many times longer one replica takes than its group's model says."""
+
     __slots__ = ("value", "_bias", "_spread", "_heard")
 
     def __init__(self) -> None:
         self.value = 1.0
-        self._bias, self._spread = 0.0, 0.3    # running log error, and its size
+        self._bias, self._spread = 0.0, 0.3  # running log error, and its size
         self._heard = False
 
     def state(self) -> list[float]:
@@ -192,6 +205,7 @@ class Costs:
 
     Tokens are counts, results seconds. `error` is the running |predicted - observed| TTFT.
     """
+
     __slots__ = ("group", "ttft", "step", "error", "count")
 
     def __init__(self, group: CostGroup) -> None:
@@ -201,7 +215,9 @@ class Costs:
 
     def prefill_seconds(self, uncached: int, context: int) -> float:
         """Computing `uncached` tokens after `context` cached ones."""
-        return ttft_terms(self._features(_IDLE, uncached, context, UNTIMED), self.ttft.value, self.group.ttft.coefficients)[1]
+        return ttft_terms(
+            self._features(_IDLE, uncached, context, UNTIMED), self.ttft.value, self.group.ttft.coefficients
+        )[1]
 
     def step_seconds(self, load: Load) -> float:
         """One decode step of the streams there now; 0 if there are none."""
@@ -209,7 +225,9 @@ class Costs:
 
     def ttft_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
         """Time to the first token for a request that meets `load`, at `now`."""
-        return sum(ttft_terms(self._features(load, uncached, context, now), self.ttft.value, self.group.ttft.coefficients))
+        return sum(
+            ttft_terms(self._features(load, uncached, context, now), self.ttft.value, self.group.ttft.coefficients)
+        )
 
     def observe_ttft(self, seconds: float, uncached: int, cached: int, before: Load, at: float = UNTIMED) -> None:
         """A first token came after `seconds`; `before` is the load it met, `at` when (both a Reservation's)."""
@@ -245,21 +263,23 @@ _IDLE = Load()
 
 
 class Learned(TypedDict):
-    """What a group has learned, in types that JSON has. `replicas`: the states of both speeds, the error and the count of each."""
+    """What a group has learned, in types that JSON has. `replicas`: the states of both speeds, the error and the count
+    of each."""
+
     ttft: dict[str, object]
     step: dict[str, object]
     replicas: dict[str, list[Any]]
 
 
 class CostGroup:
-    """Replicas of one kind: one model for all, which a new replica starts from. `learned` is the `state` of another group,
-    to go on from."""
+    """Replicas of one kind: one model for all, which a new replica starts from. `learned` is the `state` of another
+    group, to go on from."""
 
     def __init__(self, learned: Learned | None = None) -> None:
         self.ttft, self.step = Fit(TTFT_PRIOR), Fit(STEP_PRIOR)
         self._members: dict[str, Costs] = {}
         self._turns: list[Costs] = []
-        self.changes: Changes[Costs] = Changes()    # members whose speeds changed
+        self.changes: Changes[Costs] = Changes()  # members whose speeds changed
         self._known: dict[str, list[Any]] = {}
         if learned is not None:
             self.ttft.restore(learned["ttft"])
@@ -268,7 +288,9 @@ class CostGroup:
 
     def state(self) -> Learned:
         """What was learned: 2 kB, and 150 bytes a replica."""
-        replicas = {name: [one.ttft.state(), one.step.state(), one.error, one.count] for name, one in self._members.items()}
+        replicas = {
+            name: [one.ttft.state(), one.step.state(), one.error, one.count] for name, one in self._members.items()
+        }
         return {"ttft": self.ttft.state(), "step": self.step.state(), "replicas": replicas}
 
     def add(self, replica: str) -> Costs:
@@ -285,8 +307,8 @@ class CostGroup:
         self._members.pop(replica, None)
 
     def rest(self, idle: Collection[Costs], used: Collection[Costs], seconds: float) -> None:
-        """Replicas that others were chosen over for `seconds` more: those thought slower go towards the speed of the others,
-        so that they are tried again, however few requests there are to go by."""
+        """Replicas that others were chosen over for `seconds` more: those thought slower go towards the speed of the
+        others, so that they are tried again, however few requests there are to go by."""
         kept = 0.5 ** (seconds / _REST_HALF)
         ttft = exp(sum(log(one.ttft.value) for one in used) / len(used))
         step = exp(sum(log(one.step.value) for one in used) / len(used))

@@ -4,10 +4,11 @@ A reservation is made in the same step as the choice, moves once (first byte see
 Each of these is idempotent, so whichever of retry, cancel, crash and normal end comes first may
 settle it and the others do no harm. Not thread safe: one event loop owns a ledger.
 
-An engine computes prompts in steps: all that wait when one ends begin with the next, and their first tokens come at its end.
-So a first token tells when those left began, and what comes meanwhile has not begun. Callers that tell the time get that in
-`Load`; where it is not told, as with an answer in one piece, nothing is known until the next first token.
+An engine computes prompts in steps: all that wait when one ends begin with the next, and their first tokens come at its
+end. So a first token tells when those left began, and what comes meanwhile has not begun. Callers that tell the time
+get that in `Load`; where it is not told, as with an answer in one piece, nothing is known until the next first token.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,31 +19,34 @@ from .load import FAR, UNTIMED, Load
 
 _COUNTS = tuple(f.name for f in fields(Load))[:5]
 NOTHING = (0,) * len(_COUNTS)
-_WINDOW = 16    # choices a replica, over which its share of them is taken: fewer are noise, more let what begins at once go to one place
+# choices a replica, over which its share of them is taken: fewer are noise, more let what begins at once go to one
+# place
+_WINDOW = 16
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
     """One request's share of a replica's load. `before` is the load it met, without itself, and `at` when that was."""
+
     replica: str
     load: Load
     before: Load
     uncached: int
     tokens: int
     at: float = UNTIMED
-    stage: str = "prefill"    # then "decode", then "done"
+    stage: str = "prefill"  # then "decode", then "done"
 
 
 class Ledger:
     """The load of this gateway's requests, and beside it what is known of other gateways' (`others`); a
-    `Load` has the sum. `moved`, if set, hears of every change of this gateway's own part; `changes` has the names of replicas whose
-    `Load` changed in any way."""
+    `Load` has the sum. `moved`, if set, hears of every change of this gateway's own part; `changes` has the names of
+    replicas whose `Load` changed in any way."""
 
     def __init__(self) -> None:
         self._loads: dict[str, Load] = {}
         self._others: dict[str, tuple[int, ...]] = {}
-        self._leaving: list[tuple[str, Load]] = []    # replicas removed while requests were still on them
-        self._weight = 1.0    # of the latest choice
+        self._leaving: list[tuple[str, Load]] = []  # replicas removed while requests were still on them
+        self._weight = 1.0  # of the latest choice
         self.moved: Callable[..., None] | None = None
         self.changes: Changes[str] = Changes()
 
@@ -71,12 +75,13 @@ class Ledger:
         return tuple(getattr(load, name) - count for name, count in zip(_COUNTS, others, strict=True))
 
     def others(self, replica: str, counts: tuple[int, ...], now: float | None = None) -> None:
-        """What other gateways have there, in the order of `own`. One prompt less without a first token: a step has ended, by `now`."""
+        """What other gateways have there, in the order of `own`. One prompt less without a first token: a step has
+        ended, by `now`."""
         load, before = self._loads.get(replica), self._others.get(replica, NOTHING)
         if load is None or counts == before:
             return
         stepped = counts[1] < before[1] or not load.prefilling
-        load.requests += counts[0] - before[0]    # at length: with the names as data it took five times as long
+        load.requests += counts[0] - before[0]  # at length: with the names as data it took five times as long
         load.prefilling += counts[1] - before[1]
         load.prefill_tokens += counts[2] - before[2]
         load.decoding += counts[3] - before[3]
@@ -91,7 +96,9 @@ class Ledger:
         self._loads[replica].scraped(waiting, kv_usage)
         self.changes.tell(replica)
 
-    def reserve(self, replica: str, uncached: int, tokens: int, counted: bool = False, now: float | None = None) -> Reservation:
+    def reserve(
+        self, replica: str, uncached: int, tokens: int, counted: bool = False, now: float | None = None
+    ) -> Reservation:
         """Count a request of `tokens` prompt tokens, `uncached` of which must be computed. `counted`: where
         `moved` would tell of it, it is known already."""
         load = self._loads[replica]
@@ -114,7 +121,7 @@ class Ledger:
         load.recent += self._weight
         if self._weight > 1e100:
             for one in self._loads.values():
-                one.recent = round(one.recent / self._weight, 30)    # to nothing, before it is too small to divide by
+                one.recent = round(one.recent / self._weight, 30)  # to nothing, before it is too small to divide by
             for name in self._loads:
                 self.changes.tell(name)
             self._weight = 1.0
@@ -144,7 +151,10 @@ class Ledger:
         if stage == "prefill":
             load.prefilling -= 1
             load.prefill_tokens -= reservation.uncached
-            load.begun, load.begun_tokens = min(load.begun, load.prefilling), min(load.begun_tokens, load.prefill_tokens)
+            load.begun, load.begun_tokens = (
+                min(load.begun, load.prefilling),
+                min(load.begun_tokens, load.prefill_tokens),
+            )
             change = (-1, -1, -reservation.uncached, 0, 0)
         else:
             load.decoding -= 1
@@ -156,7 +166,10 @@ class Ledger:
 
     def outstanding(self) -> dict[str, tuple[int, ...]]:
         """What this gateway has on each replica, in the order of `own`, removed replicas included."""
-        return {replica: self.outstanding_on(replica) for replica in (*self._loads, *[replica for replica, _ in self._leaving])}
+        return {
+            replica: self.outstanding_on(replica)
+            for replica in (*self._loads, *[replica for replica, _ in self._leaving])
+        }
 
     def outstanding_on(self, replica: str) -> tuple[int, ...]:
         """The same of one."""

@@ -1,9 +1,10 @@
 """Roster: the candidates for a model as arrays, for a policy that weighs hundreds of them at once.
 
 To a policy that knows nothing of this it is a sequence of candidates like any other. One that does asks for `columns`:
-what it computes for each candidate from its load and costs, kept from one decision to the next. Of 1,024 replicas two or
-three changed meanwhile, and only theirs are computed anew: reading the loads alone would take 0.3 ms each time.
+what it computes for each candidate from its load and costs, kept from one decision to the next. Of 1,024 replicas two
+or three changed meanwhile, and only theirs are computed anew: reading the loads alone would take 0.3 ms each time.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +29,13 @@ class Roster(Sequence[Candidate]):
         self.group = group
         self._overlaps = np.zeros(len(candidates))
         self.ones = np.ones(len(candidates))
-        self._given = True    # whether the candidates have their overlaps
-        self.tiered = False   # whether some have blocks in lower tiers
+        self._given = True  # whether the candidates have their overlaps
+        self.tiered = False  # whether some have blocks in lower tiers
 
     def __len__(self) -> int:
         return len(self._candidates)
 
-    def __getitem__(self, index: int) -> Candidate:    # type: ignore[override]  # policies take one at a time, none slices
+    def __getitem__(self, index: int) -> Candidate:  # type: ignore[override]  # policies take one at a time, none slices
         candidate = self._candidates[index]
         if not self._given:
             candidate.overlap = int(self._overlaps[index])
@@ -56,8 +57,8 @@ class Roster(Sequence[Candidate]):
         self._overlaps, self._given = tokens, False
 
     def columns(self, of: Callable[[Candidate], tuple[float, ...]]) -> np.ndarray:
-        """A row for each figure that `of` gives of a candidate, which must depend on its load and costs alone. Always the
-        same function."""
+        """A row for each figure that `of` gives of a candidate, which must depend on its load and costs alone. Always
+        the same function."""
         loads, costs = self._changes
         if self._heard == (loads.count, costs.count):
             return self._columns
@@ -68,6 +69,6 @@ class Roster(Sequence[Candidate]):
         else:
             stale = {*map(self._row_by_replica.get, new_loads), *map(self._row_by_costs.get, new_costs)}
             for row in stale:
-                if row is not None:    # a replica that is no candidate here
+                if row is not None:  # a replica that is no candidate here
                     self._columns[:, row] = of(self._candidates[row])
         return self._columns

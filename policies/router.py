@@ -1,12 +1,14 @@
 """Router: from a request to the replica that gets it, and what is learned from how it fares there.
 
 A placement is one step: the map says who holds how much of the prompt, the policy chooses, the load that this makes is
-counted, and the blocks that it will leave are expected. What becomes of it is told in three steps, each of which may come
-again or never: `first_token`, when its prefill is done, then `finish` if the answer is complete and `abandon` if not.
+counted, and the blocks that it will leave are expected. What becomes of it is told in three steps, each of which may
+come again or never: `first_token`, when its prefill is done, then `finish` if the answer is complete and `abandon` if
+not.
 
-The proxy, decisions for another proxy, several gateways on one Redis and the simulation all place requests here, so a rule
-behaves the same in each. No I/O and no clock: `now` is in seconds of the caller's. Not thread safe.
+The proxy, decisions for another proxy, several gateways on one Redis and the simulation all place requests here, so a
+rule behaves the same in each. No I/O and no clock: `now` is in seconds of the caller's. Not thread safe.
 """
+
 from __future__ import annotations
 
 from array import array
@@ -22,12 +24,13 @@ from .load import UNTIMED
 from .roster import Roster
 from .vocabulary import Candidate, Choice, Demand, Policy, hittable
 
-MANY = 16                     # candidates from which they are weighed as arrays: below, one after the other is quicker
-PASSED_OVER_SECONDS = 2.0     # without a request, while others have some
+MANY = 16  # candidates from which they are weighed as arrays: below, one after the other is quicker
+PASSED_OVER_SECONDS = 2.0  # without a request, while others have some
 
 
 class Match(Protocol):
     """How many leading blocks of a prompt each slot of a map holds, and what follows in lower tiers, in runs."""
+
     held: Sequence[int]
     lower: Mapping[int, Sequence[tuple[str, int]]]
 
@@ -48,8 +51,9 @@ class PrefixMap(Protocol):
 
 
 class Targets:
-    """The candidates for a request, in a stable order. The same object should serve while they are the same: it caches arrays.
-    `space`: the one that all of them are of; None: they are of several."""
+    """The candidates for a request, in a stable order. The same object should serve while they are the same: it caches
+    arrays. `space`: the one that all of them are of; None: they are of several."""
+
     __slots__ = ("candidates", "roster", "slots", "nothing", "space")
 
     def __init__(self, candidates: Sequence[Candidate], roster: Roster | None = None) -> None:
@@ -72,24 +76,27 @@ class Targets:
 
 class Held(NamedTuple):
     """A request in the tokens and blocks of one space, and how many of its blocks each slot of the map holds."""
+
     demand: Demand
     match: Match | None
 
 
 class Asked(NamedTuple):
-    """What the policy would do with a request by the loads known here. Nothing is done yet. `overlap`: prompt tokens that
-    the candidate it chose holds."""
+    """What the policy would do with a request by the loads known here. Nothing is done yet. `overlap`: prompt tokens
+    that the candidate it chose holds."""
+
     demand: Demand
     candidates: Sequence[Candidate]
     choice: Choice
     overlap: int
-    spaces: Mapping[int, Held] | None = None    # by space, where the candidates are of several
+    spaces: Mapping[int, Held] | None = None  # by space, where the candidates are of several
 
 
 class Decision(NamedTuple):
-    """What a ledger that several gateways share has chosen and counted: `index` into the candidates, prompt tokens held there
-    and not, what other gateways have on it, and whether the reservation is in the sums that count now."""
-    index: int    # type: ignore[assignment]  # hides tuple.index, which nobody calls
+    """What a ledger that several gateways share has chosen and counted: `index` into the candidates, prompt tokens held
+    there and not, what other gateways have on it, and whether the reservation is in the sums that count now."""
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     replica: str
     overlap: int
     uncached: int
@@ -100,12 +107,13 @@ class Decision(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Placement:
     """A request on a replica, from the choice to its end. `overlap`: prompt tokens that are taken to be held there."""
+
     candidate: Candidate
     demand: Demand
     overlap: int
     reservation: Reservation
     at: float
-    expects: bool = False     # whether the map was told that its blocks will be there
+    expects: bool = False  # whether the map was told that its blocks will be there
 
     @property
     def held(self) -> int:
@@ -129,17 +137,23 @@ class Router:
         self.policy, self.map, self.ledger, self.costs = policy, prefixes, ledger, costs
         self.candidates: dict[str, Candidate] = {}
         # What a policy may want to be told, see `Policy`.
-        self._placed, self._first, self._ended, self._gone = [getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")]
-        self._tiered = False    # some candidate has blocks in a slower tier from the last request
-        self._used: dict[str, tuple[float, float]] = {}    # of each replica its count of choices when last looked at, and when it changed
+        self._placed, self._first, self._ended, self._gone = [
+            getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")
+        ]
+        self._tiered = False  # some candidate has blocks in a slower tier from the last request
+        # of each replica its count of choices when last looked at, and when it changed
+        self._used: dict[str, tuple[float, float]] = {}
         self._rested_at = 0.0
 
     # --- replicas
 
     def add(self, replica: str, slot: int, rank_paths: Collection[str] | None = None) -> Candidate:
-        """A replica that requests may be placed on, the same object until `remove`; `slot` is where the map has it. `rank_paths`:
-        it is one rank of an engine, and only requests posted to these paths are computed by the rank that they are sent to."""
-        candidate = Candidate(replica, 0, self.ledger.add(replica), self.costs.add(replica), slot=slot, rank_paths=rank_paths)
+        """A replica that requests may be placed on, the same object until `remove`; `slot` is where the map has it.
+        `rank_paths`: it is one rank of an engine, and only requests posted to these paths are computed by the rank that
+        they are sent to."""
+        candidate = Candidate(
+            replica, 0, self.ledger.add(replica), self.costs.add(replica), slot=slot, rank_paths=rank_paths
+        )
         self.candidates[replica] = candidate
         return candidate
 
@@ -169,8 +183,8 @@ class Router:
         return Targets(candidates, Roster(candidates, self.ledger, candidates[0].costs.group) if alike else None)
 
     def rest(self, now: float) -> None:
-        """Move the learned costs of replicas that got no request for PASSED_OVER_SECONDS, while others did, towards those of the others,
-        so that they are tried again. Called a few times a second."""
+        """Move the learned costs of replicas that got no request for PASSED_OVER_SECONDS, while others did, towards
+        those of the others, so that they are tried again. Called a few times a second."""
         elapsed, self._rested_at = max(0.0, min(now - self._rested_at, 1.0)), now
         idle: dict[CostGroup, list[Costs]] = {}
         used: dict[CostGroup, list[Costs]] = {}
@@ -179,7 +193,9 @@ class Router:
             chosen, since = self._used.get(name, (0.0, 0.0))
             if chosen != load.recent or load.requests:
                 self._used[name], since = (load.recent, now), now
-            (idle if now - since >= PASSED_OVER_SECONDS else used).setdefault(candidate.costs.group, []).append(candidate.costs)
+            (idle if now - since >= PASSED_OVER_SECONDS else used).setdefault(candidate.costs.group, []).append(
+                candidate.costs
+            )
         for group in idle.keys() & used.keys():
             group.rest(idle[group], used[group], elapsed)
 
@@ -196,17 +212,24 @@ class Router:
         return Asked(demand, candidates, choice, candidates[choice.index].overlap, spaces)
 
     def take(self, asked: Asked, now: float, decision: Decision | None = None) -> Placement:
-        """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was made
-        by the load of all gateways, of the same candidates."""
+        """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was
+        made by the load of all gateways, of the same candidates."""
         demand, candidates, choice, overlap, spaces = asked
         if decision is None:
             candidate = candidates[choice.index]
-            reservation = self.ledger.reserve(candidate.replica, demand.tokens - overlap, demand.tokens, now=demand.now if demand.now != UNTIMED else None)
+            reservation = self.ledger.reserve(
+                candidate.replica,
+                demand.tokens - overlap,
+                demand.tokens,
+                now=demand.now if demand.now != UNTIMED else None,
+            )
         else:
             choice, overlap = choice._replace(index=decision.index), decision.overlap
             candidate = candidates[choice.index]
             self.ledger.others(decision.replica, decision.others)
-            reservation = self.ledger.reserve(candidate.replica, decision.uncached, overlap + decision.uncached, decision.counted)
+            reservation = self.ledger.reserve(
+                candidate.replica, decision.uncached, overlap + decision.uncached, decision.counted
+            )
         placed = demand
         if spaces is not None:
             placed, overlap = _in_space(candidate, spaces, demand)
@@ -215,7 +238,7 @@ class Router:
             self._tell(placement)
             if self._placed is not None:
                 self._placed(demand, candidates, choice)
-        except BaseException:    # nobody could release what nobody has
+        except BaseException:  # nobody could release what nobody has
             self.ledger.release(reservation)
             raise
         return placement
@@ -242,29 +265,36 @@ class Router:
         match = self.map.match(hashes, now) if hashes and demand.reads_cache else None
         most = hittable(demand.tokens, size)
         if roster is not None:
-            roster.overlaps = np.minimum(np.array(array("d", match.held))[targets.slots], most) * size if match else targets.nothing
+            roster.overlaps = (
+                np.minimum(np.array(array("d", match.held))[targets.slots], most) * size if match else targets.nothing
+            )
             roster.tiered = bool(match and match.lower)
         elif match:
             held = match.held
             for one in candidates:
                 blocks = held[one.slot]
-                one.overlap = (blocks if blocks < most else most) * size    # `min` takes four times as long
+                one.overlap = (blocks if blocks < most else most) * size  # `min` takes four times as long
         else:
             for one in candidates:
                 one.overlap = 0
         if self._tiered or (match and match.lower):
             self._tiered = bool(match and match.lower)
             for one in candidates:
-                one.lower = tuple((tier, blocks * size) for tier, blocks in match.lower.get(one.slot, ())) if match else ()
+                one.lower = (
+                    tuple((tier, blocks * size) for tier, blocks in match.lower.get(one.slot, ())) if match else ()
+                )
         return candidates if roster is None else roster
 
     def _weigh_spaces(self, demand: Demand, targets: Targets, now: float) -> Mapping[int, Held]:
-        """As `weighed`, for candidates that are not all of the demand's space. What one holds is found in the tokens of its own
-        space and counted in those of `demand`, so that all are weighed by the same measure; of a third space nothing is known."""
+        """As `weighed`, for candidates that are not all of the demand's space. What one holds is found in the tokens of
+        its own space and counted in those of `demand`, so that all are weighed by the same measure; of a third space
+        nothing is known."""
         spaces: dict[int, Held] = {}
         for one in (demand, demand.also):
             if one is not None:
-                spaces[one.space] = Held(one, self.map.match(one.hashes, now) if one.hashes and one.reads_cache else None)
+                spaces[one.space] = Held(
+                    one, self.map.match(one.hashes, now) if one.hashes and one.reads_cache else None
+                )
         for candidate in targets.candidates:
             own, overlap = _in_space(candidate, spaces, demand)
             if own is not demand and own.tokens != demand.tokens:
@@ -275,7 +305,8 @@ class Router:
     # --- what becomes of it
 
     def first_token(self, placement: Placement, now: float | None, seconds: float | None = None) -> None:
-        """Its prefill is done, by `now` if that is known. `seconds` after it was sent there: given where it is to be learned from."""
+        """Its prefill is done, by `now` if that is known. `seconds` after it was sent there: given where it is to be
+        learned from."""
         reservation = placement.reservation
         if reservation.stage != "prefill":
             return
@@ -283,14 +314,16 @@ class Router:
         if self._first is not None:
             self._first(reservation.replica, placement.demand)
         if seconds is not None:
-            placement.candidate.costs.observe_ttft(seconds, reservation.uncached, placement.overlap, reservation.before, reservation.at)
+            placement.candidate.costs.observe_ttft(
+                seconds, reservation.uncached, placement.overlap, reservation.before, reservation.at
+            )
 
     def finish(self, placement: Placement, reported: int | None = None, per_token: float | None = None) -> None:
-        """Its answer is complete. `reported`: prompt tokens that the engine found in its cache; `per_token`: seconds from one token to
-        the next; both where they are told and to be learned from."""
+        """Its answer is complete. `reported`: prompt tokens that the engine found in its cache; `per_token`: seconds
+        from one token to the next; both where they are told and to be learned from."""
         candidate, demand, reservation = placement.candidate, placement.demand, placement.reservation
         if per_token is not None and reservation.stage == "decode":
-            load = reservation.load    # with this request, which decoded until now
+            load = reservation.load  # with this request, which decoded until now
             candidate.costs.observe_itl(per_token, load.decoding, load.context_tokens)
         self._release(placement)
         if reported is not None and demand.hashes and candidate.slot >= 0:
@@ -312,8 +345,8 @@ class Router:
 
 
 def _in_space(candidate: Candidate, spaces: Mapping[int, Held], demand: Demand) -> tuple[Demand, int]:
-    """The request as this candidate's engine will see it, and prompt tokens that it holds. Of a space that the request was not
-    prepared for no blocks are known."""
+    """The request as this candidate's engine will see it, and prompt tokens that it holds. Of a space that the request
+    was not prepared for no blocks are known."""
     held = spaces.get(candidate.space)
     if held is None:
         return replace(demand, hashes=(), root=0, also=None), 0

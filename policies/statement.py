@@ -1,7 +1,8 @@
 """A cost is stated once, as plain Python arithmetic, and compiled for the three places where it is evaluated.
 
-A statement is a function of numbers, with `+ - * /`, `min`, `max` and `abs` as its only operations and no branches. It is
-called once, with symbols in place of the numbers, which gives its expressions; equal parts become one part. From these come
+A statement is a function of numbers, with `+ - * /`, `min`, `max` and `abs` as its only operations and no branches. It
+is called once, with symbols in place of the numbers, which gives its expressions; equal parts become one part. From
+these come
 
 - `python`: a Python function for one replica, every call of another statement inlined;
 - `Arrays`: the sum of the results for many replicas at once, as one matrix product and some operations on arrays;
@@ -13,6 +14,7 @@ A symbol has a kind: what is the same for all candidates (REQUEST), what follows
 (STANDING), and what differs by replica and request (OVERLAP). Parts of one kind are computed when that kind changes, no
 oftener: the standing of 1,024 replicas is kept, and two or three change between two decisions.
 """
+
 from __future__ import annotations
 
 import linecache
@@ -24,17 +26,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-REQUEST, STANDING, OVERLAP = 1, 2, 4    # kinds; an expression has those of all its symbols
+REQUEST, STANDING, OVERLAP = 1, 2, 4  # kinds; an expression has those of all its symbols
 _CALLS = ("min", "max", "abs")
-_WORTH_A_BRANCH = 8    # parts that a branch may leave out
+_WORTH_A_BRANCH = 8  # parts that a branch may leave out
 
 
 class Expression:
     """A number that is not known yet. Equal expressions are one object."""
+
     __slots__ = ("op", "parts", "kind")
     _all: ClassVar[dict[tuple[object, ...], Expression]] = {}
 
-    op: str                 # "symbol", "number", an operator, or one of _CALLS
+    op: str  # "symbol", "number", an operator, or one of _CALLS
     parts: tuple[Any, ...]  # the symbol's name, the number, or expressions
     kind: int
 
@@ -117,7 +120,11 @@ def expressions(statement: Callable[..., Any], *arguments: Any) -> Any:
 def _symbolic(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, and those it calls, with `min`, `max` and `abs` for expressions."""
     names = dict(function.__globals__) | {op: _call(op) for op in _CALLS}
-    called = [one for name in function.__code__.co_names if isinstance(one := names.get(name), FunctionType) and name not in _CALLS]
+    called = [
+        one
+        for name in function.__code__.co_names
+        if isinstance(one := names.get(name), FunctionType) and name not in _CALLS
+    ]
     names |= {one.__name__: _symbolic(one) for one in called}
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
@@ -126,14 +133,16 @@ def _symbolic(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Text:
-    """Expressions in some language. What is used more than once is assigned to a local variable first, in `lines`; what needs
-    nothing but REQUEST symbols, in `request_lines`, for whoever evaluates the rest for many replicas.
+    """Expressions in some language. What is used more than once is assigned to a local variable first, in `lines`; what
+    needs nothing but REQUEST symbols, in `request_lines`, for whoever evaluates the rest for many replicas.
 
-    In Python, what only a product with `min(1, symbol)` needs is left out where that symbol is 0: a replica that computes no
-    prompts costs a fifth less time.
+    In Python, what only a product with `min(1, symbol)` needs is left out where that symbol is 0: a replica that
+    computes no prompts costs a fifth less time.
     """
 
-    def __init__(self, roots: Sequence[Expression], assign: str = "{} = {}", calls: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, roots: Sequence[Expression], assign: str = "{} = {}", calls: Mapping[str, str] | None = None
+    ) -> None:
         self._assign, self._calls = assign, calls
         self._names: dict[Expression, str] = {}
         self.request_lines: list[str] = []
@@ -141,13 +150,13 @@ class Text:
         used: Counter[Expression] = Counter()
         for root in roots:
             self._count(root, used)
-        self._gated: dict[Expression, Expression] = {}    # products, and the symbol without which each is 0
+        self._gated: dict[Expression, Expression] = {}  # products, and the symbol without which each is 0
         hidden: set[Expression] = set()
         for node in used if calls is None else ():
             if (gate := _gate(node)) is not None and len(alone := _alone_in(node, used)) >= _WORTH_A_BRANCH:
                 self._gated[node] = gate
                 hidden |= alone
-        for node in used:    # parts come before what they are part of
+        for node in used:  # parts come before what they are part of
             if node not in hidden and self._deserves_a_name(node, used[node]):
                 self._name(node)
 
@@ -176,7 +185,13 @@ class Text:
         before, self.lines = self.lines, []
         text, name = self.of(node), f"v{len(self._names)}"
         inside, self.lines = self.lines, before
-        self.lines += [f"if {opener}:", *[f"    {line}" for line in inside], f"    {name} = {text}", "else:", f"    {name} = 0.0"]
+        self.lines += [
+            f"if {opener}:",
+            *[f"    {line}" for line in inside],
+            f"    {name} = {text}",
+            "else:",
+            f"    {name} = 0.0",
+        ]
         self._names[node] = name
         return name
 
@@ -189,7 +204,7 @@ class Text:
             return f"({f' {node.op} '.join(map(self.of, node.parts))})"
         if self._calls is not None:
             return f"{self._calls[node.op]}({', '.join(map(self.of, node.parts))})"
-        first, *second = map(self._name, node.parts)    # three times as fast as a call
+        first, *second = map(self._name, node.parts)  # three times as fast as a call
         if node.op == "abs":
             return f"({first} if {first} >= 0.0 else -{first})"
         return f"({first} if {first} {'<' if node.op == 'min' else '>'} {second[0]} else {second[0]})"
@@ -208,7 +223,7 @@ def _alone_in(node: Expression, used: Counter[Expression]) -> set[Expression]:
     """What is part of this and of nothing else, itself left out."""
     inside = {node}
     uses: Counter[Expression] = Counter()
-    for one in reversed(used):    # what has parts comes before them
+    for one in reversed(used):  # what has parts comes before them
         if one in inside or (one.op not in ("symbol", "number") and uses[one] == used[one]):
             inside.add(one)
             if one.op not in ("symbol", "number"):
@@ -235,7 +250,7 @@ def lua(name: str, parameters: Sequence[str], roots: Sequence[Expression]) -> st
 def compiled(name: str, lines: Sequence[str], **names: Any) -> Callable[..., Any]:
     """Return the function that these lines of Python define; `names` are what it may use."""
     source, file = "\n".join(lines) + "\n", f"<statement {name} {next(_numbers)}>"
-    linecache.cache[file] = len(source), None, source.splitlines(True), file    # so that a traceback shows the line
+    linecache.cache[file] = len(source), None, source.splitlines(True), file  # so that a traceback shows the line
     exec(compile(source, file, "exec"), names)
     function: Callable[..., Any] = names[name]
     return function
@@ -246,8 +261,8 @@ _numbers = count(1)
 
 # --- as arrays
 
-Monomial = tuple[Expression, ...]    # of parts that differ by replica, in the order of their ids; empty: none
-Polynomial = dict[Monomial, Expression]    # -> its factor, of REQUEST alone
+Monomial = tuple[Expression, ...]  # of parts that differ by replica, in the order of their ids; empty: none
+Polynomial = dict[Monomial, Expression]  # -> its factor, of REQUEST alone
 
 
 def _polynomial(node: Expression) -> Polynomial:
@@ -263,7 +278,9 @@ def _polynomial(node: Expression) -> Polynomial:
     if node.op == "/" and not right.kind & ~REQUEST:
         return {parts: factor / right for parts, factor in _polynomial(left).items()}
     if node.op == "/":
-        return _product(_polynomial(left), {(1 / right,): _number(1)}) if right.kind == STANDING else {(node,): _number(1)}
+        return (
+            _product(_polynomial(left), {(1 / right,): _number(1)}) if right.kind == STANDING else {(node,): _number(1)}
+        )
     one, other = _polynomial(left), _polynomial(right)
     if node.op == "*":
         return _product(one, other)
@@ -286,13 +303,19 @@ def _product(one: Polynomial, other: Polynomial) -> Polynomial:
 class Arrays:
     """The value of one expression for many replicas.
 
-    `standing` gives a replica's column: products of its STANDING parts, and those to `keep` for others to use. A decision
-    computes `weights` (of REQUEST parts, a row for each factor that is linear in the columns), multiplies them with all
-    columns, and does the rest by element, in the rows of that product.
+    `standing` gives a replica's column: products of its STANDING parts, and those to `keep` for others to use. A
+    decision computes `weights` (of REQUEST parts, a row for each factor that is linear in the columns), multiplies them
+    with all columns, and does the rest by element, in the rows of that product.
     """
 
-    def __init__(self, root: Expression, standing: Sequence[str], request: Sequence[str], overlap: Sequence[str],
-                 keep: Sequence[Expression] = ()) -> None:
+    def __init__(
+        self,
+        root: Expression,
+        standing: Sequence[str],
+        request: Sequence[str],
+        overlap: Sequence[str],
+        keep: Sequence[Expression] = (),
+    ) -> None:
         self._columns: dict[Expression, int] = {_number(1): 0}
         self._rows: list[dict[int, Expression]] = []
         self._scalars: list[Expression] = []
@@ -301,16 +324,24 @@ class Arrays:
         self._numbers: dict[str, np.ndarray] = {}
         result = self._sum(_polynomial(root))
         rows, columns = len(self._rows), len(self._columns)
-        places = [(row * columns + column, factor) for row, line in enumerate(self._rows) for column, factor in line.items()]
+        places = [
+            (row * columns + column, factor) for row, line in enumerate(self._rows) for column, factor in line.items()
+        ]
         self._places = np.array([place for place, _ in places])
-        self._flat = np.zeros(rows * columns)    # the places of the weights differ by statement, not by decision
+        self._flat = np.zeros(rows * columns)  # the places of the weights differ by statement, not by decision
         self._matrix = self._flat.reshape(rows, columns)
         self._weights = python("weights", request, [*self._scalars, *[factor for _, factor in places]])
         self.standing = python("standing", standing, [*self._columns, *keep])
         scalars = [f"q{index}" for index in range(len(self._scalars))]
         lines = [f"def elementwise({', '.join(['product', *scalars, *overlap])}):", *self._lines, f"return {result}"]
-        self._elementwise: Callable[..., np.ndarray] = compiled("elementwise", "\n    ".join(lines).split("\n"), minimum=np.minimum, maximum=np.maximum, absolute=np.absolute,
-                                     **self._numbers)
+        self._elementwise: Callable[..., np.ndarray] = compiled(
+            "elementwise",
+            "\n    ".join(lines).split("\n"),
+            minimum=np.minimum,
+            maximum=np.maximum,
+            absolute=np.absolute,
+            **self._numbers,
+        )
 
     def __call__(self, columns: np.ndarray, request: Sequence[float], overlap: Sequence[Any]) -> np.ndarray:
         weights, scalars = self._weights(*request), len(self._scalars)
@@ -319,7 +350,9 @@ class Arrays:
 
     def _sum(self, polynomial: Polynomial) -> str:
         """Write the lines that add it up, and return the name of an array of its own."""
-        for held in dict.fromkeys(part for parts in polynomial for part in parts if part.op == "symbol" and part.kind == OVERLAP):
+        for held in dict.fromkeys(
+            part for parts in polynomial for part in parts if part.op == "symbol" and part.kind == OVERLAP
+        ):
             outer = {parts: factor for parts, factor in polynomial.items() if held not in parts}
             inner = {_without(parts, held): factor for parts, factor in polynomial.items() if held in parts}
             return self._with_overlap(held.parts[0], inner, outer)
@@ -363,7 +396,9 @@ class Arrays:
 
     def _row(self, line: dict[Expression, Expression]) -> str:
         """A further row of the product, whose array is free to be written into."""
-        self._rows.append({self._columns.setdefault(column, len(self._columns)): factor for column, factor in line.items()})
+        self._rows.append(
+            {self._columns.setdefault(column, len(self._columns)): factor for column, factor in line.items()}
+        )
         name = f"r{len(self._rows)}"
         self._lines.append(f"{name} = product[{len(self._rows) - 1}]")
         return name
@@ -397,9 +432,13 @@ class Arrays:
     def _part(self, part: Expression) -> str:
         if not part.kind & ~REQUEST:
             return self._scalar(part)
-        return self._value(part) if _polynomial(part) == {(part,): _number(1)} and part.kind != STANDING else self._sum(_polynomial(part))
+        return (
+            self._value(part)
+            if _polynomial(part) == {(part,): _number(1)} and part.kind != STANDING
+            else self._sum(_polynomial(part))
+        )
 
 
 def _without(parts: Monomial, one: Expression) -> Monomial:
     at = parts.index(one)
-    return parts[:at] + parts[at + 1:]
+    return parts[:at] + parts[at + 1 :]

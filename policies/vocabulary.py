@@ -1,4 +1,5 @@
 """The plain types a policy sees and answers with. Tokens are counts, times are seconds."""
+
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -12,40 +13,44 @@ from .load import UNTIMED, Load
 @dataclass(slots=True)
 class Demand:
     """What one request asks for."""
-    tokens: int                     # prompt tokens
+
+    tokens: int  # prompt tokens
     block_size: int = 16
-    root: int = 0                   # hash of the first block, 0 if the prompt has no full block
+    root: int = 0  # hash of the first block, 0 if the prompt has no full block
     session: str | None = None
     max_tokens: int | None = None
-    now: float = UNTIMED            # seconds, of whichever clock its ledger is told
-    hashes: Sequence[int] = ()      # chained, of the prompt's full blocks
-    draw: float = 0.0               # 0 <= draw < 1, drawn once per request: candidates that are equal are told apart by it
-    reads_cache: bool = True        # its prompt is found in a cache; of one with logprobs, say, all is computed
-    path: str = ""                  # of the API that it is posted to
-    space: int = 0                  # whose tokens and blocks these are: a candidate of another space has none of them
-    also: Demand | None = None      # the same request in the tokens and blocks of another space, if candidates are of two
+    now: float = UNTIMED  # seconds, of whichever clock its ledger is told
+    hashes: Sequence[int] = ()  # chained, of the prompt's full blocks
+    draw: float = 0.0  # 0 <= draw < 1, drawn once per request: candidates that are equal are told apart by it
+    reads_cache: bool = True  # its prompt is found in a cache; of one with logprobs, say, all is computed
+    path: str = ""  # of the API that it is posted to
+    space: int = 0  # whose tokens and blocks these are: a candidate of another space has none of them
+    also: Demand | None = None  # the same request in the tokens and blocks of another space, if candidates are of two
 
 
 @dataclass(slots=True)
 class Candidate:
     """One replica that could serve the request."""
+
     replica: str
-    overlap: int                             # prompt tokens whose KV it holds, < Demand.tokens
+    overlap: int  # prompt tokens whose KV it holds, < Demand.tokens
     load: Load
     costs: Costs
     lower: tuple[tuple[str, int], ...] = ()  # further tokens in slower tiers, after the overlap
-    slot: int = -1                           # where the map of prefixes has it; -1: nowhere, or no more
-    rank_paths: Collection[str] | None = None  # where requests are computed by this rank of its engine; None: everywhere
-    space: int = 0                           # in which tokens and blocks its cache is known
+    slot: int = -1  # where the map of prefixes has it; -1: nowhere, or no more
+    # where requests are computed by this rank of its engine; None: everywhere
+    rank_paths: Collection[str] | None = None
+    space: int = 0  # in which tokens and blocks its cache is known
 
 
 class Choice(NamedTuple):
-    index: int                                # type: ignore[assignment]  # into the candidates; hides tuple.index, which nobody calls
-    reason: str = ""                          # in words; where it is not asked to explain, a policy may leave it out
-    terms: list[dict[str, float]] | None = None   # seconds, one dict a candidate, when explained
-    lesson: Any = None                        # what the policy learns if this choice is made; its own, see `Policy.placed`
-    among: Sequence[int] | None = None        # whom it is the least of by the policy's `cost`, for whoever knows a later load; None: it stands
-    future: float = 0.0                       # the `future` of that cost
+    index: int  # type: ignore[assignment]  # into the candidates; hides tuple.index, which nobody calls
+    reason: str = ""  # in words; where it is not asked to explain, a policy may leave it out
+    terms: list[dict[str, float]] | None = None  # seconds, one dict a candidate, when explained
+    lesson: Any = None  # what the policy learns if this choice is made; its own, see `Policy.placed`
+    # whom it is the least of by the policy's `cost`, for whoever knows a later load; None: it stands
+    among: Sequence[int] | None = None
+    future: float = 0.0  # the `future` of that cost
 
 
 def hittable(tokens: int, block_size: int) -> int:
@@ -59,17 +64,19 @@ def pick(equals: Sequence[int], draw: float) -> int:
 
 
 class Policy(Protocol):
-    """A pure choice: asked twice about the same demand and candidates it gives the same answer, and asking changes nothing.
+    """A pure choice: asked twice about the same demand and candidates it gives the same answer, and asking changes
+    nothing.
 
     `candidates` is never empty; the caller answers 503 before it asks a policy about nothing. A policy that learns from
     what it placed has a second method, which callers look up once:
 
         def placed(self, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> None
 
-    told once per placement, after the request was reserved on candidate `choice.index`; likewise `first(replica, demand)` at its
-    first token, `ended(replica, demand)` at its end and `gone(replica)` when a replica has lost all that it held. One whose choice is the least
-    of a cost has that as `cost: least_cost.Cost`.
+    told once per placement, after the request was reserved on candidate `choice.index`; likewise
+    `first(replica, demand)` at its first token, `ended(replica, demand)` at its end and `gone(replica)` when a replica
+    has lost all that it held. One whose choice is the least of a cost has that as `cost: least_cost.Cost`.
     """
+
     name: str
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice: ...

@@ -6,6 +6,7 @@ ceil(1.25 x (requests in the fleet + 1) / N) requests (bounded loads: Mirrokni, 
 Zadimoghaddam, SODA 2018). Adding or removing a replica moves only that replica's keys. The key is
 the session, else the prompt's first block; with neither it is `least_load`.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

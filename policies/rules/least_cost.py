@@ -1,4 +1,5 @@
 """The choice that most rules end with: the candidate that costs least, by a cost that is stated once."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,59 +27,88 @@ _REPLICA = ["load", "speed", "pace"]
 class Cost:
     """A rule's cost of a candidate: the sum of its terms, in a unit of the rule's own.
 
-    `statement(tokens, now, future, ttft, step, overlap, lower, fetched, load, speed, pace)` returns a number for each of
-    `names`. `ttft`, `step`: the coefficients of the replica's group; `speed`, `pace`: what it is slower by in prefill and in
-    decode steps. `overlap`, `lower`: prompt tokens held in the GPU's cache and in slower tiers; `fetched`: the latter, each
-    tier's at its `shares`. `future`: a number of the rule's own, the same for all candidates.
+    `statement(tokens, now, future, ttft, step, overlap, lower, fetched, load, speed, pace)` returns a number for each
+    of `names`. `ttft`, `step`: the coefficients of the replica's group; `speed`, `pace`: what it is slower by in
+    prefill and in decode steps. `overlap`, `lower`: prompt tokens held in the GPU's cache and in slower tiers;
+    `fetched`: the latter, each tier's at its `shares`. `future`: a number of the rule's own, the same for all
+    candidates.
 
     Costs up to least x slack[0] + slack[1] count as equal: one of them is drawn.
     """
 
-    def __init__(self, names: Sequence[str], statement: Callable[..., tuple[float, ...]], shares: Mapping[str, float] | None = None,
-                 slack: tuple[float, float] = (1.0, 0.0)) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        statement: Callable[..., tuple[float, ...]],
+        shares: Mapping[str, float] | None = None,
+        slack: tuple[float, float] = (1.0, 0.0),
+    ) -> None:
         self.names, self.slack, self._shares = tuple(names), slack, shares or {}
         load = SimpleNamespace(**{field.name: symbol(f"load.{field.name}", STANDING) for field in fields(Load)})
 
         def stated(*held: Any) -> tuple[Expression, ...]:
             known = {name: symbol(name, REQUEST) for name in _DEMAND}
             terms: tuple[Expression, ...] = expressions(
-                statement, known["tokens"], known["now"], known["future"], tuple(map(known.get, _TTFT)), tuple(map(known.get, _STEP)),
-                *held, load, symbol("speed", STANDING), symbol("pace", STANDING))
+                statement,
+                known["tokens"],
+                known["now"],
+                known["future"],
+                tuple(map(known.get, _TTFT)),
+                tuple(map(known.get, _STEP)),
+                *held,
+                load,
+                symbol("speed", STANDING),
+                symbol("pace", STANDING),
+            )
             return terms
 
         self._stated = stated(*[symbol(name, OVERLAP) for name in _HELD])
         self._of_all = _of_all(self._stated)
-        self._arrays = Arrays(reduce(add, stated(symbol("overlap", OVERLAP), 0, 0)), _REPLICA, _DEMAND, ["overlap"], keep=[load.decoding, load.recent])
+        self._arrays = Arrays(
+            reduce(add, stated(symbol("overlap", OVERLAP), 0, 0)),
+            _REPLICA,
+            _DEMAND,
+            ["overlap"],
+            keep=[load.decoding, load.recent],
+        )
 
-    def of_all(self, demand: Demand, candidates: Sequence[Candidate], future: float = 0.0, held: int = 0) -> list[tuple[float, ...]]:
+    def of_all(
+        self, demand: Demand, candidates: Sequence[Candidate], future: float = 0.0, held: int = 0
+    ) -> list[tuple[float, ...]]:
         """The terms of each candidate, as if all held `held` tokens at least."""
         return self._of_all(demand.tokens, demand.now, future, held, candidates, self._lower)
 
     def _lower(self, candidate: Candidate) -> tuple[int, float]:
         """Its tokens in slower tiers, and the same weighted."""
         lower = candidate.lower
-        return sum([tokens for _, tokens in lower]), sum([tokens * self._shares.get(tier, 0.0) for tier, tokens in lower])
+        return sum([tokens for _, tokens in lower]), sum(
+            [tokens * self._shares.get(tier, 0.0) for tier, tokens in lower]
+        )
 
     def totals(self, demand: Demand, roster: Roster, future: float = 0.0) -> np.ndarray:
         """The sum of its terms for each candidate. None may hold tokens in slower tiers."""
-        return self._arrays(roster.columns(self._column), self.request(demand, roster.group, future), (roster.overlaps,))
+        return self._arrays(
+            roster.columns(self._column), self.request(demand, roster.group, future), (roster.overlaps,)
+        )
 
     def streams_and_recent(self, roster: Roster) -> tuple[float, float]:
         """The sums of `Load.decoding` and `Load.recent` over the candidates."""
-        return tuple(roster.columns(self._column)[-2:].dot(roster.ones).tolist())    # half of what `sum` takes
+        return tuple(roster.columns(self._column)[-2:].dot(roster.ones).tolist())  # half of what `sum` takes
 
     def lua(self) -> str:
-        """The statement in Lua: `terms`, of the same parameters, and `cost(request, overlap, lower, fetched, load, speed, pace)`,
-        their sum, with what `request` gives in a table."""
+        """The statement in Lua: `terms`, of the same parameters, and
+        `cost(request, overlap, lower, fetched, load, speed, pace)`, their sum, with what `request` gives in a table."""
         request = [f"request[{number + 1}]" for number in range(len(_DEMAND))]
-        return "\n".join([
-            lua("terms", [*_DEMAND, *_HELD, *_REPLICA], self._stated),
-            f"local function cost(request, {', '.join([*_HELD, *_REPLICA])})",
-            "  local sum = 0",
-            f"  for _, term in ipairs({{terms({', '.join([*request, *_HELD, *_REPLICA])})}}) do sum = sum + term end",
-            "  return sum",
-            "end",
-        ])
+        return "\n".join(
+            [
+                lua("terms", [*_DEMAND, *_HELD, *_REPLICA], self._stated),
+                f"local function cost(request, {', '.join([*_HELD, *_REPLICA])})",
+                "  local sum = 0",
+                f"  for _, term in ipairs({{terms({', '.join([*request, *_HELD, *_REPLICA])})}}) do sum = sum + term end",
+                "  return sum",
+                "end",
+            ]
+        )
 
     @staticmethod
     def request(demand: Demand, group: CostGroup, future: float) -> tuple[float, ...]:
@@ -97,23 +127,26 @@ def _of_all(terms: Sequence[Expression]) -> Callable[..., list[tuple[float, ...]
     """Return a function that evaluates the terms for each candidate."""
     text = Text(terms)
     results = ", ".join(map(text.of, terms))
-    return compiled("of_all", [
-        "def of_all(tokens, now, future, held, candidates, lower_of):",
-        "    group, found = None, []",
-        "    for candidate in candidates:",
-        "        costs, load = candidate.costs, candidate.load",
-        "        if costs.group is not group:",
-        "            group = costs.group",
-        f"            {', '.join(_TTFT)} = group.ttft.coefficients",
-        f"            {', '.join(_STEP)} = group.step.coefficients",
-        *[f"            {line}" for line in text.request_lines],
-        "        overlap = candidate.overlap if candidate.overlap > held else held",
-        "        lower, fetched = lower_of(candidate) if candidate.lower else (0, 0.0)",
-        "        speed, pace = costs.ttft.value, costs.step.value",
-        *[f"        {line}" for line in text.lines],
-        f"        found.append(({results},))",
-        "    return found",
-    ])
+    return compiled(
+        "of_all",
+        [
+            "def of_all(tokens, now, future, held, candidates, lower_of):",
+            "    group, found = None, []",
+            "    for candidate in candidates:",
+            "        costs, load = candidate.costs, candidate.load",
+            "        if costs.group is not group:",
+            "            group = costs.group",
+            f"            {', '.join(_TTFT)} = group.ttft.coefficients",
+            f"            {', '.join(_STEP)} = group.step.coefficients",
+            *[f"            {line}" for line in text.request_lines],
+            "        overlap = candidate.overlap if candidate.overlap > held else held",
+            "        lower, fetched = lower_of(candidate) if candidate.lower else (0, 0.0)",
+            "        speed, pace = costs.ttft.value, costs.step.value",
+            *[f"        {line}" for line in text.lines],
+            f"        found.append(({results},))",
+            "    return found",
+        ],
+    )
 
 
 def least(costs: Sequence[float], slack: tuple[float, float], draw: float) -> int:
@@ -124,5 +157,5 @@ def least(costs: Sequence[float], slack: tuple[float, float], draw: float) -> in
 
 def least_of(costs: np.ndarray, slack: tuple[float, float], draw: float) -> int:
     """As `least`, for an array."""
-    limit = costs.item(costs.argmin()) * slack[0] + slack[1]    # 0.2 us, `min` takes 1
+    limit = costs.item(costs.argmin()) * slack[0] + slack[1]  # 0.2 us, `min` takes 1
     return pick((costs <= limit).nonzero()[0].tolist(), draw)

@@ -4,6 +4,7 @@ Formula: argmin of requests reserved there (or of the engine's own waiting queue
 scrape saw a longer one: someone else's traffic); ties at random. Inputs: the ledger; `waiting` may
 be missing and then counts as zero. Blind to prefixes and to how long a prompt is.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,8 +19,19 @@ def busy(load: Load) -> int:
     return max(load.requests, load.waiting)
 
 
-def terms(tokens: float, now: float, future: float, ttft: Sequence[float], step: Sequence[float], overlap: float, lower: float,
-          fetched: float, load: Load, speed: float, pace: float) -> tuple[float, ...]:
+def terms(
+    tokens: float,
+    now: float,
+    future: float,
+    ttft: Sequence[float],
+    step: Sequence[float],
+    overlap: float,
+    lower: float,
+    fetched: float,
+    load: Load,
+    speed: float,
+    pace: float,
+) -> tuple[float, ...]:
     return (busy(load),)
 
 

@@ -1,35 +1,41 @@
 """`least_time`: the replica where this request, and those that it holds up, lose the fewest seconds.
 
-Per candidate, in seconds, with the coefficients that `costs` learns; the first four terms are the predicted TTFT, the fifth is
-waiting, too, and the others are what the request costs other requests:
+Per candidate, in seconds, with the coefficients that `costs` learns; the first four terms are the predicted TTFT, the
+fifth is waiting, too, and the others are what the request costs other requests:
 
     prefill       base + uncached x (token + pair x (cached + uncached / 2))
     queue         tokens ahead x queued + the rest of the step under way, less what of both is done by now
     crowd         the decode steps that its prefill shares with the streams there: the more, the longer it is
     fetch         tokens in slower tiers x a share of the time to compute them
     room          if its blocks do not fit: the shortfall x the time that the streams there still take
-    interference  own prefill x (0.03 x the streams there, which stand still meanwhile, + prompts that wait for the next step
-                  as this one will, + 0.25 x those that may have begun: where a batch is shared, first tokens come that much later)
-    crowding      one stream more makes each step longer: for the streams there now, at the weight of a standstill, and, by
-                  Little's law, for as many requests as will come while it decodes: streams x (0.03 x 25 + crowd) x marginal step;
-                  and where a conversation begins, for the streams that its next requests will meet: 4 x how many go on from one
-                  that begins (learned) x the streams expected there (all streams x this replica's share of recent choices)
+    interference  own prefill x (0.03 x the streams there, which stand still meanwhile, + prompts that wait for the next
+                  step as this one will, + 0.25 x those that may have begun: where a batch is shared, first tokens come
+                  that much later)
+    crowding      one stream more makes each step longer: for the streams there now, at the weight of a standstill, and,
+                  by Little's law, for as many requests as will come while it decodes: streams x (0.03 x 25 + crowd) x
+                  marginal step; and where a conversation begins, for the streams that its next requests will meet: 4 x
+                  how many go on from one that begins (learned) x the streams expected there (all streams x this
+                  replica's share of recent choices)
     eviction      own prefill x 0.2 x KV use: some of what it pushes out will be asked for again
 
-The least sum wins; sums within 0.1 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself: once the
-holder's queue costs more than computing elsewhere, elsewhere wins. It spreads before that by ski-rental replication: what
-requests lose (TTFT and interference) for want of a copy where it would have served them best is summed up per prefix, and once
-it equals what a copy costs, the next request makes it. For copies that stay, that costs at worst twice what knowing the future
-would have (Karlin et al., Algorithmica 3, 1988, on snoopy caching); since caches turn over, the sum fades.
+The least sum wins; sums within 0.1 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself:
+once the holder's queue costs more than computing elsewhere, elsewhere wins. It spreads before that by ski-rental
+replication: what requests lose (TTFT and interference) for want of a copy where it would have served them best is
+summed up per prefix, and once it equals what a copy costs, the next request makes it. For copies that stay, that costs
+at worst twice what knowing the future would have (Karlin et al., Algorithmica 3, 1988, on snoopy caching); since caches
+turn over, the sum fades.
 
-Overlaps tell whether a conversation begins. One that goes on finds a whole earlier prompt on one replica alone; one that begins
-finds less than the shortest prompt with the same first block, since instructions are shared and tasks are not. A request that
-continues a conversation hardly has a choice and does not pay for the future: moving it costs its history at once.
+Overlaps tell whether a conversation begins. One that goes on finds a whole earlier prompt on one replica alone; one
+that begins finds less than the shortest prompt with the same first block, since instructions are shared and tasks are
+not. A request that continues a conversation hardly has a choice and does not pay for the future: moving it costs its
+history at once.
 
 Inputs: overlaps and tiers (none: it balances predicted time), the ledger, learned costs (a new replica starts from its
-group's), the last scrape (missing: `room` and `eviction` are 0), the time (missing: nothing that is queued is done yet).
-Weak spot: equal prompts that share nothing, with replies of 24 tokens, past 90 % of saturation: 2 to 5 % behind `least_load`.
+group's), the last scrape (missing: `room` and `eviction` are 0), the time (missing: nothing that is queued is done
+yet). Weak spot: equal prompts that share nothing, with replies of 24 tokens, past 90 % of saturation: 2 to 5 % behind
+`least_load`.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -43,31 +49,49 @@ from ..roster import Roster
 from ..vocabulary import Candidate, Choice, Demand
 from .least_cost import Cost, least, least_of
 
-_INTERFERENCE = 0.03    # seconds of TTFT that a second of one stream's standstill is worth: requests that come meanwhile meet that stream
-_BATCHED = 0.25         # chance that a prompt there shares a step with ours, if it may have begun: those that have not begun will
-_LONGER = _INTERFERENCE * 25    # the same weight for 25 decode steps that two streams have in common
-_EVICTION = 0.2         # chance that what is pushed out of a full cache is asked for again
-_FOLLOW = 4.0           # weight of a stream met later, to one met now: it makes ours wait, too
-_LEAVE = 0.05           # share of those that go on which leave for elsewhere: what is learned is bounded by its inverse
-_LATELY = 128           # requests, to tell how many go on from one that begins
-_KEEP = 1 - 1 / 16      # of a prefix's regret, with each request for it: a copy must pay within some 16, for it does not stay for ever
-_ROOTS = 4096           # first blocks whose shortest prompt is kept, and prefixes whose regret is
-_REPLY = 200            # decode steps a stream typically has left when blocks run out
-_SPARE = 0.02           # share of the blocks an engine cannot use to the full: half filled ones
+# seconds of TTFT that a second of one stream's standstill is worth: requests that come meanwhile meet that stream
+_INTERFERENCE = 0.03
+# chance that a prompt there shares a step with ours, if it may have begun: those that have not begun will
+_BATCHED = 0.25
+_LONGER = _INTERFERENCE * 25  # the same weight for 25 decode steps that two streams have in common
+_EVICTION = 0.2  # chance that what is pushed out of a full cache is asked for again
+_FOLLOW = 4.0  # weight of a stream met later, to one met now: it makes ours wait, too
+_LEAVE = 0.05  # share of those that go on which leave for elsewhere: what is learned is bounded by its inverse
+_LATELY = 128  # requests, to tell how many go on from one that begins
+# of a prefix's regret, with each request for it: a copy must pay within some 16, for it does not stay for ever
+_KEEP = 1 - 1 / 16
+_ROOTS = 4096  # first blocks whose shortest prompt is kept, and prefixes whose regret is
+_REPLY = 200  # decode steps a stream typically has left when blocks run out
+_SPARE = 0.02  # share of the blocks an engine cannot use to the full: half filled ones
 TERMS = ("prefill", "queue", "crowd", "fetch", "room", "interference", "crowding", "eviction")
-WAITS = 5    # of the TERMS are this request's own wait, the others what it costs other requests
+WAITS = 5  # of the TERMS are this request's own wait, the others what it costs other requests
 HELD_UP = 6  # are the wait of this request and of those it holds up
 
 
-def terms(tokens: float, now: float, future: float, ttft: Sequence[float], step: Sequence[float], overlap: float, lower: float,
-          fetched: float, load: Load, speed: float, pace: float) -> tuple[float, ...]:
+def terms(
+    tokens: float,
+    now: float,
+    future: float,
+    ttft: Sequence[float],
+    step: Sequence[float],
+    overlap: float,
+    lower: float,
+    fetched: float,
+    load: Load,
+    speed: float,
+    pace: float,
+) -> tuple[float, ...]:
     """The TERMS of one request on one replica; a statement, see `Cost`."""
     _, token, _, _, _, crowd = ttft
     _, step_stream, step_context = step
     cached = overlap + lower
     decode_step = step_seconds(load, pace, step)
-    fixed, own, queue, crowded = ttft_terms(ttft_features(tokens - cached, cached, now, decode_step, load, speed, ttft), speed, ttft)
-    held_up = _INTERFERENCE * load.decoding + _BATCHED * load.prefilling + (1 - _BATCHED) * (load.prefilling - load.begun)
+    fixed, own, queue, crowded = ttft_terms(
+        ttft_features(tokens - cached, cached, now, decode_step, load, speed, ttft), speed, ttft
+    )
+    held_up = (
+        _INTERFERENCE * load.decoding + _BATCHED * load.prefilling + (1 - _BATCHED) * (load.prefilling - load.begun)
+    )
     short = max(0, (load.context_tokens + load.prefill_tokens + tokens) / load.capacity_tokens - (1 - _SPARE))
     marginal = (_LONGER + crowd) * (step_stream + step_context * tokens)
     return (
@@ -89,28 +113,36 @@ COST = Cost(TERMS, terms, shares={"cpu": 0.2, "disk": 0.4, "remote": 0.7}, slack
 
 class Lesson(NamedTuple):
     """What `LeastTime` learns from one request, once it is placed."""
-    continues: bool              # the request continues a conversation that one replica alone holds
-    prefix: int | None = None    # hash of the last block held where the cost is least; None: nothing is held there
-    regret: float = 0.0          # seconds that requests for this prefix have lost for want of a copy, this one included
-    copy: int | None = None      # the candidate that is to compute a copy of the prefix; None: no copy is due
+
+    continues: bool  # the request continues a conversation that one replica alone holds
+    prefix: int | None = None  # hash of the last block held where the cost is least; None: nothing is held there
+    regret: float = 0.0  # seconds that requests for this prefix have lost for want of a copy, this one included
+    copy: int | None = None  # the candidate that is to compute a copy of the prefix; None: no copy is due
 
 
 class LeastTime:
     """`choose` reads what was learned and changes nothing; `placed` learns from its `Lesson`."""
+
     name = "least_time"
     cost = COST
 
     def __init__(self) -> None:
-        self._p_continuation = 0.5    # running share of the requests that continue a conversation
-        self._shortest: dict[int, int] = {}    # tokens of the shortest prompt, by its first block
-        self._regrets: dict[int, float] = {}    # seconds by prefix, least recently asked for first
+        self._p_continuation = 0.5  # running share of the requests that continue a conversation
+        self._shortest: dict[int, int] = {}  # tokens of the shortest prompt, by its first block
+        self._regrets: dict[int, float] = {}  # seconds by prefix, least recently asked for first
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         if isinstance(candidates, Roster) and not explain and not candidates.tiered:
             return self._choose_of_many(demand, candidates)
         continues = self._continues(demand, exclusive_overlap(candidates, demand.block_size))
-        future = 0.0 if continues else self._future(
-            sum([candidate.load.decoding for candidate in candidates]), sum([candidate.load.recent for candidate in candidates]))
+        future = (
+            0.0
+            if continues
+            else self._future(
+                sum([candidate.load.decoding for candidate in candidates]),
+                sum([candidate.load.recent for candidate in candidates]),
+            )
+        )
         terms = COST.of_all(demand, candidates, future)
         totals = [sum(one) for one in terms]
         best = least(totals, COST.slack, demand.draw)
@@ -118,7 +150,11 @@ class LeastTime:
         prefix, regret = self._regret(demand, held)
         other = None
         if regret is not None:
-            other = min([at for at, candidate in enumerate(candidates) if candidate.overlap < held], key=totals.__getitem__, default=None)
+            other = min(
+                [at for at, candidate in enumerate(candidates) if candidate.overlap < held],
+                key=totals.__getitem__,
+                default=None,
+            )
         lesson, index = Lesson(continues, prefix, regret or 0.0), best
         if other is not None:
             lesson = self._with_regret(demand, lesson, (best, other), candidates, future, (terms[best], terms[other]))
@@ -141,7 +177,14 @@ class LeastTime:
         lesson = Lesson(continues, prefix, regret or 0.0)
         if regret is not None and len(less := (overlaps < overlaps.item(best)).nonzero()[0]):
             other = less.item(totals.take(less).argmin())
-            lesson = self._with_regret(demand, lesson, (best, other), roster, future, COST.of_all(demand, (roster[best], roster[other]), future))
+            lesson = self._with_regret(
+                demand,
+                lesson,
+                (best, other),
+                roster,
+                future,
+                COST.of_all(demand, (roster[best], roster[other]), future),
+            )
             index = other if lesson.copy is not None else best
         return Choice(index, lesson=lesson, among=range(len(totals)) if index == best else None, future=future)
 
@@ -155,7 +198,7 @@ class LeastTime:
             if len(self._shortest) > _ROOTS:
                 del self._shortest[next(iter(self._shortest))]
         if lesson.prefix is not None:
-            self._regrets.pop(lesson.prefix, None)    # to the end: the prefix least recently asked for is forgotten first
+            self._regrets.pop(lesson.prefix, None)  # to the end: the prefix least recently asked for is forgotten first
             self._regrets[lesson.prefix] = 0.0 if choice.index == lesson.copy else lesson.regret
             if len(self._regrets) > _ROOTS:
                 del self._regrets[next(iter(self._regrets))]
@@ -171,11 +214,11 @@ class LeastTime:
         return held > 0 and (shortest is None or held >= shortest - 2 * demand.block_size)
 
     def _future(self, streams: float, recent: float) -> float:
-        """How many streams the requests that follow one that begins a conversation will meet on a replica, for each unit of its
-        `recent` choices, at their weight. `streams`, `recent`: those of all replicas.
+        """How many streams the requests that follow one that begins a conversation will meet on a replica, for each
+        unit of its `recent` choices, at their weight. `streams`, `recent`: those of all replicas.
 
-        By Little's law a replica has that share of all streams which it has of the choices: steadier than what streams there
-        just now.
+        By Little's law a replica has that share of all streams which it has of the choices: steadier than what streams
+        there just now.
         """
         p = self._p_with(False)
         return _FOLLOW * p / (1.0 - p + _LEAVE) * streams / recent if recent else 0.0
@@ -190,12 +233,19 @@ class LeastTime:
         prefix = demand.hashes[int(held) // demand.block_size - 1]
         return prefix, self._regrets.get(prefix)
 
-    def _with_regret(self, demand: Demand, lesson: Lesson, pair: tuple[int, int], candidates: Sequence[Candidate], future: float,
-                     terms: Sequence[tuple[float, ...]]) -> Lesson:
+    def _with_regret(
+        self,
+        demand: Demand,
+        lesson: Lesson,
+        pair: tuple[int, int],
+        candidates: Sequence[Candidate],
+        future: float,
+        terms: Sequence[tuple[float, ...]],
+    ) -> Lesson:
         """Add to a prefix's regret what its absence on one candidate costs this request, which goes to another.
 
-        A copy is due once the regret equals what computing there costs. `pair`: who holds the prefix and costs least, and who
-        costs least of those that hold less of it, with their `terms`.
+        A copy is due once the regret equals what computing there costs. `pair`: who holds the prefix and costs least,
+        and who costs least of those that hold less of it, with their `terms`.
         """
         (here, there), (holder, other) = terms, pair
         [copied] = COST.of_all(demand, (candidates[other],), future, candidates[holder].overlap)
@@ -212,5 +262,5 @@ def exclusive_overlap(candidates: Sequence[Candidate], block_size: int) -> int:
 
 def exclusive_overlap_of(overlaps: np.ndarray, block_size: int) -> float:
     """As `exclusive_overlap`, for an array."""
-    longest = overlaps.item(overlaps.argmax())    # 0.2 us, `max` takes 1
+    longest = overlaps.item(overlaps.argmax())  # 0.2 us, `max` takes 1
     return longest if len((overlaps >= longest - block_size).nonzero()[0]) == 1 else 0.0

@@ -6,6 +6,7 @@ Inputs: overlaps, tiers, the ledger; nothing is scraped. Without overlaps it bal
 block to compute and a block to decode over weigh the same, whatever the hardware says. Source: the
 cost of NVIDIA Dynamo's KV router (1.6), which vllm-router's `kv_aware` resembles.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,8 +16,19 @@ from ..vocabulary import Candidate, Choice, Demand
 from .least_cost import Cost, least
 
 
-def terms(tokens: float, now: float, future: float, ttft: Sequence[float], step: Sequence[float], overlap: float, lower: float,
-          fetched: float, load: Load, speed: float, pace: float) -> tuple[float, ...]:
+def terms(
+    tokens: float,
+    now: float,
+    future: float,
+    ttft: Sequence[float],
+    step: Sequence[float],
+    overlap: float,
+    lower: float,
+    fetched: float,
+    load: Load,
+    speed: float,
+    pace: float,
+) -> tuple[float, ...]:
     return max(0, load.prefill_tokens + tokens - overlap - fetched), load.context_tokens
 
 
@@ -30,4 +42,8 @@ class OverlapCost:
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         costs = [sum(terms) for terms in COST.of_all(demand, candidates)]
         index = least(costs, COST.slack, demand.draw)
-        return Choice(index, f"cost {costs[index] / demand.block_size:.0f} blocks, {candidates[index].overlap} tokens held", among=range(len(costs)))
+        return Choice(
+            index,
+            f"cost {costs[index] / demand.block_size:.0f} blocks, {candidates[index].overlap} tokens held",
+            among=range(len(costs)),
+        )

@@ -5,6 +5,7 @@ Inputs as `least_load`. Source: Mitzenmacher, "The power of two choices in rando
 balancing", IEEE TPDS 12(10), 2001: the longest queue falls from log n to log log n, and gateways
 with stale views do not all pick the same replica.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -7,6 +7,7 @@ fewest requests. Inputs: overlaps and the ledger; without overlaps it is `least_
 original matches characters in its own tree. The thresholds count requests, so on a small fleet
 they may never trigger and one replica can take everything.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

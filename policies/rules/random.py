@@ -3,6 +3,7 @@
 Inputs: the request's draw. Nothing can be missing. Needs no shared state, so many gateways can use it
 without knowing of each other; its queues are longer than round robin's at the same load.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

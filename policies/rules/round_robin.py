@@ -4,6 +4,7 @@ Formula: the n-th choice is candidate n mod N. Inputs: the order of the candidat
 so nothing can be missing. It spreads requests evenly, not work, and every conversation over all
 replicas: the baseline every gateway is compared with.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
 """The cost model learns an engine, stays bounded under noise, and follows a change of speed."""
+
 import json
 import random
 
@@ -10,21 +11,31 @@ from policies import CostGroup, Load
 from policies.costs import TTFT_PRIOR, Fit
 from policies.load import FAR, UNTIMED
 
-ENGINE = (0.004, 60e-6, 9e-9, 45e-6, 0.003, 1.3)     # unlike the prior in every coefficient
+ENGINE = (0.004, 60e-6, 9e-9, 45e-6, 0.003, 1.3)  # unlike the prior in every coefficient
 
 
 def request(rng):
     """A random request and the load it met."""
     ahead = rng.choice([0, 0, 0, int(rng.lognormvariate(6, 1))])
-    load = Load(requests=5, prefilling=1 if ahead else 0, prefill_tokens=ahead,
-                decoding=rng.randrange(8), context_tokens=rng.randrange(8000))
+    load = Load(
+        requests=5,
+        prefilling=1 if ahead else 0,
+        prefill_tokens=ahead,
+        decoding=rng.randrange(8),
+        context_tokens=rng.randrange(8000),
+    )
     return load, int(rng.lognormvariate(6, 1.5)) + 1, rng.choice([0, 0, 1024, 4096])
 
 
 def truth(load, uncached, cached, step):
     base, token, pair, queued, busy, crowd = ENGINE
-    return (base + uncached * (token + pair * (cached + uncached / 2)) + queued * load.prefill_tokens
-            + (busy if load.prefilling else 0) + crowd * step)
+    return (
+        base
+        + uncached * (token + pair * (cached + uncached / 2))
+        + queued * load.prefill_tokens
+        + (busy if load.prefilling else 0)
+        + crowd * step
+    )
 
 
 def teach(costs, rng, count, noise=0.0, slow=1.0):
@@ -45,7 +56,9 @@ def test_a_prompt_shares_each_of_its_steps_with_what_decodes():
     costs, load = CostGroup().add("a"), Load(decoding=50, context_tokens=50_000)
     idle, step = Load(), costs.step_seconds(load)
     for uncached, steps in ((1, 1), (8192, 1), (81_920, 10)):
-        assert costs.ttft_seconds(load, uncached, 0) - costs.ttft_seconds(idle, uncached, 0) == pytest.approx(steps * step)
+        assert costs.ttft_seconds(load, uncached, 0) - costs.ttft_seconds(idle, uncached, 0) == pytest.approx(
+            steps * step
+        )
 
 
 def median(values):
@@ -54,7 +67,7 @@ def median(values):
 
 def test_learns_an_engine_unlike_its_prior():
     errors = teach(CostGroup().add("a"), random.Random(1), 1500)
-    assert median(errors[:10]) > 0.2            # it had something to learn
+    assert median(errors[:10]) > 0.2  # it had something to learn
     assert median(errors[50:150]) < 0.15
     assert median(errors[-300:]) < 0.05
 
@@ -96,10 +109,10 @@ def test_follows_a_change_of_speed_within_30_answers(slow):
     for _ in range(30):
         teach(costs, rng, 10, 0.1)
         teach(other, rng, 10, 0.1)
-    assert median(teach(costs, rng, 5, 0.1, slow)) > 0.5    # not known yet
+    assert median(teach(costs, rng, 5, 0.1, slow)) > 0.5  # not known yet
     teach(costs, rng, 25, 0.1, slow)
     assert median(teach(costs, rng, 40, 0.1, slow)) < 0.25
-    assert median(teach(other, rng, 40, 0.1)) < 0.25        # its neighbour's figures stand
+    assert median(teach(other, rng, 40, 0.1)) < 0.25  # its neighbour's figures stand
 
 
 def test_two_kinds_of_replica_in_one_group_are_told_apart():
@@ -135,8 +148,14 @@ def test_unusable_seconds_are_ignored():
     costs.observe_ttft(0.0, 100, 0, Load())
     costs.observe_itl(-1.0, 3, 100)
     assert group.ttft.count == group.step.count == 0 and group.ttft.coefficients == TTFT_PRIOR
-@given(st.lists(st.tuples(st.floats(1e-9, 1e6), st.integers(1, 200_000), st.integers(0, 200_000),
-                          st.integers(0, 10**6)), max_size=60))
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(1e-9, 1e6), st.integers(1, 200_000), st.integers(0, 200_000), st.integers(0, 10**6)),
+        max_size=60,
+    )
+)
 def test_coefficients_stay_within_their_bounds(answers):
     fit = Fit(TTFT_PRIOR)
     for seconds, uncached, cached, ahead in answers:
@@ -150,6 +169,7 @@ def test_a_step_under_way_counts_as_far_as_it_is_left():
     load = Load(requests=3, prefilling=3, prefill_tokens=3000, since=10.0, begun=2, begun_tokens=2000)
     base, token, pair = TTFT_PRIOR[:3]
     lasts = base + 2000 * token + 2 * pair * 1000**2 / 2
+
     def queue(now=UNTIMED):
         return costs.ttft_seconds(load, 0, 0, now) - costs.ttft_seconds(Load(), 0, 0)
 
@@ -178,13 +198,15 @@ def test_another_group_goes_on_from_what_one_learned():
     for group in (one, other):
         group.add("a").observe_ttft(0.4, 3000, 0, Load())
     assert other.add("a").ttft_seconds(load, 700, 100) == one.add("a").ttft_seconds(load, 700, 100)
-    assert other.add("a").error == one.add("a").error and other.add("a").error < CostGroup().add("a").ttft_seconds(load, 700, 100)
+    assert other.add("a").error == one.add("a").error and other.add("a").error < CostGroup().add("a").ttft_seconds(
+        load, 700, 100
+    )
 
 
 def test_a_slow_replica_that_others_are_chosen_over_is_at_their_speed_again_within_seconds():
     group = CostGroup()
     slow, quick, other = group.add("slow"), group.add("quick"), group.add("other")
-    slow.ttft.value, quick.ttft.value, other.ttft.value = 4.0, 0.25, 0.25    # the group's own scale is arbitrary
+    slow.ttft.value, quick.ttft.value, other.ttft.value = 4.0, 0.25, 0.25  # the group's own scale is arbitrary
     seconds = 0.0
     while slow.ttft.value > quick.ttft.value:
         group.rest([slow], [quick, other], 0.25)

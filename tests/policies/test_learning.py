@@ -23,20 +23,21 @@ def both(case, seed, rate):
     return [run(case, fleet, work, rate, seed) for fleet in OURS]
 
 
-@settings(derandomize=True, max_examples=12)    # of 60 such settings the worst was 1.06, the mean 0.87
+@settings(derandomize=True, max_examples=12)  # of 60 such settings the worst was 1.06, the mean 0.87
 @given(st.integers(0, 99), st.floats(0.1, 10), st.floats(0, 0.7), st.sampled_from([None, 0.2, 5]))
 def test_learned_costs_are_never_worse_than_the_priors_by_more_than_noise(seed, speed, noise, changed):
     """However fast the engines are, however their steps vary, and whatever one of them turns into half way."""
     profile = replace(GPU, speedup=speed, step=replace(GPU.step, spread=noise))
     case = Case("", profile, replace(profile, speedup=speed * changed) if changed else None)
-    learned, priors = both(case, seed, 40 * speed * exp(-noise * noise / 2))    # noise makes the mean step longer: the same load
+    # noise makes the mean step longer: the same load
+    learned, priors = both(case, seed, 40 * speed * exp(-noise * noise / 2))
     assert mean_ttft(learned) < 1.15 * mean_ttft(priors)
 
 
 def test_a_fleet_unlike_the_priors_is_learned_in_a_hundred_requests():
     profile = load_profile("cpu-tiny")
     learned, priors = (errors(records) for records in both(Case("", profile), 1, 60))
-    assert learned[0]["p50"] > 0.2 and priors[-1]["p50"] > 0.5      # there was something to learn
+    assert learned[0]["p50"] > 0.2 and priors[-1]["p50"] > 0.5  # there was something to learn
     assert learned[-1]["requests"][0] == 160 and learned[-1]["p50"] < 0.15
 
 

@@ -1,4 +1,5 @@
 """The ledger reads zero when idle, whatever lives its reservations had."""
+
 from dataclasses import astuple
 
 import pytest
@@ -8,8 +9,15 @@ from hypothesis import strategies as st
 from policies import Ledger, Load
 from policies.load import FAR
 
-ACTIONS = st.lists(st.tuples(st.sampled_from(["reserve", "first_byte", "release", "remove", "add"]),
-                             st.integers(0, 30), st.integers(0, 2), st.integers(0, 5000)), max_size=80)
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["reserve", "first_byte", "release", "remove", "add"]),
+        st.integers(0, 30),
+        st.integers(0, 2),
+        st.integers(0, 5000),
+    ),
+    max_size=80,
+)
 
 
 def counts(load):
@@ -36,8 +44,13 @@ def test_random_lives_end_at_zero(actions):
         live = [r for r in reservations if r.stage != "done"]
         prefill = [r for r in live if r.stage == "prefill"]
         decode = [r for r in live if r.stage == "decode"]
-        assert counts(ledger.total()) == (len(live), len(prefill), sum(r.uncached for r in prefill),
-                                          len(decode), sum(r.tokens for r in decode))
+        assert counts(ledger.total()) == (
+            len(live),
+            len(prefill),
+            sum(r.uncached for r in prefill),
+            len(decode),
+            sum(r.tokens for r in decode),
+        )
     for reservation in reservations:
         ledger.release(reservation)
     assert counts(ledger.total()) == (0, 0, 0, 0, 0)
@@ -70,7 +83,9 @@ def test_a_replica_that_comes_back_starts_empty_and_old_requests_do_not_touch_it
 def test_what_moved_adds_up_to_what_is_outstanding(actions, elsewhere):
     """A shared ledger is kept by its changes alone, whatever other gateways do meanwhile."""
     ledger, told, reservations = Ledger(), {}, []
-    ledger.moved = lambda replica, change: told.update({replica: tuple(map(sum, zip(told.get(replica, (0,) * 5), change)))})
+    ledger.moved = lambda replica, change: told.update(
+        {replica: tuple(map(sum, zip(told.get(replica, (0,) * 5), change)))}
+    )
     for replica in "012":
         ledger.add(replica)
     for at, action in enumerate(actions):
@@ -118,7 +133,7 @@ def test_a_first_token_tells_when_the_prompts_that_waited_began():
     assert under_way(load) == (1.0, 1, 100) and (second.at, under_way(second.before)) == (1.5, (1.0, 1, 100))
     ledger.first_byte(first, 2.0)
     assert under_way(load) == (2.0, 2, 23)
-    ledger.release(second)      # its client left
+    ledger.release(second)  # its client left
     assert load.begun == 1 and load.begun_tokens <= load.prefill_tokens == 3
     ledger.first_byte(third)
     assert load.since == FAR, "nobody told the time"
@@ -129,7 +144,7 @@ def test_a_step_of_other_gateways_prompts_ended_when_they_tell_of_fewer():
     load = ledger.add("a")
     ledger.others("a", (2, 2, 70, 0, 0), 1.0)
     ledger.reserve("a", 5, 5, now=1.2)
-    ledger.others("a", (3, 3, 90, 0, 0), 1.3)      # one more of them waits
+    ledger.others("a", (3, 3, 90, 0, 0), 1.3)  # one more of them waits
     assert under_way(load) == (1.0, 2, 70)
     ledger.others("a", (3, 1, 20, 2, 70), 1.4)
     assert under_way(load) == (1.4, 2, 25)
@@ -154,7 +169,8 @@ def test_recent_choices_are_shares_that_forget():
 
     def share():
         return loads[0].recent / (loads[0].recent + loads[1].recent)
-    for turn in range(20_000):      # long enough for the weights to begin anew
+
+    for turn in range(20_000):  # long enough for the weights to begin anew
         ledger.release(ledger.reserve("aab"[turn % 3], 1, 1))
     assert share() == pytest.approx(2 / 3, abs=0.03)
     for _ in range(100):

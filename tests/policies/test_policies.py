@@ -1,4 +1,5 @@
 """Each policy's own rule, and what every sensible one must hold."""
+
 import copy
 import random
 from collections import Counter
@@ -17,8 +18,10 @@ from policies.rules.least_time import TERMS
 def fleet(count, **loads):
     """`count` candidates; loads={"requests": [..]} sets that field of each."""
     group = CostGroup()
-    return [Candidate(f"r{i}", 0, Load(**{name: values[i] for name, values in loads.items()}), group.add(f"r{i}"))
-            for i in range(count)]
+    return [
+        Candidate(f"r{i}", 0, Load(**{name: values[i] for name, values in loads.items()}), group.add(f"r{i}"))
+        for i in range(count)
+    ]
 
 
 def place(policy, demand, candidates, explain=False):
@@ -36,15 +39,26 @@ def spread(policy, candidates, demands, seed=1):
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 900),
-                          st.floats(0, 1)), min_size=1, max_size=70), st.booleans(), st.integers(0, 9))
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 300), st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 900), st.floats(0, 1)
+        ),
+        min_size=1,
+        max_size=70,
+    ),
+    st.booleans(),
+    st.integers(0, 9),
+)
 def test_any_fleet_gets_one_of_its_candidates_and_the_same_one_again(name, replicas, explain, seed):
-    """Choosing is pure: asked again, explained or not, in shadow or for a retry, a policy says the same and has learned nothing."""
+    """Choosing is pure: asked again, explained or not, in shadow or for a retry, a policy says the same and has learned
+    nothing."""
     group = CostGroup()
     candidates = []
     for i, (prefilling, decoding, tokens, overlap, usage) in enumerate(replicas):
-        load = Load(prefilling + decoding, prefilling, tokens * bool(prefilling), decoding, tokens * bool(decoding),
-                    0, usage)
+        load = Load(
+            prefilling + decoding, prefilling, tokens * bool(prefilling), decoding, tokens * bool(decoding), 0, usage
+        )
         candidates.append(Candidate(f"r{i}", overlap, load, group.add(f"r{i}"), (("cpu", 16),) if i % 3 else ()))
     demand = Demand(1000, 16, root=7, session=None if seed % 2 else "s", hashes=range(7, 69), draw=seed / 10)
     policy, before = make(name), copy.deepcopy(candidates)
@@ -61,7 +75,12 @@ def test_any_fleet_gets_one_of_its_candidates_and_the_same_one_again(name, repli
 def test_equal_candidates_are_told_apart_by_the_draw_alone():
     candidates = fleet(4)
     for name in ("least_time", "least_load", "overlap_cost", "random"):
-        assert [make(name).choose(Demand(10, draw=draw), candidates).index for draw in (0.0, 0.26, 0.5, 0.99)] == [0, 1, 2, 3]
+        assert [make(name).choose(Demand(10, draw=draw), candidates).index for draw in (0.0, 0.26, 0.5, 0.99)] == [
+            0,
+            1,
+            2,
+            3,
+        ]
 
 
 def test_unknown_name_says_what_there_is():
@@ -110,7 +129,7 @@ def test_consistent_hash_spills_at_its_bound_and_without_a_key_takes_the_fewest(
     home = policy.choose(Demand(10, root=99), candidates).index
     for candidate in candidates:
         candidate.load.requests = 4
-    candidates[home].load.requests = 6      # the bound is ceil(1.25 x 19 / 4) = 6
+    candidates[home].load.requests = 6  # the bound is ceil(1.25 x 19 / 4) = 6
     assert policy.choose(Demand(10, root=99), candidates).index != home
     candidates[(home + 1) % 4].load.requests = 1
     assert policy.choose(Demand(10), candidates).index == (home + 1) % 4
@@ -120,7 +139,7 @@ def test_prefix_affinity_follows_long_matches_only_and_only_in_balance():
     policy, candidates = make("prefix_affinity"), fleet(3, requests=[69, 5, 5])
     candidates[0].overlap = 310
     assert policy.choose(Demand(1000), candidates).index == 0
-    candidates[0].load.requests = 70        # 70 - 5 > 64 and 70 > 1.5 x 5
+    candidates[0].load.requests = 70  # 70 - 5 > 64 and 70 > 1.5 x 5
     assert policy.choose(Demand(1000), candidates).index != 0
     candidates[0].load.requests, candidates[0].overlap = 69, 300
     assert policy.choose(Demand(1000), candidates).index != 0
@@ -129,7 +148,7 @@ def test_prefix_affinity_follows_long_matches_only_and_only_in_balance():
 def test_overlap_cost_weighs_tiers_and_decoding():
     policy, candidates = make("overlap_cost"), fleet(3)
     candidates[0].overlap, candidates[1].lower = 400, (("cpu", 600),)
-    assert policy.choose(Demand(1000), candidates).index == 1      # 0.75 x 600 > 400
+    assert policy.choose(Demand(1000), candidates).index == 1  # 0.75 x 600 > 400
     candidates[1].load.context_tokens = 100
     assert policy.choose(Demand(1000), candidates).index == 0
 
@@ -157,7 +176,8 @@ def test_least_time_follows_the_prefix_until_its_queue_costs_more_than_computing
 
 @pytest.mark.parametrize("tokens, index", [(4000, 0), (60_000, 1)])
 def test_least_time_computes_a_long_prompt_where_its_many_steps_are_short(tokens, index):
-    """100 streams make a step 17 ms longer, where one holds 1,600 tokens of it: 30 ms. A prompt of eight steps shares eight with them."""
+    """100 streams make a step 17 ms longer, where one holds 1,600 tokens of it: 30 ms. A prompt of eight steps shares
+    eight with them."""
     candidates = fleet(2, requests=[100, 0], decoding=[100, 0], context_tokens=[60_000, 0])
     candidates[0].overlap = 1600
     policy = make("least_time")
@@ -173,7 +193,7 @@ def test_least_time_prefers_room_for_a_prompt_that_does_not_fit():
     for candidate, usage in zip(candidates, (0.95, 0.6)):
         candidate.load.scraped(0, usage)
     assert make("least_time").choose(Demand(4000), candidates).index == 1
-    candidates[0].load.scraped(None, None)      # not known: no reason to avoid it
+    candidates[0].load.scraped(None, None)  # not known: no reason to avoid it
     assert make("least_time").choose(Demand(4000), candidates).index == 0
 
 
@@ -185,24 +205,43 @@ def test_least_time_goes_where_fewer_prompts_would_wait_for_its_batch():
 
 
 def test_least_time_goes_where_the_prompt_under_way_is_nearly_done():
-    candidates = fleet(2, requests=[1, 1], prefilling=[1, 1], prefill_tokens=[2000, 2000], begun=[1, 1], begun_tokens=[2000, 2000], since=[5.0, 5.03])
+    candidates = fleet(
+        2,
+        requests=[1, 1],
+        prefilling=[1, 1],
+        prefill_tokens=[2000, 2000],
+        begun=[1, 1],
+        begun_tokens=[2000, 2000],
+        since=[5.0, 5.03],
+    )
     assert spread(make("least_time"), candidates, [Demand(500, now=5.04)] * 20) == {0: 20}
-    assert set(spread(make("least_time"), candidates, [Demand(500)] * 40)) == {0, 1}, "no time told: both are as they were when they began"
+    assert set(spread(make("least_time"), candidates, [Demand(500)] * 40)) == {0, 1}, (
+        "no time told: both are as they were when they began"
+    )
 
 
 def test_least_time_begins_conversations_where_fewer_went_lately_and_leaves_others_where_they_are():
     """One stream here or there just now; by the choices of late, four in five streams are on the first two."""
-    loads = {"requests": [1, 1, 1, 1], "decoding": [1, 1, 1, 1], "context_tokens": [4000] * 4, "recent": [4.0, 4.0, 1.0, 1.0]}
+    loads = {
+        "requests": [1, 1, 1, 1],
+        "decoding": [1, 1, 1, 1],
+        "context_tokens": [4000] * 4,
+        "recent": [4.0, 4.0, 1.0, 1.0],
+    }
     candidates = fleet(4, **loads)
     for one in candidates[:3]:
         one.overlap = 3008
     assert spread(make("least_time"), candidates, [Demand(3300)] * 20) == {2: 20}, "of three that hold the instructions"
     candidates[0].overlap = 3200
-    assert spread(make("least_time"), candidates, [Demand(3300)] * 20) == {0: 20}, "one holds more: what was said so far"
+    assert spread(make("least_time"), candidates, [Demand(3300)] * 20) == {0: 20}, (
+        "one holds more: what was said so far"
+    )
 
 
 def test_least_time_tells_a_conversation_that_begins_from_one_that_goes_on_where_one_replica_alone_holds_its_instructions():
-    """The holder has been chosen four times as often as the other; moving the instructions takes less than what many requests would wait."""
+    """The holder has been chosen four times as often as the other; moving the instructions takes less than what many
+    requests would wait."""
+
     def crowding(overlap, tokens):
         candidates = fleet(2, requests=[9, 9], decoding=[9, 9], context_tokens=[4000] * 2, recent=[4.0, 1.0])
         candidates[0].overlap = overlap
@@ -225,8 +264,8 @@ def busy_holder():
 
 
 def test_least_time_copies_a_prefix_once_its_not_being_elsewhere_has_cost_what_computing_it_does():
-    """Where it is held, streams make each first token come 12 ms later than it would elsewhere; 4,000 tokens take 67 ms. So the
-    seventh that waits for it goes elsewhere, and what follows has a choice."""
+    """Where it is held, streams make each first token come 12 ms later than it would elsewhere; 4,000 tokens take 67
+    ms. So the seventh that waits for it goes elsewhere, and what follows has a choice."""
     policy, hashes, candidates = make("least_time"), range(1, 251), busy_holder()
     chosen = [place(policy, Demand(4100, hashes=hashes), candidates, explain=True) for _ in range(30)]
     elsewhere = [number for number, choice in enumerate(chosen) if choice.index == 1]
@@ -236,7 +275,8 @@ def test_least_time_copies_a_prefix_once_its_not_being_elsewhere_has_cost_what_c
 
 
 def test_least_time_makes_no_copy_that_would_not_pay_soon(monkeypatch):
-    """With streams elsewhere, too, waiting costs 3 ms: more than twenty would have to for a copy, and it may be gone by then."""
+    """With streams elsewhere, too, waiting costs 3 ms: more than twenty would have to for a copy, and it may be gone by
+    then."""
     candidates = busy_holder()
     candidates[1].load = Load(requests=1, decoding=1, context_tokens=20_000)
     demands = [Demand(4100, hashes=range(1, 251))] * 300
@@ -246,7 +286,8 @@ def test_least_time_makes_no_copy_that_would_not_pay_soon(monkeypatch):
 
 
 def test_least_time_copies_nobody_s_history():
-    """Prompts that go on are no reason to compute what they have in common with themselves: each prefix is asked for once."""
+    """Prompts that go on are no reason to compute what they have in common with themselves: each prefix is asked for
+    once."""
     policy, candidates = make("least_time"), busy_holder()
     for turn in range(30):
         candidates[0].overlap = 4000 + 16 * turn
@@ -254,8 +295,8 @@ def test_least_time_copies_nobody_s_history():
 
 
 def test_a_copy_stays_due_until_it_is_made():
-    """Whoever knows a later load may choose among all but where a copy is due: that is decided. Asked without being placed, or
-    placed elsewhere, it stays due."""
+    """Whoever knows a later load may choose among all but where a copy is due: that is decided. Asked without being
+    placed, or placed elsewhere, it stays due."""
     policy, candidates, demand = make("least_time"), busy_holder(), Demand(4100, hashes=range(1, 251))
     while (choice := policy.choose(demand, candidates)).among is not None:
         assert list(choice.among) == [0, 1]
@@ -329,7 +370,7 @@ def test_a_burst_of_equal_prompts_is_placed_as_evenly_as_least_load():
 def test_a_new_replica_gets_traffic():
     rng, ledger, group, policy = random.Random(1), Ledger(), CostGroup(), make("least_time")
     candidates = [Candidate(f"r{i}", 2000, ledger.add(f"r{i}"), group.add(f"r{i}")) for i in range(3)]
-    for candidate in candidates:        # known, warm, and with a little to do
+    for candidate in candidates:  # known, warm, and with a little to do
         for _ in range(60):
             tokens = rng.randrange(100, 3000)
             candidate.costs.observe_ttft(0.01 + 2e-5 * tokens, tokens, 0, Load())

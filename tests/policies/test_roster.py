@@ -12,7 +12,12 @@ from policies.changes import Changes
 
 NAMES = [f"r{i}" for i in range(7)]
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["reserve", "first byte", "release", "others", "scrape", "ttft", "itl"]), st.integers(0, 6), st.integers(0, 5000), st.floats(0.001, 0.5)),
+    st.tuples(
+        st.sampled_from(["reserve", "first byte", "release", "others", "scrape", "ttft", "itl"]),
+        st.integers(0, 6),
+        st.integers(0, 5000),
+        st.floats(0.001, 0.5),
+    ),
     max_size=40,
 )
 
@@ -49,7 +54,10 @@ class House:
     def ask(self, tokens, overlaps):
         """A demand, with candidates that have these overlaps, one by one and together."""
         self.roster.overlaps = np.array(overlaps, float)
-        plain = [Candidate(one.replica, overlap, one.load, one.costs) for one, overlap in zip(self.candidates, overlaps, strict=True)]
+        plain = [
+            Candidate(one.replica, overlap, one.load, one.costs)
+            for one, overlap in zip(self.candidates, overlaps, strict=True)
+        ]
         return Demand(tokens, 16, now=self.now, hashes=range(1, tokens // 16 + 1)), plain
 
 
@@ -61,7 +69,12 @@ def test_the_choices_are_equal(seed):
     one, together = make("least_time"), make("least_time")
     for _ in range(60):
         for _ in range(rng.randrange(3)):
-            house.step(rng.choice(["first byte", "release", "scrape", "ttft", "itl"]), rng.randrange(7), rng.randrange(5000), rng.random() / 10)
+            house.step(
+                rng.choice(["first byte", "release", "scrape", "ttft", "itl"]),
+                rng.randrange(7),
+                rng.randrange(5000),
+                rng.random() / 10,
+            )
         tokens = rng.randrange(1, rng.choice((8000, 60_000)))
         held = [rng.choice([0, 0, rng.randrange(tokens)]) for _ in NAMES]
         demand, plain = house.ask(tokens, held)
@@ -71,16 +84,32 @@ def test_the_choices_are_equal(seed):
         assert chosen.lesson == pytest.approx(alike.lesson)
         together.placed(demand, house.roster, chosen)
         one.placed(demand, plain, alike)
-        house.sent.append(house.ledger.reserve(NAMES[chosen.index], tokens - held[chosen.index], tokens, now=demand.now))
+        house.sent.append(
+            house.ledger.reserve(NAMES[chosen.index], tokens - held[chosen.index], tokens, now=demand.now)
+        )
 
 
 def test_explained_each_has_its_terms():
     house = House()
     demand, plain = house.ask(4000, [16 * i for i in range(7)])
-    assert make("least_time").choose(demand, house.roster, explain=True) == make("least_time").choose(demand, plain, explain=True)
+    assert make("least_time").choose(demand, house.roster, explain=True) == make("least_time").choose(
+        demand, plain, explain=True
+    )
 
 
-@pytest.mark.parametrize("name", ["round_robin", "random", "least_load", "power_of_two", "consistent_hash", "prefix_affinity", "overlap_cost", "least_time"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "round_robin",
+        "random",
+        "least_load",
+        "power_of_two",
+        "consistent_hash",
+        "prefix_affinity",
+        "overlap_cost",
+        "least_time",
+    ],
+)
 def test_to_a_policy_that_knows_nothing_of_it_a_roster_is_a_list(name):
     house = House()
     for index in range(7):

@@ -1,4 +1,5 @@
 """A request is placed in one step, and however it ends nothing of it stays behind."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -73,7 +74,13 @@ def test_the_last_token_of_a_prompt_is_never_a_hit():
 def test_what_a_placement_leaves_until_its_end():
     made, targets = routing(policy := Told(1), 0, 2)
     placed = made.place(demand := prompt(4), targets, 5.0)
-    assert (placed.candidate.replica, placed.overlap, placed.held, placed.at, placed.computing) == ("r1", 2 * SIZE, 2, 5.0, True)
+    assert (placed.candidate.replica, placed.overlap, placed.held, placed.at, placed.computing) == (
+        "r1",
+        2 * SIZE,
+        2,
+        5.0,
+        True,
+    )
     assert made.ledger.own("r1") == (1, 1, demand.tokens - 2 * SIZE, 0, 0) and made.map.told == [("expect", 1, 4, 5.0)]
     made.first_token(placed, 6.0)
     assert made.ledger.own("r1") == (1, 0, 0, 1, demand.tokens) and not placed.computing
@@ -136,11 +143,17 @@ def test_those_left_out_are_not_chosen():
     made, targets = routing(make("round_robin"), 0, 0, 0)
     assert {made.place(prompt(2), targets.without({"r1"}), 1.0).candidate.replica for _ in range(9)} == {"r0", "r2"}
     assert made.place(prompt(2), targets.only("r1"), 1.0).candidate.replica == "r1"
-    assert sorted(made.ranking(prompt(2), targets, 1.0, 9)) == ["r0", "r1", "r2"] and len(made.ranking(prompt(2), targets, 1.0, 2)) == 2
+    assert (
+        sorted(made.ranking(prompt(2), targets, 1.0, 9)) == ["r0", "r1", "r2"]
+        and len(made.ranking(prompt(2), targets, 1.0, 2)) == 2
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.floats(0, 0.99)), min_size=1, max_size=20), st.integers(0, 19))
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.floats(0, 0.99)), min_size=1, max_size=20),
+    st.integers(0, 19),
+)
 def test_asking_leaves_no_trace(name, script, at):
     """Whoever is asked in between, and how often, what is placed goes where it goes otherwise."""
 

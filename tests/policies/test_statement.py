@@ -22,7 +22,12 @@ LOADS = st.builds(
 )  # fmt: skip
 SPEEDS = st.tuples(st.floats(0.01, 100), st.floats(0.01, 100))
 REPLICAS = st.lists(st.tuples(LOADS, SPEEDS, st.integers(0, 1200), st.integers(0, 300)), min_size=1, max_size=6)
-DEMANDS = st.builds(lambda tokens, now, future: (Demand(1200 + tokens, 16, now=now), future), st.integers(301, 60_000), st.just(UNTIMED) | st.floats(100, 102), st.floats(0, 50))
+DEMANDS = st.builds(
+    lambda tokens, now, future: (Demand(1200 + tokens, 16, now=now), future),
+    st.integers(301, 60_000),
+    st.just(UNTIMED) | st.floats(100, 102),
+    st.floats(0, 50),
+)
 
 
 def candidates_of(replicas, tiers=True):
@@ -34,7 +39,11 @@ def candidates_of(replicas, tiers=True):
     for number, (load, (speed, pace), overlap, lower) in enumerate(replicas):
         costs = group.add(f"r{number}")
         costs.ttft.value, costs.step.value = speed, pace
-        made.append(Candidate(f"r{number}", overlap, load, costs, (("cpu", lower), ("disk", lower // 2)) if tiers and lower else ()))
+        made.append(
+            Candidate(
+                f"r{number}", overlap, load, costs, (("cpu", lower), ("disk", lower // 2)) if tiers and lower else ()
+            )
+        )
     return made, ledger, group
 
 
@@ -105,9 +114,19 @@ def test_in_redis(redis, name, asked, replicas):
     candidates, _, group = candidates_of(replicas)
     script = CALL.format(terms=rule.COST.lua())
     for candidate in candidates:
-        lower = sum(tokens for _, tokens in candidate.lower), sum(tokens * SHARES[rule].get(tier, 0.0) for tier, tokens in candidate.lower)
-        request = " ".join(map(repr, map(float, (demand.tokens, demand.now, future, *group.ttft.coefficients, *group.step.coefficients))))
-        replica = " ".join(map(repr, map(float, (candidate.overlap, *lower, candidate.costs.ttft.value, candidate.costs.step.value))))
+        lower = (
+            sum(tokens for _, tokens in candidate.lower),
+            sum(tokens * SHARES[rule].get(tier, 0.0) for tier, tokens in candidate.lower),
+        )
+        request = " ".join(
+            map(
+                repr,
+                map(float, (demand.tokens, demand.now, future, *group.ttft.coefficients, *group.step.coefficients)),
+            )
+        )
+        replica = " ".join(
+            map(repr, map(float, (candidate.overlap, *lower, candidate.costs.ttft.value, candidate.costs.step.value)))
+        )
         load = " ".join(f"{field}={float(getattr(candidate.load, field))!r}" for field in Load.__slots__)
         terms = [float(term) for term in redis.eval(script, 0, request, replica, load)]
         assert terms == pytest.approx(stated(rule, demand, future, candidate), rel=1e-9, abs=1e-12)
@@ -139,7 +158,7 @@ def test_what_is_shared_nested_or_divided_is_computed_alike(tokens, replicas):
     many = Arrays(root, ["load"], ["tokens"], ["overlap"])
     columns = np.array([many.standing(SimpleNamespace(a=a, b=b)) for a, b, _ in replicas]).T
     overlaps = np.array([overlap for _, _, overlap in replicas])
-    for _ in range(2):    # nothing is left over from a decision
+    for _ in range(2):  # nothing is left over from a decision
         assert many(columns, (tokens,), (overlaps.copy(),)) == pytest.approx(plain, rel=1e-9, abs=1e-6)
 
 

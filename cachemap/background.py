@@ -27,18 +27,23 @@ class Failures:
 
 
 class Background:
-    """The background work of one gateway. `failures` has an entry for every kind of work there is, failed or not, so that
-    its counter exists before the first failure."""
+    """The background work of one gateway. `failures` has an entry for every kind of work there is, failed or not, so
+    that its counter exists before the first failure."""
 
     def __init__(self) -> None:
         self.failures: dict[str, Failures] = {}
 
-    def spawn(self, kind: str, work: Callable[[], Coroutine[Any, Any, None]], *, on_failure: Callable[[], None] = lambda: None) -> asyncio.Task[None]:
-        """Run `work` until the returned task is cancelled, and again after each failure, of which `on_failure` hears first."""
+    def spawn(
+        self, kind: str, work: Callable[[], Coroutine[Any, Any, None]], *, on_failure: Callable[[], None] = lambda: None
+    ) -> asyncio.Task[None]:
+        """Run `work` until the returned task is cancelled, and again after each failure, of which `on_failure` hears
+        first."""
         self.failures.setdefault(kind, Failures())
         return asyncio.create_task(self._keep_running(kind, work, on_failure), name=kind)
 
-    async def _keep_running(self, kind: str, work: Callable[[], Coroutine[Any, Any, None]], on_failure: Callable[[], None]) -> None:
+    async def _keep_running(
+        self, kind: str, work: Callable[[], Coroutine[Any, Any, None]], on_failure: Callable[[], None]
+    ) -> None:
         task = asyncio.current_task()
         while task is not None and not task.cancelling():
             try:
@@ -52,14 +57,17 @@ class Background:
             await asyncio.sleep(PAUSE_SECONDS)
 
     def failed(self, kind: str, error: BaseException, subject: str = "") -> None:
-        """Count and log a failure. `subject` says of what, where the kind of work has several, such as a replica's id."""
+        """Count and log a failure. `subject` says of what, where the kind of work has several, such as a replica's
+        id."""
         failures = self.failures.setdefault(kind, Failures())
         failures.count += 1
         failures.last = f"{subject}: {_describe(error)}" if subject else _describe(error)
         failures.at = now = monotonic()
         if now - failures.logged_at > LOG_SECONDS:
             failures.logged_at = now
-            log.error("%s failed and is started again (failure %d): %s", kind, failures.count, failures.last, exc_info=error)
+            log.error(
+                "%s failed and is started again (failure %d): %s", kind, failures.count, failures.last, exc_info=error
+            )
 
     def recent(self) -> dict[str, dict[str, Any]]:
         """What failed within the last minutes, for /status and the doctor."""

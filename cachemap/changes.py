@@ -50,7 +50,8 @@ class Contents(NamedTuple):
 
 
 def merged(changes: Iterable[Change], most: int = 1024) -> Iterator[Change]:
-    """The same in fewer changes, of about `most` blocks: applying 400 small ones takes as long as 20,000 blocks at once.
+    """The same in fewer changes, of about `most` blocks: applying 400 small ones takes as long as 20,000 blocks at
+    once.
 
     What is dropped goes first, then what is stored; so far as no block is stored twice, dropped twice, or dropped after
     it was stored, which makes a new start.
@@ -68,7 +69,12 @@ def merged(changes: Iterable[Change], most: int = 1024) -> Iterator[Change]:
             for one in stored:
                 heads += [(at + index, parent) for index, parent in one.heads]
                 at += len(one.hashes)
-            yield Store(stored[0].tier, np.concatenate([one.hashes for one in stored]), np.concatenate([one.tags for one in stored]), heads)
+            yield Store(
+                stored[0].tier,
+                np.concatenate([one.hashes for one in stored]),
+                np.concatenate([one.tags for one in stored]),
+                heads,
+            )
         for pending in (dropped, stored, tags_dropped, tags_stored):
             pending.clear()
 

@@ -17,9 +17,7 @@ TOKEN_BYTES = 4  # token ids are unsigned 32-bit, little-endian
 _LONG_SALT = 256  # characters: clients choose salts, and 4,096 of them are kept
 
 
-def chain_seed(
-    model: str, block_size: int, adapter: str | None = None, cache_salt: str | None = None
-) -> int:
+def chain_seed(model: str, block_size: int, adapter: str | None = None, cache_salt: str | None = None) -> int:
     """The u64 a chain starts from: two prompts share blocks only if all four are equal.
 
     Each field is written with its length, so that no two combinations spell the same

@@ -172,7 +172,8 @@ class CacheMap:
                 replica.model.add(hashes)
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
-        """The replica refused a prompt that was expected there at `now`, of which `held` blocks were taken to be there before."""
+        """The replica refused a prompt that was expected there at `now`, of which `held` blocks were taken to be there
+        before."""
         replica = self._replica(slot)
         if replica.observed:
             self._routed.take_back(slot, hashes, held, now)
@@ -313,9 +314,7 @@ class CacheMap:
         if self._replica(slot).observed != observed:
             self.change(slot, Observe(observed))
 
-    def learn(
-        self, slot: int, hashes: Sequence[int], predicted_blocks: int, reported_blocks: int
-    ) -> None:
+    def learn(self, slot: int, hashes: Sequence[int], predicted_blocks: int, reported_blocks: int) -> None:
         """The engine reported how much of a prompt it had; corrects a modelled replica."""
         replica = self._replica(slot)
         if not replica.observed:
@@ -335,8 +334,7 @@ class CacheMap:
             "evicted": sum(table.capacity.evicted for table in tables),
             "refused": sum(table.refused for table in tables),
             "slots": {
-                slot: self.held(slot) if replica.observed else len(replica.model)
-                for slot, replica in self._live
+                slot: self.held(slot) if replica.observed else len(replica.model) for slot, replica in self._live
             },
         }
 

@@ -1,5 +1,5 @@
-"""What can befall a key in Redis: lost, of another type, cut, NaN, huge, of an older format. `poisons(client, key)` has each as
-a name and what does it; all are applied at once, as by an operator's slip, another program, or eviction."""
+"""What can befall a key in Redis: lost, of another type, cut, NaN, huge, of an older format. `poisons(client, key)` has
+each as a name and what does it; all are applied at once, as by an operator's slip, another program, or eviction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ import redis
 
 NAN, INFINITE = float("nan"), float("inf")
 TEXTS = (b"", b"abc", b"nan", b"-1", b"1e308", b"9" * 400, b"123456789012", b"\xff\x00\n")
-LOADS = (b"", b"x" * 7, *(struct.pack("<5d", *numbers) for numbers in [(NAN,) * 5, (INFINITE,) * 5, (1e300,) * 5, (-5.0,) * 5, (7.0, 3.0, 900.0, 4.0, 80.0), (0.5,) * 5]))
+LOADS = (
+    b"",
+    b"x" * 7,
+    *(
+        struct.pack("<5d", *numbers)
+        for numbers in [
+            (NAN,) * 5,
+            (INFINITE,) * 5,
+            (1e300,) * 5,
+            (-5.0,) * 5,
+            (7.0, 3.0, 900.0, 4.0, 80.0),
+            (0.5,) * 5,
+        ]
+    ),
+)
 
 Poison = tuple[str, Callable[[], object]]
 
@@ -32,13 +46,19 @@ def _strings(client: redis.Redis, key: bytes) -> Iterator[Poison]:
 
 def _hashes(client: redis.Redis, key: bytes) -> Iterator[Poison]:
     for load in LOADS:
-        yield f"all fields set to {load[:12]!r}", lambda load=load: client.hset(key, mapping=dict.fromkeys([*client.hkeys(key), b"nobody:1"], load))
+        yield (
+            f"all fields set to {load[:12]!r}",
+            lambda load=load: client.hset(key, mapping=dict.fromkeys([*client.hkeys(key), b"nobody:1"], load)),
+        )
     yield "one field lost", lambda: client.hdel(key, *client.hkeys(key)[:1] or [b"none"])
 
 
 def _sorted_sets(client: redis.Redis, key: bytes) -> Iterator[Poison]:
     for score in (INFINITE, -INFINITE, 1e300):
-        yield f"all scores {score}", lambda score=score: client.zadd(key, dict.fromkeys([*client.zrange(key, 0, -1), b"nobody"], score))
+        yield (
+            f"all scores {score}",
+            lambda score=score: client.zadd(key, dict.fromkeys([*client.zrange(key, 0, -1), b"nobody"], score)),
+        )
 
 
 def _lists(client: redis.Redis, key: bytes) -> Iterator[Poison]:
@@ -49,8 +69,8 @@ def _lists(client: redis.Redis, key: bytes) -> Iterator[Poison]:
     yield "its last piece cut", lambda: client.lset(key, -1, client.lindex(key, -1)[:-3])
     yield "half of it gone", lambda: client.ltrim(key, 0, 0)
     yield "more than there was", lambda: client.rpush(key, b"x" * 1000)
-    for fields in ({"schema": 0}, {"n": "abc"}, {"n": -1}, {"n": 1e300}, {"term": None}, {"sequence": "x"}, {"timestamp": NAN}, {"held": {"gpu": -1}}, {"held": {"moon": 0}},
-                   {"held": []}, {"copies": {"gpu": 10**12}}, {"observed": 7}):  # fmt: skip
+    for fields in ({"schema": 0}, {"n": "abc"}, {"n": -1}, {"n": 1e300}, {"term": None}, {"sequence": "x"}, {"timestamp": NAN},
+                   {"held": {"gpu": -1}}, {"held": {"moon": 0}}, {"held": []}, {"copies": {"gpu": 10**12}}, {"observed": 7}):  # fmt: skip
         yield f"its header says {fields}", lambda fields=fields: header(**fields)
 
 

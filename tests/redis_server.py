@@ -152,7 +152,9 @@ class Sentinels:
         self.replica = RedisServer(folder / "replica", binary=binary, replicaof=f"127.0.0.1 {self.primary.port}")
         lines = [f"sentinel monitor hitherto 127.0.0.1 {self.primary.port} 2", "sentinel down-after-milliseconds hitherto 1000",
                  "sentinel failover-timeout hitherto 3000"]  # fmt: skip
-        self.sentinels = [RedisServer(folder / f"sentinel-{i}", binary=binary, sentinel=True, lines=lines) for i in range(3)]
+        self.sentinels = [
+            RedisServer(folder / f"sentinel-{i}", binary=binary, sentinel=True, lines=lines) for i in range(3)
+        ]
         self.url = "redis+sentinel://" + ",".join(f"127.0.0.1:{one.port}" for one in self.sentinels) + "/hitherto"
 
     def start(self) -> Sentinels:
@@ -193,7 +195,9 @@ class Cluster:
     @staticmethod
     def _whole(client: redis.Redis) -> bool:
         told = client.execute_command("CLUSTER INFO")
-        return told["cluster_state"] == "ok" and told["cluster_known_nodes"] == "3" and told["cluster_slots_ok"] == "16384"
+        return (
+            told["cluster_state"] == "ok" and told["cluster_known_nodes"] == "3" and told["cluster_slots_ok"] == "16384"
+        )
 
     def node_of(self, key: str) -> RedisServer:
         with self.nodes[0].client() as client:

@@ -153,8 +153,15 @@ def decode_snapshot(identity: Identity, pieces: list[bytes]) -> Snapshot:
         _compare(identity, header)
         if xxhash.xxh3_64_hexdigest(body) != header["check"]:
             raise Damaged("its checksum is wrong")
-        n, term, sequence, timestamp, observed = (header[name] for name in ("n", "term", "sequence", "timestamp", "observed"))
-        if not (_counts(n, term) and (sequence is None or _counts(sequence)) and math.isfinite(timestamp) and isinstance(observed, bool)):
+        n, term, sequence, timestamp, observed = (
+            header[name] for name in ("n", "term", "sequence", "timestamp", "observed")
+        )
+        if not (
+            _counts(n, term)
+            and (sequence is None or _counts(sequence))
+            and math.isfinite(timestamp)
+            and isinstance(observed, bool)
+        ):
             raise Damaged("its header is not one that a gateway wrote")
         held: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         copies: dict[tuple[str, int], int] = {}
@@ -193,7 +200,9 @@ def _compare(identity: Identity, header: dict[str, Any]) -> None:
     for name, ours in identity._asdict().items():
         if header[name] != ours:
             hint = "; give all gateways the same cache_budget" if name == "tag_bits" else ""
-            raise Unreadable(f"written by a gateway with {name.replace('_', ' ')} {header[name]}, here it is {ours}{hint}")
+            raise Unreadable(
+                f"written by a gateway with {name.replace('_', ' ')} {header[name]}, here it is {ours}{hint}"
+            )
 
 
 def _pack(tags: np.ndarray) -> bytes:

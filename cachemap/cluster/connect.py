@@ -5,8 +5,9 @@
     redis+cluster://[...]HOST:PORT,HOST:PORT                 rediss+cluster:// for TLS
     unix://[USER:PASSWORD@]/PATH[?db=DB]                     a server's socket on this machine
 
-Query parameters are redis-py's: those that begin with ssl_, sentinel_username and sentinel_password. What decides how long a
-call may take and how replies are read (socket_timeout, protocol ...) is not for a URL to say. Nothing here retries or waits long: who asks knows what to do without Redis.
+Query parameters are redis-py's: those that begin with ssl_, sentinel_username and sentinel_password. What decides how
+long a call may take and how replies are read (socket_timeout, protocol ...) is not for a URL to say. Nothing here
+retries or waits long: who asks knows what to do without Redis.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ REFUSALS = (
 )  # fmt: skip
 REFUSED = b"refuses "  # as `refusal` in ask.lua begins
 _SCRIPTED = re.compile(r"refuses (\S+(?: at \S+)?): (.*)", re.S)
-_SOURCE = re.compile(r"@?user_script: ?\d+: ?|,? ?script: \w+, on @?user_script:\d+\.?|Error running script \(call to \w+\): ?|^(ERR |-)")
+_SOURCE = re.compile(
+    r"@?user_script: ?\d+: ?|,? ?script: \w+, on @?user_script:\d+\.?|Error running script \(call to \w+\): ?|^(ERR |-)"
+)
 
 
 def describe(error: BaseException) -> str:
@@ -120,7 +123,9 @@ def parse(url: str) -> Place:
     """Raises ValueError with what is wrong and what would be right."""
     parts = urlsplit(url)
     if not parts.scheme:
-        raise ValueError("it is no URL: write redis://HOST:PORT. One with a password is best given as HITHERTO_REDIS_URL; a file with it is not read")
+        raise ValueError(
+            "it is no URL: write redis://HOST:PORT. One with a password is best given as HITHERTO_REDIS_URL; a file with it is not read"
+        )
     if "@" in parts.path + parts.query + parts.fragment:
         raise ValueError("/, ?, # and @ in a password must be written as %2F, %3F, %23 and %40")
     if parts.scheme == "unix":
@@ -144,9 +149,13 @@ def parse(url: str) -> Place:
         raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
     for name in parse_qs(parts.query, keep_blank_values=True):
         if not name.startswith("ssl_") and name not in LOGINS:
-            raise ValueError(f"{name} cannot be set in the URL; leave it out. ssl_ca_certs and the like, sentinel_username and sentinel_password can")
+            raise ValueError(
+                f"{name} cannot be set in the URL; leave it out. ssl_ca_certs and the like, sentinel_username and sentinel_password can"
+            )
     query = f"?{parts.query}" if parts.query else ""
-    options = parse_url(f"{scheme}://{login}@localhost/{path}{query}" if login else f"{scheme}://localhost/{path}{query}")
+    options = parse_url(
+        f"{scheme}://{login}@localhost/{path}{query}" if login else f"{scheme}://localhost/{path}{query}"
+    )
     options.pop("host", None)
     if HIDDEN in (options.get("password"), options.get("sentinel_password")):
         raise ValueError("the password is hidden here, as `hitherto config` prints it; write the real one")
@@ -158,7 +167,9 @@ def _unix(url: str) -> Place:
     if parts.hostname or len(parts.path) < 2:
         raise ValueError("the socket's absolute path is missing; write unix:///run/redis/redis.sock")
     if unknown := parse_qs(parts.query, keep_blank_values=True).keys() - {"db"}:
-        raise ValueError(f"{min(unknown)} cannot be set in the URL of a unix socket; only db can, as in unix:///PATH?db=1")
+        raise ValueError(
+            f"{min(unknown)} cannot be set in the URL of a unix socket; only db can, as in unix:///PATH?db=1"
+        )
     options = dict(parse_url(url))
     if options.get("password") == HIDDEN:
         raise ValueError("the password is hidden here, as `hitherto config` prints it; write the real one")
@@ -198,7 +209,9 @@ def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Redis:
         host, port = place.hosts[0]
         return Redis.from_pool(ConnectionPool(host=host, port=port, **options))
     tls = options.pop("connection_class", None) is SSLConnection
-    login = {name: options.pop(f"sentinel_{name}") for name in ("username", "password") if f"sentinel_{name}" in options}
+    login = {
+        name: options.pop(f"sentinel_{name}") for name in ("username", "password") if f"sentinel_{name}" in options
+    }
     ways = {"socket_timeout": seconds, "socket_connect_timeout": seconds, "ssl": tls, **login}
     ways |= {name: value for name, value in options.items() if name.startswith("ssl_")}
     return _Primary(Sentinel(place.hosts, sentinel_kwargs=ways, ssl=tls, **options), place.master)
@@ -269,7 +282,9 @@ class Ways:
         for node in nodes:
             with contextlib.suppress(*FAILURES):
                 told = await self._client(node).execute_command("CLUSTER SLOTS")
-                self._slots = [(first, last, (host.decode() or node[0], port)) for first, last, (host, port, *_), *_ in told]
+                self._slots = [
+                    (first, last, (host.decode() or node[0], port)) for first, last, (host, port, *_), *_ in told
+                ]
                 return
 
 
@@ -283,8 +298,8 @@ class Line:
         self._connection: AbstractConnection | None = None
 
     async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Their replies, in order; raises what the first one to fail raised. One call at a time, and the caller says how long it may
-        take: a time limit of redis-py's for each write and each reply costs as much as they do."""
+        """Their replies, in order; raises what the first one to fail raised. One call at a time, and the caller says
+        how long it may take: a time limit of redis-py's for each write and each reply costs as much as they do."""
         client = await self._ways.to(self._key)
         connection = self._connection
         if connection is None or client is not self._client:  # the first time, or the key has moved
@@ -302,7 +317,9 @@ class Line:
 
 async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> list[Any]:
     """XREAD: [(stream, [(id, fields)])]."""
-    found = await client.execute_command("XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", *after, *after.values())
+    found = await client.execute_command(
+        "XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", *after, *after.values()
+    )
     return list(found.items()) if isinstance(found, dict) else found or []
 
 
@@ -314,8 +331,8 @@ def heed_cancellation() -> None:
 
 
 class Script:
-    """A program in Lua, behind what all scripts begin with (`ask.lua`). It is called by its SHA-1, so the server runs this very
-    text or nothing; where the server does not know it, the text is sent."""
+    """A program in Lua, behind what all scripts begin with (`ask.lua`). It is called by its SHA-1, so the server runs
+    this very text or nothing; where the server does not know it, the text is sent."""
 
     def __init__(self, text: str):
         self.text = BEGIN + text

@@ -101,8 +101,10 @@ class SharedIntake:
         self.claim_at = 0.0  # when the lease may be asked for again
         self.stuck_at: float | None = None  # since when Redis, though it answers, takes nothing
         self._void = False
-        self.fault: str | None = None  # what of this gateway's own work on this replica failed, until it goes well again
-        self.behind = 0  # looks in a row at which others were further than we, and we no further than at the look before
+        # what of this gateway's own work on this replica failed, until it goes well again
+        self.fault: str | None = None
+        # looks in a row at which others were further than we, and we no further than at the look before
+        self.behind = 0
         self.looked_n = -1
 
     # --- what the gateway sees of it, as of an EventIntake
@@ -156,7 +158,8 @@ class SharedIntake:
             self._shared.wish(self, RESYNC)
 
     def forget_adapter(self, name: str) -> None:
-        """As of EventIntake. Who only mirrors the replica gets what its leader forgets, and remembers it for when it leads."""
+        """As of EventIntake. Who only mirrors the replica gets what its leader forgets, and remembers it for when it
+        leads."""
         self.engine.void_adapter(name, self.position.sequence)
         if self._following:
             self.engine.resync()
@@ -262,7 +265,14 @@ class SharedIntake:
         self.mirroring = False
         self._end_journal()
         if self.role != "alone":
-            self._become("alone", "no gateway leads" if self._shared.usable else "Redis refuses what gateways do there" if self._shared.reachable else "Redis is away")
+            self._become(
+                "alone",
+                "no gateway leads"
+                if self._shared.usable
+                else "Redis refuses what gateways do there"
+                if self._shared.reachable
+                else "Redis is away",
+            )
         self._follow_events()
 
     def rename(self, keys: Keys) -> None:
@@ -333,7 +343,10 @@ class SharedIntake:
                 raise Absent
             snapshot = decode_snapshot(self._identity, pieces)
             deltas = await self._shared.read_deltas(self.keys, snapshot.n)
-            if all(n == snapshot.n + 1 + i for i, (n, _) in enumerate(deltas)) and snapshot.n + len(deltas) >= self.head:
+            if (
+                all(n == snapshot.n + 1 + i for i, (n, _) in enumerate(deltas))
+                and snapshot.n + len(deltas) >= self.head
+            ):
                 break
         else:
             raise Damaged("deltas are missing between its snapshot and the last one")

@@ -26,14 +26,15 @@ NAME = re.compile(r"[A-Za-z0-9.-]{1,64}")  # of an incarnation; `tend.lua` delet
 
 
 def scope(replica: str) -> str:
-    """A replica's name that means the same on every host, however its address is spelled; different addresses have different
-    ones. `replica` is HOST:PORT with whatever names one of several ranks behind the port."""
+    """A replica's name that means the same on every host, however its address is spelled; different addresses have
+    different ones. `replica` is HOST:PORT with whatever names one of several ranks behind the port."""
     host, colon, port = replica.rpartition(":")
     return f"{_place(host.removeprefix('[').removesuffix(']'))}:{port}" if colon else replica
 
 
 def _place(host: str) -> str:
-    """A host as all hosts call it: this one by its name, with the address where that is another than the usual loopback ones."""
+    """A host as all hosts call it: this one by its name, with the address where that is another than the usual loopback
+    ones."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -47,8 +48,9 @@ def _place(host: str) -> str:
 
 
 def life(incarnation: str) -> str:
-    """An incarnation as all gateways name it: by when the process began, or its pid. A count of what one gateway happened
-    to see is no name, and no part of one is the address behind "@": gateways may reach one engine at several."""
+    """An incarnation as all gateways name it: by when the process began, or its pid. A count of what one gateway
+    happened to see is no name, and no part of one is the address behind "@": gateways may reach one engine at
+    several."""
     name = incarnation.partition("@")[0]
     return name if NAME.fullmatch(name) and not name.startswith("seen-") else UNNAMED
 

@@ -35,14 +35,16 @@ TEND, LEAVE, READ = (Script((HERE / f"{name}.lua").read_text()) for name in ("te
 
 LEASE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
-UNLED_SECONDS = 9.0  # for which nobody leads an incarnation that is named, until it is taken for a slip; a restart is noticed in one or two
+# for which nobody leads an incarnation that is named, until it is taken for a slip; a restart is noticed in one or two
+UNLED_SECONDS = 9.0
 SETTLE_SECONDS = 0.05  # between claims, while leases are free: gateways that start together share them
 POLL_MILLISECONDS = 250  # a read waits that long for news; who joins is heard after it
 STREAM_SECONDS = 5e-5  # between two reads, for each stream read
 PART = "shared map: one replica's part"  # of background work
 LEASES, READS = "leases", "deltas cannot be read"  # troubles, besides WRITES
 MOST_LOOKS = 128  # leases in one call: a server is blocked for about a millisecond
-MOST_READ_BYTES, MOST_READ = 1 << 20, 500  # and members of a list or stream; longer ones than gateways write are not read at all
+# and members of a list or stream; longer ones than gateways write are not read at all
+MOST_READ_BYTES, MOST_READ = 1 << 20, 500
 
 
 class SharedMap:
@@ -105,7 +107,9 @@ class SharedMap:
     @property
     def trouble(self) -> str:
         """What Redis does not let this gateway do, and why; empty if all is well."""
-        return "; ".join(dict.fromkeys(f"{what}: {one.why}" for (what, _), one in self._troubles.items())) or ("" if self._reached else "not connected yet")
+        return "; ".join(dict.fromkeys(f"{what}: {one.why}" for (what, _), one in self._troubles.items())) or (
+            "" if self._reached else "not connected yet"
+        )
 
     @property
     def leases(self) -> int:
@@ -142,18 +146,20 @@ class SharedMap:
             self.beside(self._give_back([member]))
 
     def stumbled(self, member: SharedIntake, error: BaseException) -> None:
-        """This gateway's own work on one replica failed: it gives the lease to a gateway that may do better, follows the
-        events for itself, and tries again later. The other replicas are as before."""
+        """This gateway's own work on one replica failed: it gives the lease to a gateway that may do better, follows
+        the events for itself, and tries again later. The other replicas are as before."""
         self.background.failed(PART, error, member.replica)
         member.fault = f"this gateway's part of the shared map failed: {type(error).__name__}: {error}"
         member.claim_at = member.mirror_at = self.now() + 3 * LEASE_SECONDS
         self._resign(member)
 
     def unreachable(self, member: SharedIntake) -> None:
-        """This gateway cannot reach the engine's events. It gives the lease to one that may, before it writes for all that the
-        replica is not observed, and while it still cannot reach them it does not ask for it again."""
+        """This gateway cannot reach the engine's events. It gives the lease to one that may, before it writes for all
+        that the replica is not observed, and while it still cannot reach them it does not ask for it again."""
         if member.journal is not None:
-            log.warning("replica %s: its events cannot be reached from here: another gateway may lead", member.keys.replica)
+            log.warning(
+                "replica %s: its events cannot be reached from here: another gateway may lead", member.keys.replica
+            )
             member.claim_at = self.now() + 3 * LEASE_SECONDS
             self._resign(member)
 
@@ -216,7 +222,8 @@ class SharedMap:
             self._lags, self._lags_until = [0.0, self._lags[0]], self.now() + 5
 
     async def read_snapshot(self, keys: Keys) -> list[bytes]:
-        """Its pieces, as many as belong to one snapshot; none if there is none. Raises Damaged where one of them is none."""
+        """Its pieces, as many as belong to one snapshot; none if there is none. Raises Damaged where one of them is
+        none."""
         pieces: list[bytes] = []
         more = True
         while more:
@@ -247,7 +254,11 @@ class SharedMap:
 
     async def _tend(self) -> None:
         while True:
-            groups = [group[at : at + MOST_LOOKS] for group in self.groups(self.members) for at in range(0, len(group), MOST_LOOKS)]
+            groups = [
+                group[at : at + MOST_LOOKS]
+                for group in self.groups(self.members)
+                for at in range(0, len(group), MOST_LOOKS)
+            ]
             pauses = await asyncio.gather(*map(self._tend_group, groups or [[]]))
             self._forget_troubles()
             alarm = asyncio.get_running_loop().call_later(min(pauses), self.look_soon)
@@ -256,7 +267,8 @@ class SharedMap:
             self._look.clear()
 
     async def _tend_group(self, group: list[SharedIntake]) -> float:
-        """Returns how soon to look again. Without any replica Redis is asked all the same: whether it is there shows only so."""
+        """Returns how soon to look again. Without any replica Redis is asked all the same: whether it is there shows
+        only so."""
         claims = self._to_claim(group)
         keys, arguments = [], [self.token, int(LEASE_SECONDS * 1000), KEEP_SECONDS]
         for one in group:
@@ -264,7 +276,10 @@ class SharedMap:
             keys += [k.lease, k.head, k.wish, k.life, k.deltas, k.snapshot]
             arguments += [self._asks(one, claims), k.incarnation, k.replica]
         # what is known to be written before we ask must be there when we are told
-        journals = [None if one.journal is None or one.journal.whole or one in self._writing.snapshots else one.journal for one in group]
+        journals = [
+            None if one.journal is None or one.journal.whole or one in self._writing.snapshots else one.journal
+            for one in group
+        ]
         written = [journal.n if journal else 0 for journal in journals]
         read = [one.n for one in group]
         try:
@@ -276,14 +291,19 @@ class SharedMap:
             return LOOK_SECONDS
         self._clock = float(time) - (sent + self.now()) / 2
         self._heard(group, states)
-        for one, journal, n, before, (state, head, there, wished, life) in zip(group, journals, written, read, states, strict=True):
+        for one, journal, n, before, (state, head, there, wished, life) in zip(
+            group, journals, written, read, states, strict=True
+        ):
             if one not in self.members:
                 if state == b"ours":  # claimed while it was being removed
                     self.beside(self._give_back([one]))
                 continue
             with self.guard(one):
                 if state == b"ours" and wished == REWRITE and one.journal is not None:
-                    log.warning("replica %s: another gateway finds what is written damaged: it is written anew", one.keys.replica)
+                    log.warning(
+                        "replica %s: another gateway finds what is written damaged: it is written anew",
+                        one.keys.replica,
+                    )
                     one.journal.start_over()
                 if journal is not None and journal is one.journal and (int(head) < n or not there):
                     log.warning("replica %s: redis has lost what was written: it is written anew", one.keys.replica)
@@ -361,7 +381,9 @@ class SharedMap:
         refused = next((told.decode(errors="replace") for state, *_, told in states if state == b"refused"), None)
         if refused is not None:
             self.in_trouble(LEASES, lane, Trouble(in_words(refused), True))
-        elif not states or any(state != b"free" for state, *_ in states):  # of a free one that was not claimed nothing is known
+        elif not states or any(
+            state != b"free" for state, *_ in states
+        ):  # of a free one that was not claimed nothing is known
             self.works(LEASES, lane)
 
     def _unreachable(self, group: list[SharedIntake], error: BaseException) -> None:
@@ -409,7 +431,9 @@ class SharedMap:
             streams = {one.keys.deltas: one for one in members}
             try:
                 client = await self.ways.to(next(iter(streams)))
-                found = await xread(client, {name: f"{one.n}-0" for name, one in streams.items()}, 500, POLL_MILLISECONDS)
+                found = await xread(
+                    client, {name: f"{one.n}-0" for name, one in streams.items()}, 500, POLL_MILLISECONDS
+                )
             except FAILURES as error:
                 self.failed(error)
                 self.in_trouble(READS, lane, Trouble.of(error))
@@ -442,7 +466,9 @@ class SharedMap:
     def _lane_of(self, group: list[SharedIntake]) -> int:
         return self.lane(group[0]) if group else 0
 
-    def _spawn(self, name: str, work: Callable[[], Coroutine[Any, Any, None]], on_failure: Callable[[], None] = lambda: None) -> None:
+    def _spawn(
+        self, name: str, work: Callable[[], Coroutine[Any, Any, None]], on_failure: Callable[[], None] = lambda: None
+    ) -> None:
         kind = f"shared map: {name.partition(' ')[0]}"  # one kind for all lanes
         self._tasks[name] = self.background.spawn(kind, work, on_failure=on_failure)
 

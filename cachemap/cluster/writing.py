@@ -60,7 +60,9 @@ class Writing:
                     if journal is not None and len(self.snapshots) < MOST_SNAPSHOTS and journal.due(one.blocks):
                         self.snapshots.add(one)
                         self._shared.beside(self._write_snapshot(one, journal))
-            groups = self._shared.groups([one for one in writers if one not in self.snapshots and one.journal is not None])
+            groups = self._shared.groups(
+                [one for one in writers if one not in self.snapshots and one.journal is not None]
+            )
             await asyncio.gather(*map(self._publish_group, groups))
 
     async def _publish_group(self, group: list[SharedIntake]) -> None:
@@ -93,7 +95,9 @@ class Writing:
             if result != b"unknown":
                 self._answered(one, result)
             if result.startswith(REFUSED):
-                self._shared.in_trouble(WRITES, self._shared.lane(one), Trouble(in_words(result.decode(errors="replace")), True))
+                self._shared.in_trouble(
+                    WRITES, self._shared.lane(one), Trouble(in_words(result.decode(errors="replace")), True)
+                )
             if result == b"ok":
                 journal.sent(len(delta))
             else:
@@ -142,7 +146,8 @@ class Writing:
 
     async def _write_on(self, one: SharedIntake, journal: Journal) -> bytes:
         delta = journal.seal(one.position)
-        snapshot, blocks = one.snapshot(journal), one.blocks  # now: when the answers come the replica may have been removed
+        # now: when the answers come the replica may have been removed
+        snapshot, blocks = one.snapshot(journal), one.blocks
         if delta is not None:
             await self._send([(one, journal, delta)])
             if journal.whole:

@@ -81,8 +81,7 @@ class EventApplier:
         parents = [
             event.parent
             for event in events
-            if isinstance(event, Stored) and event.parent is not None
-            and event.parent not in self._own
+            if isinstance(event, Stored) and event.parent is not None and event.parent not in self._own
         ]
         found = self._map.resolve(self._slot, parents) if parents else ()
         self._above = dict(zip(parents, found))

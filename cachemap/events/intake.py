@@ -19,8 +19,9 @@ from cachemap.events.sockets import WAKE_SECONDS, Inbox, connected, replay
 from cachemap.map import CacheMap
 
 RETRY_SECONDS = (1.0, 30.0)  # between attempts to have all replayed, doubling
-# Until an endpoint that neither answers nor refuses is called unreachable; and one that has answered, until what was heard of it
-# is void: an engine that died is noticed by then, and a broken connection is made again within a fraction of a second.
+# Until an endpoint that neither answers nor refuses is called unreachable; and one that has answered, until what was
+# heard of it is void: an engine that died is noticed by then, and a broken connection is made again within a fraction
+# of a second.
 LINK_SECONDS, LINK_LOST_SECONDS = 1.0, 5.0
 SILENT_REQUESTS = 4  # requests with new blocks that finish without a BlockStored ...
 SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 0.1 s
@@ -68,7 +69,8 @@ class EventIntake:
         self._inbox: Inbox | None = None
         self._last_timestamp = 0.0
         self._replay_wanted = replay is not None
-        self._asked: tuple[AsyncGenerator[list[Numbered], None], asyncio.Task[list[Numbered] | None]] | None = None  # the record, its begin
+        # the record, its begin
+        self._asked: tuple[AsyncGenerator[list[Numbered], None], asyncio.Task[list[Numbered] | None]] | None = None
         self._resuming = False  # go on after a batch that another applied, rather than start anew
         self._look_again = False
         self._replay_at = 0.0
@@ -124,7 +126,9 @@ class EventIntake:
         self._resuming = self._look_again = self._replay_wanted and sequence is not None
         if observed and self.state == "unobserved":
             self._change("connecting", "another gateway saw events")
-        elif not observed and sequence is not None:  # without any batch the other may not have reached the engine: we try anew
+        elif (
+            not observed and sequence is not None
+        ):  # without any batch the other may not have reached the engine: we try anew
             self._change("unobserved", "another gateway saw no events")
 
     @property
@@ -137,7 +141,9 @@ class EventIntake:
         """What of this engine's events was not understood."""
         found = []
         if self.malformed:
-            found.append(f"{self.malformed} KV event batches could not be read ({self.unreadable}): its engine may need a newer Hitherto")
+            found.append(
+                f"{self.malformed} KV event batches could not be read ({self.unreadable}): its engine may need a newer Hitherto"
+            )
         if self.passed_over:
             why = "; ".join(self.complaints)
             found.append(f"{self.passed_over} KV events were passed over ({why}): its engine may need a newer Hitherto")
@@ -169,8 +175,8 @@ class EventIntake:
                 await self._unask()
 
     def _follow_link(self, inbox: Inbox) -> None:
-        """While the publisher cannot be reached the replica's cache is modelled: a map that is told of no eviction would
-        promise what is long gone."""
+        """While the publisher cannot be reached the replica's cache is modelled: a map that is told of no eviction
+        would promise what is long gone."""
         inbox.look()
         if inbox.linked:
             self._unlinked_at = _now()
@@ -208,7 +214,8 @@ class EventIntake:
     def forget_adapter(self, name: str) -> None:
         """The name stands for another adapter from now on: what was stored under it before is never found again.
 
-        Events do not say which of the two they mean, so those up to the last one are passed over when they are replayed.
+        Events do not say which of the two they mean, so those up to the last one are passed over when they are
+        replayed.
         """
         self.void_adapter(name, self.last_seq)
         self.resync()
@@ -319,8 +326,8 @@ class EventIntake:
             self._look_again, self._replay_at = False, _now() + RETRY_SECONDS[0]
 
     def _ask(self) -> None:
-        """Ask for all that the engine still has. It may be long in answering, busy as it is when it has just started: what it
-        tells meanwhile is not kept waiting."""
+        """Ask for all that the engine still has. It may be long in answering, busy as it is when it has just started:
+        what it tells meanwhile is not kept waiting."""
         record = self._record(0)
 
         async def begin() -> list[Numbered] | None:
@@ -340,7 +347,9 @@ class EventIntake:
             await asyncio.gather(begin, return_exceptions=True)
             await record.aclose()
 
-    async def _answered(self, record: AsyncGenerator[list[Numbered], None], begin: asyncio.Task[list[Numbered] | None]) -> None:
+    async def _answered(
+        self, record: AsyncGenerator[list[Numbered], None], begin: asyncio.Task[list[Numbered] | None]
+    ) -> None:
         """Start anew from the record, once its begin is there; without an answer, ask again later."""
         if not begin.done():
             return
@@ -352,7 +361,8 @@ class EventIntake:
                 self._apply(run)
                 run = await anext(record, None)
             if told is not None and self.last_seq is not None and told > self.last_seq:
-                await self._replay_missing(told + 1)  # what came live since the engine read its record out, and was forgotten with the rest
+                # what came live since the engine read its record out, and was forgotten with the rest
+                await self._replay_missing(told + 1)
         except TimeoutError:
             self._try_again_later()
         else:
@@ -393,7 +403,9 @@ class EventIntake:
             return
         stored = self._events.stored
         if self._void:
-            self._events.apply([event for number, batch in run for event in batch.events if not self._is_void(number, event)])
+            self._events.apply(
+                [event for number, batch in run for event in batch.events if not self._is_void(number, event)]
+            )
         else:
             self._events.apply([event for _, batch in run for event in batch.events])
         self._events.flush()

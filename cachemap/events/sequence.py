@@ -13,9 +13,7 @@ class Order(Enum):
     RESTART = "restart"  # the numbering began anew: another incarnation of the engine
 
 
-def classify(
-    last: int | None, last_timestamp: float, sequence: int, timestamp: float
-) -> Order:
+def classify(last: int | None, last_timestamp: float, sequence: int, timestamp: float) -> Order:
     """Order of batch `sequence`, sent at `timestamp` by the engine's clock.
 
     A number not above the last one is an old batch that came again or late, unless it was

@@ -23,8 +23,8 @@ END = b"\xff" * 8  # the sequence number that ends a replay
 
 
 class _Context(zmq.Context[zmq.Socket[bytes]]):
-    """Where the sockets of all intakes live. ZMQ's default of 1,023 sockets is enough for 341 replicas, and the limit can only be set
-    before the first socket is made: so this is not the context that others share."""
+    """Where the sockets of all intakes live. ZMQ's default of 1,023 sockets is enough for 341 replicas, and the limit
+    can only be set before the first socket is made: so this is not the context that others share."""
 
     _instance = None
 
@@ -34,13 +34,14 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
 
 
 class Inbox:
-    """A connected socket and the event that says it may have messages. `linked`: somebody at its other end speaks ZMQ; `refused`:
-    since then or ever an attempt to connect has failed."""
+    """A connected socket and the event that says it may have messages. `linked`: somebody at its other end speaks ZMQ;
+    `refused`: since then or ever an attempt to connect has failed."""
 
     def __init__(self, kind: int, endpoint: str):
         self.linked = self.refused = False
         self._changed = asyncio.Event()
-        self._monitor: zmq.Socket[bytes] | None = None  # costs two further sockets: only for a connection that is to last
+        # costs two further sockets: only for a connection that is to last
+        self._monitor: zmq.Socket[bytes] | None = None
         self._socket = _Context.instance().socket(kind)
         try:
             self._open(kind, endpoint)
@@ -121,8 +122,9 @@ async def replay(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]],
     """What the engine still has of its batches from number `start` on, a turn's worth at a
     time, each as [..., sequence, payload]. Raises TimeoutError if it stops answering.
 
-    vLLM's socket drops without a word what is more than 1,000 messages ahead of the network, the end as well (its high-water
-    mark is ZMQ's default). So where numbers do not follow on, or the end does not come, it is asked for the rest."""
+    vLLM's socket drops without a word what is more than 1,000 messages ahead of the network, the end as well (its
+    high-water mark is ZMQ's default). So where numbers do not follow on, or the end does not come, it is asked for the
+    rest."""
     wanted = None
     while True:
         heard = False

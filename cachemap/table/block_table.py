@@ -63,7 +63,8 @@ class BlockTable:
         return self.blocks.holders.has(self.blocks.sets.take(numbers), slot)
 
     def _store_again(self, slot: int, numbers: np.ndarray, packed: np.ndarray, at: np.ndarray) -> list[int]:
-        """`store` where a tag or a block is known already or comes twice: tag by tag. `at`: where the tags are, or -1."""
+        """`store` where a tag or a block is known already or comes twice: tag by tag. `at`: where the tags are, or
+        -1."""
         alias, twins = self.aliases[slot], self.capacity.twins.setdefault(slot, Counter())
         known = at >= 0
         again: list[int] = known.nonzero()[0][alias.payloads(at[known]) == numbers[known]].tolist()
@@ -87,7 +88,8 @@ class BlockTable:
         return again
 
     def _unname(self, slot: int, numbers: np.ndarray) -> np.ndarray:
-        """These blocks have an alias less; the replica no longer holds those of which it was the last: gives their hashes."""
+        """These blocks have an alias less; the replica no longer holds those of which it was the last: gives their
+        hashes."""
         hashes: np.ndarray = self.blocks.hashes[numbers]
         twins = self.capacity.twins.get(slot)
         if twins:

@@ -87,8 +87,8 @@ class Blocks:
         return found
 
     def _lead(self, hashes: Sequence[int], wanted: np.ndarray, number: int, found: Found) -> int:
-        """Find the leading blocks of these, run by run; `number` is where the first may be. If all are there, gives where
-        what follows them may be."""
+        """Find the leading blocks of these, run by run; `number` is where the first may be. If all are there, gives
+        where what follows them may be."""
         at, end, runs, numbers = 0, len(wanted), 0, self.hashes
         while at < end:
             if number == len(numbers) or numbers.item(number) != hashes[at]:
@@ -115,7 +115,9 @@ class Blocks:
         for piece in found.pieces:
             sets = self.sets[piece]
             ends = (sets[1:] != sets[:-1]).nonzero()[0] + 1
-            changes = zip((0, *ends.tolist()), (int(sets[0]), *sets[ends].tolist())) if len(ends) else ((0, int(sets[0])),)
+            changes = (
+                zip((0, *ends.tolist()), (int(sets[0]), *sets[ends].tolist())) if len(ends) else ((0, int(sets[0])),)
+            )
             for end, number in changes:
                 if number == last:
                     continue

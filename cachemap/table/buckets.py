@@ -27,10 +27,12 @@ from cachemap.table.memory import zeros
 
 FILL = 0.82  # fuller, words spill; emptier, memory is wasted
 PACKED = 0.92  # how full it may become while a wider one is made: 1 word in 70 spills. The nearer
-# to FILL, the longer the steps of growth: at 4 M blocks a call of 512 took at most 2.6 to 3.7 ms, with .85 and .91 3.5 to 6.3, and 0.7 bytes less a block
+# to FILL, the longer the steps of growth: at 4 M blocks a call of 512 took at most 2.6 to 3.7 ms, with .85 and .91 3.5
+# to 6.3, and 0.7 bytes less a block
 EASY = 4  # of 8; lower sends more words to their second bucket, higher fills buckets unevenly
 STEP = 1 << 12  # places of both tables that a step of growth handles at least: 0.3 ms
-POURED = 1 << 12  # places of the old one at a time: fits the caches with all that is made of it, eight times as many take a third longer
+# places of the old one at a time: fits the caches with all that is made of it, eight times as many take a third longer
+POURED = 1 << 12
 LAID = 8  # places of a new table whose memory is laid out in the time one word is poured
 
 U64 = np.uint64
@@ -147,8 +149,8 @@ class Buckets:
         return places
 
     def _find_spilled(self, tags: np.ndarray, buckets: np.ndarray) -> np.ndarray:
-        """The place of each tag behind its second bucket, -1 where absent. All at once, as where a table is full each second tag
-        is looked for here: one after the other 512 took 3 ms."""
+        """The place of each tag behind its second bucket, -1 where absent. All at once, as where a table is full each
+        second tag is looked for here: one after the other 512 took 3 ms."""
         places = np.full(len(tags), -1, np.int64)
         rows = np.arange(len(tags))
         while True:
@@ -264,7 +266,8 @@ class Buckets:
         return at, len(full) > 0
 
     def _count_passed(self, tags: np.ndarray, first: np.ndarray, ends: np.ndarray, step: int, spilled: bool) -> None:
-        """Add `step` at every bucket each tag goes past on the way to the one it ends in; `spilled`: some may be past their second."""
+        """Add `step` at every bucket each tag goes past on the way to the one it ends in; `spilled`: some may be past
+        their second."""
         away = (first != ends).nonzero()[0]
         if not len(away):
             return

@@ -18,7 +18,8 @@ SHED = 8  # when full, one block in 8 goes: below it, scanning for them costs mo
 SAMPLE = 1 << 16  # blocks looked at to tell which epochs are the oldest
 CHUNK = 1 << 15  # places of a replica looked at in a step of shedding
 LEFT = 1 << 11  # blocks of a replica that left, handled in a step: 1 to 4 ms
-JUMP = 8  # times its size a table grows at most, as laying out memory takes time; 4 moves twice as many words on the way to 50 M
+# times its size a table grows at most, as laying out memory takes time; 4 moves twice as many words on the way to 50 M
+JUMP = 8
 SMALL = 1 << 15  # places that a table may grow to at once
 LEAST_BYTES = 29  # of a block with one holder: those, 5.6 in the index, 10.5 its alias
 BYTES_PER_BLOCK = 33  # the same with some slack
@@ -152,7 +153,9 @@ class Capacity:
 
     def _has_room(self, more: int) -> bool:
         numbers = self.blocks.ids
-        return self.blocks.index.room >= more and (numbers.free >= more or numbers.free + self.end() - numbers.top >= more)
+        return self.blocks.index.room >= more and (
+            numbers.free >= more or numbers.free + self.end() - numbers.top >= more
+        )
 
     def _carry_on(self, slot: int, alias: Buckets, more: int) -> Buckets:
         """The next step of an alias table's growth."""
@@ -182,7 +185,9 @@ class Capacity:
         capacity = self._affordable(self.blocks.index, more, sum(self._capacity.values()))
         if capacity:
             self.blocks.index.widen(capacity)
-            self._lead_on(self.blocks.index.go_on(more) if self.blocks.index.room >= more else self.blocks.index.grown())
+            self._lead_on(
+                self.blocks.index.go_on(more) if self.blocks.index.room >= more else self.blocks.index.grown()
+            )
 
     def _lead_on(self, index: Buckets) -> None:
         if index is not self.blocks.index:
@@ -191,7 +196,8 @@ class Capacity:
             self.blocks.index = index
 
     def _retire(self, table: Buckets) -> None:
-        """Nobody needs it any more. Its memory is given back with later calls: 13 ms at once, of an index of 39 M words."""
+        """Nobody needs it any more. Its memory is given back with later calls: 13 ms at once, of an index of 39 M
+        words."""
         self._outgrown += (array for array in table.arrays if array.nbytes >= LARGE)
 
     def _affordable(self, table: Buckets, more: int, expected: int) -> int:
@@ -231,8 +237,8 @@ class Capacity:
             self._shedding[slot] = self._shed_pass(slot)
 
     def _shed_step(self, slot: int | None) -> None:
-        """The next step of a pass under way. It goes on though there is room again: always full to the brim, one word in
-        15 would spill."""
+        """The next step of a pass under way. It goes on though there is room again: always full to the brim, one word
+        in 15 would spill."""
         if slot in self._shedding and not next(self._shedding[slot], False):
             del self._shedding[slot]
 

@@ -1,8 +1,9 @@
 """Chains a replica is thought to hold because we sent them there, not because it said so.
 
 Prompts come by the hundred blocks and share their beginnings, so they are kept as runs of blocks in arrays, in a radix
-tree: a prompt costs a few steps, not one for each block, and a block 9 bytes. `EngineModel`, for engines without events, is a
-guess at one engine's own cache; `routed` has what is predicted of engines that do tell, until they have told.
+tree: a prompt costs a few steps, not one for each block, and a block 9 bytes. `EngineModel`, for engines without
+events, is a guess at one engine's own cache; `routed` has what is predicted of engines that do tell, until they have
+told.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ SEGMENT_BLOCKS = 5  # a segment of EngineModel takes 450 bytes as blocks of this
 class Segment:
     """Consecutive blocks of a chain that were last used together, between two branchings.
 
-    `start` is the place of the first one in its chain, `parent` has the blocks before it; a tree's root is its own parent.
+    `start` is the place of the first one in its chain, `parent` has the blocks before it; a tree's root is its own
+    parent.
     """
 
     __slots__ = ("blocks", "children", "parent", "stamps", "start")
@@ -160,7 +162,8 @@ class EngineModel(Tree):
         return child
 
     def _shed(self) -> None:
-        """Drop what is too much, from the tails of the segments longest unused. What segments cost comes out of the byte budget."""
+        """Drop what is too much, from the tails of the segments longest unused. What segments cost comes out of the
+        byte budget."""
         count, order = self._count, self._order
         excess = max(count - self.limit, count + SEGMENT_BLOCKS * len(order) - self.most)
         while excess > 0 and order:

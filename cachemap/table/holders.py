@@ -1,8 +1,8 @@
 """Holder sets: who holds a block, as the number of a set of replicas that many blocks share.
 
 Most blocks have few holders, and blocks of one conversation have the same ones. So each block has a number of 32 bits,
-and each distinct set is kept once: a row of bits, one a replica. With 1,024 replicas that is 4 bytes a block and 0.6 kB a
-set, where a bit for each replica would be 128 bytes a block. Set 0 is nobody.
+and each distinct set is kept once: a row of bits, one a replica. With 1,024 replicas that is 4 bytes a block and 0.6 kB
+a set, where a bit for each replica would be 128 bytes a block. Set 0 is nobody.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""BlockIdAllocator: which numbers blocks have. Those asked for together are consecutive as far as can be, since `Blocks` walks them."""
+"""BlockIdAllocator: which numbers blocks have. Those asked for together are consecutive as far as can be, since
+`Blocks` walks them."""
 
 import numpy as np
 

@@ -1,8 +1,8 @@
 """Routed: what was sent where within the last seconds, and is predicted to be there until events say so.
 
 One tree for all replicas, so a look-up walks it once however many they are; beside each segment a stamp for each
-replica that it was sent to. Against a dict entry a block for each replica, adding a prompt of 110 blocks takes a sixth of the
-instructions.
+replica that it was sent to. Against a dict entry a block for each replica, adding a prompt of 110 blocks takes a sixth
+of the instructions.
 """
 
 from array import array
@@ -55,7 +55,8 @@ class _Generation(Tree):
             end, segment = segment.start, segment.parent
 
     def drop(self, slot: int, number: int, hashes: Sequence[int]) -> None:
-        """The replica dropped these after the prompt of this number. Most are never asked for: they are only put aside."""
+        """The replica dropped these after the prompt of this number. Most are never asked for: they are only put
+        aside."""
         self._told.append((slot, number, hashes))
         self._told_blocks += len(hashes)
 
@@ -109,8 +110,8 @@ class Routed:
         self._new.add(slot, hashes, (now + self._seconds, self._number))
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
-        """What was added at `now` is not going to be there, but for the blocks that were `held` before; what others added
-        since stays."""
+        """What was added at `now` is not going to be there, but for the blocks that were `held` before; what others
+        added since stays."""
         for generation in (self._new, self._old):
             generation.take_back(slot, hashes, held, now + self._seconds)
 

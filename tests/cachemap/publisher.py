@@ -33,8 +33,9 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 
 class Publisher:
-    """One engine's sockets. `kept` bounds how many batches it can replay; `room`: of an answer with more, all beyond are dropped
-    but the last, as by a socket at its high-water mark, or but none (`drops_end`). `port`: where to publish, any by default."""
+    """One engine's sockets. `kept` bounds how many batches it can replay; `room`: of an answer with more, all beyond
+    are dropped but the last, as by a socket at its high-water mark, or but none (`drops_end`). `port`: where to
+    publish, any by default."""
 
     def __init__(self, topic=b"kv", kept=10_000, topic_in_replay=True, room=None, drops_end=False, port=None):
         self._context = zmq.asyncio.Context()
@@ -72,7 +73,9 @@ class Publisher:
             topic = [self._topic] if self._topic_in_replay else []
             answer = [one for one in sorted(self.record.items()) if one[0] >= start]
             full = self._room is not None and len(answer) > self._room
-            for number, payload in [*answer[: self._room], *([] if self._drops_end else answer[-1:])] if full else answer:
+            for number, payload in (
+                [*answer[: self._room], *([] if self._drops_end else answer[-1:])] if full else answer
+            ):
                 frames = [peer, b"", *topic, number.to_bytes(8, "big"), payload]
                 await self._router.send_multipart(frames)
             if full and self._drops_end:

@@ -24,7 +24,14 @@ def some_changes(rng, count=60, names=40):
         tags = u64([TOP | one + names * rng.randrange(2) for one in some])
         kind = rng.random()
         if kind < 0.6:
-            changes.append(Store(tier, u64([one * 7919 for one in some]), tags, [(0, 0)] if rng.random() < 0.5 else [(0, rng.randrange(names) * 7919)]))
+            changes.append(
+                Store(
+                    tier,
+                    u64([one * 7919 for one in some]),
+                    tags,
+                    [(0, 0)] if rng.random() < 0.5 else [(0, rng.randrange(names) * 7919)],
+                )
+            )
         elif kind < 0.97:
             changes.append(Remove(tier, tags))
         else:
@@ -39,7 +46,11 @@ def told(changes):
     for change in changes:
         cache.change(slot, change)
     contents = cache.contents(slot)
-    held = {(tier, tag): h for tier, (hashes, tags) in contents.held.items() for tag, h in zip(tags.tolist(), hashes.tolist(), strict=True)}
+    held = {
+        (tier, tag): h
+        for tier, (hashes, tags) in contents.held.items()
+        for tag, h in zip(tags.tolist(), hashes.tolist(), strict=True)
+    }
     return held, {key: count for key, count in contents.copies.items() if count}
 
 
@@ -54,7 +65,10 @@ def test_a_map_that_is_told_them_merged_holds_the_same(seed):
 def test_what_does_not_meet_becomes_one_change_of_each_kind():
     changes = []
     for at in range(0, 80, 8):
-        changes += [Store("gpu", u64(range(1000 + at, 1008 + at)), u64(range(TOP + at, TOP + at + 8)), [(0, at), (4, 7)]), Remove("gpu", u64([TOP + 500 + at]))]
+        changes += [
+            Store("gpu", u64(range(1000 + at, 1008 + at)), u64(range(TOP + at, TOP + at + 8)), [(0, at), (4, 7)]),
+            Remove("gpu", u64([TOP + 500 + at])),
+        ]
     dropped, stored = merged(changes)
     assert dropped.tags.tolist() == [TOP + 500 + at for at in range(0, 80, 8)]
     assert stored.hashes.tolist() == list(range(1000, 1080)) and stored.heads[:4] == [(0, 0), (4, 7), (8, 8), (12, 7)]

@@ -25,7 +25,8 @@ def keys(slot: int, hashes: list[int]) -> list[int]:
 
 
 class ReferenceMap:
-    """The map without caring for speed: copies of the blocks of each replica by engine key, and what its prompts match."""
+    """The map without caring for speed: copies of the blocks of each replica by engine key, and what its prompts
+    match."""
 
     def __init__(self):
         self.keys: dict[int, Counter] = {}
@@ -100,13 +101,19 @@ def test_equals_a_reference_under_lost_repeated_and_reordered_events(events, rng
     assert table.stats()["blocks"] == len(union)
 
 
-NAMED = st.lists(st.tuples(st.booleans(), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=6, unique=True)), max_size=40)
+NAMED = st.lists(
+    st.tuples(
+        st.booleans(), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=6, unique=True)
+    ),
+    max_size=40,
+)
 
 
 @settings(max_examples=300)
 @given(NAMED)
 def test_a_block_with_several_keys_is_held_until_the_last_is_removed(steps):
-    """An engine that does not tell salts has the same tokens under several keys; a key may also come to mean another block."""
+    """An engine that does not tell salts has the same tokens under several keys; a key may also come to mean another
+    block."""
     table, held = CacheMap(MIB), {}
     slot = table.attach("r", None, True)
     for storing, named in steps:

@@ -17,7 +17,9 @@ MIB = 1 << 20
 async def until(true, seconds=15.0, what=""):
     end = asyncio.get_running_loop().time() + seconds
     while not true():
-        assert asyncio.get_running_loop().time() < end, f"did not happen in {seconds} s: {what() if callable(what) else what}"
+        assert asyncio.get_running_loop().time() < end, (
+            f"did not happen in {seconds} s: {what() if callable(what) else what}"
+        )
         await asyncio.sleep(0.01)
 
 
@@ -37,7 +39,9 @@ def event(name: int, start: int, stop: int):
 class Gateway:
     """What a gateway has of the shared map: a table, and an intake for each replica."""
 
-    def __init__(self, url: str, *, budget: int = 8 * MIB, model: str = "m", block_size: int = BLOCK, deployment: str = "test"):
+    def __init__(
+        self, url: str, *, budget: int = 8 * MIB, model: str = "m", block_size: int = BLOCK, deployment: str = "test"
+    ):
         self.map = CacheMap(budget)
         self.shared = SharedMap(parse(url), deployment, self.map)
         self._model, self._block_size = model, block_size
@@ -71,7 +75,11 @@ class Gateway:
     def contents(self, name: str) -> dict:
         """What a replica holds, in a form that compares."""
         told = self.map.contents(self.slots[name])
-        held = {(tier, tag): h for tier, (hashes, tags) in told.held.items() for tag, h in zip(tags.tolist(), hashes.tolist(), strict=True)}
+        held = {
+            (tier, tag): h
+            for tier, (hashes, tags) in told.held.items()
+            for tag, h in zip(tags.tolist(), hashes.tolist(), strict=True)
+        }
         return {"observed": told.observed, "held": held, "copies": told.copies}
 
     def role(self, name: str) -> str:

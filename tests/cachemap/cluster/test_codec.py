@@ -42,14 +42,24 @@ def attached(budget=MIB):
 
 def contents(table, slot=0):
     told = table.contents(slot)
-    held = {(tier, tag): h for tier, (hashes, tags) in told.held.items() for tag, h in zip(tags.tolist(), hashes.tolist(), strict=True)}
+    held = {
+        (tier, tag): h
+        for tier, (hashes, tags) in told.held.items()
+        for tag, h in zip(tags.tolist(), hashes.tolist(), strict=True)
+    }
     return told.observed, held, told.copies
 
 
 def happen(table, what, *details):
     if what == "store":
         numbers, tier = details
-        table.store(0, [n * 1_000_003 for n in numbers], [n + 7 for n in numbers], tier, [(i, (n - 1) * 1_000_003) for i, n in enumerate(numbers)])
+        table.store(
+            0,
+            [n * 1_000_003 for n in numbers],
+            [n + 7 for n in numbers],
+            tier,
+            [(i, (n - 1) * 1_000_003) for i, n in enumerate(numbers)],
+        )
     elif what == "remove":
         table.remove(0, [n + 7 for n in details[0]], details[1])
     elif what == "clear":
@@ -147,7 +157,13 @@ def test_damage_is_found():
     table = attached()
     table.store(0, [1, 2, 3], [4, 5, 6])
     pieces = encode_snapshot(IDENTITY, Snapshot(1, 1, Position(), table.contents(0)))
-    for broken in ([pieces[0], pieces[1][:-1]], [pieces[0], b"\1" + pieces[1][1:]], [b"{}"], [b"nothing", b""], [pieces[0].replace(b'"schema": 1', b'"schema": 2')]):
+    for broken in (
+        [pieces[0], pieces[1][:-1]],
+        [pieces[0], b"\1" + pieces[1][1:]],
+        [b"{}"],
+        [b"nothing", b""],
+        [pieces[0].replace(b'"schema": 1', b'"schema": 2')],
+    ):
         with pytest.raises(Unreadable):
             decode_snapshot(IDENTITY, broken)
     for broken in (b"", b"\0" * 29 + b"\xff" * 8, b"\0" * 29 + b"\0\0\0\0\5\0\0\0abc"):

@@ -13,19 +13,35 @@ from cachemap.cluster.keys import NAME, Keys, scope
 
 def test_the_three_kinds():
     one = parse("redis://me:secret@h:7000/3")
-    assert one[:3] == ("single", [("h", 7000)], "") and (one.options["username"], one.options["password"], one.options["db"]) == ("me", "secret", 3)
+    assert one[:3] == ("single", [("h", 7000)], "") and (
+        one.options["username"],
+        one.options["password"],
+        one.options["db"],
+    ) == ("me", "secret", 3)
     assert parse("redis://h").hosts == [("h", 6379)]
     assert parse("rediss://h?ssl_ca_certs=/ca.pem").options["ssl_ca_certs"] == "/ca.pem"
     two = parse("redis+sentinel://:pw@a:1,b/main/2")
-    assert two[:3] == ("sentinel", [("a", 1), ("b", 26379)], "main") and two.options["db"] == 2 and two.options["password"] == "pw"
+    assert (
+        two[:3] == ("sentinel", [("a", 1), ("b", 26379)], "main")
+        and two.options["db"] == 2
+        and two.options["password"] == "pw"
+    )
     assert parse("rediss+cluster://a,[::1]:5")[:2] == ("cluster", [("a", 6379), ("::1", 5)])
     assert "secret" not in str(one) and str(two) == "a:1,b:26379 (sentinel main)"
 
 
 def test_a_socket_of_this_machine():
     one = parse("unix://me:secret@/run/redis.sock?db=3")
-    assert one.kind == "unix" and (one.options["path"], one.options["username"], one.options["password"], one.options["db"]) == ("/run/redis.sock", "me", "secret", 3)
-    assert str(one) == "/run/redis.sock (unix socket)" and without_password("unix://me:secret@/run/redis.sock") == "unix://me:********@/run/redis.sock"
+    assert one.kind == "unix" and (
+        one.options["path"],
+        one.options["username"],
+        one.options["password"],
+        one.options["db"],
+    ) == ("/run/redis.sock", "me", "secret", 3)
+    assert (
+        str(one) == "/run/redis.sock (unix socket)"
+        and without_password("unix://me:secret@/run/redis.sock") == "unix://me:********@/run/redis.sock"
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,21 +80,55 @@ def test_a_password_is_never_shown(password):
 
 def test_a_url_without_its_password_says_the_rest():
     assert without_password("redis://h:1/2") == "redis://h:1/2" and without_password("redis://me@h") == "redis://me@h"
-    assert without_password("rediss+sentinel://:x@a:1,b/main?sentinel_password=y&ssl_ca_certs=/c") == "rediss+sentinel://:********@a:1,b/main?sentinel_password=********&ssl_ca_certs=/c"
+    assert (
+        without_password("rediss+sentinel://:x@a:1,b/main?sentinel_password=y&ssl_ca_certs=/c")
+        == "rediss+sentinel://:********@a:1,b/main?sentinel_password=********&ssl_ca_certs=/c"
+    )
 
 
-@pytest.mark.parametrize("host", ["localhost-a", "localhost-b", "127.gpu.example", "127.example", "0.0.0.0.example", "localhost.gpu.example", "[2001:db8::1]", "10.127.0.1"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost-a",
+        "localhost-b",
+        "127.gpu.example",
+        "127.example",
+        "0.0.0.0.example",
+        "localhost.gpu.example",
+        "[2001:db8::1]",
+        "10.127.0.1",
+    ],
+)
 def test_a_host_that_merely_begins_like_a_loopback_address_keeps_its_name(host):
     assert scope(f"{host}:8000") == f"{host}:8000"
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "localhost.", "127.0.0.1", "[::1]", "[0:0::1]", "0.0.0.0", "[::]", "[::ffff:127.0.0.1]", "[::FFFF:7f00:1]"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LOCALHOST",
+        "localhost.",
+        "127.0.0.1",
+        "[::1]",
+        "[0:0::1]",
+        "0.0.0.0",
+        "[::]",
+        "[::ffff:127.0.0.1]",
+        "[::FFFF:7f00:1]",
+    ],
+)
 def test_a_loopback_address_is_called_by_the_hosts_name(host):
     assert scope(f"{host}:8000-dp1") == f"{socket.gethostname()}:8000-dp1"
 
 
 def test_another_loopback_address_is_another_engine_of_this_host():
-    assert scope("127.1.2.3:8000") == scope("[::ffff:127.1.2.3]:8000") == f"{socket.gethostname()}/127.1.2.3:8000" != scope("127.0.0.1:8000")
+    assert (
+        scope("127.1.2.3:8000")
+        == scope("[::ffff:127.1.2.3]:8000")
+        == f"{socket.gethostname()}/127.1.2.3:8000"
+        != scope("127.0.0.1:8000")
+    )
 
 
 def spellings(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[str]:
@@ -86,7 +136,15 @@ def spellings(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[st
     if address.version == 4:
         mapped = ipaddress.IPv6Address(0xFFFF << 32 | int(address))
         return [str(address), f"[::ffff:{address}]", f"[{mapped.exploded}]", f"[{str(mapped).upper()}]"]
-    return [f"[{text}]" for text in (str(address), address.exploded, address.exploded.upper(), ":".join(f"{int(part, 16):x}" for part in address.exploded.split(":")))]
+    return [
+        f"[{text}]"
+        for text in (
+            str(address),
+            address.exploded,
+            address.exploded.upper(),
+            ":".join(f"{int(part, 16):x}" for part in address.exploded.split(":")),
+        )
+    ]
 
 
 ADDRESSES = st.one_of(
@@ -94,7 +152,8 @@ ADDRESSES = st.one_of(
     st.builds(ipaddress.IPv6Address, st.integers(0, 300)),
     st.builds(lambda low: ipaddress.IPv4Address(127 << 24 | low), st.integers(0, 300)),
 )  # fmt: skip
-USUAL = {ipaddress.ip_address(one) for one in ("127.0.0.1", "::1", "0.0.0.0", "::")}  # where one process listens, whatever it is called
+# where one process listens, whatever it is called
+USUAL = {ipaddress.ip_address(one) for one in ("127.0.0.1", "::1", "0.0.0.0", "::")}
 
 
 @given(ADDRESSES, ADDRESSES)
@@ -110,7 +169,17 @@ def test_names_mean_the_same_on_every_host():
     assert scope("127.0.0.1:8000") == scope("localhost:8000") != "127.0.0.1:8000"
     one, other = Keys("d", "10.0.0.7:8000", "17.25"), Keys("d", "10.0.0.7:8000", "seen-3")
     assert one.lane == other.lane and one.life == other.life and one.lease != other.lease
-    assert other.incarnation == Keys("d", "10.0.0.7:8000", "").incarnation == "-"  # counts mean something to one gateway only
-    for told, named in {"17.25@10.0.0.7": "17.25", "17.25@fe80::1%eth0": "17.25", "pid-12": "pid-12", "seen-3@::1": "-", "x" * 65: "-"}.items():
+    # counts mean something to one gateway only
+    assert other.incarnation == Keys("d", "10.0.0.7:8000", "").incarnation == "-"
+    for told, named in {
+        "17.25@10.0.0.7": "17.25",
+        "17.25@fe80::1%eth0": "17.25",
+        "pid-12": "pid-12",
+        "seen-3@::1": "-",
+        "x" * 65: "-",
+    }.items():
         assert Keys("d", "10.0.0.7:8000", told).incarnation == named and NAME.fullmatch(named)
-    assert all(key.startswith(f"hitherto:1:d:{{{one.lane}}}:map:") for key in (one.lease, one.head, one.deltas, one.snapshot, one.wish, one.life))
+    assert all(
+        key.startswith(f"hitherto:1:d:{{{one.lane}}}:map:")
+        for key in (one.lease, one.head, one.deltas, one.snapshot, one.wish, one.life)
+    )

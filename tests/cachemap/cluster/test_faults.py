@@ -28,12 +28,19 @@ async def one_and_a_mirror(url, publisher, one, other, name="r"):
 
 
 async def all_hold(hashes, *gateways, name="r", seconds=15.0):
-    await until(lambda: all(one.held(name, hashes) == len(hashes) for one in gateways), seconds, lambda: [told(one, name) for one in gateways])
+    await until(
+        lambda: all(one.held(name, hashes) == len(hashes) for one in gateways),
+        seconds,
+        lambda: [told(one, name) for one in gateways],
+    )
 
 
 async def healed(one, other, name="r"):
     """One of them leads, the other mirrors it, and both hold the same."""
-    await until(lambda: {one.role(name), other.role(name)} == {"writer", "mirror"}, what=lambda: (told(one, name), told(other, name)))
+    await until(
+        lambda: {one.role(name), other.role(name)} == {"writer", "mirror"},
+        what=lambda: (told(one, name), told(other, name)),
+    )
     await same(one, other, name)
 
 
@@ -107,7 +114,15 @@ async def test_after_redis_was_stopped_for_longer_than_a_lease_the_writer_writes
         since = one.shared.now()
         await until(lambda: one.shared.now() - since > LEASE_SECONDS)  # Redis's clock goes on
         redis_server.thaw()
-        await until(lambda: one.role("r") == "writer" and one.shared.usable and one.intakes["r"].journal and not one.intakes["r"].journal.whole, 4)
+        await until(
+            lambda: (
+                one.role("r") == "writer"
+                and one.shared.usable
+                and one.intakes["r"].journal
+                and not one.intakes["r"].journal.whole
+            ),
+            4,
+        )
         async with gateways(redis_server.url) as (other,):  # and goes on
             other.follow("r", publisher)
             await mirrored(other)
@@ -124,7 +139,9 @@ async def test_redis_slow(redis_server):
             await publisher.publish(event(number, 0, 6))
         await all_hold(prompt(19, 6)[1], one, other)
         await same(one, other)
-        assert one.role("r") == "writer" and other.role("r") == "mirror" and one.shared.errors == other.shared.errors == 0
+        assert (
+            one.role("r") == "writer" and other.role("r") == "mirror" and one.shared.errors == other.shared.errors == 0
+        )
         proxy.delay = 1.0  # two of them are more than a call may take
         await publisher.publish(event(20, 0, 6))
         await all_hold(prompt(20, 6)[1], one, other)
@@ -181,7 +198,11 @@ async def test_started_while_redis_is_away(start_redis):
 
 async def test_behind_tls_with_an_acl_user(start_redis, tmp_path):
     context, authority = certificate(tmp_path)
-    commands = re.search(r"An ACL user needs `~hitherto:\*` and `(.*?)`", (Path(__file__).parents[3] / "docs/scaling.md").read_text(), re.S)[1]
+    commands = re.search(
+        r"An ACL user needs `~hitherto:\*` and `(.*?)`",
+        (Path(__file__).parents[3] / "docs/scaling.md").read_text(),
+        re.S,
+    )[1]
     allowed = " ".join("+" + one.lower() for one in commands.split())
     server = start_redis(user=f"gate on >secret ~hitherto:* {allowed}")
     async with Proxy(server.port, tls=context) as proxy, publishing() as publisher:
@@ -193,12 +214,15 @@ async def test_behind_tls_with_an_acl_user(start_redis, tmp_path):
         for wrong in (url.replace("secret", "guess"), url.partition("?")[0]):
             async with gateways(wrong) as (stranger,):
                 stranger.follow("r", publisher)
-                await until(lambda stranger=stranger: stranger.role("r") == "alone" and stranger.held("r", prompt(1, 6)[1]) == 6)
+                await until(
+                    lambda stranger=stranger: stranger.role("r") == "alone" and stranger.held("r", prompt(1, 6)[1]) == 6
+                )
                 assert not stranger.shared.usable
 
 
 async def test_a_fault_of_a_gateways_own_in_one_replica_is_seen_and_costs_the_others_nothing(redis_server):
-    """Its part of the map is gone under the leader's hands: another gateway takes over, the second replica is as before."""
+    """Its part of the map is gone under the leader's hands: another gateway takes over, the second replica is as
+    before."""
     async with publishing() as publisher, publishing() as another, gateways(redis_server.url, 2) as (one, other):
         await one_and_a_mirror(redis_server.url, publisher, one, other)
         await one_and_a_mirror(redis_server.url, another, one, other, "s")
@@ -247,13 +271,27 @@ async def test_a_leader_that_cannot_reach_the_events_lets_another_lead(redis_ser
 async def test_a_leader_that_loses_the_events_lets_another_lead_who_loses_nothing(redis_server, monkeypatch):
     monkeypatch.setattr("cachemap.events.intake.LINK_LOST_SECONDS", 0.3)
     monkeypatch.setattr("cachemap.events.intake.WAKE_SECONDS", 0.1)
-    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other), Proxy(int(publisher.endpoint.rpartition(":")[2])) as proxy:
-        await one_and_a_mirror("", SimpleNamespace(endpoint=f"tcp://127.0.0.1:{proxy.port}", replay=publisher.replay, subscribed=publisher.subscribed), one, other)
+    async with (
+        publishing() as publisher,
+        gateways(redis_server.url, 2) as (one, other),
+        Proxy(int(publisher.endpoint.rpartition(":")[2])) as proxy,
+    ):
+        await one_and_a_mirror(
+            "",
+            SimpleNamespace(
+                endpoint=f"tcp://127.0.0.1:{proxy.port}", replay=publisher.replay, subscribed=publisher.subscribed
+            ),
+            one,
+            other,
+        )
         other.intakes["r"].engine._endpoint = publisher.endpoint
         await publisher.publish(event(1, 0, 6))
         await all_hold(prompt(1, 6)[1], one, other)
         proxy.cut()
-        await until(lambda: (one.role("r"), other.role("r")) == ("mirror", "writer"), what=lambda: (told(one, "r"), told(other, "r")))
+        await until(
+            lambda: (one.role("r"), other.role("r")) == ("mirror", "writer"),
+            what=lambda: (told(one, "r"), told(other, "r")),
+        )
         await publisher.publish(event(2, 0, 6))
         await all_hold(prompt(2, 6)[1], one, other)
         await all_hold(prompt(1, 6)[1], one, other)
@@ -261,7 +299,8 @@ async def test_a_leader_that_loses_the_events_lets_another_lead_who_loses_nothin
 
 
 async def test_a_newer_incarnation_that_nobody_has_is_given_up(redis_server, monkeypatch):
-    """Somebody wrote it, or the host's clock was set back before the engine was restarted: the one there is is shared again."""
+    """Somebody wrote it, or the host's clock was set back before the engine was restarted: the one there is is shared
+    again."""
     monkeypatch.setattr("cachemap.cluster.shared.UNLED_SECONDS", 1.0)
     async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
         await one_and_a_mirror(redis_server.url, publisher, one, other)
@@ -281,7 +320,12 @@ async def reaches(gateway, seconds=6.0):
 
 
 async def test_a_mirror_that_leads_after_an_outage_has_no_trouble_with_what_it_no_longer_reads(redis_server):
-    async with Proxy(redis_server.port) as proxy, publishing() as publisher, gateways(redis_server.url) as (one,), gateways(proxy.url) as (other,):
+    async with (
+        Proxy(redis_server.port) as proxy,
+        publishing() as publisher,
+        gateways(redis_server.url) as (one,),
+        gateways(proxy.url) as (other,),
+    ):
         await one_and_a_mirror("", publisher, one, other)
         proxy.cut()
         await until(lambda: "deltas cannot be read" in other.shared.trouble)
@@ -351,7 +395,8 @@ async def test_cluster_with_one_shard_gone(tmp_path):
                 await publisher.publish(event(2, 0, 6))
                 await all_hold(prompt(2, 6)[1], one, other, name=name)
             await until(lambda: other.role(names[0]) == "alone")
-            assert {one.role(names[1]), other.role(names[1])} == {"writer", "mirror"}  # the other shard's replica is as before
+            # the other shard's replica is as before
+            assert {one.role(names[1]), other.role(names[1])} == {"writer", "mirror"}
             dead.restart()
             for name in names:
                 await healed(one, other, name)
@@ -377,5 +422,3 @@ def spread(cluster: Cluster) -> list[str]:
     first, *rest = (f"r{i}" for i in range(40))
     home = cluster.node_of(Keys("test", first, "").lease)
     return [first, next(name for name in rest if cluster.node_of(Keys("test", name, "").lease) is not home)]
-
-

@@ -1,4 +1,5 @@
-"""Huge foreign members at the keys of the shared map and ledger: nothing reads them whole, and they cost their replica at most.
+"""Huge foreign members at the keys of the shared map and ledger: nothing reads them whole, and they cost their replica
+at most.
 
 What is read shows in the server's peak of memory: a reply, also one inside a script, is a copy.
 """
@@ -15,7 +16,8 @@ SIZE = 8 * MIB  # of each; all together a few hundred
 KEYS = ("life", "lease", "head", "deltas", "snapshot", "wish")
 MANY = "for i = 1, ARGV[1] do redis.call('%s', KEYS[1], %s) end"
 HASH, SORTED, LIST, STREAM = (MANY % one for one in (
-    ("HSET", "string.rep('f', 200) .. i, 'v'"), ("ZADD", "i, string.rep('f', 200) .. i"), ("RPUSH", "string.rep('f', 200)"), ("XADD", "i .. '-0', 'd', string.rep('f', 200)"),
+    ("HSET", "string.rep('f', 200) .. i, 'v'"), ("ZADD", "i, string.rep('f', 200) .. i"), ("RPUSH", "string.rep('f', 200)"),
+    ("XADD", "i .. '-0', 'd', string.rep('f', 200)"),
 ))  # fmt: skip
 
 
@@ -50,7 +52,9 @@ async def test_what_lies_at_a_replicas_keys_is_not_read_and_made_anew(start_redi
                     gateway.follow(name, publisher)
             await until(lambda: all(role_pair(one, other, name) == {"writer", "mirror"} for name in (*names, "well:1")))
             await publisher.publish(event(1, 0, 6))
-            await until(lambda: all(gateway.held(name, prompt(1, 6)[1]) == 6 for gateway in (one, other) for name in names))
+            await until(
+                lambda: all(gateway.held(name, prompt(1, 6)[1]) == 6 for gateway in (one, other) for name in names)
+            )
             for number, (_, kind) in enumerate(cases):
                 make(client, f"side{number}", kind)
             before = peak(client)
@@ -63,7 +67,8 @@ async def test_what_lies_at_a_replicas_keys_is_not_read_and_made_anew(start_redi
                 await publisher.publish(event(2, 0, 6))
                 three = one, other, late
                 await until(
-                    lambda: all(sorted(one.role(name) for one in three) == ["mirror", "mirror", "writer"] and {one.held(name, prompt(2, 6)[1]) for one in three} == {6} for name in names), 30,
+                    lambda: all(sorted(one.role(name) for one in three) == ["mirror", "mirror", "writer"]
+                                and {one.held(name, prompt(2, 6)[1]) for one in three} == {6} for name in names), 30,
                     lambda: [(case, [(one.role(name), one.intakes[name].role_reason) for one in three]) for name, case in names.items()],
                 )  # fmt: skip
             assert peak(client) - before < SIZE / 2
@@ -83,7 +88,8 @@ async def test_what_lies_at_the_ledgers_keys_is_not_read_and_made_anew(start_red
                     before = peak(client)
                     client.rename("side", POOL + name + token)
                     await one.route([])
-                    await until(lambda: one.shared.joined and other.shared.joined and one.ledger.total().requests == sum(c.load.requests for c in other.candidates), 10,
+                    await until(lambda: one.shared.joined and other.shared.joined
+                                and one.ledger.total().requests == sum(c.load.requests for c in other.candidates), 10,
                                 lambda: (name, kind, one.shared.reason, other.shared.reason))  # fmt: skip
                     assert peak(client) - before < SIZE / 2, (name, kind)
         finally:

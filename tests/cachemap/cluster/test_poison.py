@@ -21,7 +21,9 @@ async def test_every_poison_at_every_key_is_healed_and_no_other_replica_notices(
             for gateway in (one, other):
                 gateway.follow("model:1", publisher)
                 gateway.follow("well:1", quiet)
-            await until(lambda: role_pair(one, other, "model:1") == role_pair(one, other, "well:1") == {"writer", "mirror"})
+            await until(
+                lambda: role_pair(one, other, "model:1") == role_pair(one, other, "well:1") == {"writer", "mirror"}
+            )
             await publisher.publish(event(1, 0, 6))
             await until(lambda: one.held("model:1", prompt(1, 6)[1]) == other.held("model:1", prompt(1, 6)[1]) == 6)
             for kind in KEYS:
@@ -35,7 +37,9 @@ async def test_every_poison_at_every_key_is_healed_and_no_other_replica_notices(
                     gateway.follow(name, publisher)
             await until(lambda: all(role_pair(one, other, name) == {"writer", "mirror"} for name in ill), 20)
             await publisher.publish(event(2, 0, 6))
-            await until(lambda: all(gateway.held(name, prompt(2, 6)[1]) == 6 for gateway in (one, other) for name in ill), 20)
+            await until(
+                lambda: all(gateway.held(name, prompt(2, 6)[1]) == 6 for gateway in (one, other) for name in ill), 20
+            )
             roles = one.role("well:1"), other.role("well:1")
             for name, (kind, number) in ill.items():
                 key = getattr(one.intakes[name].keys, kind).encode()
@@ -48,20 +52,28 @@ async def test_every_poison_at_every_key_is_healed_and_no_other_replica_notices(
             await until(lambda: one.held("well:1", prompt(3, 6)[1]) == other.held("well:1", prompt(3, 6)[1]) == 6, 1)
 
             def healed(name):
-                return role_pair(one, other, name) == {"writer", "mirror"} and one.contents(name) == other.contents(name)
+                return role_pair(one, other, name) == {"writer", "mirror"} and one.contents(name) == other.contents(
+                    name
+                )
 
             for _ in range(2):  # each has looked at its leases; one look was perhaps on its way
                 heard = [gateway.intakes["well:1"].led_at for gateway in (one, other)]
-                await until(lambda: all(gateway.intakes["well:1"].led_at > at for gateway, at in zip((one, other), heard, strict=True)))
+                await until(
+                    lambda: all(
+                        gateway.intakes["well:1"].led_at > at for gateway, at in zip((one, other), heard, strict=True)
+                    )
+                )
             await publisher.publish(event(4, 0, 6))
             await until(
                 lambda: all(healed(name) and one.held(name, prompt(4, 6)[1]) == 6 for name in ill), 20,
-                lambda: [(what, told(one, name), told(other, name), one.intakes[name].role_reason, other.intakes[name].role_reason) for name, what in ill.items() if not healed(name)],
+                lambda: [(what, told(one, name), told(other, name), one.intakes[name].role_reason, other.intakes[name].role_reason)
+                         for name, what in ill.items() if not healed(name)],
             )  # fmt: skip
             async with gateways(server.url) as (late,):  # and what lies there is right
                 for name in ill:
                     late.follow(name, publisher)
                 await until(lambda: all(late.role(name) == "mirror" and late.contents(name) == one.contents(name) for name in ill), 15,
-                            lambda: [(what, told(one, name), told(late, name)) for name, what in ill.items() if late.contents(name) != one.contents(name)])  # fmt: skip
+                            lambda: [(what, told(one, name), told(late, name))
+                                     for name, what in ill.items() if late.contents(name) != one.contents(name)])  # fmt: skip
             assert (one.role("well:1"), other.role("well:1")) == roles
             assert not one.shared.background.recent() and not other.shared.background.recent()

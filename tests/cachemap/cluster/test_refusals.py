@@ -63,7 +63,11 @@ ACL = "does not let this user do that", "grant the user what docs/scaling.md lis
 @pytest.mark.parametrize(
     ("how", "of_map", "of_ledger"),
     [
-        ("read-only", ("refuses SET at hitherto:1:prod:{", ":lease: it is a read-only replica", "give the URL of the primary"), ("read-only replica", "give the URL")),
+        (
+            "read-only",
+            ("refuses SET at hitherto:1:prod:{", ":lease: it is a read-only replica", "give the URL of the primary"),
+            ("read-only replica", "give the URL"),
+        ),
         ("no SET", ("refuses SET at hitherto:1:prod:{", *ACL), ("joined",)),
         ("no EVALSHA", ("evalsha", "hitherto:1:prod:{", *ACL), ("evalsha", "hitherto:1:prod:{pool}", *ACL)),
         ("no TIME", ("refuses TIME:", *ACL), ("refuses TIME:", *ACL)),
@@ -86,7 +90,16 @@ async def test_one_that_is_full_says_so_of_deltas_too(start_redis, redis_binary,
         with server.client() as client:
             client.config_set("maxmemory", 1)
         await publisher.publish(event(1, 0, 6))
-        await until(lambda: is_plain(shared.trouble, "refuses XADD at hitherto:1:prod:{", ":deltas: it has no memory left (maxmemory)", "raise its maxmemory"), 5, lambda: shared.trouble)
+        await until(
+            lambda: is_plain(
+                shared.trouble,
+                "refuses XADD at hitherto:1:prod:{",
+                ":deltas: it has no memory left (maxmemory)",
+                "raise its maxmemory",
+            ),
+            5,
+            lambda: shared.trouble,
+        )
         assert shared.reachable and not shared.usable
         await until(lambda: not ledger.joined and is_plain(ledger.reason, "no memory left"), 5, lambda: ledger.reason)
         seen = [ledger.joined]
@@ -123,21 +136,31 @@ async def answers(reply):
 async def test_one_that_loads_its_data_answers():
     server = await answers(b"-LOADING Redis is loading the dataset in memory\r\n")
     async with server, gateway(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}") as (shared, ledger, _):
-        await until(lambda: "it is still loading its data" in shared.trouble and "it is still loading its data" in ledger.reason, 5, lambda: (shared.trouble, ledger.reason))
+        await until(
+            lambda: (
+                "it is still loading its data" in shared.trouble and "it is still loading its data" in ledger.reason
+            ),
+            5,
+            lambda: (shared.trouble, ledger.reason),
+        )
         assert shared.reachable and not shared.usable
 
 
 @pytest.mark.parametrize(
     ("said", "plain"),
     [  # as Redis 7 puts it
-        ("refuses SET at hitherto:1:d:{3}:map:r:1:7:lease: READONLY You can't write against a read only replica. script: f8739d2f837ed52b12f51c023a427edc715b85d85, on @user_script:110.",
-         "Redis refuses SET at hitherto:1:d:{3}:map:r:1:7:lease: it is a read-only replica (READONLY You can't write against a read only replica.); give the URL of the primary, "
-         "or redis+sentinel://, which finds it"),
+        ("refuses SET at hitherto:1:d:{3}:map:r:1:7:lease: READONLY You can't write against a read only replica. "
+         "script: f8739d2f837ed52b12f51c023a427edc715b85d85, on @user_script:110.",
+         "Redis refuses SET at hitherto:1:d:{3}:map:r:1:7:lease: it is a read-only replica "
+         "(READONLY You can't write against a read only replica.); give the URL of the primary, or redis+sentinel://, which finds it"),
         ("ACL failure in script: User gate has no permissions to run the 'set' command",
-         "Redis refuses: its ACL does not let this user do that (ACL failure in script: User gate has no permissions to run the 'set' command); grant the user what docs/scaling.md lists"),
-        ("MISCONF Redis is configured to save RDB snapshots", "Redis refuses: it takes no writes because it cannot save to disk (MISCONF Redis is configured to save RDB snapshots); "
+         "Redis refuses: its ACL does not let this user do that "
+         "(ACL failure in script: User gate has no permissions to run the 'set' command); grant the user what docs/scaling.md lists"),
+        ("MISCONF Redis is configured to save RDB snapshots",
+         "Redis refuses: it takes no writes because it cannot save to disk (MISCONF Redis is configured to save RDB snapshots); "
          "see its log and its disk, or turn stop-writes-on-bgsave-error off"),
-        ("Error running script (call to f_1776dded815f5a397c9ae5eaffc05dfe95100adb): @user_script:8: @user_script: 8: attempt to index a nil value", "attempt to index a nil value"),
+        ("Error running script (call to f_1776dded815f5a397c9ae5eaffc05dfe95100adb): @user_script:8: @user_script: 8: "
+         "attempt to index a nil value", "attempt to index a nil value"),
         ("Connection refused", "Connection refused"),
     ],
 )  # fmt: skip

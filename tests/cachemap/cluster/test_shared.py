@@ -18,13 +18,19 @@ PROMPT = prompt(1, 12)[1]
 
 async def led(gateway, name="r", publisher=None):
     """It writes, and its subscription has reached the engine."""
-    await until(lambda: gateway.role(name) == "writer" and gateway.intakes[name].journal and not gateway.intakes[name].journal.whole)
+    await until(
+        lambda: (
+            gateway.role(name) == "writer" and gateway.intakes[name].journal and not gateway.intakes[name].journal.whole
+        )
+    )
     if publisher is not None:
         await publisher.subscribed()
 
 
 async def mirrored(gateway, name="r"):
-    await until(lambda: gateway.role(name) == "mirror", what=lambda: (gateway.role(name), gateway.intakes[name].role_reason))
+    await until(
+        lambda: gateway.role(name) == "mirror", what=lambda: (gateway.role(name), gateway.intakes[name].role_reason)
+    )
 
 
 async def same(one, other, name="r"):
@@ -33,7 +39,15 @@ async def same(one, other, name="r"):
 
 def told(gateway, name):
     one = gateway.intakes[name]
-    return {"role": one.role, "why": one.role_reason, "n": one.n, "head": one.head, "held": len(gateway.contents(name)["held"]), "state": one.state, "seq": one.last_seq}
+    return {
+        "role": one.role,
+        "why": one.role_reason,
+        "n": one.n,
+        "head": one.head,
+        "held": len(gateway.contents(name)["held"]),
+        "state": one.state,
+        "seq": one.last_seq,
+    }
 
 
 @asynccontextmanager
@@ -152,8 +166,11 @@ async def test_a_new_incarnation_starts_from_nothing_and_the_old_one_counts_no_m
         other.follow("r", publisher, "200.00")
         await led(other)
         assert other.held("r", hashes) == 0
-        await until(lambda: one.held("r", hashes) == late.held("r", hashes) == 0)  # they have not heard of it yet, Redis has
-        assert "newer incarnation" in late.intakes["r"].role_reason and "newer incarnation" in one.intakes["r"].role_reason
+        # they have not heard of it yet, Redis has
+        await until(lambda: one.held("r", hashes) == late.held("r", hashes) == 0)
+        assert (
+            "newer incarnation" in late.intakes["r"].role_reason and "newer incarnation" in one.intakes["r"].role_reason
+        )
         await publisher.publish(event(2, 0, 5))
         for gateway in (one, late):
             gateway.follow("r", publisher, "200.00")
@@ -307,7 +324,9 @@ async def test_a_mirror_that_has_read_on_when_a_look_is_answered_stays(redis_ser
 async def test_a_mirror_that_is_always_a_little_behind_is_not_stuck(redis_server, reads_on):
     async with gateways(redis_server.url) as (one,):
         reloads = []
-        mirror = SimpleNamespace(mirror_at=0.0, mirroring=True, n=5, behind=0, looked_n=-1, reload=reloads.append, want=lambda role: None)
+        mirror = SimpleNamespace(
+            mirror_at=0.0, mirroring=True, n=5, behind=0, looked_n=-1, reload=reloads.append, want=lambda role: None
+        )
         for _ in range(5):
             one.shared._mirror(mirror, mirror.n + 2, mirror.n)
             mirror.n += reads_on
@@ -323,7 +342,10 @@ async def test_two_replicas_at_once_with_evictions_and_clears_end_equal(redis_se
             await publisher.subscribed()
         for step in range(60):
             for publisher, base in ((a, 100), (b, 500)):
-                await publisher.publish(event(base + step, 0, 7), *([removed(*(10_000 * (base + step - 5) + i for i in range(3, 7)))] if step > 5 else []))
+                await publisher.publish(
+                    event(base + step, 0, 7),
+                    *([removed(*(10_000 * (base + step - 5) + i for i in range(3, 7)))] if step > 5 else []),
+                )
                 if step == 30:
                     await publisher.publish(CLEARED)
         for name in ("a", "b"):

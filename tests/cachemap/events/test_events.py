@@ -111,7 +111,8 @@ def test_blocks_of_an_adapter_without_a_name_are_not_the_base_models(setting):
 
 
 def test_a_salt_spelled_like_the_adapter_is_a_salt(setting):
-    """As vLLM 0.32 publishes it for model "ad" with cache_salt "ad": the name on every block, then the salt on the first."""
+    """As vLLM 0.32 publishes it for model "ad" with cache_salt "ad": the name on every block, then the salt on the
+    first."""
     apply(setting, stored([1, 2], TOKENS[:8], lora_id=1, lora_name="ad", extra_keys=[["ad", "ad"], ["ad"]]))
     apply(setting, stored([3], TOKENS[8:12], 2, lora_id=1, lora_name="ad", extra_keys=[["ad"]]))
     assert held(setting, hashes(adapter="ad", cache_salt="ad")) == 3

@@ -177,12 +177,17 @@ RED = hash_blocks(array("I", TOKENS).tobytes(), BLOCK, chain_seed("m", BLOCK, "r
 def red(start, stop, first_key):
     """BlockStored for blocks start .. stop under the adapter "red"; keys are first_key + index."""
     event = blocks(start, stop) | {"lora_name": "red", "lora_id": 1, "extra_keys": [["red"]] * (stop - start)}
-    return event | {"block_hashes": [first_key + i for i in range(start, stop)], "parent_block_hash": first_key + start - 1 if start else None}
+    return event | {
+        "block_hashes": [first_key + i for i in range(start, stop)],
+        "parent_block_hash": first_key + start - 1 if start else None,
+    }
 
 
 async def test_an_adapters_name_that_stands_for_another_folder_voids_what_was_stored_under_it():
-    """Also where the engine replays it; what else the replica holds comes back, and what is stored from now on counts."""
+    """Also where the engine replays it; what else the replica holds comes back, and what is stored from now on
+    counts."""
     async with publishing() as publisher, following(publisher) as (table, intake, _):
+
         def seen():
             return held(table), table.match(RED, 0.0).confirmed[0]
 
@@ -225,7 +230,8 @@ async def test_a_replay_socket_that_does_not_answer_is_asked_again(monkeypatch):
 
 
 async def test_an_engine_that_is_long_in_replaying_keeps_nothing_waiting(monkeypatch):
-    """As one that has just started: what it tells meanwhile is known at once, and what it told before when it answers."""
+    """As one that has just started: what it tells meanwhile is known at once, and what it told before when it
+    answers."""
     monkeypatch.setattr(cachemap.events.sockets, "REPLAY_SECONDS", 60)
     publisher = Publisher()
     await publisher.publish(blocks(0, 2), lose=True)
@@ -274,7 +280,8 @@ async def test_a_record_of_which_the_rest_is_gone_meanwhile_is_asked_for_anew(mo
         publisher.asked = SimpleNamespace(append=forgets)
         async with following(publisher) as (table, intake, _):
             await until(lambda: not intake.unreplayed)
-            assert asked == [0, 3, 0] and intake.last_seq == 7 and held(table) == 0  # what is left begins in the middle of a chain
+            # what is left begins in the middle of a chain
+            assert asked == [0, 3, 0] and intake.last_seq == 7 and held(table) == 0
 
 
 async def test_what_comes_while_the_record_is_on_its_way_is_not_forgotten_with_the_rest(monkeypatch):
@@ -284,7 +291,11 @@ async def test_what_comes_while_the_record_is_on_its_way_is_not_forgotten_with_t
     async def as_of_before_the_last(endpoint, start):
         asked.append(start)
         async for messages in replay(endpoint, start):
-            yield [frames for frames in messages if len(asked) > 1 or cachemap.events.intake.SEQUENCE.unpack(frames[-2])[0] < 2]
+            yield [
+                frames
+                for frames in messages
+                if len(asked) > 1 or cachemap.events.intake.SEQUENCE.unpack(frames[-2])[0] < 2
+            ]
 
     monkeypatch.setattr(cachemap.events.intake, "replay", as_of_before_the_last)
     monkeypatch.setattr(cachemap.events.sockets, "REPLAY_SECONDS", 60)
@@ -365,7 +376,9 @@ async def test_an_engine_that_writes_blocks_in_another_way_is_unobserved_and_the
             await until(lambda number=number: intake.last_seq == number)
             intake.request_finished(4)
         assert intake.state == "unobserved" and "BlockStored without 'token_ids'" in intake.reason
-        assert [state for state, reason in changes if "passed over" not in reason].count("live") == 1 and intake.gaps == 0
+        assert [state for state, reason in changes if "passed over" not in reason].count(
+            "live"
+        ) == 1 and intake.gaps == 0
         (said,) = intake.problems
         assert "12 KV events were passed over" in said and "unknown type 'BlockMoved'" in said
         assert sum("are passed over" in reason for _, reason in changes) == 2  # each cause is told once
@@ -383,7 +396,15 @@ def test_the_payload_of_the_tests_is_that_of_the_engine():
 async def hearing(endpoint, replay=None, capacity=8):
     """An intake of an endpoint that may not be there; gives its map and itself."""
     table = CacheMap(1 << 20)
-    intake = EventIntake(table, table.attach("r", capacity, True), endpoint=endpoint, replay=replay, decode=decode, model="m", block_size=BLOCK)
+    intake = EventIntake(
+        table,
+        table.attach("r", capacity, True),
+        endpoint=endpoint,
+        replay=replay,
+        decode=decode,
+        model="m",
+        block_size=BLOCK,
+    )
     task = asyncio.ensure_future(intake.run())
     try:
         yield table, intake
@@ -392,7 +413,9 @@ async def hearing(endpoint, replay=None, capacity=8):
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_an_endpoint_where_nobody_listens_is_told_at_once_and_the_cache_is_modelled_until_somebody_does(unused_tcp_port):
+async def test_an_endpoint_where_nobody_listens_is_told_at_once_and_the_cache_is_modelled_until_somebody_does(
+    unused_tcp_port,
+):
     async with hearing(f"tcp://127.0.0.1:{unused_tcp_port}") as (table, intake):
         await until(lambda: intake.state == "unobserved", 0.9)
         table.expect(0, HASHES, 0.0)

@@ -20,7 +20,8 @@ def many_files():
 
 
 async def test_more_than_a_thousand_replicas_can_be_followed_at_once(many_files, unused_tcp_port):
-    with zmq.Context.instance().socket(zmq.PUB), ExitStack() as stack:  # others of this process use ZMQ as well, and did so before
+    # others of this process use ZMQ as well, and did so before
+    with zmq.Context.instance().socket(zmq.PUB), ExitStack() as stack:
         for _ in range(1100):
             stack.enter_context(connected(zmq.SUB, f"tcp://127.0.0.1:{unused_tcp_port}"))
         stack.enter_context(connected(zmq.DEALER, f"tcp://127.0.0.1:{unused_tcp_port}"))
@@ -30,7 +31,9 @@ async def test_more_than_a_thousand_replicas_can_be_followed_at_once(many_files,
 async def test_an_address_that_is_none_leaves_no_socket_open(kind, monkeypatch):
     made = []
     real = zmq.Context.socket
-    monkeypatch.setattr(zmq.Context, "socket", lambda *arguments, **named: made.append(real(*arguments, **named)) or made[-1])
+    monkeypatch.setattr(
+        zmq.Context, "socket", lambda *arguments, **named: made.append(real(*arguments, **named)) or made[-1]
+    )
     with pytest.raises(zmq.ZMQError), connected(kind, "tcp://no port"):
         pass
     assert made and all(socket.closed for socket in made)

@@ -1,4 +1,5 @@
-"""What is done in steps is as if it were done at once: growth, the end of a replica, shedding; and nothing is lost on the way."""
+"""What is done in steps is as if it were done at once: growth, the end of a replica, shedding; and nothing is lost on
+the way."""
 
 from collections import Counter
 
@@ -17,7 +18,13 @@ from ..test_map import PROMPTS, ReferenceMap, keys
 
 MIB = 1 << 20
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["store", "store", "store", "remove", "clear", "leave"]), st.integers(0, 2), st.sampled_from(PROMPTS), st.integers(0, 17), st.integers(1, 18)),
+    st.tuples(
+        st.sampled_from(["store", "store", "store", "remove", "clear", "leave"]),
+        st.integers(0, 2),
+        st.sampled_from(PROMPTS),
+        st.integers(0, 17),
+        st.integers(1, 18),
+    ),
     max_size=40,
 )
 
@@ -33,9 +40,13 @@ def sound(table):
     """Every block once in the index, every set as often as it is used, every number used or free."""
     blocks = table.blocks
     used = blocks.hashes.nonzero()[0]
-    assert sorted(blocks.index.numbers(blocks.hashes[used]).tolist()) == used.tolist() and blocks.index.count == len(used)
+    assert sorted(blocks.index.numbers(blocks.hashes[used]).tolist()) == used.tolist() and blocks.index.count == len(
+        used
+    )
     counts = Counter(blocks.sets[used].tolist())
-    assert {number: blocks.holders.uses[number] for number in counts if number} == {n: c for n, c in counts.items() if n}
+    assert {number: blocks.holders.uses[number] for number in counts if number} == {
+        n: c for n, c in counts.items() if n
+    }
     assert not blocks.sets[blocks.hashes == 0].any()
     assert blocks.ids.free + len(used) == blocks.ids.top - 1
     assert table.capacity._alias_bytes == sum(alias.nbytes for alias in table.aliases.values())
@@ -62,7 +73,12 @@ def test_all_memory_that_growth_leaves_behind_is_given_back_piece_by_piece(monke
         tables = table.blocks.index, table.aliases[slot]
         hashes = rng.integers(1, 1 << 64, 512, np.uint64).tolist()
         cache_map.store(slot, hashes, hashes)
-        left += [array for before, now in zip(tables, (table.blocks.index, table.aliases[slot])) if before is not now for array in before.arrays]
+        left += [
+            array
+            for before, now in zip(tables, (table.blocks.index, table.aliases[slot]))
+            if before is not now
+            for array in before.arrays
+        ]
     while table.capacity._outgrown:
         cache_map.remove(slot, [1])
     large = [array for array in left if array.nbytes >= 4096]
@@ -123,7 +139,14 @@ def test_it_grows_and_sheds_in_steps_and_stays_sound(capacity, monkeypatch):
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.sampled_from(["join", "leave", "forget"]), st.integers(0, 129), st.sets(st.integers(0, 11), min_size=1)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["join", "leave", "forget"]), st.integers(0, 129), st.sets(st.integers(0, 11), min_size=1)
+        ),
+        max_size=30,
+    )
+)
 def test_holder_sets_equal_sets(steps):
     holders, numbers, model = HolderSets(), np.zeros(12, np.uint32), [set() for _ in range(12)]
     holders.widen(130)

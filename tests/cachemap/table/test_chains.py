@@ -39,7 +39,9 @@ def random_chain(rng, count: int) -> list[int]:
 
 # (prompt to leave, after how many of its blocks, number of blocks of its own, what they start with)
 FORKS = st.tuples(st.integers(0, 30), st.integers(0, 40), st.integers(0, 12), st.integers(0, 2))
-STEPS = st.lists(st.one_of(FORKS, FORKS, FORKS, st.tuples(st.integers(0, 2), st.integers(0, 2))), min_size=1, max_size=60)
+STEPS = st.lists(
+    st.one_of(FORKS, FORKS, FORKS, st.tuples(st.integers(0, 2), st.integers(0, 2))), min_size=1, max_size=60
+)
 
 
 @settings(max_examples=400)

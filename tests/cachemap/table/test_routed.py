@@ -49,7 +49,10 @@ def hashed(path: list[int]) -> list[int]:
 
 CHAINS = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(hashed)
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["add", "add", "add", "refused", "refused later", "drop tail", "drop", "clear"]), st.integers(0, SLOTS - 1), CHAINS, st.integers(0, 8), st.sampled_from([0.0, 0.5, 1.0, 6.0])),
+    st.tuples(
+        st.sampled_from(["add", "add", "add", "refused", "refused later", "drop tail", "drop", "clear"]),
+        st.integers(0, SLOTS - 1), CHAINS, st.integers(0, 8), st.sampled_from([0.0, 0.5, 1.0, 6.0]),
+    ),
     max_size=40,
 )  # fmt: skip
 

@@ -61,8 +61,18 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 VERBS = (
     ("run", run.add_arguments, run.run_verb, "one load against one OpenAI endpoint"),
     ("compare", compare.add_arguments, compare.compare_verb, "the same load against several endpoints or policies"),
-    ("plan", plan.add_arguments, plan.plan_verb, "what a model's KV cache holds, and the replicas that a load needs to keep an SLO"),
-    ("simulate", simulate.add_arguments, simulate.simulate_verb, "the same load in virtual time: any number of engines, gateways and policies"),
+    (
+        "plan",
+        plan.add_arguments,
+        plan.plan_verb,
+        "what a model's KV cache holds, and the replicas that a load needs to keep an SLO",
+    ),
+    (
+        "simulate",
+        simulate.add_arguments,
+        simulate.simulate_verb,
+        "the same load in virtual time: any number of engines, gateways and policies",
+    ),
     ("sweep", sweep.add_arguments, sweep.sweep_verb, "the highest request rate at which an SLO is kept"),
     ("demo", demo.add_arguments, demo.demo_verb, "two policies side by side, live, in about two minutes"),
 )

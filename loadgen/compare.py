@@ -24,11 +24,27 @@ from loadgen.workload.conversations import Workload
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to compare")
     either = group.add_mutually_exclusive_group(required=True)
-    either.add_argument("--target", nargs="+", metavar="NAME=URL",
-                        help="servers or gateways, each with engines of its own, else the second finds the first's cache warm")
-    either.add_argument("--policies", type=partial(options.names, known=policies.NAMES), metavar="A,B", help="start `hitherto serve` once per policy, engines fresh each time")
-    group.add_argument("--launch", type=options.whole, default=4, metavar="N", help="with --policies: engines (default %(default)s)")
-    group.add_argument("--profile", default="sim", metavar="NAME", help="with --policies: launch profile, name or file (default %(default)s)")
+    either.add_argument(
+        "--target",
+        nargs="+",
+        metavar="NAME=URL",
+        help="servers or gateways, each with engines of its own, else the second finds the first's cache warm",
+    )
+    either.add_argument(
+        "--policies",
+        type=partial(options.names, known=policies.NAMES),
+        metavar="A,B",
+        help="start `hitherto serve` once per policy, engines fresh each time",
+    )
+    group.add_argument(
+        "--launch", type=options.whole, default=4, metavar="N", help="with --policies: engines (default %(default)s)"
+    )
+    group.add_argument(
+        "--profile",
+        default="sim",
+        metavar="NAME",
+        help="with --policies: launch profile, name or file (default %(default)s)",
+    )
     target.add_asking(group)
     datasets.add_workload(parser)
     files.add_report(parser)
@@ -61,16 +77,25 @@ async def compare_verb(args: argparse.Namespace, console: Console) -> int:
         for policy in args.policies:
             console.print(f"[dim]{policy}: starting {args.launch} engines and a gateway …[/]")
             async with Stack(policy, args.launch, args.profile) as stack:
-                reports[policy], records[policy] = await measure(args, console, work, policy, stack.base_url, stack.admin)
+                reports[policy], records[policy] = await measure(
+                    args, console, work, policy, stack.base_url, stack.admin
+                )
     comparison.print_comparison(console, reports)
-    console.print("\n[dim]Single runs differ by some percent; --seed N gives other conversations, --json FILE all figures.[/]")
-    about = {"void": comparison.void_because(reports), "workload": datasets.describe(args, work), "setting": setting(["loadgen", *sys.argv[1:]], args.seed)}
+    console.print(
+        "\n[dim]Single runs differ by some percent; --seed N gives other conversations, --json FILE all figures.[/]"
+    )
+    about = {
+        "void": comparison.void_because(reports),
+        "workload": datasets.describe(args, work),
+        "setting": setting(["loadgen", *sys.argv[1:]], args.seed),
+    }
     files.write(args, {"targets": reports, **about}, reports, records, console, about)
     return 0 if all(report["completed"] for report in reports.values()) else 1
 
 
-async def measure(args: argparse.Namespace, console: Console, work: Workload, name: str, url: str,
-                  admin: Client | None) -> tuple[Report, list[Record]]:
+async def measure(
+    args: argparse.Namespace, console: Console, work: Workload, name: str, url: str, admin: Client | None
+) -> tuple[Report, list[Record]]:
     """One target's report and records, with the engines' own counters where an admin side lists engines."""
     client = Client(url, target.headers(args), args.timeout)
     asking = target.asking(args, await target.model_of(client, args.model))

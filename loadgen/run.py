@@ -31,7 +31,9 @@ def check(args: argparse.Namespace) -> None:
     datasets.check(args)
 
 
-async def ask(args: argparse.Namespace, console: Console, work: Workload, client: Client, asking: Asking, label: str) -> Run | Processes:
+async def ask(
+    args: argparse.Namespace, console: Console, work: Workload, client: Client, asking: Asking, label: str
+) -> Run | Processes:
     """Send the whole load while showing how far it is; Ctrl-C ends it early."""
     load = target.load_of(args, work, client, asking)
     target.stop_on_interrupt(load)
@@ -47,8 +49,13 @@ async def run_verb(args: argparse.Namespace, console: Console) -> int:
     asking = target.asking(args, await target.model_of(client, args.model))
     load = await ask(args, console, work, client, asking, client.base_url)
     client.close()
-    report = {"target": client.base_url, "model": asking.model, **summarise(load, files.slo(args)),
-              "setting": setting(["loadgen", *sys.argv[1:]], args.seed), "workload": datasets.describe(args, work)}
+    report = {
+        "target": client.base_url,
+        "model": asking.model,
+        **summarise(load, files.slo(args)),
+        "setting": setting(["loadgen", *sys.argv[1:]], args.seed),
+        "workload": datasets.describe(args, work),
+    }
     console.print(show.run_report(report))
     files.write(args, report, {client.base_url: report}, {client.base_url: load.done}, console)
     return 0 if report["completed"] else 1

@@ -59,7 +59,7 @@ class View(progress.View):
         alive = {id(record) for record in now}
         self.shown = [record for record in self.shown if id(record) in alive]
         known = {id(record) for record in self.shown}
-        self.shown += [record for record in now if id(record) not in known][:_CONVERSATIONS - len(self.shown)]
+        self.shown += [record for record in now if id(record) not in known][: _CONVERSATIONS - len(self.shown)]
         for row in range(_CONVERSATIONS):
             if row < len(self.shown):
                 yield one_line("? ", self.shown[row].question, "cyan", width)
@@ -78,7 +78,7 @@ class View(progress.View):
 def one_line(mark: str, text: str, style: str, width: int, end: bool = False) -> Text:
     """`text` on one line, its beginning or its end where it is too long."""
     room = width - cell_len(mark)
-    plain = "".join(letter if letter.isprintable() else " " for letter in (text[-width:] if end else text[:width + 1]))
+    plain = "".join(letter if letter.isprintable() else " " for letter in (text[-width:] if end else text[: width + 1]))
     if cell_len(plain) > room:
         kept = _first_cells(reversed(plain) if end else plain, room - 1)
         plain = "…" + kept[::-1] if end else kept + "…"

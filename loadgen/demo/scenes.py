@@ -1,9 +1,9 @@
 """What `loadgen demo` plays: which engines, texts and caches of which size, and a load that suits them.
 
-SIMULATED: four engines with the step times of an 8B model on one GPU, at SPEED times Dynamo's figures, sized so that two
-cores carry them, the gateway and the generator, about 40 s a round: 10 requests/s of 4,000 tokens, 40-token replies. On
-a virtual clock (`loadgen.simulate`, 240 requests) hit rates are .35 and .90 where .90 is possible, TTFT p50 224 and 105 ms, and
-queues under neither policy that would only measure saturation.
+SIMULATED: four engines with the step times of an 8B model on one GPU, at SPEED times Dynamo's figures, sized so that
+two cores carry them, the gateway and the generator, about 40 s a round: 10 requests/s of 4,000 tokens, 40-token
+replies. On a virtual clock (`loadgen.simulate`, 240 requests) hit rates are .35 and .90 where .90 is possible, TTFT p50
+224 and 105 ms, and queues under neither policy that would only measure saturation.
 
 `real`: two vLLM processes on the CPU with a random model of two layers. 5,300 tokens are 0.26 s of prefill there, so 4
 requests a second keep two cores half busy without caches.
@@ -83,11 +83,15 @@ def real(environment: Path) -> Scene:
     """Two vLLM engines from an environment that has one; the tiny model is made on first use. Raises NoEngines."""
     executable = environment.expanduser().resolve() / "bin" / "vllm"
     if not executable.is_file():
-        raise NoEngines(f"{executable} is not there; `make demo-vllm` sets vLLM's CPU build up, and `make demo` needs none")
+        raise NoEngines(
+            f"{executable} is not there; `make demo-vllm` sets vLLM's CPU build up, and `make demo` needs none"
+        )
     free = available_bytes()
     if free is not None and free < NEEDED_BYTES:
-        raise NoEngines(f"two vLLM engines need {NEEDED_BYTES >> 30} GiB of free memory, this machine has "
-                        f"{free / (1 << 30):.1f}; `make demo` shows the same with simulated engines")
+        raise NoEngines(
+            f"two vLLM engines need {NEEDED_BYTES >> 30} GiB of free memory, this machine has "
+            f"{free / (1 << 30):.1f}; `make demo` shows the same with simulated engines"
+        )
     folder = cache_folder()
     return Scene(
         engines=2,

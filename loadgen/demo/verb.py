@@ -1,7 +1,7 @@
 """`loadgen demo` (`make demo`, `make demo-vllm`): the same conversations under two policies, side by side.
 
-Gateway, tokens, block hashes, KV events and HTTP are real in any case; the engines are simulated ones, or with `--vllm` real
-ones (`scenes`). The caches together hold all texts, one alone does not: the situation in which it matters where a
+Gateway, tokens, block hashes, KV events and HTTP are real in any case; the engines are simulated ones, or with `--vllm`
+real ones (`scenes`). The caches together hold all texts, one alone does not: the situation in which it matters where a
 request goes.
 """
 
@@ -42,12 +42,21 @@ QUESTION = "Which module reads CSV?"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", type=Path, metavar="FILE",
-                        help="a text to talk about (default: the standard library's documentation)")
-    parser.add_argument("--num-prompts", type=options.whole, metavar="N",
-                        help=f"requests per policy (default {SIMULATED.requests}, fewer with --vllm)")
-    parser.add_argument("--vllm", type=Path, metavar="FOLDER",
-                        help="real engines: an environment with vLLM for the CPU (`make demo-vllm` makes one)")
+    parser.add_argument(
+        "--file", type=Path, metavar="FILE", help="a text to talk about (default: the standard library's documentation)"
+    )
+    parser.add_argument(
+        "--num-prompts",
+        type=options.whole,
+        metavar="N",
+        help=f"requests per policy (default {SIMULATED.requests}, fewer with --vllm)",
+    )
+    parser.add_argument(
+        "--vllm",
+        type=Path,
+        metavar="FOLDER",
+        help="real engines: an environment with vLLM for the CPU (`make demo-vllm` makes one)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="same seed, same conversations (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
 
@@ -103,13 +112,16 @@ async def demo_verb(args: argparse.Namespace, console: Console) -> int:
                 break
     conclude(console, reports)
     next_steps(console, scene)
-    files.write_json(args.json, {"targets": reports, "setting": setting(["loadgen", *sys.argv[1:]], args.seed)}, console)
+    files.write_json(
+        args.json, {"targets": reports, "setting": setting(["loadgen", *sys.argv[1:]], args.seed)}, console
+    )
     whole = len(reports) == len(POLICIES) and all(report["completed"] for report in reports.values())
     return 0 if whole else 1
 
 
-async def play(console: Console, planned: Plan, requests: int, seed: int, policy: str, profile: Path,
-               which: str) -> Report:
+async def play(
+    console: Console, planned: Plan, requests: int, seed: int, policy: str, profile: Path, which: str
+) -> Report:
     """One round: fresh engines, the load, the figures."""
     scene = planned.scene
     with live.starting(console, policy, scene.engines) as on_progress:
@@ -134,8 +146,11 @@ def introduce(console: Console, planned: Plan, file: Path | None, requests: int)
     scene, texts = planned.scene, len(planned.documents)
     about = escape(str(file)) if file else "Python's standard library"
     held = planned.num_blocks * scene.block / max(planned.tokens, 1)
-    room = f"the cache of one holds {held * 100:.0f} % of the texts" if held < 1 else \
-        "the cache of one holds all the texts, so policies will differ less than with a longer file"
+    room = (
+        f"the cache of one holds {held * 100:.0f} % of the texts"
+        if held < 1
+        else "the cache of one holds all the texts, so policies will differ less than with a longer file"
+    )
     console.print()
     console.print("[bold]Hitherto[/]  each request goes to the replica that already holds its prefix")
     console.print()
@@ -143,7 +158,9 @@ def introduce(console: Console, planned: Plan, file: Path | None, requests: int)
         f"{requests} questions in conversations about {texts} texts from {about}, some "
         f"{planned.tokens // max(texts, 1):,} tokens each. {scene.engines} engines; {room}. "
         f"The same conversations run twice, on fresh engines: first dealt out in "
-        f"turn ({POLICIES[0]}), then by {POLICIES[1]}.", width=min(console.width, 92))
+        f"turn ({POLICIES[0]}), then by {POLICIES[1]}.",
+        width=min(console.width, 92),
+    )
     console.print(f"[dim]{scene.about}[/]", width=min(console.width, 92))
     console.print()
 
@@ -152,7 +169,9 @@ def conclude(console: Console, reports: Reports) -> None:
     console.print(show.comparison_table(reports, show.DEMO_ROWS))
     if len(reports) == len(POLICIES):
         base, other = POLICIES
-        console.print(show.bullets(comparison(other, reports[other], base, reports[base])), width=min(console.width, 96))
+        console.print(
+            show.bullets(comparison(other, reports[other], base, reports[base])), width=min(console.width, 96)
+        )
     show.print_troubles(console, reports)
 
 
@@ -168,7 +187,10 @@ def next_steps(console: Console, scene: Scene) -> None:
         again = "make demo-vllm ARGS='--file FILE'"
     steps = [
         *((launch, before) if scene.model else (before, launch)),
-        ("talk to it", f"curl -i http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' -d '{body}'"),
+        (
+            "talk to it",
+            f"curl -i http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        ),
         ("send it a load", f"{loadgen} run --base-url http://127.0.0.1:8080"),
         ("see where a request would go, and why", f"echo '{body}' | {hitherto} explain -"),
         ("compare other policies", f"{loadgen} compare --policies least_load,prefix_affinity,least_time"),

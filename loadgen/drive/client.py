@@ -24,8 +24,9 @@ from loadgen.options import BadInput
 # vLLM's server closes connections idle for 5 s.
 IDLE_SECONDS = 4.0
 CONNECT_SECONDS = 10.0
-_KEPT_HEADERS = frozenset((b"content-type", b"content-length", b"transfer-encoding",
-                           b"x-hitherto-replica", b"x-hitherto-cached-tokens"))
+_KEPT_HEADERS = frozenset(
+    (b"content-type", b"content-length", b"transfer-encoding", b"x-hitherto-replica", b"x-hitherto-cached-tokens")
+)
 
 
 class BadURL(BadInput):
@@ -104,7 +105,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self.parser.get_status_code()
         if status >= 200:
-            self.framed = (b"content-length" in self.headers or b"transfer-encoding" in self.headers)
+            self.framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
             self.reply.begin(status, self.headers)
 
     def on_body(self, data: bytes) -> None:
@@ -133,8 +134,11 @@ class Client:
         self.base_url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self.host, self.path, self.timeout = parts.hostname, parts.path.rstrip("/"), timeout
         self.ssl = ssl.create_default_context() if parts.scheme == "https" else None
-        lines = {"host": parts.netloc.rpartition("@")[2], "user-agent": "hitherto-loadgen",
-                 **{name.lower(): value for name, value in (headers or {}).items()}}
+        lines = {
+            "host": parts.netloc.rpartition("@")[2],
+            "user-agent": "hitherto-loadgen",
+            **{name.lower(): value for name, value in (headers or {}).items()},
+        }
         self.head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self.idle: list[Connection] = []
         self.opened = 0
@@ -208,7 +212,8 @@ class Client:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    Connection, self.host, self.port, ssl=self.ssl)
+                    Connection, self.host, self.port, ssl=self.ssl
+                )
         except TimeoutError:
             raise OSError(f"no connection to {self.host}:{self.port} within {CONNECT_SECONDS:g} s") from None
         return connection

@@ -64,5 +64,9 @@ def between(before: Counts, after: Counts) -> dict[str, object] | None:
         hits += counts["hits"] - earlier["hits"]
     if not after:
         return None
-    return {"engines": len(after), "queries": round(queries), "hits": round(hits),
-            "hit_rate": round(hits / queries, 4) if queries else None}
+    return {
+        "engines": len(after),
+        "queries": round(queries),
+        "hits": round(hits),
+        "hit_rate": round(hits / queries, 4) if queries else None,
+    }

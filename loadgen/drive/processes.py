@@ -1,9 +1,9 @@
 """A load spread over several processes, for when one core is not enough to send it.
 
-Every process gets every n-th conversation and its start, and sends its share as `drive` does; all begin at one moment of the
-machine's monotonic clock, which processes share, so records from all can be put together. Messages between parent and
-child are pickles with their length before them: to the child its share, the moment to begin, maybe a stop; from it its
-records, a few times a second.
+Every process gets every n-th conversation and its start, and sends its share as `drive` does; all begin at one moment
+of the machine's monotonic clock, which processes share, so records from all can be put together. Messages between
+parent and child are pickles with their length before them: to the child its share, the moment to begin, maybe a stop;
+from it its records, a few times a second.
 """
 
 from __future__ import annotations
@@ -46,10 +46,18 @@ class Share:
     users: int | None = None
 
     def split(self, number: int) -> list[Share]:
-        """Shares for `number` processes; bounds on what runs at once are split too, so not into more than they allow."""
+        """Shares for `number` processes; bounds on what runs at once are split too, so not into more than they
+        allow."""
         most = min(filter(None, (number, max(1, len(self.load.conversations)), self.max_concurrency, self.users)))
-        return [replace(self, load=self.load.share(index, most), max_concurrency=_part(self.max_concurrency, index, most),
-                        users=_part(self.users, index, most)) for index in range(most)]
+        return [
+            replace(
+                self,
+                load=self.load.share(index, most),
+                max_concurrency=_part(self.max_concurrency, index, most),
+                users=_part(self.users, index, most),
+            )
+            for index in range(most)
+        ]
 
     def run(self) -> Run:
         client = Client(self.base_url, self.headers, self.timeout)
@@ -96,9 +104,16 @@ class Processes:
         """Run to the end. Raises ProcessFailed."""
         try:
             for share in self.shares:
-                self._children.append(await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "loadgen.drive.processes", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                    start_new_session=True))  # Ctrl-C reaches the parent alone, which says what to do
+                self._children.append(
+                    await asyncio.create_subprocess_exec(
+                        sys.executable,
+                        "-m",
+                        "loadgen.drive.processes",
+                        stdin=asyncio.subprocess.PIPE,
+                        stdout=asyncio.subprocess.PIPE,
+                        start_new_session=True,
+                    )
+                )  # Ctrl-C reaches the parent alone, which says what to do
                 _tell(self._children[-1], share)
             for child in self._children:
                 await _hear(child)  # it has its share and is ready
@@ -128,7 +143,10 @@ class Processes:
             if news.end:
                 ended, cpu, busiest, connections = news.end
                 self.ended, self.cpu_seconds = max(self.ended, ended), max(self.cpu_seconds, cpu)
-                self.busiest_second, self.connections = max(self.busiest_second, busiest), self.connections + connections
+                self.busiest_second, self.connections = (
+                    max(self.busiest_second, busiest),
+                    self.connections + connections,
+                )
                 return
 
 

@@ -1,7 +1,8 @@
 """Runs a load: sends each conversation's turns when they are due and collects the records.
 
-Open loop: conversations begin when the schedule says. Closed loop (`users`): each user begins one when its last has ended, so
-a slow server is asked less often. In both, what is sent later than due is the generator's doing, and is recorded.
+Open loop: conversations begin when the schedule says. Closed loop (`users`): each user begins one when its last has
+ended, so a slow server is asked less often. In both, what is sent later than due is the generator's doing, and is
+recorded.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ class Asking:
         """A message with words, or with token ids where completions are asked, in the place of spans."""
         if not isinstance(spans := message.get("content"), tuple):
             return message
-        return {**message, "content": synthetic.token_ids(spans, self.salt, self.vocabulary) if self.completions
-                else synthetic.text(spans, self.salt)}
+        return {
+            **message,
+            "content": synthetic.token_ids(spans, self.salt, self.vocabulary)
+            if self.completions
+            else synthetic.text(spans, self.salt),
+        }
 
     def body(self, messages: list[Message], turn: Turn, extra: Mapping[str, object]) -> bytes:
         said: dict[str, object] = {"model": self.model}
@@ -59,7 +64,9 @@ class Asking:
         if self.ignore_eos:
             said["ignore_eos"] = True
         said |= {**extra, **self.extra}
-        return orjson.dumps({key: value for key, value in said.items() if value is not None}, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(
+            {key: value for key, value in said.items() if value is not None}, option=orjson.OPT_SERIALIZE_NUMPY
+        )
 
     def answer(self, turn: Turn, record: Record) -> Message:
         """What stands in the conversation after this turn.
@@ -77,8 +84,15 @@ class Run:
 
     processes = 1
 
-    def __init__(self, conversations: Sequence[Conversation], starts: Sequence[float], client: Client, asking: Asking,
-                 max_concurrency: int | None = None, users: int | None = None):
+    def __init__(
+        self,
+        conversations: Sequence[Conversation],
+        starts: Sequence[float],
+        client: Client,
+        asking: Asking,
+        max_concurrency: int | None = None,
+        users: int | None = None,
+    ):
         self.conversations, self.starts, self.client, self.asking = conversations, starts, client, asking
         self.total = sum(conversation.requests for conversation in conversations)
         self.done: list[Record] = []
@@ -150,7 +164,9 @@ class Run:
         for conversation in waiting:
             await self._converse(group, conversation, perf_counter(), [])
 
-    async def _converse(self, group: asyncio.TaskGroup, conversation: Conversation, due: float, messages: list[Message]) -> None:
+    async def _converse(
+        self, group: asyncio.TaskGroup, conversation: Conversation, due: float, messages: list[Message]
+    ) -> None:
         """Send a conversation's turns after the `messages` said so far; forks get a copy of what was said."""
         for number, turn in enumerate(conversation.turns):
             messages += map(self.asking.put, turn.messages)

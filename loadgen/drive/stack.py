@@ -39,18 +39,42 @@ class Stack:
     `isolated` keeps the surroundings' HITHERTO_* variables and ./hitherto.yaml out of it.
     """
 
-    def __init__(self, policy: str, launch: int, profile: str = "sim", isolated: bool = False,
-                 on_progress: Callable[[int], None] = lambda ready: None, model: Path | None = None,
-                 ready_seconds: float | None = None):
+    def __init__(
+        self,
+        policy: str,
+        launch: int,
+        profile: str = "sim",
+        isolated: bool = False,
+        on_progress: Callable[[int], None] = lambda ready: None,
+        model: Path | None = None,
+        ready_seconds: float | None = None,
+    ):
         self.policy, self.launch, self.profile, self.isolated = policy, launch, profile, isolated
         self.on_progress, self.ready_seconds = on_progress, ready_seconds or READY_SECONDS
         port, admin_port = free_ports(2)
         self.base_url = f"http://127.0.0.1:{port}"
         self._token = secrets.token_hex(16)  # of its own, whatever the environment has
         self.admin = Client(f"http://127.0.0.1:{admin_port}", {"Authorization": f"Bearer {self._token}"}, timeout=5)
-        self._argv = [sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", str(port), "--cached-tokens-header",
-                      "--admin-port", str(admin_port), "--policy", policy, "--launch", str(launch),
-                      "--profile", profile, *(["--model", str(model)] if model else [])]
+        self._argv = [
+            sys.executable,
+            "-m",
+            "gateway",
+            "serve",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--cached-tokens-header",
+            "--admin-port",
+            str(admin_port),
+            "--policy",
+            policy,
+            "--launch",
+            str(launch),
+            "--profile",
+            profile,
+            *(["--model", str(model)] if model else []),
+        ]
         self._folder = tempfile.TemporaryDirectory(prefix="loadgen-")
         self._log = Path(self._folder.name, "gateway.log")
         self._process: asyncio.subprocess.Process | None = None
@@ -62,8 +86,14 @@ class Stack:
         env["HITHERTO_ADMIN_TOKEN"] = self._token
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *self._argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=env,
-                cwd=self._folder.name if self.isolated else None, preexec_fn=die_with_parent)
+                *self._argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env,
+                cwd=self._folder.name if self.isolated else None,
+                preexec_fn=die_with_parent,
+            )
         try:
             await self._until_ready()
         except BaseException:

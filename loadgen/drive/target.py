@@ -33,25 +33,50 @@ class Model(NamedTuple):
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("target")
-    group.add_argument("--base-url", default="http://127.0.0.1:8080", metavar="URL",
-                       help="server or gateway to ask, with or without /v1 (default %(default)s)")
+    group.add_argument(
+        "--base-url",
+        default="http://127.0.0.1:8080",
+        metavar="URL",
+        help="server or gateway to ask, with or without /v1 (default %(default)s)",
+    )
     add_asking(group)
 
 
 def add_asking(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="model name (default: the first in /v1/models)")
-    group.add_argument("--backend", choices=("openai-chat", "openai", "vllm"),
-                       help="openai-chat asks chat completions, openai or vllm asks completions (default: completions with token ids "
-                            "where the load has no text, else chat)")
+    group.add_argument(
+        "--backend",
+        choices=("openai-chat", "openai", "vllm"),
+        help="openai-chat asks chat completions, openai or vllm asks completions (default: completions with token ids "
+        "where the load has no text, else chat)",
+    )
     group.add_argument("--endpoint", metavar="PATH", help="path to ask (default: the backend's own)")
-    group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE",
-                       help="request header, repeatable; OPENAI_API_KEY from the environment becomes a bearer token")
-    group.add_argument("--extra-body", type=_object, default={}, metavar="JSON",
-                       help="fields to merge into every request; null removes one")
-    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction,
-                       help="ask for full-length replies, which engines take beside OpenAI's fields (default: for traces with times)")
-    group.add_argument("--timeout", type=positive, default=600.0, metavar="S",
-                       help="give a request up after this many seconds (default %(default)g)")
+    group.add_argument(
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="request header, repeatable; OPENAI_API_KEY from the environment becomes a bearer token",
+    )
+    group.add_argument(
+        "--extra-body",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="fields to merge into every request; null removes one",
+    )
+    group.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="ask for full-length replies, which engines take beside OpenAI's fields (default: for traces with times)",
+    )
+    group.add_argument(
+        "--timeout",
+        type=positive,
+        default=600.0,
+        metavar="S",
+        help="give a request up after this many seconds (default %(default)g)",
+    )
 
 
 def headers(args: argparse.Namespace) -> dict[str, str]:
@@ -90,14 +115,15 @@ async def model_of(client: Client, asked: str | None) -> Model:
             raise Unreachable(f"{client.base_url} answers 503: {told['error']['message']}")
         name = told["data"][0]["id"]
     except (ValueError, LookupError, TypeError):
-        raise Unreachable(f"{client.base_url} answers {status} to /v1/models and lists no model; "
-                          "name one with --model") from None
+        raise Unreachable(
+            f"{client.base_url} answers {status} to /v1/models and lists no model; name one with --model"
+        ) from None
     return Model(name, _vocabulary(body, name))
 
 
 def _vocabulary(models: bytes, name: str) -> int | None:
-    """How many token ids the model has, by the config.json of what the engine was started with: a folder that is here, too,
-    or what is in the hub's cache. `models`: the server's /v1/models."""
+    """How many token ids the model has, by the config.json of what the engine was started with: a folder that is here,
+    too, or what is in the hub's cache. `models`: the server's /v1/models."""
     try:
         cards = {card["id"]: card for card in orjson.loads(models)["data"]}
         card = cards.get(name, {})
@@ -127,8 +153,16 @@ def asking(args: argparse.Namespace, model: Model) -> Asking:
     """How this load's requests are put to that model."""
     ask_completions = datasets.completions(args)
     ignore_eos = args.ignore_eos if args.ignore_eos is not None else datasets.has_times(args)
-    return Asking(model.name, args.endpoint or (COMPLETIONS if ask_completions else CHAT), ask_completions, args.replies == "engine",
-                  ignore_eos, args.extra_body, datasets.salt(args), datasets.vocabulary(args, model.vocabulary))
+    return Asking(
+        model.name,
+        args.endpoint or (COMPLETIONS if ask_completions else CHAT),
+        ask_completions,
+        args.replies == "engine",
+        ignore_eos,
+        args.extra_body,
+        datasets.salt(args),
+        datasets.vocabulary(args, model.vocabulary),
+    )
 
 
 def load_of(args: argparse.Namespace, work: Workload, client: Client, asking: Asking) -> Run | Processes:

@@ -54,7 +54,9 @@ def _weights(folder: Path) -> int | None:
 def _fetched(name: str) -> Path:
     """The two small files of a model on the hub, or in its cache where the hub can't be reached. Raises BadModel."""
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise BadModel(f"--model {name}: there is no such folder; give the one with config.json, or a name like Qwen/Qwen3-8B")
+        raise BadModel(
+            f"--model {name}: there is no such folder; give the one with config.json, or a name like Qwen/Qwen3-8B"
+        )
     from huggingface_hub import snapshot_download  # a slow import, needed only here
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -1,7 +1,8 @@
-"""How many replicas keep an SLO: a load played in virtual time on more and more of them, for several sizes of their cache.
+"""How many replicas keep an SLO: a load played in virtual time on more and more of them, for several sizes of their
+cache.
 
-For each size the number is doubled until enough requests are within the limits, then the gap between that number and the last
-that was too small is halved until they are neighbours. Presumes that more replicas never do worse.
+For each size the number is doubled until enough requests are within the limits, then the gap between that number and
+the last that was too small is halved until they are neighbours. Presumes that more replicas never do worse.
 """
 
 from __future__ import annotations
@@ -70,7 +71,12 @@ def by_tokens(profile: Profile) -> Profile:
     if not (per_cache := step.decode_usage + step.decode_usage_squared):
         return profile
     per_token = per_cache / (profile.num_blocks * profile.block_size)
-    return replace(profile, step=replace(step, decode_usage=0.0, decode_usage_squared=0.0, decode_context_token=step.decode_context_token + per_token))
+    return replace(
+        profile,
+        step=replace(
+            step, decode_usage=0.0, decode_usage_squared=0.0, decode_context_token=step.decode_context_token + per_token
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +89,27 @@ class Fleet:
     attainment: float
 
     def of(self, replicas: int, tokens: int) -> Setting:
-        return replace(self.setting, profiles=[replace(self.profile, num_blocks=tokens // self.profile.block_size)] * replicas)
+        return replace(
+            self.setting, profiles=[replace(self.profile, num_blocks=tokens // self.profile.block_size)] * replicas
+        )
 
     def judged(self, size: Size, number: int, outcome: Outcome) -> Point:
-        report = {"target": f"{number} simulated engines of {size.tokens:,} tokens", "model": self.profile.name, **summarise(outcome, self.slo)}
+        report = {
+            "target": f"{number} simulated engines of {size.tokens:,} tokens",
+            "model": self.profile.name,
+            **summarise(outcome, self.slo),
+        }
         share = report["goodput"]["share"]
         return Point(number, size.tokens, share, share >= self.attainment, report)
 
 
-def search(work: Workload, fleet: Fleet, sizes: Sequence[Size], processes: int = 1, said: Callable[[Point], None] = lambda point: None) -> None:
+def search(
+    work: Workload,
+    fleet: Fleet,
+    sizes: Sequence[Size],
+    processes: int = 1,
+    said: Callable[[Point], None] = lambda point: None,
+) -> None:
     """Until every size has its answer; each round tries one number of each, in as many processes."""
     while asked := [(size, size.number) for size in sizes if size.number is not None]:
         outcomes: Iterator[Outcome] = played(work, [fleet.of(number, size.tokens) for size, number in asked], processes)

@@ -1,9 +1,9 @@
 """KV cache arithmetic from a model's config.json: bytes of a token, blocks of a GPU, the longest context.
 
-It counts as vLLM does (0.28 to 0.32; tests/vllm holds it to vLLM's own log). A block is `block_size` tokens in a group of
-layers. Layers that all keep the same tokens are one group. Where some keep a window only, each kind is cut into groups of
-equally many layers, so that all blocks have one size, and a request takes blocks for every group from one pool.
-Pure: no files, no engine.
+It counts as vLLM does (0.28 to 0.32; tests/vllm holds it to vLLM's own log). A block is `block_size` tokens in a group
+of layers. Layers that all keep the same tokens are one group. Where some keep a window only, each kind is cut into
+groups of equally many layers, so that all blocks have one size, and a request takes blocks for every group from one
+pool. Pure: no files, no engine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,30 @@ from dataclasses import dataclass
 from loadgen.options import BadInput
 
 KV_DTYPES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # bytes of a number in the cache
-_WEIGHT_DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16", "float32": "bfloat16", "float": "bfloat16"}
-_PACKED_LATENT = 656  # bytes: how vLLM stores an fp8 latent of 512 + 64 for sparse attention (`fp8_ds_mla`), scales included
-RESERVE = 2 << 30  # bytes of a GPU for activations, CUDA and its graphs: a guess that vLLM's log replaces (see docs/plan.md)
+_WEIGHT_DTYPES = {
+    "float16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "float32": "bfloat16",
+    "float": "bfloat16",
+}
+# bytes: how vLLM stores an fp8 latent of 512 + 64 for sparse attention (`fp8_ds_mla`), scales included
+_PACKED_LATENT = 656
+# bytes of a GPU for activations, CUDA and its graphs: a guess that vLLM's log replaces (see docs/plan.md)
+RESERVE = 2 << 30
 UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 
 _LATENT_NOT_CACHED = ("minicpm3",)  # has kv_lora_rank, but vLLM caches its heads
-_UNEQUAL = ("global_head_dim", "swa_head_dim", "swa_num_key_value_heads", "compress_ratios", "block_configs", "per_layer_config")
-_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}  # every n-th layer is full: their classes' defaults
+_UNEQUAL = (
+    "global_head_dim",
+    "swa_head_dim",
+    "swa_num_key_value_heads",
+    "compress_ratios",
+    "block_configs",
+    "per_layer_config",
+)
+# every n-th layer is full: their classes' defaults
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _FULL = ("full_attention", "attention", "chunked_attention")  # vLLM keeps chunked ones whole by default
 
 
@@ -63,8 +79,9 @@ class Shape:
 class KvSpace:
     """The cache of one replica: `tensor_parallel` GPUs that each hold their share of every token.
 
-    `context_parallel` GPUs of these hold each a part of the tokens instead (--decode-context-parallel-size). `in_flight`:
-    tokens scheduled and not yet settled, for which layers with a window need room, too: two batches in vLLM.
+    `context_parallel` GPUs of these hold each a part of the tokens instead (--decode-context-parallel-size).
+    `in_flight`: tokens scheduled and not yet settled, for which layers with a window need room, too: two batches in
+    vLLM.
     """
 
     shape: Shape
@@ -76,11 +93,21 @@ class KvSpace:
 
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in KV_DTYPES:
-            raise BadModel(f"the size of --kv-cache-dtype {self.dtype} is not known here; known are auto, {', '.join(KV_DTYPES)}")
-        if not self.shape.latent and (heads := self.shape.kv_heads) % self.tensor_parallel and self.tensor_parallel % heads:
-            raise BadModel(f"{heads} KV heads can't be shared out over {self.tensor_parallel} GPUs: one number must divide the other")
+            raise BadModel(
+                f"the size of --kv-cache-dtype {self.dtype} is not known here; known are auto, {', '.join(KV_DTYPES)}"
+            )
+        if (
+            not self.shape.latent
+            and (heads := self.shape.kv_heads) % self.tensor_parallel
+            and self.tensor_parallel % heads
+        ):
+            raise BadModel(
+                f"{heads} KV heads can't be shared out over {self.tensor_parallel} GPUs: one number must divide the other"
+            )
         if self.tensor_parallel % self.context_parallel:
-            raise BadModel(f"context parallel ({self.context_parallel}) must divide tensor parallel ({self.tensor_parallel})")
+            raise BadModel(
+                f"context parallel ({self.context_parallel}) must divide tensor parallel ({self.tensor_parallel})"
+            )
         if self.context_parallel > 1 and any(layers.window for layers in self.shape.layers):
             raise BadModel("layers with a window can't be split along the context: leave context parallel at 1")
 
@@ -142,7 +169,8 @@ class KvSpace:
     def _blocks_of(self, layers: Layers, tokens: int) -> int:
         if layers.window is None:
             return -(-tokens // (self.block_size * self.context_parallel))
-        return -(-min(layers.window - 1 + self.in_flight, tokens) // self.block_size) + 1  # a window may begin within a block
+        # a window may begin within a block
+        return -(-min(layers.window - 1 + self.in_flight, tokens) // self.block_size) + 1
 
 
 def memory_for_kv(gpu: int, weights: int, tensor_parallel: int, utilization: float = UTILIZATION) -> int:
@@ -156,7 +184,10 @@ def memory_for_kv(gpu: int, weights: int, tensor_parallel: int, utilization: flo
 
 def read(config: Mapping[str, object]) -> Shape:
     """The shape of the model whose config.json this is. Raises BadModel."""
-    text = next((config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)), config)
+    text = next(
+        (config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)),
+        config,
+    )
     for key in _UNEQUAL:
         if text.get(key):
             raise BadModel(f"its layers differ in size ({key}), and this arithmetic takes them as equal: start the engine once and give "
@@ -188,7 +219,15 @@ def _number(config: Mapping[str, object], *names: str, default: int | None = Non
 def _kv_heads(config: Mapping[str, object], heads: int) -> int:
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1  # Falcon-7B and StarCoder say it this way
-    return _number(config, "n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups", default=heads)
+    return _number(
+        config,
+        "n_head_kv",
+        "num_kv_heads",
+        "num_key_value_heads",
+        "multi_query_group_num",
+        "num_attention_groups",
+        default=heads,
+    )
 
 
 def _head_size(config: Mapping[str, object], heads: int) -> int:
@@ -200,8 +239,12 @@ def _head_size(config: Mapping[str, object], heads: int) -> int:
 
 
 def _dtype(config: Mapping[str, object], text: Mapping[str, object]) -> tuple[str, list[str]]:
-    """What the engine stores if nobody says otherwise: as the checkpoint's quantisation says, else the weights' type."""
-    quantized = next((said["quantization_config"] for said in (config, text) if isinstance(said.get("quantization_config"), dict)), {})
+    """What the engine stores if nobody says otherwise: as the checkpoint's quantisation says, else the weights'
+    type."""
+    quantized = next(
+        (said["quantization_config"] for said in (config, text) if isinstance(said.get("quantization_config"), dict)),
+        {},
+    )
     scheme, algorithm = quantized.get("kv_cache_scheme"), quantized.get("kv_cache_quant_algo")
     if (isinstance(scheme, dict) and scheme.get("num_bits") == 8) or str(algorithm).lower() == "fp8":
         return "fp8", ["the checkpoint says that its cache is fp8"]
@@ -214,7 +257,8 @@ def _dtype(config: Mapping[str, object], text: Mapping[str, object]) -> tuple[st
 
 
 def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], list[str]]:
-    """The kinds of layers and what to say of them. Those that share another's cache, or keep a state, have no tokens to keep."""
+    """The kinds of layers and what to say of them. Those that share another's cache, or keep a state, have no tokens to
+    keep."""
     kinds = _kinds(config, _number(config, "num_hidden_layers", "n_layer", "num_layers"))
     shared = _number(config, "num_kv_shared_layers", default=0) if config.get("num_kv_shared_layers") else 0
     kinds = kinds[: len(kinds) - shared]
@@ -225,9 +269,13 @@ def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], list[str]
     found, notes = [Layers(full)] if full else [], []
     if windows:
         found.append(Layers(len(windows), windows[0]))
-        notes.append(f"{len(windows)} of {len(kinds)} layers need only the last {windows[0]:,} tokens of a running request")
+        notes.append(
+            f"{len(windows)} of {len(kinds)} layers need only the last {windows[0]:,} tokens of a running request"
+        )
     if states:
-        notes.append(f"{states} of {len(kinds)} layers keep a state of fixed size for each request, which is not counted: vLLM holds some blocks for it")
+        notes.append(
+            f"{states} of {len(kinds)} layers keep a state of fixed size for each request, which is not counted: vLLM holds some blocks for it"
+        )
     if shared:
         notes.append(f"the last {shared} layers use the cache of others")
     return tuple(found), notes
@@ -235,7 +283,11 @@ def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], list[str]
 
 def _kinds(config: Mapping[str, object], count: int) -> list[str | int]:
     """For each layer "full", "state", or its window. Raises BadModel."""
-    window = _number(config, "sliding_window") if config.get("sliding_window") and config.get("use_sliding_window", True) else None
+    window = (
+        _number(config, "sliding_window")
+        if config.get("sliding_window") and config.get("use_sliding_window", True)
+        else None
+    )
     named = config.get("layer_types") or config.get("layers_block_type")
     if isinstance(named, list):
         return [_kind(name, window) for name in named[:count]]
@@ -252,11 +304,17 @@ def _kinds(config: Mapping[str, object], count: int) -> list[str | int]:
                        "tokens that its log says (--kv-tokens)")  # fmt: skip
     if window is None:
         return ["full"] * count
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or _PATTERNS.get(str(config.get("model_type")))
+    pattern = (
+        config.get("sliding_window_pattern")
+        or config.get("_sliding_window_pattern")
+        or _PATTERNS.get(str(config.get("model_type")))
+    )
     if isinstance(pattern, str):  # EXAONE 4: LLLG, local and global
         return [window if pattern[layer % len(pattern)] == "L" else "full" for layer in range(count)]
     if pattern is not None and (type(pattern) is not int or pattern < 1):
-        raise BadModel(f"sliding_window_pattern is {pattern!r}, and must be a whole number above 0 or letters like LLLG")
+        raise BadModel(
+            f"sliding_window_pattern is {pattern!r}, and must be a whole number above 0 or letters like LLLG"
+        )
     return [window if pattern is None or (layer + 1) % pattern else "full" for layer in range(count)]
 
 
@@ -269,4 +327,6 @@ def _kind(name: object, window: int | None) -> str | int:
         return window
     if str(name).startswith(("linear", "mamba", "conv", "recurrent", "gated_delta")):
         return "state"
-    raise BadModel(f"layer_types names {name!r}, which is not known here: start the engine once and give the tokens that its log says (--kv-tokens)")
+    raise BadModel(
+        f"layer_types names {name!r}, which is not known here: start the engine once and give the tokens that its log says (--kv-tokens)"
+    )

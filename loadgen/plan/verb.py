@@ -1,7 +1,7 @@
 """`hitherto plan`, `loadgen plan`: what a model's KV cache holds, and how many replicas a load needs to keep an SLO.
 
-The first is arithmetic (`kv_space`), the second is searched for in virtual time (`fleet_size`) and comes with all that was tried
-and all that was assumed.
+The first is arithmetic (`kv_space`), the second is searched for in virtual time (`fleet_size`) and comes with all that
+was tried and all that was assumed.
 """
 
 from __future__ import annotations
@@ -52,27 +52,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model and GPU")
     model.add_argument("--model", metavar="NAME", help="folder with config.json, or a name on Hugging Face's hub")
     model.add_argument("--gpu-memory", type=size, metavar="SIZE", help="memory of one GPU, e.g. 80GiB")
-    model.add_argument("--gpu-memory-utilization", type=utilization, default=UTILIZATION, metavar="R",
-                       help="share of it that the engine takes (default %(default)g, vLLM's)")
-    model.add_argument("--weights", type=size, metavar="SIZE", help="of the whole model (default: its safetensors files)")
-    model.add_argument("--kv-cache-memory-bytes", type=size, metavar="SIZE",
-                       help='for the cache on each GPU, instead of these three: "Available KV cache memory" in vLLM\'s log')
-    model.add_argument("--tensor-parallel-size", "-tp", type=whole, default=1, metavar="N", help="GPUs of a replica (default 1)")
-    model.add_argument("--decode-context-parallel-size", "-dcp", type=whole, default=1, metavar="N",
-                       help="of these, GPUs that share out the context (default 1)")
+    model.add_argument(
+        "--gpu-memory-utilization",
+        type=utilization,
+        default=UTILIZATION,
+        metavar="R",
+        help="share of it that the engine takes (default %(default)g, vLLM's)",
+    )
+    model.add_argument(
+        "--weights", type=size, metavar="SIZE", help="of the whole model (default: its safetensors files)"
+    )
+    model.add_argument(
+        "--kv-cache-memory-bytes",
+        type=size,
+        metavar="SIZE",
+        help='for the cache on each GPU, instead of these three: "Available KV cache memory" in vLLM\'s log',
+    )
+    model.add_argument(
+        "--tensor-parallel-size", "-tp", type=whole, default=1, metavar="N", help="GPUs of a replica (default 1)"
+    )
+    model.add_argument(
+        "--decode-context-parallel-size",
+        "-dcp",
+        type=whole,
+        default=1,
+        metavar="N",
+        help="of these, GPUs that share out the context (default 1)",
+    )
     model.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="auto, fp8, ... (default auto)")
     model.add_argument("--block-size", type=whole, metavar="N", help=f"tokens (default {BLOCK}, and the profile's)")
     model.add_argument("--max-model-len", type=whole, metavar="N", help="longest request (default: the model's)")
     parser.set_defaults(backend="openai-chat")  # nothing is asked over HTTP: any load will do, and any reply
     fleet = parser.add_argument_group("fleet", "with --slo: the fewest replicas that keep it for the load below")
-    fleet.add_argument("--attainment", type=attainment, default=ATTAINMENT, metavar="SHARE",
-                       help="share of the requests that must be within the limits (default %(default)g)")
-    fleet.add_argument("--kv-tokens", type=sizes, metavar="A,B",
-                       help="tokens of KV cache in a replica to try (default: half, once and twice the model's, or the profile's)")
-    fleet.add_argument("--max-replicas", type=whole, default=64, metavar="N", help="never try more (default %(default)s)")
-    fleet.add_argument("--profile", default="gpu-8b", metavar="NAME|FILE", help="how fast an engine is; `hitherto calibrate` measures yours (default %(default)s)")
-    fleet.add_argument("--policy", choices=(*policies.NAMES, *field.NAMES), default=policies.DEFAULT, metavar="NAME",
-                       help="how requests are routed (default %(default)s)")
+    fleet.add_argument(
+        "--attainment",
+        type=attainment,
+        default=ATTAINMENT,
+        metavar="SHARE",
+        help="share of the requests that must be within the limits (default %(default)g)",
+    )
+    fleet.add_argument(
+        "--kv-tokens",
+        type=sizes,
+        metavar="A,B",
+        help="tokens of KV cache in a replica to try (default: half, once and twice the model's, or the profile's)",
+    )
+    fleet.add_argument(
+        "--max-replicas", type=whole, default=64, metavar="N", help="never try more (default %(default)s)"
+    )
+    fleet.add_argument(
+        "--profile",
+        default="gpu-8b",
+        metavar="NAME|FILE",
+        help="how fast an engine is; `hitherto calibrate` measures yours (default %(default)s)",
+    )
+    fleet.add_argument(
+        "--policy",
+        choices=(*policies.NAMES, *field.NAMES),
+        default=policies.DEFAULT,
+        metavar="NAME",
+        help="how requests are routed (default %(default)s)",
+    )
     datasets.add_workload(parser)
     files.add_report(parser)
 
@@ -104,7 +144,9 @@ def check(args: argparse.Namespace) -> None:
     if not args.slo and (args.dataset_name or args.dataset_path):
         raise BadOption("a load is planned for an SLO: say what would be good enough, as in --slo ttft:1s,tpot:50ms")
     if not args.slo and args.model is None:
-        raise BadOption("there is nothing to plan: --model FOLDER for its KV cache, --slo ttft:1s and a load for the replicas it needs")
+        raise BadOption(
+            "there is nothing to plan: --model FOLDER for its KV cache, --slo ttft:1s and a load for the replicas it needs"
+        )
     if not args.slo and (args.html or args.png or args.csv):
         raise BadOption("--html, --png and --csv show how a fleet does; give --slo and a load")
 
@@ -121,7 +163,9 @@ def arithmetic(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, di
 
 
 def space_of(args: argparse.Namespace, checkpoint: Checkpoint, dtype: str) -> KvSpace:
-    return KvSpace(checkpoint.shape, dtype, args.block_size or BLOCK, args.tensor_parallel_size, args.decode_context_parallel_size)
+    return KvSpace(
+        checkpoint.shape, dtype, args.block_size or BLOCK, args.tensor_parallel_size, args.decode_context_parallel_size
+    )
 
 
 def memory_of(args: argparse.Namespace, checkpoint: Checkpoint) -> int | None:
@@ -149,7 +193,13 @@ def figures(space: KvSpace, context: int | None, memory: int | None) -> dict[str
 
 def table(args: argparse.Namespace, found: dict[str, dict[str, object]]) -> Table:
     gpus = args.tensor_parallel_size
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", title=f"KV cache of one replica, {gpus} GPU{'s' * (gpus > 1)}", title_justify="left")
+    shown = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        header_style="bold",
+        title=f"KV cache of one replica, {gpus} GPU{'s' * (gpus > 1)}",
+        title_justify="left",
+    )
     shown.add_column("")
     for name, one in found.items():
         shown.add_column(name if name == one["dtype"] else f"{name} ({one['dtype']})", justify="right")
@@ -168,7 +218,13 @@ def table(args: argparse.Namespace, found: dict[str, dict[str, object]]) -> Tabl
 # ---- the fleet
 
 
-def plan_fleet(args: argparse.Namespace, console: Console, checkpoint: Checkpoint | None, found: dict | None, about: dict[str, object]) -> int:
+def plan_fleet(
+    args: argparse.Namespace,
+    console: Console,
+    checkpoint: Checkpoint | None,
+    found: dict | None,
+    about: dict[str, object],
+) -> int:
     given = profile_of(args, checkpoint)
     profile = by_tokens(given)
     tried = [Size(tokens, args.max_replicas) for tokens in tokens_of(args, profile, found)]
@@ -180,6 +236,7 @@ def plan_fleet(args: argparse.Namespace, console: Console, checkpoint: Checkpoin
 
     def said(point: Point) -> None:
         console.print(f"[dim]{point.replicas} × {point.tokens:,} tokens: {percent(point.share)} within the SLO[/]")
+
     search(work, fleet, tried, args.processes, said)
     assumed = assumptions(args, checkpoint, found, given)
     answers = [answer(args, fleet, size) for size in tried]
@@ -191,7 +248,14 @@ def plan_fleet(args: argparse.Namespace, console: Console, checkpoint: Checkpoin
     plan = {"slo_ms": fleet.slo, "attainment": args.attainment, "policy": args.policy, "profile": profile.name,
             "replicas": {str(size.tokens): size.kept for size in tried}, "answers": answers, "assumed": assumed, "points": points}  # fmt: skip
     about |= {"workload": datasets.describe(args, work), "plan": plan}
-    files.write(args, about, {named(size): size.found.report for size in tried}, {named(size): size.records for size in tried}, console, about)
+    files.write(
+        args,
+        about,
+        {named(size): size.found.report for size in tried},
+        {named(size): size.records for size in tried},
+        console,
+        about,
+    )
     return 0 if any(size.kept for size in tried) else 1
 
 
@@ -207,8 +271,14 @@ def profile_of(args: argparse.Namespace, checkpoint: Checkpoint | None) -> Profi
 def tokens_of(args: argparse.Namespace, profile: Profile, found: dict | None) -> list[int]:
     """Sizes of the cache to try. Raises BadOption."""
     if args.kv_tokens is None and found and found[args.kv_cache_dtype]["memory"] is None:
-        raise BadOption("to plan replicas of this model its KV cache must be known: give --gpu-memory 80GiB, --kv-cache-memory-bytes or --kv-tokens")
-    own = found[args.kv_cache_dtype]["tokens_kept"] if found and args.kv_tokens is None else profile.num_blocks * profile.block_size
+        raise BadOption(
+            "to plan replicas of this model its KV cache must be known: give --gpu-memory 80GiB, --kv-cache-memory-bytes or --kv-tokens"
+        )
+    own = (
+        found[args.kv_cache_dtype]["tokens_kept"]
+        if found and args.kv_tokens is None
+        else profile.num_blocks * profile.block_size
+    )
     tried = args.kv_tokens or [own // 2, own, 2 * own]
     if tried[0] < (least := 2 * profile.block_size):
         raise BadOption(f"a KV cache of {tried[0]:,} tokens is none: at least {least} are needed")
@@ -230,7 +300,11 @@ def answer(args: argparse.Namespace, fleet: Fleet, size: Size) -> str:
     text += f" ({gpus} GPUs)" if gpus > size.kept else ""
     enough = size.found
     text += f": {percent(enough.share)} within {limits}, hit rate {percent(enough.report['cache']['hit_rate'])}"
-    return text + (f"; {size.missed} would give {percent(size.points[size.missed].share)}" if size.missed else "") + refused(enough)
+    return (
+        text
+        + (f"; {size.missed} would give {percent(size.points[size.missed].share)}" if size.missed else "")
+        + refused(enough)
+    )
 
 
 def refused(point: Point) -> str:
@@ -241,7 +315,13 @@ def refused(point: Point) -> str:
 
 def curve(tried: list[Size]) -> Table:
     """Replicas down, sizes of the cache across: share within the SLO, and hit rate."""
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", title="Requests within the SLO, and hit rate", title_justify="left")
+    shown = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        header_style="bold",
+        title="Requests within the SLO, and hit rate",
+        title_justify="left",
+    )
     shown.add_column("replicas", justify="right")
     for size in tried:
         shown.add_column(f"{size.tokens:,} tokens", justify="right")
@@ -257,18 +337,26 @@ def _cell(point: Point | None, chosen: bool) -> str:
     return f"[bold green]{text}[/]" if chosen else text
 
 
-def assumptions(args: argparse.Namespace, checkpoint: Checkpoint | None, found: dict | None, profile: Profile) -> list[str]:
+def assumptions(
+    args: argparse.Namespace, checkpoint: Checkpoint | None, found: dict | None, profile: Profile
+) -> list[str]:
     """What the answer rests on."""
     said = [f"engines as fast as the profile {profile.name} says" + (", whatever this model's size: `hitherto calibrate` measures yours" if checkpoint else ""),
             f"one gateway, {args.policy}, with KV events; replicas neither fail nor come late; their caches are empty at the start",
             "every request counts, the first ones too; what fails or is too long counts as not within the SLO"]  # fmt: skip
     if by_tokens(profile) is not profile:
-        said.append("a decode step takes longer with the tokens in use, at the rate of that profile's own cache between empty and full")
+        said.append(
+            "a decode step takes longer with the tokens in use, at the rate of that profile's own cache between empty and full"
+        )
     if found and not args.kv_tokens:
         one = found[args.kv_cache_dtype]
         if not args.kv_cache_memory_bytes:
-            said.append(f"{args.gpu_memory_utilization:.0%} of each GPU's {args.gpu_memory / GIB:.4g} GiB for the engine, of which {RESERVE / GIB:.2g} GiB are for neither "
-                        "weights nor cache (a guess; vLLM's log has the memory that is left)")  # fmt: skip
+            said.append(
+                f"{args.gpu_memory_utilization:.0%} of each GPU's {args.gpu_memory / GIB:.4g} GiB for the engine, of which "
+                f"{RESERVE / GIB:.2g} GiB are for neither weights nor cache (a guess; vLLM's log has the memory that is left)"
+            )
         if one["groups"] > 1:
-            said.append("every layer keeps every token, as it does for cached prefixes; running requests need less where layers have windows")
+            said.append(
+                "every layer keeps every token, as it does for cached prefixes; running requests need less where layers have windows"
+            )
     return said

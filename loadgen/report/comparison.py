@@ -26,8 +26,13 @@ def less_or_more(new: float, old: float, less: str, more: str, same: str = "abou
 
 def comparison(name: str, report: Report, base_name: str, base: Report) -> list[str]:
     """Sentences on `report` against `base`; what neither knows is left out."""
-    sentences = [_cache(name, report, base_name, base), _prefill(report, base), _ttft(report, base, base_name),
-                 _spread(report, base, base_name), _failures(name, report, base_name, base)]
+    sentences = [
+        _cache(name, report, base_name, base),
+        _prefill(report, base),
+        _ttft(report, base, base_name),
+        _spread(report, base, base_name),
+        _failures(name, report, base_name, base),
+    ]
     return [sentence for sentence in sentences if sentence]
 
 
@@ -35,24 +40,31 @@ def _cache(name: str, report: Report, base_name: str, base: Report) -> str | Non
     new, old = report["cache"]["hit_rate"], base["cache"]["hit_rate"]
     if new is None or old is None:
         return None
-    return (f"{name} found {new * 100:.0f} % of all prompt tokens in a cache, {base_name} {old * 100:.0f} %: "
-            f"{less_or_more(new, old, 'fewer', 'as many')}.")
+    return (
+        f"{name} found {new * 100:.0f} % of all prompt tokens in a cache, {base_name} {old * 100:.0f} %: "
+        f"{less_or_more(new, old, 'fewer', 'as many')}."
+    )
 
 
 def _prefill(report: Report, base: Report) -> str | None:
     new, old = report["cache"]["prefill_tokens"], base["cache"]["prefill_tokens"]
     if new is None or old is None:
         return None
-    return (f"Its engines computed {new:,} prompt tokens instead of {old:,}: "
-            f"{less_or_more(new, old, 'less work', 'more work')}.")
+    return (
+        f"Its engines computed {new:,} prompt tokens instead of {old:,}: "
+        f"{less_or_more(new, old, 'less work', 'more work')}."
+    )
 
 
 def _ttft(report: Report, base: Report, base_name: str) -> str | None:
     new, old = report["ttft_ms"], base["ttft_ms"]
     if not new or not old:
         return None
-    parts = [f"{new[key]:,.0f} ms at {key} ({base_name} {old[key]:,.0f} ms, "
-             f"{less_or_more(new[key], old[key], 'sooner', 'later')})" for key in ("p50", "p99")]
+    parts = [
+        f"{new[key]:,.0f} ms at {key} ({base_name} {old[key]:,.0f} ms, "
+        f"{less_or_more(new[key], old[key], 'sooner', 'later')})"
+        for key in ("p50", "p99")
+    ]
     return f"The first token came after {' and '.join(parts)}."
 
 
@@ -70,10 +82,11 @@ def _failures(name: str, report: Report, base_name: str, base: Report) -> str | 
 
 
 def void_because(reports: Reports) -> str | None:
-    """Return why the targets' figures cannot be compared, or None: their figures are of the requests that each answered.
+    """Return why the targets' figures cannot be compared, or None: their figures are of the requests that each
+    answered.
 
-    A difference of at most 1 % of the requests moves no figure that a single run can tell, and the errors are in the report. An
-    interrupted run is cut where the user cut it, and says so itself.
+    A difference of at most 1 % of the requests moves no figure that a single run can tell, and the errors are in the
+    report. An interrupted run is cut where the user cut it, and says so itself.
     """
     if any(report["interrupted"] for report in reports.values()):
         return None
@@ -81,7 +94,9 @@ def void_because(reports: Reports) -> str | None:
     if max(answered.values()) - min(answered.values()) <= 0.01 * max(report["requests"] for report in reports.values()):
         return None
     return "the targets did not answer the same requests: " + ", ".join(
-        f"{name} {count:,} of {reports[name]['requests'] + reports[name]['not_sent']:,}" for name, count in answered.items())
+        f"{name} {count:,} of {reports[name]['requests'] + reports[name]['not_sent']:,}"
+        for name, count in answered.items()
+    )
 
 
 def print_comparison(console: Console, reports: Reports) -> None:

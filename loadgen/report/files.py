@@ -1,7 +1,8 @@
-"""Reports as files, and the flags that ask for them: a page and plots for people, a line per request for whoever computes on.
+"""Reports as files, and the flags that ask for them: a page and plots for people, a line per request for whoever
+computes on.
 
-All come from the same two dictionaries by target or policy, its report (`report.summarise`) and its records, whether they
-were measured or simulated. matplotlib, an extra of the project, is loaded only when something is drawn.
+All come from the same two dictionaries by target or policy, its report (`report.summarise`) and its records, whether
+they were measured or simulated. matplotlib, an extra of the project, is loaded only when something is drawn.
 """
 
 from __future__ import annotations
@@ -20,15 +21,37 @@ from loadgen.drive.records import Record
 from loadgen.options import BadOption
 from loadgen.report.summary import Records, Reports, began, parse_slo
 
-COLUMNS = ("target", "conversation", "turn", "due_s", "sent_s", "lateness_ms", "ttft_ms", "tpot_ms", "e2el_ms", "prompt_tokens",
-           "output_tokens", "cached_tokens", "predicted_tokens", "replica", "status", "error")
+COLUMNS = (
+    "target",
+    "conversation",
+    "turn",
+    "due_s",
+    "sent_s",
+    "lateness_ms",
+    "ttft_ms",
+    "tpot_ms",
+    "e2el_ms",
+    "prompt_tokens",
+    "output_tokens",
+    "cached_tokens",
+    "predicted_tokens",
+    "replica",
+    "status",
+    "error",
+)
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("report")
-    group.add_argument("--slo", "--goodput", nargs="+", metavar="LIMIT", help="e.g. ttft:500ms,tpot:50ms: count what meets it")
-    group.add_argument("--json", "--result-filename", type=Path, metavar="FILE", help="write all figures (- for stdout)")
-    group.add_argument("--html", type=Path, metavar="FILE", help="write a page with tables and plots (pip install 'hitherto[plots]')")
+    group.add_argument(
+        "--slo", "--goodput", nargs="+", metavar="LIMIT", help="e.g. ttft:500ms,tpot:50ms: count what meets it"
+    )
+    group.add_argument(
+        "--json", "--result-filename", type=Path, metavar="FILE", help="write all figures (- for stdout)"
+    )
+    group.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with tables and plots (pip install 'hitherto[plots]')"
+    )
     group.add_argument("--png", type=Path, metavar="FILE", help="write the plots alone")
     group.add_argument("--csv", type=Path, metavar="FILE", help="write a line per request")
 
@@ -66,9 +89,16 @@ def write_json(path: Path | None, report: object, console: Console) -> None:
     console.print(f"[dim]figures written to {path}[/]")
 
 
-def write(args: argparse.Namespace, figures: object, reports: Reports, records: Records, console: Console,
-          about: Mapping[str, object] | None = None) -> None:
-    """Write whatever was asked for: `figures` as JSON, the rest from reports and records by the name of target or policy.
+def write(
+    args: argparse.Namespace,
+    figures: object,
+    reports: Reports,
+    records: Records,
+    console: Console,
+    about: Mapping[str, object] | None = None,
+) -> None:
+    """Write whatever was asked for: `figures` as JSON, the rest from reports and records by the name of target or
+    policy.
 
     `about` has the `setting` and the `workload` where they are not in the reports themselves.
     """
@@ -89,8 +119,8 @@ def can_draw() -> bool:
 def draw(reports: Reports, records: Records, about: Mapping[str, object], html: Path | None, png: Path | None) -> None:
     """Write the page, the sheet of plots, or both.
 
-    `about` has the `setting` and the `workload`, of a sweep (`loadgen.sweep`) its `sweep`, of a plan (`hitherto plan`) its `plan`;
-    without the first two those of the first report are taken.
+    `about` has the `setting` and the `workload`, of a sweep (`loadgen.sweep`) its `sweep`, of a plan (`hitherto plan`)
+    its `plan`; without the first two those of the first report are taken.
     """
     from loadgen.report import page, plots  # matplotlib takes half a second, and may be missing
 
@@ -125,15 +155,31 @@ def write_csv(path: Path, records: Records) -> None:
         table.writerow(COLUMNS)
         for name, done in records.items():
             zero = began(done)
-            table.writerows(_row(name, record, zero) for record in sorted(done, key=lambda record: (record.sent, record.due)))
+            table.writerows(
+                _row(name, record, zero) for record in sorted(done, key=lambda record: (record.sent, record.due))
+            )
 
 
 def _row(name: str, record: Record, zero: float) -> tuple[object, ...]:
     failed = record.error is not None
-    return (name, record.conversation, record.turn, _seconds(record.due - zero), _seconds(record.sent - zero),
-            _milliseconds(record.lateness), _milliseconds(record.ttft), _milliseconds(None if failed else record.tpot),
-            _milliseconds(record.e2e), record.prompt_tokens, record.outputs, record.cached_tokens, record.predicted_tokens,
-            record.replica, record.status or None, record.error)
+    return (
+        name,
+        record.conversation,
+        record.turn,
+        _seconds(record.due - zero),
+        _seconds(record.sent - zero),
+        _milliseconds(record.lateness),
+        _milliseconds(record.ttft),
+        _milliseconds(None if failed else record.tpot),
+        _milliseconds(record.e2e),
+        record.prompt_tokens,
+        record.outputs,
+        record.cached_tokens,
+        record.predicted_tokens,
+        record.replica,
+        record.status or None,
+        record.error,
+    )
 
 
 def _seconds(value: float) -> float:

@@ -11,20 +11,36 @@ from loadgen.report import comparison, plots, show
 from loadgen.report.summary import Records, Report, Reports
 
 _MOST_REPLICAS = 24  # rows of the table of replicas that are open without being asked for
-_ENVIRONMENT = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=jinja2.FileSystemLoader(Path(__file__).parent))
+_ENVIRONMENT = jinja2.Environment(
+    autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=jinja2.FileSystemLoader(Path(__file__).parent)
+)
 
 
-def page(title: str, reports: Reports, records: Records, drawn: Mapping[str, plots.Line], figures: Sequence[plots.Plot],
-         about: Mapping[str, object]) -> str:
+def page(
+    title: str,
+    reports: Reports,
+    records: Records,
+    drawn: Mapping[str, plots.Line],
+    figures: Sequence[plots.Plot],
+    about: Mapping[str, object],
+) -> str:
     return _ENVIRONMENT.get_template("page.html").render(
-        title=title, reports=reports, lines=drawn, plots=figures, about=about, sweep=about.get("sweep"), plan=about.get("plan"),
+        title=title,
+        reports=reports,
+        lines=drawn,
+        plots=figures,
+        about=about,
+        sweep=about.get("sweep"),
+        plan=about.get("plan"),
         tiles=_tiles(next(iter(reports.values()))) if len(reports) == 1 else [],
         latencies=_latencies(next(iter(reports.values()))) if len(reports) == 1 else [],
         columns=_columns(reports) if len(reports) > 1 else [],
         sentences=[] if about.get("sweep") or about.get("plan") or len(reports) > 3 else list(_sentences(reports)),
-        troubles=list(_troubles(reports)), replicas=_replicas(reports),
+        troubles=list(_troubles(reports)),
+        replicas=_replicas(reports),
         made=_made(about),
-        show=show)
+        show=show,
+    )
 
 
 def _made(about: Mapping[str, object]) -> dict[str, object]:
@@ -38,28 +54,51 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     cache, goodput = report["cache"], report["goodput"]
     ttft, tpot = report["ttft_ms"] or {}, report["tpot_ms"] or {}
     tiles = [
-        ("answered", f"{report['completed']:,}", f"of {report['requests'] + report['not_sent']:,} requests in {report['duration_s']:,.0f} s"),
-        ("throughput", f"{report['request_throughput']:,.2f} /s", f"requests; {report['output_throughput']:,.0f} output tokens/s"),
+        (
+            "answered",
+            f"{report['completed']:,}",
+            f"of {report['requests'] + report['not_sent']:,} requests in {report['duration_s']:,.0f} s",
+        ),
+        (
+            "throughput",
+            f"{report['request_throughput']:,.2f} /s",
+            f"requests; {report['output_throughput']:,.0f} output tokens/s",
+        ),
         ("TTFT p50", show.milliseconds(ttft.get("p50")), f"p99 {show.milliseconds(ttft.get('p99'))}"),
         ("TPOT p50", show.milliseconds(tpot.get("p50")), f"p99 {show.milliseconds(tpot.get('p99'))}"),
     ]
     if cache["hit_rate"] is not None:
-        tiles.append(("cache hit rate", show.percent(cache["hit_rate"]), f"{cache['prefill_tokens']:,} of {cache['prompt_tokens']:,} tokens computed"))
+        tiles.append(
+            (
+                "cache hit rate",
+                show.percent(cache["hit_rate"]),
+                f"{cache['prefill_tokens']:,} of {cache['prompt_tokens']:,} tokens computed",
+            )
+        )
     if goodput:
         tiles.append(("within the SLO", show.percent(goodput["share"]), show.limits(goodput["slo_ms"])))
     return tiles
 
 
 def _latencies(report: Report) -> list[tuple[str, str, list[str]]]:
-    return [(label, meaning, [show.milliseconds((report[key] or {}).get(name)) for name in ("mean", "p50", "p90", "p99", "max")])
-            for label, key, meaning in show.LATENCIES if report[key]]
+    return [
+        (
+            label,
+            meaning,
+            [show.milliseconds((report[key] or {}).get(name)) for name in ("mean", "p50", "p90", "p99", "max")],
+        )
+        for label, key, meaning in show.LATENCIES
+        if report[key]
+    ]
 
 
 def _columns(reports: Reports) -> list[tuple[str, list[tuple[str, bool]]]]:
     """The rows of `show.comparison_table` as columns: a label, and per target its figure and whether it is the best."""
     columns = []
     for label, values, form, best in show.compared(reports):
-        columns.append((label, [("–" if value is None else form(value), value is not None and value == best) for value in values]))
+        columns.append(
+            (label, [("–" if value is None else form(value), value is not None and value == best) for value in values])
+        )
     return columns
 
 
@@ -81,6 +120,11 @@ def _replicas(reports: Reports) -> list[dict[str, object]]:
     for name, report in reports.items():
         if rows := report["replicas"]:
             most = max(figures["requests"] for figures in rows.values()) or 1
-            tables.append({"name": name, "rows": [(one, figures, figures["requests"] / most) for one, figures in rows.items()],
-                           "open": len(reports) == 1 and len(rows) <= _MOST_REPLICAS})
+            tables.append(
+                {
+                    "name": name,
+                    "rows": [(one, figures, figures["requests"] / most) for one, figures in rows.items()],
+                    "open": len(reports) == 1 and len(rows) <= _MOST_REPLICAS,
+                }
+            )
     return tables

@@ -22,7 +22,8 @@ from loadgen.drive.records import Record
 from loadgen.report.summary import Records, Reports, began
 
 _SIZE = (5.2, 3.1)  # inches, of one plot; with letters of 10.5 points a page reads on a phone, too
-_COLOURS = ("#12907f", "#d97a1e", "#5a76d8", "#c34f86", "#7d962c", "#8d62c9", "#3f9cc4", "#a9703d")  # 3:1 on white and on black
+# 3:1 on white and on black
+_COLOURS = ("#12907f", "#d97a1e", "#5a76d8", "#c34f86", "#7d962c", "#8d62c9", "#3f9cc4", "#a9703d")
 _DASHES = ("-", (0, (4, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.6, 1.2, 1.6)))
 _WINDOW_REQUESTS = 25  # a window of time has about so many requests, or its figures are noise
 _MOST_WINDOWS, _FEWER_WINDOWS = 60, 24  # fewer where many lines cross
@@ -32,10 +33,23 @@ _SHADE = 0.6  # power by which colour follows load, so that an even load, far be
 _MOST_STEPS = 500  # of a distribution; more are finer than the plot
 _LEAST_MS = 1e-3  # a logarithmic axis knows no 0, a virtual clock does
 _MOST_POINTS = 1500  # of a target in a scatter plot
-_SUBS = ((8, (1, 2, 3, 5, 7)), (100, (1, 2, 5)), (1000, (1, 3)))  # what is labelled of a decade, by how far the values reach
-_LOOK = {"font.size": 10.5, "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "svg.fonttype": "none",
-         "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
-         "ytick.left": False, "xtick.major.size": 3, "axes.axisbelow": True, "lines.linewidth": 1.6, "legend.frameon": False}
+# what is labelled of a decade, by how far the values reach
+_SUBS = ((8, (1, 2, 3, 5, 7)), (100, (1, 2, 5)), (1000, (1, 3)))
+_LOOK = {
+    "font.size": 10.5,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "ytick.left": False,
+    "xtick.major.size": 3,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.6,
+    "legend.frameon": False,
+}
 
 
 def _ms(value: float, _: object = None) -> str:
@@ -76,7 +90,7 @@ class Plot:
         text = out.getvalue()
         for colour, variable in _VARIABLES.items():
             text = text.replace(colour, variable)
-        return text[text.index("<svg"):]
+        return text[text.index("<svg") :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +107,60 @@ def lines(names: Iterable[str], ordered: bool = False) -> dict[str, Line]:
     if ordered:
         shades = matplotlib.colormaps["viridis_r"](np.linspace(0.12, 0.76, max(len(names), 2)))
         return {name: Line(matplotlib.colors.to_hex(shade), "-") for name, shade in zip(names, shades)}
-    return {name: Line(_COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)])
-            for number, name in enumerate(names)}
+    return {
+        name: Line(_COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)])
+        for number, name in enumerate(names)
+    }
 
 
 def of_runs(reports: Reports, records: Records, drawn: Mapping[str, Line]) -> list[Plot]:
     """The plots that these runs have data for."""
     good = {name: [record for record in done if record.error is None] for name, done in records.items()}
     slo = next((report["goodput"]["slo_ms"] for report in reports.values() if report.get("goodput")), {})
-    told = {name: [record for record in done if record.prompt_tokens and record.cached_tokens is not None] for name, done in good.items()}
+    told = {
+        name: [record for record in done if record.prompt_tokens and record.cached_tokens is not None]
+        for name, done in good.items()
+    }
     named = {name: [record for record in done if record.replica is not None] for name, done in records.items()}
     foretold = {name: [record for record in done if record.predicted_tokens is not None] for name, done in told.items()}
-    found = [_distribution("TTFT", {name: [record.ttft for record in done] for name, done in good.items()}, drawn, slo.get("ttft")),
-             _distribution("TPOT", {name: [record.tpot for record in done] for name, done in good.items()}, drawn, slo.get("tpot")),
-             _over_time("TTFT over time", "Median of the requests sent in each window of time.", good, drawn,
-                        lambda window: float(np.median([record.ttft * 1000 for record in window if record.ttft is not None] or [np.nan])), _ms),
-             _over_time("Hit rate over time", "Cached tokens over prompt tokens, as engines report them, by when requests were sent.",
-                        told, drawn, _hit_rate, _percent),
-             _load(named, {name: report["replicas"] for name, report in reports.items()}, drawn), _foretold(foretold, drawn)]
+    found = [
+        _distribution(
+            "TTFT", {name: [record.ttft for record in done] for name, done in good.items()}, drawn, slo.get("ttft")
+        ),
+        _distribution(
+            "TPOT", {name: [record.tpot for record in done] for name, done in good.items()}, drawn, slo.get("tpot")
+        ),
+        _over_time(
+            "TTFT over time",
+            "Median of the requests sent in each window of time.",
+            good,
+            drawn,
+            lambda window: float(
+                np.median([record.ttft * 1000 for record in window if record.ttft is not None] or [np.nan])
+            ),
+            _ms,
+        ),
+        _over_time(
+            "Hit rate over time",
+            "Cached tokens over prompt tokens, as engines report them, by when requests were sent.",
+            told,
+            drawn,
+            _hit_rate,
+            _percent,
+        ),
+        _load(named, {name: report["replicas"] for name, report in reports.items()}, drawn),
+        _foretold(foretold, drawn),
+    ]
     return [plot for plot in found if plot]
 
 
-def _distribution(what: str, seconds: Mapping[str, Sequence[float | None]], drawn: Mapping[str, Line], limit: float | None) -> Plot | None:
-    values = {name: np.sort([max(1000 * value, _LEAST_MS) for value in times if value is not None]) for name, times in seconds.items()}
+def _distribution(
+    what: str, seconds: Mapping[str, Sequence[float | None]], drawn: Mapping[str, Line], limit: float | None
+) -> Plot | None:
+    values = {
+        name: np.sort([max(1000 * value, _LEAST_MS) for value in times if value is not None])
+        for name, times in seconds.items()
+    }
     values = {name: times for name, times in values.items() if times.size}
     if not values:
         return None
@@ -123,19 +168,31 @@ def _distribution(what: str, seconds: Mapping[str, Sequence[float | None]], draw
     def draw(axes: Axes, ink: Ink) -> None:
         for name, times in values.items():
             ranks = np.unique(np.linspace(1, times.size, min(times.size, _MOST_STEPS), dtype=int))
-            axes.step(times[ranks - 1], ranks / times.size, where="post", color=drawn[name].colour, linestyle=drawn[name].dash)
+            axes.step(
+                times[ranks - 1], ranks / times.size, where="post", color=drawn[name].colour, linestyle=drawn[name].dash
+            )
         if limit:
             _limit(axes, ink, limit)
         low, high = min(times[0] for times in values.values()), max(times[-1] for times in values.values())
         _time_scale(axes.xaxis, max(low, high / 1e4), max(high, limit or 0))
         axes.yaxis.set_major_formatter(FuncFormatter(_percent))
         axes.set_ylim(0, 1.02)
-    return Plot(f"{what} distribution", f"Share of requests with at most this {what}."
-                + (" The dashed line is the SLO." if limit else ""), draw)
+
+    return Plot(
+        f"{what} distribution",
+        f"Share of requests with at most this {what}." + (" The dashed line is the SLO." if limit else ""),
+        draw,
+    )
 
 
-def _over_time(title: str, caption: str, records: Records, drawn: Mapping[str, Line], figure: Callable[[Sequence[Record]], float],
-               form: Callable[[float, object], str]) -> Plot | None:
+def _over_time(
+    title: str,
+    caption: str,
+    records: Records,
+    drawn: Mapping[str, Line],
+    figure: Callable[[Sequence[Record]], float],
+    form: Callable[[float, object], str],
+) -> Plot | None:
     most = _FEWER_WINDOWS if len(records) >= _MANY else _MOST_WINDOWS
     series = {name: _windows(done, figure, most) for name, done in records.items() if len(done) > 1}
     if not series:
@@ -143,15 +200,25 @@ def _over_time(title: str, caption: str, records: Records, drawn: Mapping[str, L
 
     def draw(axes: Axes, ink: Ink) -> None:
         for name, (times, values) in series.items():
-            axes.plot(times, values, color=drawn[name].colour, linestyle=drawn[name].dash, marker="o" if len(times) < 10 else None, markersize=4)
+            axes.plot(
+                times,
+                values,
+                color=drawn[name].colour,
+                linestyle=drawn[name].dash,
+                marker="o" if len(times) < 10 else None,
+                markersize=4,
+            )
         axes.set_xlim(0, None)
         _clock(axes)
         axes.yaxis.set_major_formatter(FuncFormatter(form))
         axes.set_ylim(0, min(axes.get_ylim()[1] * 1.15, 1.02) if form is _percent else None)
+
     return Plot(title, caption, draw)
 
 
-def _windows(records: Sequence[Record], figure: Callable[[Sequence[Record]], float], most: int) -> tuple[np.ndarray, np.ndarray]:
+def _windows(
+    records: Sequence[Record], figure: Callable[[Sequence[Record]], float], most: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The middles of equal windows of time and the figure of what was sent in each; NaN where nothing was."""
     zero = began(records)
     sent = np.array([record.sent - zero for record in records])
@@ -170,12 +237,16 @@ def _hit_rate(window: Sequence[Record]) -> float:
 
 def in_flight(records: Sequence[Record], edges: np.ndarray, zero: float) -> np.ndarray:
     """Mean requests in flight between each two neighbours of `edges` (s from `zero`)."""
-    begins, ends = np.sort([record.sent - zero for record in records]), np.sort([record.last - zero for record in records])
+    begins, ends = (
+        np.sort([record.sent - zero for record in records]),
+        np.sort([record.last - zero for record in records]),
+    )
 
     def spent(at: np.ndarray, moments: np.ndarray) -> np.ndarray:
         """The sum over `moments` of the time gone by since each."""
         before = np.searchsorted(moments, at)
         return before * at - np.concatenate(([0.0], np.cumsum(moments)))[before]
+
     return np.diff(spent(edges, begins) - spent(edges, ends)) / np.diff(edges)
 
 
@@ -213,22 +284,36 @@ def _load(records: Records, known: Mapping[str, Iterable[str]], drawn: Mapping[s
             axes.set_yticks([0.5], [f"{len(replicas)} replicas"])
         axes.grid(False)
         _clock(axes)
-    return Plot("Load of each replica over time", f"A row per replica; full colour is {most:.0f} requests in flight, none is 0.", draw)
+
+    return Plot(
+        "Load of each replica over time",
+        f"A row per replica; full colour is {most:.0f} requests in flight, none is 0.",
+        draw,
+    )
 
 
 def _foretold(records: Records, drawn: Mapping[str, Line]) -> Plot | None:
-    points = {name: np.array([(record.predicted_tokens, record.cached_tokens) for record in done]) for name, done in records.items() if done}
+    points = {
+        name: np.array([(record.predicted_tokens, record.cached_tokens) for record in done])
+        for name, done in records.items()
+        if done
+    }
     if not points:
         return None
     most = max(float(pairs.max()) for pairs in points.values()) or 1.0
-    exact = sum(int((pairs[:, 0] == pairs[:, 1]).sum()) for pairs in points.values()) / sum(len(pairs) for pairs in points.values())
+    exact = sum(int((pairs[:, 0] == pairs[:, 1]).sum()) for pairs in points.values()) / sum(
+        len(pairs) for pairs in points.values()
+    )
 
     def draw(axes: Axes, ink: Ink) -> None:
         axes.plot((0, most), (0, most), color=ink.soft, linewidth=0.8)
-        shown = {name: pairs[::math.ceil(len(pairs) / _MOST_POINTS)] for name, pairs in points.items()}
-        mixed = np.random.default_rng(0).permutation(sum(map(len, shown.values())))  # or the last target would cover the others
+        shown = {name: pairs[:: math.ceil(len(pairs) / _MOST_POINTS)] for name, pairs in points.items()}
+        # or the last target would cover the others
+        mixed = np.random.default_rng(0).permutation(sum(map(len, shown.values())))
         colours = np.array([to_rgb(drawn[name].colour) for name, pairs in shown.items() for _ in pairs])[mixed]
-        axes.scatter(*np.concatenate(list(shown.values()))[mixed].T, s=11, c=colours, alpha=0.5, linewidths=0, rasterized=True)
+        axes.scatter(
+            *np.concatenate(list(shown.values()))[mixed].T, s=11, c=colours, alpha=0.5, linewidths=0, rasterized=True
+        )
         axes.set_xlim(-0.02 * most, 1.03 * most)
         axes.set_ylim(-0.02 * most, 1.05 * most)
         axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -236,51 +321,102 @@ def _foretold(records: Records, drawn: Mapping[str, Line]) -> Plot | None:
             axis.set_major_formatter(FuncFormatter(_thousands))
         axes.set_xlabel("cached tokens, predicted", color=ink.soft)
         axes.set_ylabel("delivered", color=ink.soft)
-    return Plot("Predicted against delivered", f"Cached tokens of each prompt: exactly as the gateway predicted for {exact * 100:.1f} % "
-                "of the requests. Above the line the engine found more.", draw)
+
+    return Plot(
+        "Predicted against delivered",
+        f"Cached tokens of each prompt: exactly as the gateway predicted for {exact * 100:.1f} % "
+        "of the requests. Above the line the engine found more.",
+        draw,
+    )
 
 
-def of_sweep(steps: Sequence[Mapping[str, object]], slo: Mapping[str, float], attainment: float, found: float | None) -> list[Plot]:
+def of_sweep(
+    steps: Sequence[Mapping[str, object]], slo: Mapping[str, float], attainment: float, found: float | None
+) -> list[Plot]:
     """Latency and what else changes with the rate; `steps` have a `rate`, the `share` within the SLO and a `report`."""
     steps = sorted(steps, key=lambda step: step["rate"])
     rates = [step["rate"] for step in steps]
 
     def latency(what: str) -> list[Curve]:
         key = f"{what.lower()}_ms"
-        return [Curve(name, rates, [max((step["report"][key] or {}).get(name, np.nan), _LEAST_MS) for step in steps], colour)
-                for name, colour in zip(("p50", "p90", "p99"), _COLOURS)]
+        return [
+            Curve(
+                name, rates, [max((step["report"][key] or {}).get(name, np.nan), _LEAST_MS) for step in steps], colour
+            )
+            for name, colour in zip(("p50", "p90", "p99"), _COLOURS)
+        ]
 
     def one(name: str, values: list[float | None]) -> list[Curve]:
         return [Curve(name, rates, [np.nan if value is None else value for value in values], _COLOURS[0])]
 
     sign = " The line upright is the rate that was found." if found else ""
     across, rate = "requests a second, offered", found or 0.0
-    plots = [_against(f"{what} against load", f"Time {about}." + (" Dashed: the SLO." if what.lower() in slo else "") + sign, across,
-                      latency(what), slo.get(what.lower()), rate, form=_ms)
-             for what, about in (("TTFT", "to the first token"), ("TPOT", "per token after the first"))]
-    plots += [_against("Within the SLO", f"Share of the requests; dashed: the {attainment * 100:g} % asked for.", across,
-                       one("share", [step["share"] for step in steps]), attainment, rate),
-              _against("Hit rate against load", "Cached tokens over prompt tokens, as engines report them.", across,
-                       one("hit rate", [step["report"]["cache"]["hit_rate"] for step in steps]), None, rate)]
+    plots = [
+        _against(
+            f"{what} against load",
+            f"Time {about}." + (" Dashed: the SLO." if what.lower() in slo else "") + sign,
+            across,
+            latency(what),
+            slo.get(what.lower()),
+            rate,
+            form=_ms,
+        )
+        for what, about in (("TTFT", "to the first token"), ("TPOT", "per token after the first"))
+    ]
+    plots += [
+        _against(
+            "Within the SLO",
+            f"Share of the requests; dashed: the {attainment * 100:g} % asked for.",
+            across,
+            one("share", [step["share"] for step in steps]),
+            attainment,
+            rate,
+        ),
+        _against(
+            "Hit rate against load",
+            "Cached tokens over prompt tokens, as engines report them.",
+            across,
+            one("hit rate", [step["report"]["cache"]["hit_rate"] for step in steps]),
+            None,
+            rate,
+        ),
+    ]
     return [plot for plot in plots if plot]
 
 
 def of_plan(points: Sequence[Mapping[str, object]], attainment: float, drawn: Mapping[str, Line]) -> list[Plot]:
-    """Share within the SLO and hit rate against replicas, a line for each size of the cache; `drawn` has as many, in their order."""
+    """Share within the SLO and hit rate against replicas, a line for each size of the cache; `drawn` has as many, in
+    their order."""
     sizes = sorted({point["tokens"] for point in points})
 
     def curves(value: Callable[[Mapping[str, object]], float | None]) -> list[Curve]:
         found = []
         for tokens, line in zip(sizes, drawn.values(), strict=True):
-            tried = sorted((point for point in points if point["tokens"] == tokens), key=lambda point: point["replicas"])
+            tried = sorted(
+                (point for point in points if point["tokens"] == tokens), key=lambda point: point["replicas"]
+            )
             figures = [np.nan if value(point) is None else value(point) for point in tried]
             found.append(Curve(f"{tokens:,} tokens", [point["replicas"] for point in tried], figures, line.colour))
         return found
 
-    made = [_against("Within the SLO", f"Share of all requests, by replicas and the cache of each; dashed: the {attainment * 100:g} % asked for.",
-                     "replicas", curves(lambda point: point["share"]), attainment, whole=True),
-            _against("Hit rate", "Cached tokens over prompt tokens, as engines report them.",
-                     "replicas", curves(lambda point: point["report"]["cache"]["hit_rate"]), whole=True, most=None)]
+    made = [
+        _against(
+            "Within the SLO",
+            f"Share of all requests, by replicas and the cache of each; dashed: the {attainment * 100:g} % asked for.",
+            "replicas",
+            curves(lambda point: point["share"]),
+            attainment,
+            whole=True,
+        ),
+        _against(
+            "Hit rate",
+            "Cached tokens over prompt tokens, as engines report them.",
+            "replicas",
+            curves(lambda point: point["report"]["cache"]["hit_rate"]),
+            whole=True,
+            most=None,
+        ),
+    ]
     return [plot for plot in made if plot]
 
 
@@ -294,9 +430,20 @@ class Curve:
     colour: str
 
 
-def _against(title: str, caption: str, across: str, curves: Sequence[Curve], limit: float | None = None, upright: float = 0.0, *,
-             form: Callable[[float, object], str] = _percent, whole: bool = False, most: float | None = 1.02) -> Plot | None:
-    """`limit`: a dashed line; `upright`: where on the x axis a line stands; `whole`: the x axis counts things; `most`: the top."""
+def _against(
+    title: str,
+    caption: str,
+    across: str,
+    curves: Sequence[Curve],
+    limit: float | None = None,
+    upright: float = 0.0,
+    *,
+    form: Callable[[float, object], str] = _percent,
+    whole: bool = False,
+    most: float | None = 1.02,
+) -> Plot | None:
+    """`limit`: a dashed line; `upright`: where on the x axis a line stands; `whole`: the x axis counts things; `most`:
+    the top."""
     known = np.concatenate([curve.figures for curve in curves])
     if np.isnan(known).all():
         return None
@@ -319,6 +466,7 @@ def _against(title: str, caption: str, across: str, curves: Sequence[Curve], lim
             axes.set_ylim(0, most)
         if whole or len(curves) > 1:
             axes.legend(loc="best", labelcolor=ink.text, fontsize=9.5, handlelength=1.2)
+
     return Plot(title, caption, draw)
 
 
@@ -328,7 +476,9 @@ def png(path: Path, plots: Sequence[Plot], drawn: Mapping[str, Line], title: str
         across = 2 if len(plots) in (1, 2, 4) else 3
         down = math.ceil(len(plots) / across)
         named = math.ceil(len(drawn) / 6) if len(drawn) > 1 else 0
-        figure = Figure((_SIZE[0] * across, (_SIZE[1] + 0.45) * down + 0.5 + 0.25 * named), layout="constrained", facecolor="white")
+        figure = Figure(
+            (_SIZE[0] * across, (_SIZE[1] + 0.45) * down + 0.5 + 0.25 * named), layout="constrained", facecolor="white"
+        )
         figure.get_layout_engine().set(w_pad=0.18, h_pad=0.14)
         figure.suptitle(title, fontsize=13, fontweight="bold", color=_PAPER.text, x=0.012, ha="left")
         for number, plot in enumerate(plots, 1):
@@ -337,7 +487,13 @@ def png(path: Path, plots: Sequence[Plot], drawn: Mapping[str, Line], title: str
             axes.set_title(plot.title, loc="left", fontsize=11, fontweight="bold", color=_PAPER.text)
         if named:
             marks = [matplotlib.lines.Line2D([], [], color=line.colour, linestyle=line.dash) for line in drawn.values()]
-            figure.legend(marks, [_short(name, 40) for name in drawn], loc="outside lower left", ncols=min(len(drawn), 6), labelcolor=_PAPER.text)
+            figure.legend(
+                marks,
+                [_short(name, 40) for name in drawn],
+                loc="outside lower left",
+                ncols=min(len(drawn), 6),
+                labelcolor=_PAPER.text,
+            )
         figure.savefig(path, dpi=110, format="png", metadata={"Software": None})
 
 
@@ -368,7 +524,9 @@ def _clock(axes: Axes) -> None:
     """The x axis in seconds, or minutes where they are many."""
     minutes = axes.get_xlim()[1] > 600
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 3, 6, 10) if minutes else None))
-    axes.xaxis.set_major_formatter(FuncFormatter((lambda value, _: f"{value / 60:g} min") if minutes else (lambda value, _: f"{value:g} s")))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter((lambda value, _: f"{value / 60:g} min") if minutes else (lambda value, _: f"{value:g} s"))
+    )
 
 
 def _thousands(value: float, _: object = None) -> str:
@@ -376,4 +534,4 @@ def _thousands(value: float, _: object = None) -> str:
 
 
 def _short(name: str, most: int = 18) -> str:
-    return name if len(name) <= most else name[:most - 1] + "…"
+    return name if len(name) <= most else name[: most - 1] + "…"

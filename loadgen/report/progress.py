@@ -29,10 +29,15 @@ _MOST_DOTS = 16
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
-async def watched(run: Run | Processes, console: Console, label: str, view: View | None = None, every: float | None = None) -> list[Record]:
+async def watched(
+    run: Run | Processes, console: Console, label: str, view: View | None = None, every: float | None = None
+) -> list[Record]:
     """Run to the end while showing how far it is."""
-    viewer = asyncio.create_task(_redrawn(view or View(run, label), console, every or _FRAME_SECONDS) if console.is_terminal
-                                 else watch_lines(run, console, label))
+    viewer = asyncio.create_task(
+        _redrawn(view or View(run, label), console, every or _FRAME_SECONDS)
+        if console.is_terminal
+        else watch_lines(run, console, label)
+    )
     try:
         return await run.go()
     finally:
@@ -51,16 +56,20 @@ def state(run: Run | Processes) -> str:
     """How it goes right now: recent TTFT, requests in flight, failures."""
     recent = sorted(record.ttft for record in run.done[-_RECENT:] if record.ttft is not None)
     failed = sum(record.error is not None for record in run.done)
-    return (f"TTFT p50 {recent[len(recent) // 2] * 1000:,.0f} ms · " if recent else "") + \
-        f"{len(run.inflight)} in flight" + (f" · {failed} failed" if failed else "")
+    return (
+        (f"TTFT p50 {recent[len(recent) // 2] * 1000:,.0f} ms · " if recent else "")
+        + f"{len(run.inflight)} in flight"
+        + (f" · {failed} failed" if failed else "")
+    )
 
 
 async def watch_lines(run: Run | Processes, console: Console, label: str) -> None:
     began = perf_counter()
     while True:
         await asyncio.sleep(_LINE_SECONDS)
-        console.print(f"{label}: {len(run.done)}/{run.total} after {perf_counter() - began:.0f} s · {state(run)}",
-                      highlight=False)
+        console.print(
+            f"{label}: {len(run.done)}/{run.total} after {perf_counter() - began:.0f} s · {state(run)}", highlight=False
+        )
 
 
 class View:
@@ -94,7 +103,7 @@ class View:
 
     def count(self) -> None:
         """Take in what was answered since the last frame."""
-        for record in self.run.done[self.counted:]:
+        for record in self.run.done[self.counted :]:
             name = record.replica or ""
             self.requests[name] = self.requests.get(name, 0) + 1
             self.recent.append(record)
@@ -114,23 +123,43 @@ class View:
 
     def bar(self, width: int, text: str | Text) -> RenderableType:
         grid = Table.grid(padding=(0, 1))
-        grid.add_row(ProgressBar(total=max(1, self.run.total), completed=len(self.run.done), width=max(10, width), complete_style="cyan"), text)
+        grid.add_row(
+            ProgressBar(
+                total=max(1, self.run.total), completed=len(self.run.done), width=max(10, width), complete_style="cyan"
+            ),
+            text,
+        )
         return grid
 
     def replicas(self, title: str, busy_title: str) -> Table:
         """A row per replica: requests, hit rate, and a dot for each request in flight there where that is known."""
         busy: dict[str, int] = {}
-        for record in self.run.inflight.values() if isinstance(self.run.inflight, dict) else ():  # not from other processes
+        # not from other processes
+        for record in self.run.inflight.values() if isinstance(self.run.inflight, dict) else ():
             if record.replica:
                 busy[record.replica] = busy.get(record.replica, 0) + 1
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        for heading, justify in ((title, "left"), ("requests", "right"), ("from its cache", "left"), ("", "right"), (busy_title, "left")):
-            table.add_column(heading, justify=justify, no_wrap=True, min_width=_MOST_DOTS if heading == busy_title else 0)
+        for heading, justify in (
+            (title, "left"),
+            ("requests", "right"),
+            ("from its cache", "left"),
+            ("", "right"),
+            (busy_title, "left"),
+        ):
+            table.add_column(
+                heading, justify=justify, no_wrap=True, min_width=_MOST_DOTS if heading == busy_title else 0
+            )
         names = sorted(set(self.requests) | set(busy), key=lambda name: (len(name), name))
         for name in names[:_MOST_ROWS]:
             rate = self.cached.get(name, 0) / self.prompt[name] if self.prompt.get(name) else 0.0
             bar = ProgressBar(total=1, completed=rate, width=24, complete_style="green", finished_style="green")
-            table.add_row(name or "server", str(self.requests.get(name, 0)), bar, f"{rate * 100:.0f} %", Text("●" * min(busy.get(name, 0), _MOST_DOTS), "cyan"))
+            table.add_row(
+                name or "server",
+                str(self.requests.get(name, 0)),
+                bar,
+                f"{rate * 100:.0f} %",
+                Text("●" * min(busy.get(name, 0), _MOST_DOTS), "cyan"),
+            )
         if len(names) > _MOST_ROWS:
             table.add_row(Text(f"and {len(names) - _MOST_ROWS} more", "dim"))
         return table
@@ -141,14 +170,24 @@ class View:
         good, elapsed = [record for record in self.recent if record.error is None], max(now - self.run.began, 1e-9)
         window, ttft = min(elapsed, _WINDOW_SECONDS), [record.ttft * 1000 for record in good if record.ttft is not None]
         told = [record for record in good if record.prompt_tokens and record.cached_tokens is not None]
-        hit = sum(record.cached_tokens for record in told) / sum(record.prompt_tokens for record in told) if told else None
+        hit = (
+            sum(record.cached_tokens for record in told) / sum(record.prompt_tokens for record in told)
+            if told
+            else None
+        )
         hits = sum(self.cached.values()) / sum(self.prompt.values()) if any(self.prompt.values()) else None
         (p50, p99), (all_p50, all_p99) = _percentiles(ttft), _percentiles(self.ttft)
         self.figures = [
-            self._figure("requests/s", len(good) / window, (self.counted - self.failed) / elapsed, lambda value: f"{value:,.1f}"),
-            self._figure("output tokens/s", sum(record.outputs for record in good) / window, self.outputs / elapsed, show.count),
-            self._figure("TTFT p50", p50, all_p50, show.milliseconds), self._figure("TTFT p99", p99, all_p99, show.milliseconds),
-            self._figure("cache hit rate", hit, hits, show.percent)]
+            self._figure(
+                "requests/s", len(good) / window, (self.counted - self.failed) / elapsed, lambda value: f"{value:,.1f}"
+            ),
+            self._figure(
+                "output tokens/s", sum(record.outputs for record in good) / window, self.outputs / elapsed, show.count
+            ),
+            self._figure("TTFT p50", p50, all_p50, show.milliseconds),
+            self._figure("TTFT p99", p99, all_p99, show.milliseconds),
+            self._figure("cache hit rate", hit, hits, show.percent),
+        ]
 
     def _figure(self, name: str, now: float | None, so_far: float | None, form) -> tuple[str, str, str, str]:
         past = self.past.setdefault(name, [])
@@ -157,7 +196,12 @@ class View:
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        for title, justify in (("", "left"), (f"last {_WINDOW_SECONDS:.0f} s", "right"), ("so far", "right"), ("", "left")):
+        for title, justify in (
+            ("", "left"),
+            (f"last {_WINDOW_SECONDS:.0f} s", "right"),
+            ("so far", "right"),
+            ("", "left"),
+        ):
             table.add_column(title, justify=justify, no_wrap=True, min_width=9)
         for name, now, so_far, past in self.figures:
             table.add_row(Text(name, "dim"), Text(now, "bold"), so_far, Text(past, "dim cyan"))
@@ -174,4 +218,7 @@ def spark(values: Sequence[float]) -> str:
         return ""
     heights = [float(part.mean()) for part in np.array_split(values, min(len(values), _SPARK_WIDTH))]
     most = max(heights)
-    return "".join(_SPARKS[min(int(height / most * len(_SPARKS)), len(_SPARKS) - 1)] if most > 0 else _SPARKS[0] for height in heights)
+    return "".join(
+        _SPARKS[min(int(height / most * len(_SPARKS)), len(_SPARKS) - 1)] if most > 0 else _SPARKS[0]
+        for height in heights
+    )

@@ -12,8 +12,12 @@ from rich.text import Text
 from loadgen.report.summary import Report, Reports, fair_share
 
 _SHARES = 4  # replicas whose requests are told one by one
-LATENCIES = (("TTFT", "ttft_ms", "to the first token"), ("ITL", "itl_ms", "between chunks"),
-              ("TPOT", "tpot_ms", "per token after the first"), ("E2E", "e2el_ms", "to the last token"))
+LATENCIES = (
+    ("TTFT", "ttft_ms", "to the first token"),
+    ("ITL", "itl_ms", "between chunks"),
+    ("TPOT", "tpot_ms", "per token after the first"),
+    ("E2E", "e2el_ms", "to the last token"),
+)
 
 
 def milliseconds(value: float | None) -> str:
@@ -47,8 +51,11 @@ def run_report(report: Report) -> RenderableType:
 def _head(report: Report) -> Text:
     text = Text("\n")
     text.append(f"{report['completed']:,} of {report['requests']:,} requests answered", "bold")
-    text.append(f" in {report['duration_s']:.1f} s · {report['request_throughput']:.2f} requests/s · "
-                f"{report['output_throughput']:,.0f} output tokens/s", "dim")
+    text.append(
+        f" in {report['duration_s']:.1f} s · {report['request_throughput']:.2f} requests/s · "
+        f"{report['output_throughput']:,.0f} output tokens/s",
+        "dim",
+    )
     if report["not_sent"]:
         text.append(f" · {report['not_sent']} not sent", "yellow")
     if report["interrupted"]:
@@ -75,24 +82,42 @@ def _facts(report: Report) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     if goodput := report["goodput"]:
-        table.add_row("goodput", f"{goodput['request_goodput']:.2f} requests/s "
-                                 f"({percent(goodput['share'])} within {limits(goodput['slo_ms'])})")
-    table.add_row("prompt tokens", count(cache["prompt_tokens"]) if cache["prompt_tokens"] is not None
-                  else "the server reports no usage")
-    table.add_row("cached, reported", _share(cache["cached_tokens"], cache["hit_rate"], "the engine does not report it "
-                                             "(`hitherto doctor` says how it would)"))
+        table.add_row(
+            "goodput",
+            f"{goodput['request_goodput']:.2f} requests/s "
+            f"({percent(goodput['share'])} within {limits(goodput['slo_ms'])})",
+        )
+    table.add_row(
+        "prompt tokens",
+        count(cache["prompt_tokens"]) if cache["prompt_tokens"] is not None else "the server reports no usage",
+    )
+    table.add_row(
+        "cached, reported",
+        _share(
+            cache["cached_tokens"],
+            cache["hit_rate"],
+            "the engine does not report it (`hitherto doctor` says how it would)",
+        ),
+    )
     if cache["predicted_on"]:
         table.add_row("cached, predicted", _share(cache["predicted_tokens"], cache["predicted_hit_rate"], ""))
     if report["replicas"]:
-        table.add_row("replicas", "  ".join(f"{name} {figures['requests']}"
-                                            for name, figures in report["replicas"].items()))
+        table.add_row(
+            "replicas", "  ".join(f"{name} {figures['requests']}" for name, figures in report["replicas"].items())
+        )
     late = generator["lateness_ms"]
     if late:
-        loop = {"closed": f"closed loop of {generator['users']}", "bounded": f"at most {generator['max_concurrency']} at once",
-                "open": "open loop"}[generator["loop"]]
-        table.add_row("generator", f"{loop}; sent {milliseconds(late['p50'])} late at p50, {milliseconds(late['p99'])} at p99, "
-                                   f"used {generator['cpu_share'] * 100:.0f} % of a core"
-                                   + (f" in the busiest of {generator['processes']} processes" if generator["processes"] > 1 else ""))
+        loop = {
+            "closed": f"closed loop of {generator['users']}",
+            "bounded": f"at most {generator['max_concurrency']} at once",
+            "open": "open loop",
+        }[generator["loop"]]
+        table.add_row(
+            "generator",
+            f"{loop}; sent {milliseconds(late['p50'])} late at p50, {milliseconds(late['p99'])} at p99, "
+            f"used {generator['cpu_share'] * 100:.0f} % of a core"
+            + (f" in the busiest of {generator['processes']} processes" if generator["processes"] > 1 else ""),
+        )
     return table
 
 
@@ -108,7 +133,10 @@ def errors(report: Report) -> Text | None:
         text.append(f"{number} × {kind}", "bold red")
         text.append(f"  {report['error_examples'][kind]}\n", "dim")
         if "vocabulary" in report["error_examples"][kind].lower():
-            text.append("  The load's made-up token ids are below --vocab-size; give it as many as the engine's model has.\n", "yellow")
+            text.append(
+                "  The load's made-up token ids are below --vocab-size; give it as many as the engine's model has.\n",
+                "yellow",
+            )
     text.rstrip()
     return text
 
@@ -117,15 +145,22 @@ def caution(report: Report) -> Text | None:
     if not report["generator"]["was_the_limit"]:
         return None
     if report["generator"]["max_concurrency"]:
-        return Text(f"--max-concurrency {report['generator']['max_concurrency']} held requests back: this was no open loop, "
-                    "and the latencies leave out the time requests waited to be sent.", "yellow")
+        return Text(
+            f"--max-concurrency {report['generator']['max_concurrency']} held requests back: this was no open loop, "
+            "and the latencies leave out the time requests waited to be sent.",
+            "yellow",
+        )
     generator = report["generator"]
     if generator["core_was_full"]:
-        why = (f"Its core was full ({generator['cpu_busiest_second'] * 100:.0f} % in the busiest second): "
-               f"use --processes {generator['processes'] * 2} or a lower rate.")
+        why = (
+            f"Its core was full ({generator['cpu_busiest_second'] * 100:.0f} % in the busiest second): "
+            f"use --processes {generator['processes'] * 2} or a lower rate."
+        )
     else:
         why = "Its core was not full, so the machine was busy with something else: lower the rate or use free cores."
-    return Text(f"The generator itself was late or busy: these figures describe it as much as the server. {why}", "yellow")
+    return Text(
+        f"The generator itself was late or busy: these figures describe it as much as the server. {why}", "yellow"
+    )
 
 
 def troubles(report: Report) -> list[Text]:
@@ -152,19 +187,31 @@ def comparison_table(reports: Reports, rows: Sequence[Row] | None = None) -> Tab
     for name in reports:
         table.add_column(name, justify="right", no_wrap=True)
     for label, values, form, best in compared(reports, rows):
-        table.add_row(label, *(Text("–" if value is None else form(value), "bold green" if value is not None and value == best else "")
-                               for value in values))
+        table.add_row(
+            label,
+            *(
+                Text("–" if value is None else form(value), "bold green" if value is not None and value == best else "")
+                for value in values
+            ),
+        )
     if any(report["replicas"] for report in reports.values()):
         table.add_row("requests per replica", *(shares(report) for report in reports.values()))
     return table
 
 
-def compared(reports: Reports, rows: Sequence[Row] | None = None) -> Iterator[tuple[str, list[float | None], Callable, float | None]]:
+def compared(
+    reports: Reports, rows: Sequence[Row] | None = None
+) -> Iterator[tuple[str, list[float | None], Callable, float | None]]:
     """Rows that somebody has a value for: label, values, how to write one, and the best where they differ."""
     for label, read, form, better in rows or ROWS:
         values = [read(report) for report in reports.values()]
         if any(value is not None for value in values):
-            yield label, values, form, better(value for value in values if value is not None) if better and len(set(values)) > 1 else None
+            yield (
+                label,
+                values,
+                form,
+                better(value for value in values if value is not None) if better and len(set(values)) > 1 else None,
+            )
 
 
 def bullets(sentences: Iterable[str]) -> Table:
@@ -176,7 +223,8 @@ def bullets(sentences: Iterable[str]) -> Table:
 
 
 def shares(report: Report) -> str:
-    """Requests of each replica, in the order of their names; of more than fit beside each other, the least and the most."""
+    """Requests of each replica, in the order of their names; of more than fit beside each other, the least and the
+    most."""
     requests = [figures["requests"] for figures in report["replicas"].values()]
     if len(requests) > _SHARES:
         return f"{min(requests):,} to {max(requests):,}"
@@ -189,6 +237,7 @@ def _of(*path: str) -> Callable[[Report], float | None]:
         for key in path:
             value = value.get(key) if value else None
         return value
+
     return read
 
 

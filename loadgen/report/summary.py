@@ -44,7 +44,7 @@ def parse_slo(text: str) -> dict[str, float]:
         key = {"e2e": "e2el"}.get(key, key)
         number = value.rstrip("ms")
         try:
-            limit = float(number) * _UNITS[value[len(number):]]
+            limit = float(number) * _UNITS[value[len(number) :]]
         except (ValueError, KeyError):
             limit = -1.0
         if key not in _SLO_KEYS or not limit > 0:
@@ -76,8 +76,13 @@ def spread(seconds: Iterable[float | None]) -> dict[str, float] | None:
         return None
     values *= 1000
     p50, p90, p99 = np.percentile(values, (50, 90, 99))
-    return {"mean": round(float(values.mean()), 3), "p50": round(float(p50), 3), "p90": round(float(p90), 3),
-            "p99": round(float(p99), 3), "max": round(float(values.max()), 3)}
+    return {
+        "mean": round(float(values.mean()), 3),
+        "p50": round(float(p50), 3),
+        "p90": round(float(p90), 3),
+        "p99": round(float(p99), 3),
+        "max": round(float(values.max()), 3),
+    }
 
 
 def summarise(run: Run | Processes, slo: Mapping[str, float] | None = None) -> dict[str, object]:
@@ -88,12 +93,18 @@ def summarise(run: Run | Processes, slo: Mapping[str, float] | None = None) -> d
     examples = {record.error: record.detail for record in reversed(run.done) if record.error}
     output = sum(record.outputs for record in good)
     return {
-        "duration_s": round(seconds, 3), "interrupted": run.interrupted,
-        "requests": len(run.done), "completed": len(good), "failed": len(run.done) - len(good),
-        "not_sent": run.not_sent, "conversations": len(run.conversations),
-        "errors": dict(failures), "error_examples": examples,
+        "duration_s": round(seconds, 3),
+        "interrupted": run.interrupted,
+        "requests": len(run.done),
+        "completed": len(good),
+        "failed": len(run.done) - len(good),
+        "not_sent": run.not_sent,
+        "conversations": len(run.conversations),
+        "errors": dict(failures),
+        "error_examples": examples,
         "request_throughput": round(len(good) / seconds, 3),
-        "output_throughput": round(output / seconds, 3), "total_output_tokens": output,
+        "output_throughput": round(output / seconds, 3),
+        "total_output_tokens": output,
         "ttft_ms": spread(record.ttft for record in good),
         "itl_ms": spread(gap for record in good for gap in record.gaps),
         "tpot_ms": spread(record.tpot for record in good),
@@ -106,13 +117,19 @@ def summarise(run: Run | Processes, slo: Mapping[str, float] | None = None) -> d
     }
 
 
-def _goodput(good: list[Record], requests: int, slo: Mapping[str, float] | None, seconds: float) -> dict[str, object] | None:
+def _goodput(
+    good: list[Record], requests: int, slo: Mapping[str, float] | None, seconds: float
+) -> dict[str, object] | None:
     """`share`: of all `requests`; one that failed, or was never sent since the one before it failed, kept no limit."""
     if not slo:
         return None
     met = sum(meets(record, slo) for record in good)
-    return {"slo_ms": dict(slo), "met": met, "share": round(met / requests, 4) if requests else 0.0,
-            "request_goodput": round(met / seconds, 3)}
+    return {
+        "slo_ms": dict(slo),
+        "met": met,
+        "share": round(met / requests, 4) if requests else 0.0,
+        "request_goodput": round(met / seconds, 3),
+    }
 
 
 def cache_figures(records: list[Record]) -> dict[str, object]:
@@ -125,11 +142,14 @@ def cache_figures(records: list[Record]) -> dict[str, object]:
     predicted = [record for record in told if record.predicted_tokens is not None]
     prompt = sum(record.prompt_tokens for record in reported)
     cached = sum(record.cached_tokens for record in reported)
-    hoped_of, hoped = (sum(record.prompt_tokens for record in predicted),
-                       sum(record.predicted_tokens for record in predicted))
+    hoped_of, hoped = (
+        sum(record.prompt_tokens for record in predicted),
+        sum(record.predicted_tokens for record in predicted),
+    )
     return {
         "prompt_tokens": sum(record.prompt_tokens for record in told) if told else None,
-        "reported_on": len(reported), "predicted_on": len(predicted),
+        "reported_on": len(reported),
+        "predicted_on": len(predicted),
         "cached_tokens": cached if reported else None,
         "predicted_tokens": hoped if predicted else None,
         "hit_rate": round(cached / prompt, 4) if prompt else None,
@@ -139,14 +159,20 @@ def cache_figures(records: list[Record]) -> dict[str, object]:
 
 
 def _replicas(records: list[Record], known: Iterable[str]) -> dict[str, dict[str, object]]:
-    """Requests and cache figures by `x-hitherto-replica`, and of those `known` that got none; empty where nothing names replicas."""
+    """Requests and cache figures by `x-hitherto-replica`, and of those `known` that got none; empty where nothing names
+    replicas."""
     by_name: dict[str, list[Record]] = {name: [] for name in known}
     for record in records:
         if record.replica is not None:
             by_name.setdefault(record.replica, []).append(record)
-    return {name: {"requests": len(mine), "failed": sum(record.error is not None for record in mine),
-                   **cache_figures([record for record in mine if record.error is None])}
-            for name, mine in sorted(by_name.items(), key=lambda item: (len(item[0]), item[0]))}
+    return {
+        name: {
+            "requests": len(mine),
+            "failed": sum(record.error is not None for record in mine),
+            **cache_figures([record for record in mine if record.error is None]),
+        }
+        for name, mine in sorted(by_name.items(), key=lambda item: (len(item[0]), item[0]))
+    }
 
 
 def _generator(run: Run | Processes, seconds: float) -> dict[str, object]:
@@ -159,10 +185,18 @@ def _generator(run: Run | Processes, seconds: float) -> dict[str, object]:
     ttft = spread(record.ttft for record in run.done if record.error is None)
     matters = late and any(late[key] > max(LATE_MS, LATE_SHARE * ttft[key] if ttft else 0.0) for key in ("p50", "p99"))
     full = max(busy, run.busiest_second) > BUSY_CORE
-    return {"loop": "closed" if run.users else "bounded" if run.max_concurrency else "open", "users": run.users,
-            "max_concurrency": run.max_concurrency, "lateness_ms": late, "cpu_share": round(busy, 3),
-            "cpu_busiest_second": round(max(busy, run.busiest_second), 3), "processes": run.processes,
-            "connections": run.connections, "was_the_limit": busy > BUSY_CORE or bool(matters), "core_was_full": full}
+    return {
+        "loop": "closed" if run.users else "bounded" if run.max_concurrency else "open",
+        "users": run.users,
+        "max_concurrency": run.max_concurrency,
+        "lateness_ms": late,
+        "cpu_share": round(busy, 3),
+        "cpu_busiest_second": round(max(busy, run.busiest_second), 3),
+        "processes": run.processes,
+        "connections": run.connections,
+        "was_the_limit": busy > BUSY_CORE or bool(matters),
+        "core_was_full": full,
+    }
 
 
 def fair_share(report: Report) -> float | None:
@@ -190,5 +224,7 @@ def machine() -> str:
             model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
     except OSError:
         pass  # not Linux
-    return f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores, " \
-           f"{model}, {platform.system()} {platform.release()}"
+    return (
+        f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores, "
+        f"{model}, {platform.system()} {platform.release()}"
+    )

@@ -1,12 +1,13 @@
 """A fleet on a virtual clock: gateways with one policy, and N simulated engines behind them.
 
-Policies, ledger and learned costs are the ones the gateway uses, the map answers as the gateway's does; the engines are the
-ones behind `hitherto replica`. Time is a heap of events, so a minute of fleet takes as long as its engine steps cost to
-compute, and the same seed gives the same result.
+Policies, ledger and learned costs are the ones the gateway uses, the map answers as the gateway's does; the engines are
+the ones behind `hitherto replica`. Time is a heap of events, so a minute of fleet takes as long as its engine steps
+cost to compute, and the same seed gives the same result.
 
 Per request: match -> choose -> reserve -> engine, then first token -> ledger and TTFT learned, end -> release and the
-conversation's next turn after its think time. A replica that is lost takes its cache with it and cuts the streams it has begun;
-what it had not answered is sent elsewhere, as the gateway does, which notices at once since every connection breaks.
+conversation's next turn after its think time. A replica that is lost takes its cache with it and cuts the streams it
+has begun; what it had not answered is sent elsewhere, as the gateway does, which notices at once since every connection
+breaks.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from .replica import Replica
 from .truth import Truth
 from .turns import Record, Result, Turn
 
-RETRIES = 2               # further replicas that are tried; the gateway's default
-_SCRAPE_SECONDS = 1.0     # the gateway's own interval
+RETRIES = 2  # further replicas that are tried; the gateway's default
+_SCRAPE_SECONDS = 1.0  # the gateway's own interval
 
 
 @dataclass(slots=True)
 class _Live:
     """A request that has not ended."""
+
     record: Record
     gateway: Gateway
     session: str | None
@@ -42,24 +44,44 @@ class _Live:
 
 
 class Fleet:
-    """One simulated run. `profiles`: one per replica, all of the same block size; `policy`: a name that `loadgen.simulate.field.make`
-    knows; `keep`: keep the records of requests that ended, with their hashes."""
+    """One simulated run. `profiles`: one per replica, all of the same block size; `policy`: a name that
+    `loadgen.simulate.field.make` knows; `keep`: keep the records of requests that ended, with their hashes."""
 
-    def __init__(self, profiles: Sequence[Profile], policy: str, seed: int = 0, event_delay: float | None = 0.005, *,
-                 event_loss: float = 0.0, losses_unseen: bool = False, gateways: int = 1, shared_ledger: bool = True,
-                 keep: bool = True) -> None:
+    def __init__(
+        self,
+        profiles: Sequence[Profile],
+        policy: str,
+        seed: int = 0,
+        event_delay: float | None = 0.005,
+        *,
+        event_loss: float = 0.0,
+        losses_unseen: bool = False,
+        gateways: int = 1,
+        shared_ledger: bool = True,
+        keep: bool = True,
+    ) -> None:
         self.now = 0.0
         self.replicas = [Replica(profile) for profile in profiles]
         self.names = [f"r{index}" for index in range(len(profiles))]
         ledger = Ledger()
         truth = Truth(self.replicas, lambda: self.now)
         wire = Wire(event_delay, event_loss, losses_unseen)
-        self.gateways = [Gateway(self.names, profiles, make(policy, seed + number, truth),
-                                 ledger if shared_ledger else Ledger(), wire, truth, seed + number) for number in range(gateways)]
+        self.gateways = [
+            Gateway(
+                self.names,
+                profiles,
+                make(policy, seed + number, truth),
+                ledger if shared_ledger else Ledger(),
+                wire,
+                truth,
+                seed + number,
+            )
+            for number in range(gateways)
+        ]
         self._tells = event_delay is not None
         self._random = random.Random(seed).random
         self._scrape_at = 0.0
-        self._live: list[dict[int, _Live]] = [{} for _ in profiles]      # by replica
+        self._live: list[dict[int, _Live]] = [{} for _ in profiles]  # by replica
         self._heap: list[tuple[float, int, Callable, tuple]] = []
         self._order, self._ids = count(), count(1)
         self._keep = keep
@@ -97,7 +119,9 @@ class Fleet:
         record, turn = live.record, live.record.turn
         placement = live.placement = live.gateway.place(turn, live.session, self.now, record.tried)
         if placement is None:
-            answered = ("http_502", "no replica is left to try") if record.tried else ("http_503", "no replica is ready")
+            answered = (
+                ("http_502", "no replica is left to try") if record.tried else ("http_503", "no replica is ready")
+            )
             self.at(self.now, self._ended, live, *answered)
             return
         index = record.replica = placement.candidate.slot
@@ -114,15 +138,15 @@ class Fleet:
     def _arrived(self, index: int, incarnation: int, asked: EngineRequest) -> None:
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
-            return      # it was lost on the way there, and sent elsewhere
+            return  # it was lost on the way there, and sent elsewhere
         planned = replica.turn
         try:
             begins = replica.add(asked, self.now)
-        except ValueError as error:      # too long for it: as the engine's answer of 400, which is not tried again
+        except ValueError as error:  # too long for it: as the engine's answer of 400, which is not tried again
             live = self._live[index].pop(asked.id)
             live.gateway.abandon(live.placement, computed=False)
             self.at(self.now, self._ended, live, "http_400", str(error))
-            begins = False      # the others there are woken at the end of the step under way, as after any arrival
+            begins = False  # the others there are woken at the end of the step under way, as after any arrival
         if begins:
             self._go_on(index, replica)
         elif replica.turn != planned:
@@ -150,7 +174,7 @@ class Fleet:
 
     def _wake(self, index: int, replica: Replica, turn: int) -> None:
         if turn != replica.turn:
-            return      # a request came in between, or the replica was lost
+            return  # a request came in between, or the replica was lost
         step = replica.wake()
         if step is not None:
             for output in step.outputs:

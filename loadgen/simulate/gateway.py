@@ -1,8 +1,9 @@
 """One gateway of a simulated fleet: its map, its policy, its learned costs, and the load it knows of.
 
 Requests are placed by the Router that the gateway has. Each gateway gets the engines' events on its
-own connections, so each may miss others. What a lost batch held comes with the next one (its number shows the gap, and the
-gateway asks for a replay), or never, if losses go unseen. The gateway's rule for healing a map that is wrong is not here.
+own connections, so each may miss others. What a lost batch held comes with the next one (its number shows the gap, and
+the gateway asks for a replay), or never, if losses go unseen. The gateway's rule for healing a map that is wrong is not
+here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .holders import Holders
 from .truth import Truth
 from .turns import Turn
 
-_LEAST_OUTPUT = 8         # tokens; costs learn from streams that are longer than this
+_LEAST_OUTPUT = 8  # tokens; costs learn from streams that are longer than this
 Events = list[Stored | Removed | Cleared]
 
 
@@ -29,23 +30,33 @@ Events = list[Stored | Removed | Cleared]
 class Wire:
     """How an engine's events reach a gateway. `delay`: seconds from the end of their step; None: engines send none, and
     caches are modelled. `loss`: share of batches that get lost; `unseen`: without a gap in their numbers."""
+
     delay: float | None = 0.005
     loss: float = 0.0
     unseen: bool = False
 
 
 class Gateway:
-    def __init__(self, names: Sequence[str], profiles: Sequence[Profile], policy: Policy, ledger: Ledger, wire: Wire, truth: Truth,
-                 seed: int) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        profiles: Sequence[Profile],
+        policy: Policy,
+        ledger: Ledger,
+        wire: Wire,
+        truth: Truth,
+        seed: int,
+    ) -> None:
         self.holders = Holders([profile.num_blocks for profile in profiles], wire.delay is not None)
         self.router = Router(policy, self.holders, ledger, CostGroup())
         self.candidates = [self.router.add(name, index) for index, name in enumerate(names)]
         self.truth, self._size = truth, profiles[0].block_size
         self._wire, self._random, self._order = wire, random.Random(f"events {seed}").random, count()
-        self._draw = random.Random(seed).random    # of its own: which events get lost must not decide which replica is chosen
+        # of its own: which events get lost must not decide which replica is chosen
+        self._draw = random.Random(seed).random
         self._coming: list[tuple[float, int, int, Events]] = []
         self._lost: dict[int, Events] = {}
-        self._last = [0.0] * len(names)      # when the latest batch of each arrives: they keep their order
+        self._last = [0.0] * len(names)  # when the latest batch of each arrives: they keep their order
         self._be_up(list(range(len(names))))
 
     def place(self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...]) -> Placement | None:
@@ -59,7 +70,9 @@ class Gateway:
             return None
         self.truth.among = up
         root = turn.hashes[0] if turn.hashes else 0
-        return self.router.place(Demand(turn.tokens, self._size, root, session, turn.output, now, turn.hashes, self._draw()), targets, now)
+        return self.router.place(
+            Demand(turn.tokens, self._size, root, session, turn.output, now, turn.hashes, self._draw()), targets, now
+        )
 
     def first(self, placement: Placement, now: float) -> None:
         self.router.first_token(placement, now, now - placement.at)
@@ -100,7 +113,7 @@ class Gateway:
         due = max(when + wire.delay, self._last[index])
         if index in self._lost:
             events = self._lost.pop(index) + events
-            due += wire.delay      # there and back
+            due += wire.delay  # there and back
         self._last[index] = due
         heapq.heappush(self._coming, (due, next(self._order), index, events))
 

@@ -17,11 +17,13 @@ from cachemap.table.routed import Routed
 
 
 class Holders:
-    """Replicas are indices. `capacities`: blocks of each; `observed`: they tell of their blocks, else their caches are modelled."""
+    """Replicas are indices. `capacities`: blocks of each; `observed`: they tell of their blocks, else their caches are
+    modelled."""
 
     def __init__(self, capacities: Sequence[int], observed: bool) -> None:
         self._holders: dict[int, int] = {}
-        self._copies: list[dict[int, int]] = [{} for _ in capacities]    # of each: blocks it has several of, and how many beyond the first
+        # of each: blocks it has several of, and how many beyond the first
+        self._copies: list[dict[int, int]] = [{} for _ in capacities]
         self._routed = Routed(PREDICTED_SECONDS)
         self._models = [] if observed else [EngineModel(capacity) for capacity in capacities]
         self._none = [0] * len(capacities)
@@ -41,7 +43,7 @@ class Holders:
 
     def _confirmed(self, hashes: list[int]) -> list[int]:
         lengths = self._none.copy()
-        masks = list(iter(map(self._holders.get, hashes).__next__, None))      # of the leading blocks that somebody holds
+        masks = list(iter(map(self._holders.get, hashes).__next__, None))  # of the leading blocks that somebody holds
         all_ = masks[0] if masks else 0
         for place, having in enumerate(masks):
             if having != all_ and having & all_ != all_:
@@ -55,7 +57,8 @@ class Holders:
         return lengths
 
     def _further(self, replica: int, hashes: list[int], known: int, reach: int) -> int:
-        """From where prediction ends, on over what is confirmed again; within what somebody holds without a gap, as in the map."""
+        """From where prediction ends, on over what is confirmed again; within what somebody holds without a gap, as in
+        the map."""
         if known < reach < len(hashes) and self._holders.get(hashes[reach], 0) >> replica & 1:
             leading = next((place for place, block in enumerate(hashes) if block not in self._holders), len(hashes))
             while reach < leading and self._holders[hashes[reach]] >> replica & 1:
@@ -84,7 +87,7 @@ class Holders:
 
     def store(self, replica: int, blocks: list[int]) -> None:
         holders, bit = self._holders, 1 << replica
-        if holders.keys().isdisjoint(blocks):      # nobody's yet, as most are: at the speed of C
+        if holders.keys().isdisjoint(blocks):  # nobody's yet, as most are: at the speed of C
             holders.update(dict.fromkeys(blocks, bit))
             return
         for block in blocks:
@@ -99,7 +102,7 @@ class Holders:
         if not copies.keys().isdisjoint(blocks):
             blocks = [block for block in blocks if not _fewer(copies, block)]
         had = list(map(holders.pop, blocks, repeat(0)))
-        if had.count(bit) < len(had):      # others have some of them
+        if had.count(bit) < len(had):  # others have some of them
             holders.update((block, left) for block, having in zip(blocks, had) if (left := having & ~bit))
             blocks = [block for block, having in zip(blocks, had) if having & bit]
         if blocks:
@@ -125,6 +128,6 @@ def _fewer(copies: dict[int, int], block: int) -> bool:
     return True
 
 
-@lru_cache(4096)      # popular prefixes are held by the same replicas again and again
+@lru_cache(4096)  # popular prefixes are held by the same replicas again and again
 def _bits(mask: int) -> tuple[int, ...]:
     return tuple(place for place in range(mask.bit_length()) if mask >> place & 1)

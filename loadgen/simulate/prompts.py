@@ -1,8 +1,8 @@
 """Conversations as block hashes: what each request's prompt holds, and what the engine's reply adds to it.
 
-Spans become token ids by `synthetic`, the same that a live run sends. Text is rendered and tokenized as the bundled simulated
-model does it, message by message, which is exact for its template: a prompt there is the concatenation of its messages. A
-conversation is hashed as it grows: what was said is never hashed again.
+Spans become token ids by `synthetic`, the same that a live run sends. Text is rendered and tokenized as the bundled
+simulated model does it, message by message, which is exact for its template: a prompt there is the concatenation of its
+messages. A conversation is hashed as it grows: what was said is never hashed again.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from replicas.simulated.tokens import Tokens
 
 from .turns import Turn
 
-_OUR_REPLIES = 1 << 64      # above all hashes: blocks that hold some of a reply which nobody sends again
+_OUR_REPLIES = 1 << 64  # above all hashes: blocks that hold some of a reply which nobody sends again
 
 
 class Said(NamedTuple):
     """A conversation so far: its full blocks' hashes, the bytes after them, and its length in tokens."""
+
     hashes: list[int] = []  # noqa: RUF012  never changed in place
     tail: bytes = b""
     tokens: int = 0
 
 
 class Prompts:
-    """`engine_replies`: what the engine says is what stands in the file, and so is found again in its cache; else the file's
-    reply is sent in the next prompt, as `loadgen run` does, and the engine's own is another one of `max_tokens`."""
+    """`engine_replies`: what the engine says is what stands in the file, and so is found again in its cache; else the
+    file's reply is sent in the next prompt, as `loadgen run` does, and the engine's own is another one of
+    `max_tokens`."""
 
     def __init__(self, block_size: int, salt: int, vocabulary: int, engine_replies: bool = False) -> None:
         self._size, self._salt, self._vocabulary = block_size, salt, vocabulary
@@ -88,8 +90,12 @@ class Prompts:
     def _ids(self, messages: Sequence[Message], text: bool, first: bool, extra: dict[str, object]) -> np.ndarray:
         if not text:
             return self._tokens(spans_of(messages))
-        worded = [{**message, "content": synthetic.text(message["content"], self._salt)}
-                  if isinstance(message.get("content"), tuple) else message for message in messages]
+        worded = [
+            {**message, "content": synthetic.text(message["content"], self._salt)}
+            if isinstance(message.get("content"), tuple)
+            else message
+            for message in messages
+        ]
         return self._model.ids(worded, first, extra)
 
     def _tokens(self, spans: Iterable[Span]) -> np.ndarray:
@@ -98,7 +104,11 @@ class Prompts:
     def _more(self, said: Said, ids: np.ndarray) -> Said:
         data = said.tail + ids.tobytes()
         new = hash_blocks(data, self._size, said.hashes[-1] if said.hashes else self._seed)
-        return Said(said.hashes + new if new else said.hashes, data[len(new) * self._size * TOKEN_BYTES:], said.tokens + len(ids))
+        return Said(
+            said.hashes + new if new else said.hashes,
+            data[len(new) * self._size * TOKEN_BYTES :],
+            said.tokens + len(ids),
+        )
 
     @cached_property
     def _model(self) -> _Model:
@@ -111,7 +121,7 @@ class _Model:
     def __init__(self) -> None:
         self._tokens = Tokens(sim_model_dir())
         bare = self._render([{"role": "user", "content": ""}])
-        self.assistant = self._render([{"role": "user", "content": ""}], add_generation_prompt=True)[len(bare):]
+        self.assistant = self._render([{"role": "user", "content": ""}], add_generation_prompt=True)[len(bare) :]
         self.end = np.array([self._tokens.eos_id], np.uint32)
 
     def ids(self, messages: list[Message], first: bool, extra: dict[str, object]) -> np.ndarray:

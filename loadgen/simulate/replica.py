@@ -1,7 +1,7 @@
 """One simulated engine on the fleet's virtual clock.
 
-Between two steps that somebody looks at, an engine's next ends of steps are known (`Engine.ahead`), and it need not be woken
-for each of them: only for the last, or for the one under way when a request arrives.
+Between two steps that somebody looks at, an engine's next ends of steps are known (`Engine.ahead`), and it need not be
+woken for each of them: only for the last, or for the one under way when a request arrives.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from replicas.simulated.profile import FrontEnd, Profile
 
 class Replica:
     """`wakes` is when the fleet is to call `wake`; None: there is nothing to do."""
+
     __slots__ = ("profile", "engine", "front", "up", "incarnation", "wakes", "turn", "_ends", "_step")
 
     def __init__(self, profile: Profile) -> None:
@@ -27,9 +28,9 @@ class Replica:
         self.up = True
         self.incarnation += 1
         self.wakes: float | None = None
-        self.turn = 0                      # how often `wakes` was set: earlier plans are void
-        self._ends: list[float] = []       # of steps; the engine is where it is after the first
-        self._step: Step | None = None     # the one that ends first
+        self.turn = 0  # how often `wakes` was set: earlier plans are void
+        self._ends: list[float] = []  # of steps; the engine is where it is after the first
+        self._step: Step | None = None  # the one that ends first
 
     def stop(self) -> None:
         self.up, self.wakes = False, None
@@ -43,7 +44,7 @@ class Replica:
             self.engine.leap(place)
             if place:
                 self._step = None
-            self._ends = self._ends[place:place + 1]
+            self._ends = self._ends[place : place + 1]
             self._wake_at(self._ends[0])
         self.engine.add(request)
         return self.wakes is None

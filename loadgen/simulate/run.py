@@ -20,6 +20,7 @@ from .turns import Record
 @dataclass(frozen=True, slots=True)
 class Outage:
     """A replica that is lost at a second of the run, and back at another; None: it stays away."""
+
     replica: int
     at: float
     until: float | None = None
@@ -28,28 +29,30 @@ class Outage:
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A fleet, and how it is asked. The same setting and workload give the same outcome."""
+
     policy: str
-    profiles: Sequence[Profile]             # one a replica
+    profiles: Sequence[Profile]  # one a replica
     seed: int = 0
-    gateways: int = 1                       # requests come to them at random
-    shared_ledger: bool = True              # gateways know each other's load, as with Redis
-    event_delay: float | None = 0.005       # seconds from the end of a step to the map; None: engines without events
-    event_loss: float = 0.0                 # share of event batches lost on the way to each gateway
+    gateways: int = 1  # requests come to them at random
+    shared_ledger: bool = True  # gateways know each other's load, as with Redis
+    event_delay: float | None = 0.005  # seconds from the end of a step to the map; None: engines without events
+    event_loss: float = 0.0  # share of event batches lost on the way to each gateway
     losses_unseen: bool = False
     outages: Sequence[Outage] = ()
-    engine_replies: bool = False            # see `Prompts`
+    engine_replies: bool = False  # see `Prompts`
     salt: int = 0
     vocabulary: int = synthetic.VOCABULARY
-    users: int | None = None                # closed loop
+    users: int | None = None  # closed loop
     max_concurrency: int | None = None
 
 
 @dataclass
 class Outcome:
     """What `report.summarise` reads of a run. The generator is no machine here, so it is never late nor busy."""
+
     conversations: Sequence[Conversation]
     requests: int
-    replicas: Sequence[str] = ()            # all there are, also those that are never chosen
+    replicas: Sequence[str] = ()  # all there are, also those that are never chosen
     done: list[records.Record] = field(default_factory=list)
     began: float = 0.0
     ended: float = 0.0
@@ -68,15 +71,24 @@ class Outcome:
 
 def simulate(workload: Workload, setting: Setting) -> Outcome:
     """Play it to the end."""
-    fleet = Fleet(setting.profiles, setting.policy, setting.seed, setting.event_delay, event_loss=setting.event_loss,
-                  losses_unseen=setting.losses_unseen, gateways=setting.gateways, shared_ledger=setting.shared_ledger, keep=False)
+    fleet = Fleet(
+        setting.profiles,
+        setting.policy,
+        setting.seed,
+        setting.event_delay,
+        event_loss=setting.event_loss,
+        losses_unseen=setting.losses_unseen,
+        gateways=setting.gateways,
+        shared_ledger=setting.shared_ledger,
+        keep=False,
+    )
     for outage in setting.outages:
         fleet.at(outage.at, fleet.lose, outage.replica)
         if outage.until is not None:
             fleet.at(outage.until, fleet.restore, outage.replica)
     player = _Player(workload, setting, fleet)
     gc.collect()
-    gc.freeze()      # nothing here is cyclic, and looking for what is takes a third of the time
+    gc.freeze()  # nothing here is cyclic, and looking for what is takes a third of the time
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -93,7 +105,13 @@ class _Player:
     def __init__(self, workload: Workload, setting: Setting, fleet: Fleet) -> None:
         self.workload, self.fleet = workload, fleet
         self.prompts = Prompts(setting.profiles[0].block_size, setting.salt, setting.vocabulary, setting.engine_replies)
-        self.outcome = Outcome(workload.conversations, workload.requests, fleet.names, users=setting.users, max_concurrency=setting.max_concurrency)
+        self.outcome = Outcome(
+            workload.conversations,
+            workload.requests,
+            fleet.names,
+            users=setting.users,
+            max_concurrency=setting.max_concurrency,
+        )
         self.room = setting.max_concurrency
         self.queue: deque[Callable[[], None]] = deque()
         self.new = deque(workload.conversations)
@@ -124,7 +142,9 @@ class _Player:
         else:
             self.queue.append(lambda: self._send(conversation, number, said, due, then))
 
-    def _send(self, conversation: Conversation, number: int, said: Said, due: float, then: Callable[[], None] | None) -> None:
+    def _send(
+        self, conversation: Conversation, number: int, said: Said, due: float, then: Callable[[], None] | None
+    ) -> None:
         turn = conversation.turns[number]
         last = number + 1 == len(conversation.turns) and not turn.forks
         said, request = self.prompts.ask(said, turn, conversation.extra, not last)
@@ -136,19 +156,24 @@ class _Player:
             elif self.room is not None:
                 self.room += 1
             self._go_on(conversation, number, said, record, then)
+
         record = self.fleet.send(request, conversation.id, ended)
 
-    def _go_on(self, conversation: Conversation, number: int, said: Said, record: Record, then: Callable[[], None] | None) -> None:
+    def _go_on(
+        self, conversation: Conversation, number: int, said: Said, record: Record, then: Callable[[], None] | None
+    ) -> None:
         fleet, turn, following = self.fleet, conversation.turns[number], number + 1
         goes_on = following < len(conversation.turns)
         if record.error and self.prompts.says(turn):
-            goes_on = False      # there is no reply to go on from
+            goes_on = False  # there is no reply to go on from
         elif goes_on or turn.forks:
             said = self.prompts.answer(said, turn)
             for fork in turn.forks:
                 fleet.at(fleet.now + fork.turns[0].think, self._converse, fork, 0, said, None)
         if goes_on:
-            fleet.at(fleet.now + conversation.turns[following].think, self._converse, conversation, following, said, then)
+            fleet.at(
+                fleet.now + conversation.turns[following].think, self._converse, conversation, following, said, then
+            )
         elif then is not None:
             then()
 
@@ -157,9 +182,18 @@ def _told(record: Record, conversation: str, number: int, due: float, fleet: Fle
     """As a client and its gateway would tell of it."""
     answered = record.error is None
     return records.Record(
-        conversation, number, due, sent=record.sent, first=record.first or None, last=record.end,
+        conversation,
+        number,
+        due,
+        sent=record.sent,
+        first=record.first or None,
+        last=record.end,
         status=200 if answered or record.error == "stream_error" else int(record.error.removeprefix("http_")),
-        error=record.error, detail=record.detail,
-        prompt_tokens=record.tokens if answered else None, output_tokens=record.output if answered else None,
-        cached_tokens=record.cached if answered else None, predicted_tokens=record.predicted if answered else None,
-        replica=fleet.names[record.replica] if record.replica >= 0 else None)
+        error=record.error,
+        detail=record.detail,
+        prompt_tokens=record.tokens if answered else None,
+        output_tokens=record.output if answered else None,
+        cached_tokens=record.cached if answered else None,
+        predicted_tokens=record.predicted if answered else None,
+        replica=fleet.names[record.replica] if record.replica >= 0 else None,
+    )

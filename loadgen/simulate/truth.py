@@ -1,10 +1,10 @@
 """What a request would truly take on each replica: for the oracle, from the engines themselves.
 
-Seconds to the first token = the rest of the step under way + what must end before there is room + the steps that compute the
-prompts before it and its own, with the decoding there in each; plus what it costs others: the seconds of its own prefill for
-each stream that stands still meanwhile, at the weight `least_time` gives them. Still a forecast in three places: who waits is
-taken to find in the cache what was there when first looked at, blocks that ending requests share count for each, and
-requests that come later are not known.
+Seconds to the first token = the rest of the step under way + what must end before there is room + the steps that
+compute the prompts before it and its own, with the decoding there in each; plus what it costs others: the seconds of
+its own prefill for each stream that stands still meanwhile, at the weight `least_time` gives them. Still a forecast in
+three places: who waits is taken to find in the cache what was there when first looked at, blocks that ending requests
+share count for each, and requests that come later are not known.
 """
 
 from __future__ import annotations

@@ -8,28 +8,30 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class Turn:
     """One request: chained hashes of its prompt's full blocks, and of prompt and reply together."""
+
     hashes: list[int]
-    tokens: int            # of the prompt
-    output: int            # tokens of the reply
+    tokens: int  # of the prompt
+    output: int  # tokens of the reply
     all_hashes: list[int]
-    think: float = 0.0     # seconds between the reply before and this request
-    text: bool = False     # the prompt comes as text: an engine with a profile of that takes longer to read it
+    think: float = 0.0  # seconds between the reply before and this request
+    text: bool = False  # the prompt comes as text: an engine with a profile of that takes longer to read it
 
 
 @dataclass(slots=True)
 class Record:
     """What became of one request."""
+
     turn: Turn
     sent: float
-    replica: int = -1              # the last one it was sent to; -1: none was there
-    predicted: int = 0             # cached tokens that its gateway promised
-    expected_ttft: float = 0.0     # by the chosen replica's costs
-    cached: int = 0                # cached tokens the engine found
+    replica: int = -1  # the last one it was sent to; -1: none was there
+    predicted: int = 0  # cached tokens that its gateway promised
+    expected_ttft: float = 0.0  # by the chosen replica's costs
+    cached: int = 0  # cached tokens the engine found
     first: float = 0.0
     end: float = 0.0
-    error: str | None = None       # named as `loadgen.drive.records` names it
+    error: str | None = None  # named as `loadgen.drive.records` names it
     detail: str = ""
-    tried: tuple[int, ...] = ()    # replicas that were lost before they answered
+    tried: tuple[int, ...] = ()  # replicas that were lost before they answered
 
     @property
     def tokens(self) -> int:
@@ -43,4 +45,4 @@ class Record:
 @dataclass
 class Result:
     records: list[Record] = field(default_factory=list)
-    seconds: float = 0.0           # virtual time until the last request ended
+    seconds: float = 0.0  # virtual time until the last request ended

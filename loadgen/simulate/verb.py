@@ -28,28 +28,69 @@ _WRITTEN = ("--json", "--result-filename", "--html", "--png", "--csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(backend="openai-chat")      # nothing is asked over HTTP: any load will do, and any reply
+    parser.set_defaults(backend="openai-chat")  # nothing is asked over HTTP: any load will do, and any reply
     group = parser.add_argument_group("fleet")
-    group.add_argument("--policies", type=partial(options.names, known=(*policies.NAMES, *NAMES)), default=[policies.DEFAULT], metavar="A,B",
-                       help=f"any of {', '.join(policies.NAMES)}; of the field, {', '.join(NAMES)} (default {policies.DEFAULT})")
-    group.add_argument("--replicas", type=options.whole, default=8, metavar="N", help="simulated engines (default %(default)s)")
-    group.add_argument("--profile", default="gpu-8b", metavar="NAME|FILE",
-                       help="how fast and how large an engine is: gpu-8b, cpu-tiny or a YAML file (default %(default)s)")
-    group.add_argument("--num-blocks", type=options.whole, metavar="N", help="KV blocks of an engine (default: the profile's)")
-    group.add_argument("--speeds", type=_speeds, default=[1.0], metavar="X,X",
-                       help="engines run so many times as fast as the profile says, in turn: 1,0.5 makes every other one half as fast")
-    group.add_argument("--outage", type=_outage, action="append", default=[], metavar="REPLICA:FROM[:TO]",
-                       help="lose a replica (from 0) at a second of the run, and have it back, empty, at another; may be repeated")
+    group.add_argument(
+        "--policies",
+        type=partial(options.names, known=(*policies.NAMES, *NAMES)),
+        default=[policies.DEFAULT],
+        metavar="A,B",
+        help=f"any of {', '.join(policies.NAMES)}; of the field, {', '.join(NAMES)} (default {policies.DEFAULT})",
+    )
+    group.add_argument(
+        "--replicas", type=options.whole, default=8, metavar="N", help="simulated engines (default %(default)s)"
+    )
+    group.add_argument(
+        "--profile",
+        default="gpu-8b",
+        metavar="NAME|FILE",
+        help="how fast and how large an engine is: gpu-8b, cpu-tiny or a YAML file (default %(default)s)",
+    )
+    group.add_argument(
+        "--num-blocks", type=options.whole, metavar="N", help="KV blocks of an engine (default: the profile's)"
+    )
+    group.add_argument(
+        "--speeds",
+        type=_speeds,
+        default=[1.0],
+        metavar="X,X",
+        help="engines run so many times as fast as the profile says, in turn: 1,0.5 makes every other one half as fast",
+    )
+    group.add_argument(
+        "--outage",
+        type=_outage,
+        action="append",
+        default=[],
+        metavar="REPLICA:FROM[:TO]",
+        help="lose a replica (from 0) at a second of the run, and have it back, empty, at another; may be repeated",
+    )
     group = parser.add_argument_group("gateways")
-    group.add_argument("--gateways", type=options.whole, default=1, metavar="N",
-                       help="gateways, each with a map and costs of its own; requests come to them at random (default %(default)s)")
-    group.add_argument("--own-ledgers", action="store_true", help="gateways do not know of each other's load (default: as with Redis)")
+    group.add_argument(
+        "--gateways",
+        type=options.whole,
+        default=1,
+        metavar="N",
+        help="gateways, each with a map and costs of its own; requests come to them at random (default %(default)s)",
+    )
+    group.add_argument(
+        "--own-ledgers", action="store_true", help="gateways do not know of each other's load (default: as with Redis)"
+    )
     events = group.add_mutually_exclusive_group()
-    events.add_argument("--event-delay", type=options.seconds, default=0.005, metavar="S",
-                        help="from an engine's step to the maps (default %(default)g)")
+    events.add_argument(
+        "--event-delay",
+        type=options.seconds,
+        default=0.005,
+        metavar="S",
+        help="from an engine's step to the maps (default %(default)g)",
+    )
     events.add_argument("--no-events", action="store_true", help="engines publish none; gateways model their caches")
-    group.add_argument("--event-loss", type=options.share, default=0.0, metavar="SHARE",
-                       help="of the batches of events; what is lost comes with the next one, by replay (default %(default)g)")
+    group.add_argument(
+        "--event-loss",
+        type=options.share,
+        default=0.0,
+        metavar="SHARE",
+        help="of the batches of events; what is lost comes with the next one, by replay (default %(default)g)",
+    )
     group.add_argument("--losses-unseen", action="store_true", help="lost events are never missed, nor replayed")
     datasets.add_workload(parser)
     files.add_report(parser)
@@ -86,9 +127,22 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
             raise options.BadOption(f"--outage {outage.replica}: there are replicas 0 to {args.replicas - 1}")
     if args.losses_unseen and not args.event_loss:
         raise options.BadOption("--losses-unseen needs --event-loss")
-    made = Setting("", profiles(args), args.seed, args.gateways, not args.own_ledgers, None if args.no_events else args.event_delay,
-                   args.event_loss, args.losses_unseen, args.outage, args.replies == "engine", datasets.salt(args), datasets.vocabulary(args),
-                   args.users, args.max_concurrency)
+    made = Setting(
+        "",
+        profiles(args),
+        args.seed,
+        args.gateways,
+        not args.own_ledgers,
+        None if args.no_events else args.event_delay,
+        args.event_loss,
+        args.losses_unseen,
+        args.outage,
+        args.replies == "engine",
+        datasets.salt(args),
+        datasets.vocabulary(args),
+        args.users,
+        args.max_concurrency,
+    )
     return {policy: replace(made, policy=policy) for policy in args.policies}
 
 
@@ -102,13 +156,23 @@ async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
     reports, records = {}, {}
     began = perf_counter()
     for policy, outcome in zip(fleets, played(work, list(fleets.values()), args.processes)):
-        reports[policy] = {"target": f"{args.replicas} simulated engines", "model": args.profile, **summarise(outcome, slo)}
+        reports[policy] = {
+            "target": f"{args.replicas} simulated engines",
+            "model": args.profile,
+            **summarise(outcome, slo),
+        }
         records[policy] = outcome.done
-        console.print(f"[dim]{policy}: {len(outcome.done):,} requests, {outcome.ended:,.1f} s of virtual time, "
-                      f"{perf_counter() - began:,.1f} s after the start[/]")
+        console.print(
+            f"[dim]{policy}: {len(outcome.done):,} requests, {outcome.ended:,.1f} s of virtual time, "
+            f"{perf_counter() - began:,.1f} s after the start[/]"
+        )
     comparison.print_comparison(console, reports)
-    about = {"void": comparison.void_because(reports), "workload": datasets.describe(args, work), "fleet": described(args, next(iter(fleets.values()))),
-             "setting": setting(["loadgen", *asked(sys.argv[1:])], args.seed)}
+    about = {
+        "void": comparison.void_because(reports),
+        "workload": datasets.describe(args, work),
+        "fleet": described(args, next(iter(fleets.values()))),
+        "setting": setting(["loadgen", *asked(sys.argv[1:])], args.seed),
+    }
     files.write(args, {"targets": reports, **about}, reports, records, console, about)
     return 0 if all(report["completed"] for report in reports.values()) else 1
 
@@ -131,17 +195,27 @@ def _share(work: Workload) -> None:
 
 def _simulate_shared(fleet: Setting) -> Outcome:
     outcome = simulate(_shared[0], fleet)
-    outcome.conversations = range(len(outcome.conversations))      # the parent has them; they would go through a pipe
+    outcome.conversations = range(len(outcome.conversations))  # the parent has them; they would go through a pipe
     return outcome
 
 
 def described(args: argparse.Namespace, fleet: Setting) -> dict[str, object]:
     """The fleet, for the record."""
     profile = fleet.profiles[0]
-    return {"replicas": len(fleet.profiles), "profile": profile.name, "num_blocks": profile.num_blocks, "block_size": profile.block_size,
-            "speeds": args.speeds, "gateways": fleet.gateways, "shared_ledger": fleet.shared_ledger, "event_delay_s": fleet.event_delay,
-            "event_loss": fleet.event_loss, "losses_unseen": fleet.losses_unseen, "outages": [asdict(one) for one in fleet.outages],
-            "clock": "virtual"}
+    return {
+        "replicas": len(fleet.profiles),
+        "profile": profile.name,
+        "num_blocks": profile.num_blocks,
+        "block_size": profile.block_size,
+        "speeds": args.speeds,
+        "gateways": fleet.gateways,
+        "shared_ledger": fleet.shared_ledger,
+        "event_delay_s": fleet.event_delay,
+        "event_loss": fleet.event_loss,
+        "losses_unseen": fleet.losses_unseen,
+        "outages": [asdict(one) for one in fleet.outages],
+        "clock": "virtual",
+    }
 
 
 def asked(argv: Sequence[str]) -> list[str]:

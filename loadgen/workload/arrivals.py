@@ -30,8 +30,8 @@ class Ramp:
 def gap(rate: float, burstiness: float, rng: random.Random) -> float:
     """Seconds to the next of `rate` events per second, gamma-distributed with shape `burstiness`.
 
-    1 makes a Poisson process, less makes bursts, more is more regular, infinity is constant: what `--burstiness` means to
-    vLLM's benchmark. An infinite rate puts all at once.
+    1 makes a Poisson process, less makes bursts, more is more regular, infinity is constant: what `--burstiness` means
+    to vLLM's benchmark. An infinite rate puts all at once.
     """
     if math.isinf(rate):
         return 0.0
@@ -40,8 +40,9 @@ def gap(rate: float, burstiness: float, rng: random.Random) -> float:
     return 1 / rate if math.isinf(burstiness) else rng.gammavariate(burstiness, 1 / (rate * burstiness))
 
 
-def conversation_starts(turns: list[int], request_rate: float, rng: random.Random, burstiness: float = 1.0,
-                        ramp: Ramp | None = None) -> list[float]:
+def conversation_starts(
+    turns: list[int], request_rate: float, rng: random.Random, burstiness: float = 1.0, ramp: Ramp | None = None
+) -> list[float]:
     """Start times (s) for conversations of the given numbers of turns.
 
     `request_rate` counts requests, as vLLM's benchmark does. Later turns follow their

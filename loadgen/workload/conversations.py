@@ -2,8 +2,8 @@
 
 A turn names the messages it adds, so the prompt of turn k is everything before it plus these. What a message says is
 text, or spans of tokens that stand for text nobody has (a trace's, a generator's): these become token ids or words
-(`synthetic`) when a request is about to be sent, and a simulation needs neither. All randomness comes from the seed: the
-same seed asks the same questions of every target.
+(`synthetic`) when a request is about to be sent, and a simulation needs neither. All randomness comes from the seed:
+the same seed asks the same questions of every target.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which load is meant: a table of names, the flags each takes, and when its requests are due.
 
-A load is a function (rng, requests, **flags) -> Workload. Its keyword arguments are the flags it takes, by their names and
-with their defaults; a flag it has no use for is refused. Names and flags are those of `vllm bench serve` where it has them.
+A load is a function (rng, requests, **flags) -> Workload. Its keyword arguments are the flags it takes, by their names
+and with their defaults; a flag it has no use for is refused. Names and flags are those of `vllm bench serve` where it
+has them.
 """
 
 from __future__ import annotations
@@ -26,48 +27,104 @@ from loadgen.workload.synthetic import VOCABULARY
 REQUESTS, RATE = 200, 4.0  # where neither flags nor a trace say
 
 
-def _multi_turn(rng: random.Random, requests: int | None, *, dataset_path: Path | None = None, num_prefixes: int = 12,
-                prefix_len: int = 2000, turns: int = 5, think_time: float = 1.0, output_len: int = 64) -> Workload:
+def _multi_turn(
+    rng: random.Random,
+    requests: int | None,
+    *,
+    dataset_path: Path | None = None,
+    num_prefixes: int = 12,
+    prefix_len: int = 2000,
+    turns: int = 5,
+    think_time: float = 1.0,
+    output_len: int = 64,
+) -> Workload:
     about = documents(dataset_path, num_prefixes, prefix_len * texts.CHARS_PER_TOKEN)
     return Workload(texts.multi_turn(about, requests or REQUESTS, turns, think_time, output_len, rng), [])
 
 
-def _shared_prefix(rng: random.Random, requests: int | None, *, dataset_path: Path | None = None, num_prefixes: int = 12,
-                   prefix_len: int = 2000, suffix_len: int = 128, output_len: int = 64) -> Workload:
+def _shared_prefix(
+    rng: random.Random,
+    requests: int | None,
+    *,
+    dataset_path: Path | None = None,
+    num_prefixes: int = 12,
+    prefix_len: int = 2000,
+    suffix_len: int = 128,
+    output_len: int = 64,
+) -> Workload:
     about = documents(dataset_path, num_prefixes, prefix_len * texts.CHARS_PER_TOKEN)
     return Workload(texts.shared_prefix(about, requests or REQUESTS, num_prefixes, suffix_len, output_len, rng), [])
 
 
-def _conversations(parse: Callable, rng: random.Random, requests: int | None, *, dataset_path: Path, think_time: float = 1.0,
-                   output_len: int | None = None, bad_lines: str = "stop", disable_shuffle: bool = False) -> Workload:
+def _conversations(
+    parse: Callable,
+    rng: random.Random,
+    requests: int | None,
+    *,
+    dataset_path: Path,
+    think_time: float = 1.0,
+    output_len: int | None = None,
+    bad_lines: str = "stop",
+    disable_shuffle: bool = False,
+) -> Workload:
     reader = Reader(dataset_path, bad_lines == "skip")
-    asked = traces.conversation_file(dataset_path, requests, output_len, think_time, rng, parse=parse, reader=reader,
-                                     shuffle=not disable_shuffle)
+    asked = traces.conversation_file(
+        dataset_path, requests, output_len, think_time, rng, parse=parse, reader=reader, shuffle=not disable_shuffle
+    )
     return Workload(asked, [], reader.notes())
 
 
-def _hash_trace(rng: random.Random, requests: int | None, *, dataset_path: Path, timed_trace_chunk_hash_size: int = 16,
-                timed_trace_sec_multiplier: float = 1.0, output_len: int | None = None, bad_lines: str = "stop",
-                trace_start: float = 0.0, trace_seconds: float = math.inf, trace_speed: float = 1.0,
-                trace_jitter: float = 0.0) -> Workload:
+def _hash_trace(
+    rng: random.Random,
+    requests: int | None,
+    *,
+    dataset_path: Path,
+    timed_trace_chunk_hash_size: int = 16,
+    timed_trace_sec_multiplier: float = 1.0,
+    output_len: int | None = None,
+    bad_lines: str = "stop",
+    trace_start: float = 0.0,
+    trace_seconds: float = math.inf,
+    trace_speed: float = 1.0,
+    trace_jitter: float = 0.0,
+) -> Workload:
     reader = Reader(dataset_path, bad_lines == "skip")
     timed = traces.hash_trace(reader, timed_trace_chunk_hash_size, timed_trace_sec_multiplier, output_len)
-    return traces.replay(timed, reader, requests, rng, start=trace_start, seconds=trace_seconds, speed=trace_speed,
-                         jitter=trace_jitter)
+    return traces.replay(
+        timed, reader, requests, rng, start=trace_start, seconds=trace_seconds, speed=trace_speed, jitter=trace_jitter
+    )
 
 
-def _azure(rng: random.Random, requests: int | None, *, dataset_path: Path, output_len: int | None = None, bad_lines: str = "stop",
-           trace_start: float = 0.0, trace_seconds: float = math.inf, trace_speed: float = 1.0,
-           trace_jitter: float = 0.0) -> Workload:
+def _azure(
+    rng: random.Random,
+    requests: int | None,
+    *,
+    dataset_path: Path,
+    output_len: int | None = None,
+    bad_lines: str = "stop",
+    trace_start: float = 0.0,
+    trace_seconds: float = math.inf,
+    trace_speed: float = 1.0,
+    trace_jitter: float = 0.0,
+) -> Workload:
     reader = Reader(dataset_path, bad_lines == "skip")
-    return traces.replay(traces.azure_trace(reader, output_len), reader, requests, rng, start=trace_start, seconds=trace_seconds,
-                         speed=trace_speed, jitter=trace_jitter)
+    return traces.replay(
+        traces.azure_trace(reader, output_len),
+        reader,
+        requests,
+        rng,
+        start=trace_start,
+        seconds=trace_seconds,
+        speed=trace_speed,
+        jitter=trace_jitter,
+    )
 
 
 def _made(generator: Callable[..., list[Conversation]]) -> Callable[..., Workload]:
     @wraps(generator)
     def load(rng: random.Random, requests: int | None, **shape: object) -> Workload:
         return Workload(generator(rng, requests or REQUESTS, **shape), [])
+
     return load
 
 
@@ -86,67 +143,155 @@ _GENERATORS: dict[str, Callable[..., Workload]] = {
     "long-document-qa": _made(generators.long_document_qa), "random": _made(generators.random_tokens),
 }  # fmt: skip
 DATASETS = _TEXTS | _TRACES | _GENERATORS
-_TAKES = {name: {key: flag.default for key, flag in inspect.signature(load).parameters.items() if flag.kind is flag.KEYWORD_ONLY}
-          for name, load in DATASETS.items()}  # the flags of each load, with their defaults
+_TAKES = {
+    name: {
+        key: flag.default for key, flag in inspect.signature(load).parameters.items() if flag.kind is flag.KEYWORD_ONLY
+    }
+    for name, load in DATASETS.items()
+}  # the flags of each load, with their defaults
 _SHAPE = list(dict.fromkeys(key for takes in _TAKES.values() for key in takes))
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
-    group.add_argument("--dataset-name", choices=tuple(DATASETS), metavar="NAME",
-                       help=f"one of {', '.join(DATASETS)} (default: what the file is, else multi-turn)")
-    group.add_argument("--dataset-path", "--trace", type=Path, metavar="FILE",
-                       help="a trace, a file of conversations (.gz too), or a text to talk about "
-                            "(default: the standard library's documentation)")
-    group.add_argument("--num-prompts", "--requests", type=whole, metavar="N",
-                       help=f"requests in all; every turn is one (default {REQUESTS}, or the whole file)")
+    group.add_argument(
+        "--dataset-name",
+        choices=tuple(DATASETS),
+        metavar="NAME",
+        help=f"one of {', '.join(DATASETS)} (default: what the file is, else multi-turn)",
+    )
+    group.add_argument(
+        "--dataset-path",
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="a trace, a file of conversations (.gz too), or a text to talk about "
+        "(default: the standard library's documentation)",
+    )
+    group.add_argument(
+        "--num-prompts",
+        "--requests",
+        type=whole,
+        metavar="N",
+        help=f"requests in all; every turn is one (default {REQUESTS}, or the whole file)",
+    )
     group.add_argument("--seed", type=int, default=0, help="same seed, same load (default %(default)s)")
-    group.add_argument("--replies", choices=("file", "engine"),
-                       help="whose replies stay in the conversation (default: the file's where it has them)")
-    group.add_argument("--bad-lines", choices=("stop", "skip"), help="what to do about lines of a file that are wrong (default stop)")
-    group.add_argument("--disable-shuffle", action="store_const", const=True, help="take a file's conversations in their order")
-    group.add_argument("--vocab-size", type=whole, metavar="N",
-                       help=f"token ids made up are below this (default: what the model has where its config.json is at hand, {VOCABULARY} at most)")
+    group.add_argument(
+        "--replies",
+        choices=("file", "engine"),
+        help="whose replies stay in the conversation (default: the file's where it has them)",
+    )
+    group.add_argument(
+        "--bad-lines", choices=("stop", "skip"), help="what to do about lines of a file that are wrong (default stop)"
+    )
+    group.add_argument(
+        "--disable-shuffle", action="store_const", const=True, help="take a file's conversations in their order"
+    )
+    group.add_argument(
+        "--vocab-size",
+        type=whole,
+        metavar="N",
+        help=f"token ids made up are below this (default: what the model has where its config.json is at hand, {VOCABULARY} at most)",
+    )
     _add_arrivals(parser.add_argument_group("when"))
     _add_shape(parser.add_argument_group("shape of the load, in tokens; each load has its own defaults"))
 
 
 def _add_arrivals(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--request-rate", type=rate, metavar="R",
-                       help=f"requests per second; inf sends all at once (default: the trace's own times, else {RATE:g})")
-    group.add_argument("--burstiness", type=rate, default=1.0, metavar="B",
-                       help="shape of the gamma-distributed gaps: 1 Poisson, less in bursts, inf constant (default %(default)g)")
-    group.add_argument("--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate rise or fall over the run")
+    group.add_argument(
+        "--request-rate",
+        type=rate,
+        metavar="R",
+        help=f"requests per second; inf sends all at once (default: the trace's own times, else {RATE:g})",
+    )
+    group.add_argument(
+        "--burstiness",
+        type=rate,
+        default=1.0,
+        metavar="B",
+        help="shape of the gamma-distributed gaps: 1 Poisson, less in bursts, inf constant (default %(default)g)",
+    )
+    group.add_argument(
+        "--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate rise or fall over the run"
+    )
     group.add_argument("--ramp-up-start-rps", type=positive, metavar="R", help="rate of a ramp at its start")
     group.add_argument("--ramp-up-end-rps", type=positive, metavar="R", help="and at its end")
-    group.add_argument("--users", type=whole, metavar="N", help="closed loop: N users, each with one conversation at a time")
-    group.add_argument("--max-concurrency", type=whole, metavar="N",
-                       help="never more requests in flight; the wait shows up as lateness")
-    group.add_argument("--processes", type=whole, default=1, metavar="N", help="spread the generator over N processes (default 1)")
-    group.add_argument("--trace-start", type=seconds, metavar="S", help="traces: leave out what comes before this second")
+    group.add_argument(
+        "--users", type=whole, metavar="N", help="closed loop: N users, each with one conversation at a time"
+    )
+    group.add_argument(
+        "--max-concurrency",
+        type=whole,
+        metavar="N",
+        help="never more requests in flight; the wait shows up as lateness",
+    )
+    group.add_argument(
+        "--processes", type=whole, default=1, metavar="N", help="spread the generator over N processes (default 1)"
+    )
+    group.add_argument(
+        "--trace-start", type=seconds, metavar="S", help="traces: leave out what comes before this second"
+    )
     group.add_argument("--trace-seconds", type=positive, metavar="S", help="traces: and play so many seconds of it")
     group.add_argument("--trace-speed", type=positive, metavar="X", help="traces: play it X times as fast (default 1)")
-    group.add_argument("--trace-jitter", type=seconds, metavar="S", help="traces: move each request by up to S seconds (default 0)")
+    group.add_argument(
+        "--trace-jitter", type=seconds, metavar="S", help="traces: move each request by up to S seconds (default 0)"
+    )
 
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--turns", type=whole, metavar="N", help="mean turns of a conversation, or steps of an agent")
-    group.add_argument("--think-time", type=seconds, metavar="S",
-                       help="mean seconds between a reply and the next turn")
-    group.add_argument("--num-prefixes", "--prefix-repetition-num-prefixes", type=whole, metavar="N",
-                       help="different documents or system prompts")
+    group.add_argument("--think-time", type=seconds, metavar="S", help="mean seconds between a reply and the next turn")
+    group.add_argument(
+        "--num-prefixes",
+        "--prefix-repetition-num-prefixes",
+        type=whole,
+        metavar="N",
+        help="different documents or system prompts",
+    )
     group.add_argument("--prefix-len", "--prefix-repetition-prefix-len", type=whole, metavar="N", help="length of each")
-    group.add_argument("--suffix-len", "--prefix-repetition-suffix-len", "--random-input-len", type=whole, metavar="N",
-                       help="length of each question, task or tool result")
-    group.add_argument("--output-len", "--prefix-repetition-output-len", "--random-output-len", "--sharegpt-output-len",
-                       "--custom-output-len", type=whole, metavar="N", help="length of a reply (default: as in the file)")
-    group.add_argument("--range-ratio", "--random-range-ratio", type=share, metavar="R", help="lengths vary from 1-R to 1+R times these")
-    group.add_argument("--zipf", type=seconds, metavar="S", help="the k-th most popular document or system prompt is asked 1/k^S as often")
+    group.add_argument(
+        "--suffix-len",
+        "--prefix-repetition-suffix-len",
+        "--random-input-len",
+        type=whole,
+        metavar="N",
+        help="length of each question, task or tool result",
+    )
+    group.add_argument(
+        "--output-len",
+        "--prefix-repetition-output-len",
+        "--random-output-len",
+        "--sharegpt-output-len",
+        "--custom-output-len",
+        type=whole,
+        metavar="N",
+        help="length of a reply (default: as in the file)",
+    )
+    group.add_argument(
+        "--range-ratio",
+        "--random-range-ratio",
+        type=share,
+        metavar="R",
+        help="lengths vary from 1-R to 1+R times these",
+    )
+    group.add_argument(
+        "--zipf",
+        type=seconds,
+        metavar="S",
+        help="the k-th most popular document or system prompt is asked 1/k^S as often",
+    )
     group.add_argument("--documents-per-prompt", type=whole, metavar="N", help="rag: passages before each question")
     group.add_argument("--forks", type=whole, metavar="N", help="agents: sub-agents started at once")
     group.add_argument("--best-of", type=whole, metavar="N", help="best-of-n: times each prompt is asked at once")
-    group.add_argument("--timed-trace-chunk-hash-size", type=whole, metavar="N", help="tokens of one hash id in a trace of another kind")
-    group.add_argument("--timed-trace-sec-multiplier", type=positive, metavar="X", help="and seconds of one unit of its timestamps")
+    group.add_argument(
+        "--timed-trace-chunk-hash-size",
+        type=whole,
+        metavar="N",
+        help="tokens of one hash id in a trace of another kind",
+    )
+    group.add_argument(
+        "--timed-trace-sec-multiplier", type=positive, metavar="X", help="and seconds of one unit of its timestamps"
+    )
 
 
 def dataset(args: argparse.Namespace) -> str:
@@ -180,7 +325,9 @@ def check(args: argparse.Namespace) -> None:
     if args.replies == "engine" and completions(args) and name not in _TEXTS:
         raise BadOption(f"--replies engine: {name} sends token ids, and replies are text; add --backend openai-chat")
     if args.users and (args.request_rate or args.ramp_up_strategy or args.max_concurrency):
-        raise BadOption("--users is a closed loop: it goes without --request-rate, --ramp-up-strategy and --max-concurrency")
+        raise BadOption(
+            "--users is a closed loop: it goes without --request-rate, --ramp-up-strategy and --max-concurrency"
+        )
 
 
 def completions(args: argparse.Namespace) -> bool:
@@ -200,7 +347,9 @@ def vocabulary(args: argparse.Namespace, known: int | None = None) -> int:
 
 def salt(args: argparse.Namespace) -> int:
     """Another seed, load or file: other tokens, or the second run would find what the first one left in the caches."""
-    return args.seed << 32 | zlib.crc32(f"{dataset(args)} {args.dataset_path.name if args.dataset_path else ''}".encode())
+    return args.seed << 32 | zlib.crc32(
+        f"{dataset(args)} {args.dataset_path.name if args.dataset_path else ''}".encode()
+    )
 
 
 def workload(args: argparse.Namespace) -> Workload:
@@ -241,9 +390,27 @@ def _ramp(args: argparse.Namespace) -> Ramp | None:
 def describe(args: argparse.Namespace, load: Workload) -> dict[str, object]:
     """What made the load, defaults included, for the record."""
     name = dataset(args)
-    names = ("num_prompts", "request_rate", "burstiness", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps", "users",
-             "max_concurrency", "processes", "seed", "replies")
-    return {"dataset_name": name, **{key: getattr(args, key) for key in names}, **_TAKES[name], **shape(args),
-            "dataset_path": str(args.dataset_path) if args.dataset_path else None, "notes": load.notes,
-            "conversations": len(load.conversations), "requests": load.requests,
-            "last_start_s": round(load.starts[-1], 3) if load.starts else 0.0}
+    names = (
+        "num_prompts",
+        "request_rate",
+        "burstiness",
+        "ramp_up_strategy",
+        "ramp_up_start_rps",
+        "ramp_up_end_rps",
+        "users",
+        "max_concurrency",
+        "processes",
+        "seed",
+        "replies",
+    )
+    return {
+        "dataset_name": name,
+        **{key: getattr(args, key) for key in names},
+        **_TAKES[name],
+        **shape(args),
+        "dataset_path": str(args.dataset_path) if args.dataset_path else None,
+        "notes": load.notes,
+        "conversations": len(load.conversations),
+        "requests": load.requests,
+        "last_start_s": round(load.starts[-1], 3) if load.starts else 0.0,
+    }

@@ -16,12 +16,56 @@ from loadgen.workload.conversations import BadWorkload
 
 # Modules with 10,000 characters of docstrings or more come first, then shorter ones people know.
 MODULES = (
-    "typing", "logging/__init__", "difflib", "inspect", "ipaddress", "unittest/mock", "xml/etree/ElementTree",
-    "statistics", "tarfile", "threading", "http/cookiejar", "unittest/case", "email/message", "mailbox",
-    "configparser", "smtplib", "codecs", "_pydecimal", "pdb", "urllib/request", "http/server", "shutil", "imaplib",
-    "collections/__init__", "doctest", "ssl", "datetime", "subprocess", "urllib/parse", "socketserver", "traceback",
-    "zipfile", "enum", "pathlib", "http/client", "argparse", "json/__init__", "ftplib", "socket", "asyncio/tasks",
-    "random", "uuid", "fractions", "functools", "contextlib", "textwrap", "tempfile", "calendar", "queue", "heapq",
+    "typing",
+    "logging/__init__",
+    "difflib",
+    "inspect",
+    "ipaddress",
+    "unittest/mock",
+    "xml/etree/ElementTree",
+    "statistics",
+    "tarfile",
+    "threading",
+    "http/cookiejar",
+    "unittest/case",
+    "email/message",
+    "mailbox",
+    "configparser",
+    "smtplib",
+    "codecs",
+    "_pydecimal",
+    "pdb",
+    "urllib/request",
+    "http/server",
+    "shutil",
+    "imaplib",
+    "collections/__init__",
+    "doctest",
+    "ssl",
+    "datetime",
+    "subprocess",
+    "urllib/parse",
+    "socketserver",
+    "traceback",
+    "zipfile",
+    "enum",
+    "pathlib",
+    "http/client",
+    "argparse",
+    "json/__init__",
+    "ftplib",
+    "socket",
+    "asyncio/tasks",
+    "random",
+    "uuid",
+    "fractions",
+    "functools",
+    "contextlib",
+    "textwrap",
+    "tempfile",
+    "calendar",
+    "queue",
+    "heapq",
 )
 
 
@@ -33,7 +77,8 @@ class Document:
 
 
 def documents(path: Path | None, number: int, length: int) -> list[Document]:
-    """Up to `number` documents of about `length` characters, from a file or the standard library. Raises BadWorkload."""
+    """Up to `number` documents of about `length` characters, from a file or the standard library. Raises
+    BadWorkload."""
     return stdlib_documents(number, length) if path is None else file_documents(path, length)[:number]
 
 

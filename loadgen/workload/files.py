@@ -115,7 +115,7 @@ def _items(file: IO[bytes]) -> Iterator[object]:
     while True:
         while at < len(text) and text[at] in " \t\r\n[,":
             at += 1
-        if text[at:at + 1] == "]":
+        if text[at : at + 1] == "]":
             return
         try:
             item, at = parse(text, at)

@@ -1,10 +1,10 @@
 """Loads that are made up: what is shared, how often, and how conversations go.
 
-Each function makes about the same thing a class of users does, in spans (`workloads`), so that what can be shared is known
-to the token: same name, same tokens. Lengths are tokens. Keyword arguments are the flags of the same names, their defaults
-those of this load; `range_ratio` r draws each length evenly from (1 - r) to (1 + r) times it, and `zipf` s makes the k-th most
-popular of a kind 1/k^s as popular as the first (0: all alike). A tool's result is sent as a user's message, which every chat
-template takes.
+Each function makes about the same thing a class of users does, in spans (`workloads`), so that what can be shared is
+known to the token: same name, same tokens. Lengths are tokens. Keyword arguments are the flags of the same names, their
+defaults those of this load; `range_ratio` r draws each length evenly from (1 - r) to (1 + r) times it, and `zipf` s
+makes the k-th most popular of a kind 1/k^s as popular as the first (0: all alike). A tool's result is sent as a user's
+message, which every chat template takes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Maker:
     def shelf(self, number: int, mean: int) -> Callable[[], Span]:
         """`number` spans; each call draws one of them by popularity."""
         spans = [self.span(mean) for _ in range(number)]
-        weights = list(accumulate(1 / rank ** self.zipf for rank in range(1, number + 1)))
+        weights = list(accumulate(1 / rank**self.zipf for rank in range(1, number + 1)))
         return lambda: self.rng.choices(spans, cum_weights=weights)[0]
 
     def think(self, mean: float) -> float:
@@ -48,7 +48,9 @@ class _Maker:
         made = []
         for _ in range(turns):
             reply = self.span(answer)
-            made.append(Turn([say("user", self.span(question))], reply.length, say("assistant", reply), self.think(think)))
+            made.append(
+                Turn([say("user", self.span(question))], reply.length, say("assistant", reply), self.think(think))
+            )
         made[0].messages[:0] = opening
         return made
 
@@ -60,37 +62,74 @@ class _Maker:
             yield length
 
 
-def prefix_repetition(rng: random.Random, requests: int, *, num_prefixes: int = 10, prefix_len: int = 256, suffix_len: int = 256,
-                      output_len: int = 128, zipf: float = 0.0, range_ratio: float = 0.0) -> list[Conversation]:
+def prefix_repetition(
+    rng: random.Random,
+    requests: int,
+    *,
+    num_prefixes: int = 10,
+    prefix_len: int = 256,
+    suffix_len: int = 256,
+    output_len: int = 128,
+    zipf: float = 0.0,
+    range_ratio: float = 0.0,
+) -> list[Conversation]:
     """Single requests behind shared system prompts."""
     make = _Maker(rng, range_ratio, zipf)
     prefix = make.shelf(num_prefixes, prefix_len)
-    return [Conversation(f"request-{number}", make.talk([say("system", prefix())], 1, suffix_len, output_len, 0.0))
-            for number in range(requests)]
+    return [
+        Conversation(f"request-{number}", make.talk([say("system", prefix())], 1, suffix_len, output_len, 0.0))
+        for number in range(requests)
+    ]
 
 
-def random_tokens(rng: random.Random, requests: int, *, suffix_len: int = 1024, output_len: int = 128,
-                  range_ratio: float = 0.0) -> list[Conversation]:
+def random_tokens(
+    rng: random.Random, requests: int, *, suffix_len: int = 1024, output_len: int = 128, range_ratio: float = 0.0
+) -> list[Conversation]:
     """Nothing is shared at all: what a prefix cache can't help with."""
     make = _Maker(rng, range_ratio)
-    return [Conversation(f"request-{number}", make.talk([], 1, suffix_len, output_len, 0.0)) for number in range(requests)]
+    return [
+        Conversation(f"request-{number}", make.talk([], 1, suffix_len, output_len, 0.0)) for number in range(requests)
+    ]
 
 
-def chat(rng: random.Random, requests: int, *, num_prefixes: int = 10, prefix_len: int = 500, turns: int = 5, suffix_len: int = 100,
-         output_len: int = 200, think_time: float = 5.0, zipf: float = 1.0, range_ratio: float = 0.5) -> list[Conversation]:
+def chat(
+    rng: random.Random,
+    requests: int,
+    *,
+    num_prefixes: int = 10,
+    prefix_len: int = 500,
+    turns: int = 5,
+    suffix_len: int = 100,
+    output_len: int = 200,
+    think_time: float = 5.0,
+    zipf: float = 1.0,
+    range_ratio: float = 0.5,
+) -> list[Conversation]:
     """Conversations of several turns with time to think between them, behind some applications' system prompts."""
     make = _Maker(rng, range_ratio, zipf)
     prefix = make.shelf(num_prefixes, prefix_len)
-    return [Conversation(f"chat-{number}", make.talk([say("system", prefix())], length, suffix_len, output_len, think_time))
-            for number, length in enumerate(make.turns(requests, turns))]
+    return [
+        Conversation(f"chat-{number}", make.talk([say("system", prefix())], length, suffix_len, output_len, think_time))
+        for number, length in enumerate(make.turns(requests, turns))
+    ]
 
 
-def rag(rng: random.Random, requests: int, *, num_prefixes: int = 500, prefix_len: int = 600, documents_per_prompt: int = 4,
-        suffix_len: int = 50, output_len: int = 150, zipf: float = 1.0, range_ratio: float = 0.3) -> list[Conversation]:
+def rag(
+    rng: random.Random,
+    requests: int,
+    *,
+    num_prefixes: int = 500,
+    prefix_len: int = 600,
+    documents_per_prompt: int = 4,
+    suffix_len: int = 50,
+    output_len: int = 150,
+    zipf: float = 1.0,
+    range_ratio: float = 0.3,
+) -> list[Conversation]:
     """Questions, each with some passages out of a collection before it.
 
-    Passages stand in the order of their retrieval, so two prompts share what they begin with: instructions (200 tokens) and,
-    if their best passages are the same, these.
+    Passages stand in the order of their retrieval, so two prompts share what they begin with: instructions (200 tokens)
+    and, if their best passages are the same, these.
     """
     make = _Maker(rng, range_ratio, zipf)
     instructions, passage = span(next(make.names), 200), make.shelf(num_prefixes, prefix_len)
@@ -106,8 +145,20 @@ def rag(rng: random.Random, requests: int, *, num_prefixes: int = 500, prefix_le
     return conversations
 
 
-def agents(rng: random.Random, requests: int, *, num_prefixes: int = 4, prefix_len: int = 3000, turns: int = 10, suffix_len: int = 300,
-           output_len: int = 80, think_time: float = 1.0, forks: int = 3, zipf: float = 1.0, range_ratio: float = 0.5) -> list[Conversation]:
+def agents(
+    rng: random.Random,
+    requests: int,
+    *,
+    num_prefixes: int = 4,
+    prefix_len: int = 3000,
+    turns: int = 10,
+    suffix_len: int = 300,
+    output_len: int = 80,
+    think_time: float = 1.0,
+    forks: int = 3,
+    zipf: float = 1.0,
+    range_ratio: float = 0.5,
+) -> list[Conversation]:
     """Agents that call a tool, read its result, and so on; every other one forks on its way.
 
     `prefix_len` are instructions and tools of one kind of agent, `suffix_len` a task or a tool's result, `output_len` a
@@ -118,22 +169,33 @@ def agents(rng: random.Random, requests: int, *, num_prefixes: int = 4, prefix_l
     conversations: list[Conversation] = []
     while requests > 0:
         name = f"agent-{len(conversations)}"
-        steps = make.talk([say("system", kind())], next(make.turns(requests, turns)), suffix_len, output_len, think_time)
+        steps = make.talk(
+            [say("system", kind())], next(make.turns(requests, turns)), suffix_len, output_len, think_time
+        )
         requests -= len(steps)
         if forks and rng.random() < 0.5:
             branches = []
             for branch in range(forks):
                 length = min(requests, max(1, len(steps) // 2))
                 if length:
-                    branches.append(Conversation(f"{name}.{branch}", make.talk([], length, suffix_len, output_len, think_time)))
+                    branches.append(
+                        Conversation(f"{name}.{branch}", make.talk([], length, suffix_len, output_len, think_time))
+                    )
                 requests -= length
             rng.choice(steps).forks = tuple(branches)
         conversations.append(Conversation(name, steps))
     return conversations
 
 
-def best_of_n(rng: random.Random, requests: int, *, best_of: int = 8, suffix_len: int = 1000, output_len: int = 200,
-              range_ratio: float = 0.3) -> list[Conversation]:
+def best_of_n(
+    rng: random.Random,
+    requests: int,
+    *,
+    best_of: int = 8,
+    suffix_len: int = 1000,
+    output_len: int = 200,
+    range_ratio: float = 0.3,
+) -> list[Conversation]:
     """The same prompt `best_of` times at the same moment, for an answer to be chosen."""
     make = _Maker(rng, range_ratio)
     conversations: list[Conversation] = []
@@ -145,9 +207,29 @@ def best_of_n(rng: random.Random, requests: int, *, best_of: int = 8, suffix_len
     return conversations
 
 
-def long_document_qa(rng: random.Random, requests: int, *, num_prefixes: int = 20, prefix_len: int = 20_000, turns: int = 4,
-                     suffix_len: int = 50, output_len: int = 100, think_time: float = 10.0, zipf: float = 0.0,
-                     range_ratio: float = 0.3) -> list[Conversation]:
+def long_document_qa(
+    rng: random.Random,
+    requests: int,
+    *,
+    num_prefixes: int = 20,
+    prefix_len: int = 20_000,
+    turns: int = 4,
+    suffix_len: int = 50,
+    output_len: int = 100,
+    think_time: float = 10.0,
+    zipf: float = 0.0,
+    range_ratio: float = 0.3,
+) -> list[Conversation]:
     """Some questions one after the other about one of a few long documents."""
-    return chat(rng, requests, num_prefixes=num_prefixes, prefix_len=prefix_len, turns=turns, suffix_len=suffix_len,
-                output_len=output_len, think_time=think_time, zipf=zipf, range_ratio=range_ratio)
+    return chat(
+        rng,
+        requests,
+        num_prefixes=num_prefixes,
+        prefix_len=prefix_len,
+        turns=turns,
+        suffix_len=suffix_len,
+        output_len=output_len,
+        think_time=think_time,
+        zipf=zipf,
+        range_ratio=range_ratio,
+    )

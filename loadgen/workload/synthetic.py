@@ -1,11 +1,12 @@
 """Spans as tokens: ids for targets that take token ids, words for those that take text.
 
-Token j of the block named `id` is a hash of (salt, id, j), so nothing has to be kept, any part can be made alone, and equal
-names give equal tokens in every process. A block's first token is its name modulo the vocabulary: prompts whose names
-differ by less than that part ways at once, others within a token or two, and blocks of 16 are shared exactly where names are.
+Token j of the block named `id` is a hash of (salt, id, j), so nothing has to be kept, any part can be made alone, and
+equal names give equal tokens in every process. A block's first token is its name modulo the vocabulary: prompts whose
+names differ by less than that part ways at once, others within a token or two, and blocks of 16 are shared exactly
+where names are.
 
-As token ids this is exact. As text it is not: a word is one token in common vocabularies when a blank stands before it, a
-chat template adds its own, so lengths are off by a few tokens a message and shared prefixes by less than a block.
+As token ids this is exact. As text it is not: a word is one token in common vocabularies when a blank stands before it,
+a chat template adds its own, so lengths are off by a few tokens a message and shared prefixes by less than a block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from loadgen.workload.conversations import Span
 VOCABULARY = 32_000  # ids below are in the vocabulary of every model since Llama 2
 _RESERVED = 1_000  # ids under this are bytes and special tokens in most
 _MASK = (1 << 64) - 1
-_ID, _PLACE, _SALT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7  # odd, so that no two ids or places collide
+# odd, so that no two ids or places collide
+_ID, _PLACE, _SALT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
 
 
 def token_ids(spans: Iterable[Span], salt: int = 0, vocabulary: int = VOCABULARY) -> np.ndarray:
@@ -54,16 +56,19 @@ def text(spans: Iterable[Span], salt: int = 0) -> str:
 
 
 # 250 short words, each one token with its blank in the vocabularies tried.
-_WORDS = np.array((
-    "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you "
-    "were all her she there would their we him been has when who will no more if out so up said what its about than into them "
-    "can only other time new some could these two may first then do any like my now over such our man me even most made after "
-    "also did many off before must well back through years much where your way down should because long each just state people "
-    "those too seven little good world make very year still see own work men day get here old between both life being under three "
-    "never know same last another while us might great go come since against right came take used himself few house use place "
-    "during high without again home around small however found part thought went say general once upon school every does got "
-    "window left number course war until always away something fact water though less public put think almost hand enough far "
-    "took head yet government system better set nothing night end why called find going look asked later point knew next "
-    "city business group give days young let room word side door road line form best white told open light voice money story "
-    "letter table north south river music paper green early black field women girl food cold party"
-).split(), dtype=object)
+_WORDS = np.array(
+    (
+        "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you "
+        "were all her she there would their we him been has when who will no more if out so up said what its about than into them "
+        "can only other time new some could these two may first then do any like my now over such our man me even most made after "
+        "also did many off before must well back through years much where your way down should because long each just state people "
+        "those too seven little good world make very year still see own work men day get here old between both life being under three "
+        "never know same last another while us might great go come since against right came take used himself few house use place "
+        "during high without again home around small however found part thought went say general once upon school every does got "
+        "window left number course war until always away something fact water though less public put think almost hand enough far "
+        "took head yet government system better set nothing night end why called find going look asked later point knew next "
+        "city business group give days young let room word side door road line form best white told open light voice money story "
+        "letter table north south river music paper green early black field women girl food cold party"
+    ).split(),
+    dtype=object,
+)

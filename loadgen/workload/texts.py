@@ -1,7 +1,7 @@
 """Two loads about real text: single questions behind shared documents, and conversations about one document each.
 
-Lengths are given in tokens and made in characters at CHARS_PER_TOKEN, because the generator works against any server and so
-has no tokenizer; the report shows the lengths that the server counted.
+Lengths are given in tokens and made in characters at CHARS_PER_TOKEN, because the generator works against any server
+and so has no tokenizer; the report shows the lengths that the server counted.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _QUESTIONS = (
 )
 
 
-def shared_prefix(documents: list[Document], requests: int, prefixes: int, suffix_tokens: int,
-                  output_tokens: int, rng: random.Random) -> list[Conversation]:
+def shared_prefix(
+    documents: list[Document], requests: int, prefixes: int, suffix_tokens: int, output_tokens: int, rng: random.Random
+) -> list[Conversation]:
     """Single questions: each of `prefixes` system prompts is shared, each question is its own.
 
     Prefixes are drawn evenly; the question is filled up with text to `suffix_tokens`.
@@ -49,8 +50,9 @@ def shared_prefix(documents: list[Document], requests: int, prefixes: int, suffi
     return conversations
 
 
-def multi_turn(documents: list[Document], requests: int, turns: int, think: float, output_tokens: int,
-               rng: random.Random) -> list[Conversation]:
+def multi_turn(
+    documents: list[Document], requests: int, turns: int, think: float, output_tokens: int, rng: random.Random
+) -> list[Conversation]:
     """Conversations of about `turns` turns about one document each; documents come up evenly.
 
     The number of turns is drawn from half to one and a half times `turns`, the length of a reply
@@ -64,9 +66,14 @@ def multi_turn(documents: list[Document], requests: int, turns: int, think: floa
         index = order.pop()
         length = min(left, rng.randint(max(1, turns // 2), turns + turns // 2))
         left -= length
-        asked = [Turn([{"role": "user", "content": _question(documents[index], rng)}],
-                      max(1, rng.randint(output_tokens // 2, output_tokens * 3 // 2)),
-                      think=rng.expovariate(1 / think) if think else 0.0) for _ in range(length)]
+        asked = [
+            Turn(
+                [{"role": "user", "content": _question(documents[index], rng)}],
+                max(1, rng.randint(output_tokens // 2, output_tokens * 3 // 2)),
+                think=rng.expovariate(1 / think) if think else 0.0,
+            )
+            for _ in range(length)
+        ]
         asked[0].messages.insert(0, _system(documents[index], index))
         conversations.append(Conversation(f"{documents[index].title}-{len(conversations)}", asked))
     return conversations
@@ -84,4 +91,4 @@ def _excerpt(text: str, length: int, rng: random.Random) -> str:
     if length <= 0:
         return ""
     start = rng.randrange(max(1, len(text) - length))
-    return text[start:start + length]
+    return text[start : start + length]

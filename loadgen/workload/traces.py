@@ -1,6 +1,7 @@
 """Files of requests: public traces, which have times, and conversations, which have texts.
 
-Traces tell lengths, and by `hash_ids` what prompts share; no words. Each line becomes one request of one span (`workloads`),
+Traces tell lengths, and by `hash_ids` what prompts share; no words. Each line becomes one request of one span
+(`workloads`),
 1.1 kB for a line of Mooncake's, so that a million can be held; tokens or text are made when a request is due.
 """
 
@@ -24,7 +25,13 @@ from loadgen.workload.texts import CHARS_PER_TOKEN
 
 _NOBODY_ELSES = 1 << 63  # added to a line's number: the name of tokens that the trace does not name
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
 Timed = tuple[float, Conversation]  # seconds on the trace's own clock
 
 
@@ -40,7 +47,12 @@ def guess(path: Path) -> str | None:
             return "sharegpt"
         return "conversations" if first.startswith(b"{") or ".jsonl" in path.suffixes else None
     if isinstance(item, dict):
-        for key, name in (("chat_id", "bailian"), ("hash_ids", "mooncake"), ("conversations", "sharegpt"), ("prompt", "custom")):
+        for key, name in (
+            ("chat_id", "bailian"),
+            ("hash_ids", "mooncake"),
+            ("conversations", "sharegpt"),
+            ("prompt", "custom"),
+        ):
             if key in item:
                 return name
     elif isinstance(item, list) and item and isinstance(item[0], dict) and "conversations" in item[0]:
@@ -57,12 +69,18 @@ def hash_trace(reader: Reader, block: int, unit: float, output_len: int | None) 
     roots: dict[str, str] = {}
 
     def parse(item: object, number: int) -> Timed:
-        at, length, output = _number(item, "timestamp"), _tokens(item, "input_length", 1), _tokens(item, "output_length", 0)
+        at, length, output = (
+            _number(item, "timestamp"),
+            _tokens(item, "input_length", 1),
+            _tokens(item, "output_length", 0),
+        )
         name = f"line-{number}"
         if "chat_id" in item:
             chat = str(item["chat_id"])
             name = roots[chat] = roots.get(str(item.get("parent_chat_id")), chat)
-        return at * unit, _single(name, Span(_hash_ids(item.get("hash_ids"), length, block, number), length, block), output_len or output)
+        return at * unit, _single(
+            name, Span(_hash_ids(item.get("hash_ids"), length, block, number), length, block), output_len or output
+        )
 
     return reader.entries(parse)
 
@@ -76,8 +94,10 @@ def _hash_ids(ids: object, length: int, block: int, number: int) -> array:
         raise BadLine(f'"hash_ids" has {there}, but {length} tokens are {whole + bool(rest)} blocks of {block}')
     alone = range(len(ids), -(-length // block))  # blocks without an id get names of their own
     try:
-        return array("I" if max(ids, default=0) < 1 << 32 and not alone else "Q",
-                     [*ids, *(_NOBODY_ELSES + (number << 20) + place for place in alone)])
+        return array(
+            "I" if max(ids, default=0) < 1 << 32 and not alone else "Q",
+            [*ids, *(_NOBODY_ELSES + (number << 20) + place for place in alone)],
+        )
     except (TypeError, OverflowError):
         raise BadLine('"hash_ids" holds something that is no whole number') from None
 
@@ -103,7 +123,9 @@ def azure_trace(reader: Reader, output_len: int | None) -> Iterator[Timed]:
         if not prompt.isdecimal() or not output.isdecimal() or not int(prompt):
             raise BadLine(f"{prompt!r} and {output!r} are no lengths")
         span = Span((_NOBODY_ELSES + number,), int(prompt), int(prompt))
-        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp(), _single(f"line-{number}", span, output_len or int(output))
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp(), _single(
+            f"line-{number}", span, output_len or int(output)
+        )
 
     return reader.rows(parse)
 
@@ -112,12 +134,21 @@ def _single(name: str, prompt: Span, output: int) -> Conversation:
     return Conversation(name, [Turn([{"role": "user", "content": (prompt,)}], max(1, output))])
 
 
-def replay(timed: Iterable[Timed], reader: Reader, requests: int | None, rng: random.Random, *, start: float = 0.0,
-           seconds: float = math.inf, speed: float = 1.0, jitter: float = 0.0) -> Workload:
+def replay(
+    timed: Iterable[Timed],
+    reader: Reader,
+    requests: int | None,
+    rng: random.Random,
+    *,
+    start: float = 0.0,
+    seconds: float = math.inf,
+    speed: float = 1.0,
+    jitter: float = 0.0,
+) -> Workload:
     """A trace's requests at their own times: the `seconds` from `start` on, `speed` times as fast.
 
-    Each is moved by up to `jitter` seconds of the trace, for traces whose clock is coarse. Reading stops where the slice
-    ends, so lines must be in order of time, to within that. Raises BadWorkload when nothing is left.
+    Each is moved by up to `jitter` seconds of the trace, for traces whose clock is coarse. Reading stops where the
+    slice ends, so lines must be in order of time, to within that. Raises BadWorkload when nothing is left.
     """
     first, taken = None, []
     for at, conversation in timed:
@@ -130,7 +161,9 @@ def replay(timed: Iterable[Timed], reader: Reader, requests: int | None, rng: ra
         if len(taken) == requests:
             break
     if not taken:
-        raise BadWorkload(f"{reader.path}: no request in that part of it" + "".join(f"; {note}" for note in reader.notes()))
+        raise BadWorkload(
+            f"{reader.path}: no request in that part of it" + "".join(f"; {note}" for note in reader.notes())
+        )
     taken.sort(key=lambda one: one[0])
     notes = reader.notes() + ([] if jitter else _coarse([at * speed for at, _ in taken]))
     return Workload([conversation for _, conversation in taken], [at for at, _ in taken], notes)
@@ -141,33 +174,51 @@ def _coarse(times: list[float]) -> list[str]:
     if len(distinct) * 3 > len(times) or len(distinct) < 2:
         return []
     step = Counter(round(later - earlier, 3) for earlier, later in pairwise(distinct)).most_common(1)[0][0]
-    return [f"{len(times):,} requests have {len(distinct):,} different times: --trace-jitter {step:g} spreads them over the steps"]
+    return [
+        f"{len(times):,} requests have {len(distinct):,} different times: --trace-jitter {step:g} spreads them over the steps"
+    ]
 
 
-def conversation_file(path: Path, requests: int | None, output_tokens: int | None, think: float, rng: random.Random, *,
-                      parse: Callable[[object, int, int | None], Conversation] | None = None, reader: Reader | None = None,
-                      shuffle: bool = True) -> list[Conversation]:
+def conversation_file(
+    path: Path,
+    requests: int | None,
+    output_tokens: int | None,
+    think: float,
+    rng: random.Random,
+    *,
+    parse: Callable[[object, int, int | None], Conversation] | None = None,
+    reader: Reader | None = None,
+    shuffle: bool = True,
+) -> list[Conversation]:
     """Conversations with their texts, one a line (.gz too); OpenAI messages unless `parse` says otherwise.
 
     Every assistant message becomes one turn; what stands before it since the last one is what the
     turn adds. A conversation that ends with the user gets one more turn. `tools` of a line go with
     its requests. Replies are as long as the file's unless `output_tokens` says otherwise.
-    Conversations are taken in an order drawn from `rng`, again from the start if `requests` needs more; no more are held
-    than can be needed. Raises BadWorkload with the place.
+    Conversations are taken in an order drawn from `rng`, again from the start if `requests` needs more; no more are
+    held than can be needed. Raises BadWorkload with the place.
     """
     reader, parse = reader or Reader(path), parse or openai_messages
     one_array = parse is sharegpt and reader.first_line().startswith(b"[")
     read = reader.array if one_array else reader.entries
-    found = (conversation for conversation in read(lambda item, number: parse(item, number, output_tokens)) if conversation.turns)
+    found = (
+        conversation
+        for conversation in read(lambda item, number: parse(item, number, output_tokens))
+        if conversation.turns
+    )
     held = _enough(found, requests, rng if shuffle else None)
     if not held:
-        raise BadWorkload(f"{path}: no conversation in it has a message to answer" + "".join(f"; {note}" for note in reader.notes()))
+        raise BadWorkload(
+            f"{path}: no conversation in it has a message to answer" + "".join(f"; {note}" for note in reader.notes())
+        )
     wanted = requests if requests is not None else sum(len(conversation.turns) for conversation in held)
     conversations, index = [], 0
     while wanted > 0:
         source, again = held[index % len(held)], index // len(held)
-        turns = [Turn(turn.messages, turn.max_tokens, turn.reply, rng.expovariate(1 / think) if think else 0.0)
-                 for turn in source.turns[:wanted]]
+        turns = [
+            Turn(turn.messages, turn.max_tokens, turn.reply, rng.expovariate(1 / think) if think else 0.0)
+            for turn in source.turns[:wanted]
+        ]
         conversations.append(Conversation(f"{source.id}+{again}" if again else source.id, turns, source.extra))
         wanted -= len(turns)
         index += 1
@@ -220,7 +271,11 @@ def sharegpt(item: object, number: int, output_tokens: int | None) -> Conversati
         raise BadLine('expected {"conversations": [...]}')
     messages = []
     for message in said:
-        if not isinstance(message, dict) or not isinstance(message.get("from"), str) or not isinstance(message.get("value"), str):
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("from"), str)
+            or not isinstance(message.get("value"), str)
+        ):
             raise BadLine('every message is an object with "from" and "value"')
         messages.append({"role": _SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"]})
     return openai_messages({"messages": messages, "id": item.get("id", f"entry-{number}")}, number, output_tokens)

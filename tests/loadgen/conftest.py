@@ -17,7 +17,9 @@ def delta(text: str | None = None, **choice) -> bytes:
 
 def usage(prompt: int, output: int, cached: int | None = None) -> bytes:
     details = None if cached is None else {"cached_tokens": cached}
-    return event(choices=[], usage={"prompt_tokens": prompt, "completion_tokens": output, "prompt_tokens_details": details})
+    return event(
+        choices=[], usage={"prompt_tokens": prompt, "completion_tokens": output, "prompt_tokens_details": details}
+    )
 
 
 DONE = b"data: [DONE]\n\n"
@@ -32,8 +34,11 @@ def head(status: int = 200, kind: str = "text/event-stream", *lines: str) -> byt
 
 
 def stream(*events: bytes, headers: tuple[str, ...] = ()) -> bytes:
-    return head(200, "text/event-stream", "transfer-encoding: chunked", *headers) + \
-        b"".join(chunked(part) for part in events) + chunked(b"")
+    return (
+        head(200, "text/event-stream", "transfer-encoding: chunked", *headers)
+        + b"".join(chunked(part) for part in events)
+        + chunked(b"")
+    )
 
 
 def whole(body: object, status: int = 200) -> bytes:
@@ -43,9 +48,14 @@ def whole(body: object, status: int = 200) -> bytes:
 
 def answer(text: str = "fine", prompt: int = 100, cached: int | None = 64, headers: tuple[str, ...] = ()) -> bytes:
     words = text.split(" ")
-    return stream(event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}]),
-                  *(delta(word if number == 0 else f" {word}") for number, word in enumerate(words)),
-                  delta(finish_reason="stop"), usage(prompt, len(words), cached), DONE, headers=headers)
+    return stream(
+        event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}]),
+        *(delta(word if number == 0 else f" {word}") for number, word in enumerate(words)),
+        delta(finish_reason="stop"),
+        usage(prompt, len(words), cached),
+        DONE,
+        headers=headers,
+    )
 
 
 class Request:
@@ -131,5 +141,14 @@ def wire():
     """The builders of literal replies above."""
     import types
 
-    return types.SimpleNamespace(event=event, delta=delta, usage=usage, DONE=DONE, chunked=chunked, head=head, stream=stream,
-                                 whole=whole, answer=answer)
+    return types.SimpleNamespace(
+        event=event,
+        delta=delta,
+        usage=usage,
+        DONE=DONE,
+        chunked=chunked,
+        head=head,
+        stream=stream,
+        whole=whole,
+        answer=answer,
+    )

@@ -13,8 +13,15 @@ from loadgen.cli import main
 
 async def loadgen(*args: str, env=None, cwd=None):
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "loadgen.cli", *args, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=cwd,
-        env={**os.environ, "COLUMNS": "120", **(env or {})})
+        sys.executable,
+        "-m",
+        "loadgen.cli",
+        *args,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "120", **(env or {})},
+    )
     async with asyncio.timeout(60):
         out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
@@ -26,15 +33,34 @@ def openai(wire, headers=()):
             writer.write(wire.whole({"data": [{"id": "tiny"}]}))
         else:
             writer.write(wire.answer("one two three", headers=headers))
+
     return respond
 
 
 async def test_run_against_any_endpoint(engine, wire, tmp_path):
     async with engine(openai(wire)) as server:
         code, out, err = await loadgen(
-            "run", "--base-url", server.url + "/v1", "--num-prompts", "12", "--request-rate", "200", "--think-time", "0",
-            "--slo", "ttft:5s,tpot:5s", "--json", str(tmp_path / "r.json"), "--header", "X-Team=a=b", "--seed", "3",
-            "--extra-body", '{"temperature": 0}', env={"OPENAI_API_KEY": "sk-1"})
+            "run",
+            "--base-url",
+            server.url + "/v1",
+            "--num-prompts",
+            "12",
+            "--request-rate",
+            "200",
+            "--think-time",
+            "0",
+            "--slo",
+            "ttft:5s,tpot:5s",
+            "--json",
+            str(tmp_path / "r.json"),
+            "--header",
+            "X-Team=a=b",
+            "--seed",
+            "3",
+            "--extra-body",
+            '{"temperature": 0}',
+            env={"OPENAI_API_KEY": "sk-1"},
+        )
         assert (code, err) == (0, "")
         assert "12 of 12 requests answered" in out and "cached, reported" in out
         asked = [request for request in server.requests if request.path == "/v1/chat/completions"]
@@ -52,8 +78,21 @@ async def test_the_same_seed_sends_the_same_bodies(engine, wire, name):
     bodies = []
     for _ in range(2):
         async with engine(openai(wire)) as server:
-            code, _, _ = await loadgen("run", "--base-url", server.url, "--dataset-name", name, "--num-prompts", "6",
-                                       "--request-rate", "inf", "--think-time", "0", "--seed", "5")
+            code, _, _ = await loadgen(
+                "run",
+                "--base-url",
+                server.url,
+                "--dataset-name",
+                name,
+                "--num-prompts",
+                "6",
+                "--request-rate",
+                "inf",
+                "--think-time",
+                "0",
+                "--seed",
+                "5",
+            )
             assert code == 0
             bodies.append(sorted(request.raw for request in server.requests))
     assert bodies[0] == bodies[1] and len(bodies[0]) == 7
@@ -61,7 +100,9 @@ async def test_the_same_seed_sends_the_same_bodies(engine, wire, name):
 
 async def test_completions(engine, wire):
     async with engine(openai(wire)) as server:
-        code, _, _ = await loadgen("run", "--base-url", server.url, "--backend", "openai", "--num-prompts", "1", "--model", "m")
+        code, _, _ = await loadgen(
+            "run", "--base-url", server.url, "--backend", "openai", "--num-prompts", "1", "--model", "m"
+        )
         assert code == 0
         (request,) = [one for one in server.requests if one.path != "/v1/models"]
         assert request.path == "/v1/completions" and isinstance(request.json["prompt"], str)
@@ -69,8 +110,17 @@ async def test_completions(engine, wire):
 
 async def test_a_file_of_conversations(engine, wire, tmp_path):
     path = tmp_path / "c.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"},
-                                             {"role": "user", "content": "bye"}]}))
+    path.write_text(
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": "hi"},
+                    {"role": "assistant", "content": "ho"},
+                    {"role": "user", "content": "bye"},
+                ]
+            }
+        )
+    )
     async with engine(openai(wire)) as server:
         code, out, _ = await loadgen("run", "--base-url", server.url, "--dataset-path", str(path), "--think-time", "0")
         assert code == 0 and "2 of 2 requests answered" in out
@@ -79,23 +129,55 @@ async def test_a_file_of_conversations(engine, wire, tmp_path):
 
 async def test_a_trace_sent_by_two_processes_with_a_bad_line_left_out(engine, wire, tmp_path):
     path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(json.dumps({"timestamp": at, "input_length": 40, "output_length": 3, "hash_ids": [1, 2, at + 3]}) for at in range(6)) + "\n{\n")
+    path.write_text(
+        "\n".join(
+            json.dumps({"timestamp": at, "input_length": 40, "output_length": 3, "hash_ids": [1, 2, at + 3]})
+            for at in range(6)
+        )
+        + "\n{\n"
+    )
     flags = ("--dataset-name", "bailian", "--dataset-path", str(path), "--trace-speed", "50")
     async with engine(openai(wire)) as server:
         code, _, err = await loadgen("run", "--base-url", server.url, *flags)
         assert code == 2 and err.startswith(f"loadgen run: {path}, line 7: not JSON") and server.requests == []
-        code, out, err = await loadgen("run", "--base-url", server.url, *flags, "--bad-lines", "skip", "--processes", "2", "--json", str(tmp_path / "r.json"))
+        code, out, err = await loadgen(
+            "run",
+            "--base-url",
+            server.url,
+            *flags,
+            "--bad-lines",
+            "skip",
+            "--processes",
+            "2",
+            "--json",
+            str(tmp_path / "r.json"),
+        )
         assert (code, err) == (0, "")
-        assert "1 of 7 entries left out" in out and "line 7: not JSON" in out and "6 of 6 requests answered" in out and "busiest of 2 processes" in out
+        assert (
+            "1 of 7 entries left out" in out
+            and "line 7: not JSON" in out
+            and "6 of 6 requests answered" in out
+            and "busiest of 2 processes" in out
+        )
         prompts = [request.json["prompt"] for request in server.requests if request.path == "/v1/completions"]
-        assert len(prompts) == 6 and len({tuple(prompt[:32]) for prompt in prompts}) == 1 and len({tuple(prompt) for prompt in prompts}) == 6
+        assert (
+            len(prompts) == 6
+            and len({tuple(prompt[:32]) for prompt in prompts}) == 1
+            and len({tuple(prompt) for prompt in prompts}) == 6
+        )
     report = json.loads((tmp_path / "r.json").read_text())
-    assert report["workload"]["trace_speed"] == 50 and report["workload"]["notes"][1].startswith("line 7: ") and report["generator"]["loop"] == "open"
+    assert (
+        report["workload"]["trace_speed"] == 50
+        and report["workload"]["notes"][1].startswith("line 7: ")
+        and report["generator"]["loop"] == "open"
+    )
 
 
 async def test_a_closed_loop_is_called_one(engine, wire):
     async with engine(openai(wire)) as server:
-        code, out, _ = await loadgen("run", "--base-url", server.url, "--dataset-name", "random", "--num-prompts", "5", "--users", "2")
+        code, out, _ = await loadgen(
+            "run", "--base-url", server.url, "--dataset-name", "random", "--num-prompts", "5", "--users", "2"
+        )
     assert code == 0 and "closed loop of 2" in out
 
 
@@ -103,8 +185,19 @@ async def test_compare_targets(engine, wire, tmp_path):
     headers = ("x-hitherto-replica: r1", "x-hitherto-cached-tokens: 48")
     async with engine(openai(wire)) as plain, engine(openai(wire, headers)) as named:
         code, out, err = await loadgen(
-            "compare", "--target", f"plain={plain.url}", f"named={named.url}", "--num-prompts", "8", "--request-rate", "200",
-            "--think-time", "0", "--json", str(tmp_path / "c.json"))
+            "compare",
+            "--target",
+            f"plain={plain.url}",
+            f"named={named.url}",
+            "--num-prompts",
+            "8",
+            "--request-rate",
+            "200",
+            "--think-time",
+            "0",
+            "--json",
+            str(tmp_path / "c.json"),
+        )
     assert (code, err) == (0, "")
     assert "cache hit rate, engines' replies" in out and "48.0 %" in out and "The first token came after" in out
     reports = json.loads((tmp_path / "c.json").read_text())["targets"]
@@ -115,7 +208,9 @@ async def test_compare_targets(engine, wire, tmp_path):
 
 async def test_json_on_standard_output_is_alone_there(engine, wire):
     async with engine(openai(wire)) as server:
-        code, out, err = await loadgen("run", "--base-url", server.url, "--num-prompts", "2", "--request-rate", "inf", "--json", "-")
+        code, out, err = await loadgen(
+            "run", "--base-url", server.url, "--num-prompts", "2", "--request-rate", "inf", "--json", "-"
+        )
     assert code == 0 and json.loads(out)["completed"] == 2
     assert "2 of 2 requests answered" in err
 
@@ -135,8 +230,23 @@ async def test_interrupting_gives_the_report_of_what_was_done(engine, wire, tmp_
 
     async with engine(respond) as server:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "loadgen.cli", "run", "--base-url", server.url, "--model", "m", "--dataset-path", str(path),
-            "--request-rate", "inf", "--think-time", "0", stdout=asyncio.subprocess.PIPE, env={**os.environ, "COLUMNS": "120"})
+            sys.executable,
+            "-m",
+            "loadgen.cli",
+            "run",
+            "--base-url",
+            server.url,
+            "--model",
+            "m",
+            "--dataset-path",
+            str(path),
+            "--request-rate",
+            "inf",
+            "--think-time",
+            "0",
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "COLUMNS": "120"},
+        )
         async with asyncio.timeout(30):
             for _ in range(3):
                 await held.acquire()
@@ -148,7 +258,9 @@ async def test_interrupting_gives_the_report_of_what_was_done(engine, wire, tmp_
 
 async def test_all_requests_failed_is_exit_code_1(engine, wire):
     async with engine(wire.whole({"error": {"message": "no"}}, 500)) as server:
-        code, out, _ = await loadgen("run", "--base-url", server.url, "--model", "m", "--num-prompts", "2", "--request-rate", "inf")
+        code, out, _ = await loadgen(
+            "run", "--base-url", server.url, "--model", "m", "--num-prompts", "2", "--request-rate", "inf"
+        )
         assert code == 1 and "× http_500" in out
 
 
@@ -164,32 +276,41 @@ async def test_a_server_that_lists_no_model(engine, wire):
         assert code == 1 and "name one with --model" in err
 
 
-@pytest.mark.parametrize("args, said", [
-    (("run", "--num-prompts", "0"), "--num-prompts/--requests: '0' is not a whole number above zero"),
-    (("run", "--request-rate", "-1"), "--request-rate: -1 is not above zero"),
-    (("run", "--request-rate", "fast"), "'fast' is not a number"),
-    (("run", "--think-time", "-1"), "--think-time: -1 is not zero or above"),
-    (("run", "--timeout", "inf"), "--timeout: inf is not above zero and finite"),
-    (("run", "--slo", "ttft:soon"), "'ttft:soon': an SLO reads"),
-    (("run", "--extra-body", "{"), "--extra-body: not JSON"),
-    (("run", "--extra-body", "3"), "expected a JSON object"),
-    (("run", "--header", "nonsense"), "expected NAME=VALUE"),
-    (("run", "--base-url", "ftp://x"), "'ftp://x' is not an http:// or https:// URL"),
-    (("run", "--dataset-path", "/nonexistent.jsonl"), "/nonexistent.jsonl: No such file"),
-    (("run", "--dataset-path", "/nonexistent.txt"), "/nonexistent.txt: No such file"),
-    (("run", "--dataset-name", "conversations"), "needs --dataset-path"),
-    (("run", "--dataset-name", "sonnet"), "invalid choice: 'sonnet'"),
-    (("run", "--replies", "file"), "needs a file of conversations"),
-    (("run", "--json", "/nonexistent/x.json"), "can't be written"),
-    (("run", "--no-such-flag",), "unrecognized arguments: --no-such-flag"),
-    (("compare",), "one of the arguments --target --policies is required"),
-    (("compare", "--target", "x"), "expected NAME=URL"),
-    (("compare", "--target", "a=http://h", "a=http://h"), "'a' is given twice"),
-    (("compare", "--policies", "least_tme"), "there is no policy 'least_tme'"),
-    (("compare", "--policies", "random,random"), "name each policy once"),
-    (("demo", "--file", "/nonexistent"), "/nonexistent: No such file"),
-    ((), "required: VERB"),
-])
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (("run", "--num-prompts", "0"), "--num-prompts/--requests: '0' is not a whole number above zero"),
+        (("run", "--request-rate", "-1"), "--request-rate: -1 is not above zero"),
+        (("run", "--request-rate", "fast"), "'fast' is not a number"),
+        (("run", "--think-time", "-1"), "--think-time: -1 is not zero or above"),
+        (("run", "--timeout", "inf"), "--timeout: inf is not above zero and finite"),
+        (("run", "--slo", "ttft:soon"), "'ttft:soon': an SLO reads"),
+        (("run", "--extra-body", "{"), "--extra-body: not JSON"),
+        (("run", "--extra-body", "3"), "expected a JSON object"),
+        (("run", "--header", "nonsense"), "expected NAME=VALUE"),
+        (("run", "--base-url", "ftp://x"), "'ftp://x' is not an http:// or https:// URL"),
+        (("run", "--dataset-path", "/nonexistent.jsonl"), "/nonexistent.jsonl: No such file"),
+        (("run", "--dataset-path", "/nonexistent.txt"), "/nonexistent.txt: No such file"),
+        (("run", "--dataset-name", "conversations"), "needs --dataset-path"),
+        (("run", "--dataset-name", "sonnet"), "invalid choice: 'sonnet'"),
+        (("run", "--replies", "file"), "needs a file of conversations"),
+        (("run", "--json", "/nonexistent/x.json"), "can't be written"),
+        (
+            (
+                "run",
+                "--no-such-flag",
+            ),
+            "unrecognized arguments: --no-such-flag",
+        ),
+        (("compare",), "one of the arguments --target --policies is required"),
+        (("compare", "--target", "x"), "expected NAME=URL"),
+        (("compare", "--target", "a=http://h", "a=http://h"), "'a' is given twice"),
+        (("compare", "--policies", "least_tme"), "there is no policy 'least_tme'"),
+        (("compare", "--policies", "random,random"), "name each policy once"),
+        (("demo", "--file", "/nonexistent"), "/nonexistent: No such file"),
+        ((), "required: VERB"),
+    ],
+)
 def test_a_wrong_flag_gets_one_line_and_exit_code_2(args, said, capsys):
     try:
         code = main(list(args))

@@ -21,7 +21,14 @@ RATES = st.floats(0.01, 1e4)
 
 
 def report(met: int, of: int = 100, **fields) -> dict:
-    return {"goodput": {"share": met / of}, "requests": of, "completed": of, "errors": {}, "generator": {"core_was_full": False}, **fields}
+    return {
+        "goodput": {"share": met / of},
+        "requests": of,
+        "completed": of,
+        "errors": {},
+        "generator": {"core_was_full": False},
+        **fields,
+    }
 
 
 def highest(measure, search: Search, slo: dict) -> Sweep:
@@ -78,7 +85,9 @@ def test_the_figures_say_how_they_were_found():
     figures = found.figures()
     assert figures["rate"] == found.search.kept and 2.85 < figures["rate"] <= 3
     assert [step["rate"] for step in figures["steps"]][:3] == [1, 2, 4] and figures["steps"][3]["rate"] == math.sqrt(8)
-    assert figures["answer"].startswith(f"{found.search.kept:.4g} requests/s is the highest rate that kept the SLO: 90 % of requests within TTFT 500 ms.")
+    assert figures["answer"].startswith(
+        f"{found.search.kept:.4g} requests/s is the highest rate that kept the SLO: 90 % of requests within TTFT 500 ms."
+    )
     assert json.dumps(figures)
 
 
@@ -103,22 +112,60 @@ def test_a_load_without_a_rate_is_refused(starts):
 
 
 def test_a_simulated_fleet_is_swept_by_the_same_search():
-    work, slo = datasets.workload(arguments("http://127.0.0.1:1", "--request-rate", "4", "--suffix-len", "4000", "--output-len", "20", "--num-prompts", "80")), {"ttft": 300.0}
+    work, slo = (
+        datasets.workload(
+            arguments(
+                "http://127.0.0.1:1",
+                "--request-rate",
+                "4",
+                "--suffix-len",
+                "4000",
+                "--output-len",
+                "20",
+                "--num-prompts",
+                "80",
+            )
+        ),
+        {"ttft": 300.0},
+    )
     profiles = [load_profile("gpu-8b")] * 2
-    found = highest(lambda rate: summarise(simulate(at_rate(work, rate), Setting("least_load", profiles)), slo), Search(4.0, precision=0.2), slo)
+    found = highest(
+        lambda rate: summarise(simulate(at_rate(work, rate), Setting("least_load", profiles)), slo),
+        Search(4.0, precision=0.2),
+        slo,
+    )
     assert found.search.kept and found.search.missed / found.search.kept <= 1.2 + 1e-9
     shares = [step["share"] for step in sorted(found.steps, key=lambda step: step["rate"])]
     assert shares == sorted(shares, reverse=True)  # the same load, drawn together
 
 
 def arguments(url: str, *flags: str):
-    return cli.build_parser("loadgen").parse_args(["sweep", "--base-url", url, "--dataset-name", "random", "--num-prompts", "20",
-                                                   "--suffix-len", "40", "--output-len", "3", *flags])
+    return cli.build_parser("loadgen").parse_args(
+        [
+            "sweep",
+            "--base-url",
+            url,
+            "--dataset-name",
+            "random",
+            "--num-prompts",
+            "20",
+            "--suffix-len",
+            "40",
+            "--output-len",
+            "3",
+            *flags,
+        ]
+    )
 
 
-@pytest.mark.parametrize("flags, reason", [
-    ((), "needs an SLO"), (("--goodput", "ttft:1s", "--users", "3"), "--users: a sweep is an open loop"),
-    (("--goodput", "ttft:1s", "--max-concurrency", "3"), "--max-concurrency")])
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ((), "needs an SLO"),
+        (("--goodput", "ttft:1s", "--users", "3"), "--users: a sweep is an open loop"),
+        (("--goodput", "ttft:1s", "--max-concurrency", "3"), "--max-concurrency"),
+    ],
+)
 def test_what_makes_no_sweep_is_refused(flags, reason):
     with pytest.raises(BadOption, match=reason):
         sweep.check(arguments("http://127.0.0.1:1", *flags))
@@ -132,15 +179,33 @@ def console():
 
 def openai(wire, **broken):
     async def respond(request, writer):
-        writer.write(wire.whole({"data": [{"id": "tiny"}]}) if request.path == "/v1/models" else broken.get("answer") or wire.answer("one two"))
+        writer.write(
+            wire.whole({"data": [{"id": "tiny"}]})
+            if request.path == "/v1/models"
+            else broken.get("answer") or wire.answer("one two")
+        )
+
     return respond
 
 
 async def test_a_sweep_of_a_live_target(engine, wire, tmp_path, monkeypatch, console):
     monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.04)
     async with engine(openai(wire)) as server:
-        args = arguments(server.url, "--request-rate", "200", "--goodput", "ttft:30s", "--json", str(tmp_path / "s.json"), "--html", str(tmp_path / "s.html"),
-                         "--png", str(tmp_path / "s.png"), "--csv", str(tmp_path / "s.csv"))
+        args = arguments(
+            server.url,
+            "--request-rate",
+            "200",
+            "--goodput",
+            "ttft:30s",
+            "--json",
+            str(tmp_path / "s.json"),
+            "--html",
+            str(tmp_path / "s.html"),
+            "--png",
+            str(tmp_path / "s.png"),
+            "--csv",
+            str(tmp_path / "s.csv"),
+        )
         assert await sweep.sweep_verb(args, console) == 0
         prompts = [tuple(request.json["prompt"]) for request in server.requests if request.path == "/v1/completions"]
     figures = json.loads((tmp_path / "s.json").read_text())
@@ -150,26 +215,39 @@ async def test_a_sweep_of_a_live_target(engine, wire, tmp_path, monkeypatch, con
     assert all(step["report"]["completed"] == 20 for step in figures["sweep"]["steps"])
     assert len(set(prompts)) == len(prompts) == 20 * len(rates)  # other tokens in every step
     page = (tmp_path / "s.html").read_text()
-    assert "TTFT against load" in page and figures["sweep"]["answer"] in page and page.count('<td class="yes">') == len(rates)
-    assert (tmp_path / "s.csv").read_text().count("\n") == 1 + len(prompts) and (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    assert (
+        "TTFT against load" in page
+        and figures["sweep"]["answer"] in page
+        and page.count('<td class="yes">') == len(rates)
+    )
+    assert (tmp_path / "s.csv").read_text().count("\n") == 1 + len(prompts) and (
+        tmp_path / "s.png"
+    ).read_bytes().startswith(b"\x89PNG")
 
 
 async def test_a_target_that_answers_nothing_ends_the_sweep(engine, wire, monkeypatch, console):
     monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.01)
     async with engine(openai(wire, answer=wire.whole({"error": {"message": "no"}}, 400))) as server:
-        assert await sweep.sweep_verb(arguments(server.url, "--request-rate", "1000", "--goodput", "ttft:1s"), console) == 1
+        assert (
+            await sweep.sweep_verb(arguments(server.url, "--request-rate", "1000", "--goodput", "ttft:1s"), console)
+            == 1
+        )
     assert "Stopped: no request was answered (http_400)." in console.export_text()
 
 
 @pytest.mark.parametrize("answers, slo", [("nothing", "ttft:1s"), ("one token", "ttft:30s,tpot:1s")])
-async def test_a_sweep_without_ttft_or_tpot_is_written_all_the_same(engine, wire, tmp_path, monkeypatch, console, answers, slo):
+async def test_a_sweep_without_ttft_or_tpot_is_written_all_the_same(
+    engine, wire, tmp_path, monkeypatch, console, answers, slo
+):
     """Nothing answered: no TTFT. Replies of one token: no TPOT."""
     monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.04)
     reply = wire.whole({"error": {"message": "no"}}, 400) if answers == "nothing" else wire.answer("one")
     files = [tmp_path / name for name in ("s.json", "s.html", "s.png", "s.csv")]
     async with engine(openai(wire, answer=reply)) as server:
         flags = [word for file in files for word in (f"--{file.suffix[1:]}", str(file))]
-        code = await sweep.sweep_verb(arguments(server.url, "--request-rate", "400", "--output-len", "1", "--goodput", slo, *flags), console)
+        code = await sweep.sweep_verb(
+            arguments(server.url, "--request-rate", "400", "--output-len", "1", "--goodput", slo, *flags), console
+        )
     assert code == (1 if answers == "nothing" else 0) and all(file.stat().st_size for file in files)
     page, figures = files[1].read_text(), json.loads(files[0].read_text())["sweep"]
     assert figures["answer"] in page and "<td>–" in page and page.count("<tr><td>") >= len(figures["steps"])
@@ -190,8 +268,19 @@ async def test_made_up_tokens_are_the_models_and_an_error_names_the_flag(engine,
 
     async with engine(respond) as server:
         limit["is"] = 4000
-        assert await sweep.sweep_verb(arguments(server.url, "--request-rate", "400", "--goodput", "ttft:30s"), console) == 0
+        assert (
+            await sweep.sweep_verb(arguments(server.url, "--request-rate", "400", "--goodput", "ttft:30s"), console)
+            == 0
+        )
         limit["is"] = 2000
-        assert await sweep.sweep_verb(arguments(server.url, "--request-rate", "400", "--goodput", "ttft:30s"), console) == 1
+        assert (
+            await sweep.sweep_verb(arguments(server.url, "--request-rate", "400", "--goodput", "ttft:30s"), console)
+            == 1
+        )
         assert "--vocab-size" in console.export_text()
-        assert await sweep.sweep_verb(arguments(server.url, "--request-rate", "400", "--goodput", "ttft:30s", "--vocab-size", "2000"), console) == 0
+        assert (
+            await sweep.sweep_verb(
+                arguments(server.url, "--request-rate", "400", "--goodput", "ttft:30s", "--vocab-size", "2000"), console
+            )
+            == 0
+        )

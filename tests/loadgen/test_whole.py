@@ -9,9 +9,30 @@ import sys
 async def test_policies_are_compared_on_fresh_engines(tmp_path):
     path = tmp_path / "c.json"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "loadgen.cli", "compare", "--policies", "round_robin,least_time", "--launch", "2", "--num-prompts", "12",
-        "--request-rate", "20", "--think-time", "0.1", "--output-len", "8", "--json", str(path), cwd=tmp_path,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, "COLUMNS": "120", "HITHERTO_TOKENIZE_ONCE": "never"})  # whose trials engines count
+        sys.executable,
+        "-m",
+        "loadgen.cli",
+        "compare",
+        "--policies",
+        "round_robin,least_time",
+        "--launch",
+        "2",
+        "--num-prompts",
+        "12",
+        "--request-rate",
+        "20",
+        "--think-time",
+        "0.1",
+        "--output-len",
+        "8",
+        "--json",
+        str(path),
+        cwd=tmp_path,
+        # whose trials engines count
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "120", "HITHERTO_TOKENIZE_ONCE": "never"},
+    )
     async with asyncio.timeout(100):
         out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
@@ -21,7 +42,8 @@ async def test_policies_are_compared_on_fresh_engines(tmp_path):
     for report in reports.values():
         assert report["completed"] == 12 and report["errors"] == {}
         assert report["cache"]["reported_on"] == report["cache"]["predicted_on"] == 12
-        assert report["engines"]["queries"] == report["cache"]["prompt_tokens"]  # what replies said is what engines counted
+        # what replies said is what engines counted
+        assert report["engines"]["queries"] == report["cache"]["prompt_tokens"]
         assert report["engines"]["hits"] == report["cache"]["cached_tokens"]
         assert sum(figures["requests"] for figures in report["replicas"].values()) == 12
     assert [figures["requests"] for figures in reports["round_robin"]["replicas"].values()] == [6, 6]

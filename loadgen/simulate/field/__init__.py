@@ -3,6 +3,7 @@
 They are written after what their authors state (documentation, papers, pull requests), with their defaults;
 each docstring gives the formula, the source and what is approximated. They are pure, as the product's are.
 """
+
 from __future__ import annotations
 
 import policies
@@ -21,8 +22,24 @@ from .sglang import SglangChars, SglangTokens
 from .smg_spill import SmgSpill
 from .vllm_kv_aware import VllmKvAware
 
-_RULES = {rule.name: rule for rule in (SglangChars, SglangTokens, SmgSpill, VllmKvAware, Dynamo, LlmdWeights, LlmdSticky,
-                                       Aibrix, RayPrefix, KubeAi, PrebleE2, Mooncake, SessionHash)}
+_RULES = {
+    rule.name: rule
+    for rule in (
+        SglangChars,
+        SglangTokens,
+        SmgSpill,
+        VllmKvAware,
+        Dynamo,
+        LlmdWeights,
+        LlmdSticky,
+        Aibrix,
+        RayPrefix,
+        KubeAi,
+        PrebleE2,
+        Mooncake,
+        SessionHash,
+    )
+}
 NAMES = (*_RULES, Oracle.name)
 SOURCES = {rule.name: rule.source for rule in (*_RULES.values(), Oracle)}
 
@@ -35,8 +52,9 @@ def make(name: str, seed: int = 0, truth: Truth | None = None) -> policies.Polic
     if name in policies.NAMES:
         return policies.make(name)
     if name != Oracle.name:
-        raise ValueError(f"unknown policy {name!r}; ours are {', '.join(policies.NAMES)}; "
-                         f"the field's {', '.join(NAMES)}")
+        raise ValueError(
+            f"unknown policy {name!r}; ours are {', '.join(policies.NAMES)}; the field's {', '.join(NAMES)}"
+        )
     if truth is None:
         raise ValueError("the oracle needs the engines' true state: it exists in `loadgen simulate` only")
     return Oracle(seed, truth)

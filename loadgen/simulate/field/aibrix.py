@@ -1,14 +1,17 @@
 """`aibrix`: the best match that is not busier than the fleet's spread, after a gate on the fleet's balance.
 
-Formula: if the busiest has more than 2 x (mean + 1) requests and at least 8 more than the least busy, only the least busy are
-looked at; among these, by share of the prompt matched (ties: fewer requests, then at random), the first with no more than
-mean + 1 standard deviation of the fleet's requests; none, or no match: the fewest requests, ties at random. Any match
-counts. Source: AIBrix, the README of its gateway's routing algorithms ("Prefix Cache Aware") and the defaults of the
-`AIBRIX_PREFIX_CACHE_*` variables in its main branch (the README still names 16 requests and 2 deviations).
+Formula: if the busiest has more than 2 x (mean + 1) requests and at least 8 more than the least busy, only the least
+busy are looked at; among these, by share of the prompt matched (ties: fewer requests, then at random), the first with
+no more than mean + 1 standard deviation of the fleet's requests; none, or no match: the fewest requests, ties at
+random. Any match counts. Source: AIBrix, the README of its gateway's routing algorithms ("Prefix Cache Aware") and the
+defaults of the `AIBRIX_PREFIX_CACHE_*` variables in its main branch (the README still names 16 requests and 2
+deviations).
 
 Approximated: AIBrix hashes 128 characters a block and keeps 200,000 blocks in all; here that is twice as many blocks of
-16 tokens, and for each replica. Its percentages are whole numbers, and so are these. Counts are of requests sent, as there.
+16 tokens, and for each replica. Its percentages are whole numbers, and so are these. Counts are of requests sent, as
+there.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

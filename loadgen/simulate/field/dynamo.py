@@ -1,14 +1,15 @@
 """`dynamo`: blocks to compute, after what is cached, plus the blocks active requests would then hold.
 
 Formula: max(0, (prefill tokens queued there + prompt tokens) / block - credit) + active blocks there with this prompt,
-the least wins, ties at random (temperature 0). Credit is the overlap in blocks, 0.75 a block in host memory, 0.25 on disk.
-A request's blocks are active from when it is sent until it ends, each block once however many share it. Source: NVIDIA
-Dynamo's documentation, "Routing concepts" and "Configuration and tuning" (1.2 to 1.5), defaults throughout: overlap credit 1
-without decay, prefill scale 1, output blocks not tracked.
+the least wins, ties at random (temperature 0). Credit is the overlap in blocks, 0.75 a block in host memory, 0.25 on
+disk. A request's blocks are active from when it is sent until it ends, each block once however many share it. Source:
+NVIDIA Dynamo's documentation, "Routing concepts" and "Configuration and tuning" (1.2 to 1.5), defaults throughout:
+overlap credit 1 without decay, prefill scale 1, output blocks not tracked.
 
 The product's `overlap_cost` is this without sharing among active blocks. Left out: Dynamo's queue before the workers
 (`--router-queue-threshold`), since here a request is sent when it comes.
 """
+
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -23,12 +24,14 @@ _CREDIT = {"cpu": 0.75, "disk": 0.25, "remote": 0.25}
 
 class Dynamo:
     name = "dynamo"
-    source = "NVIDIA Dynamo 1.2 to 1.5, docs 'Routing concepts': prefill blocks - credits + active blocks, temperature 0"
+    source = (
+        "NVIDIA Dynamo 1.2 to 1.5, docs 'Routing concepts': prefill blocks - credits + active blocks, temperature 0"
+    )
 
     def __init__(self, seed: int = 0) -> None:
         self._least = Least(seed)
-        self._active: dict[str, dict[int, int]] = {}     # replica -> block -> active requests that have it
-        self._partial: dict[str, int] = {}               # replica -> active prompts with a block not full
+        self._active: dict[str, dict[int, int]] = {}  # replica -> block -> active requests that have it
+        self._partial: dict[str, int] = {}  # replica -> active prompts with a block not full
 
     def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         costs = []
@@ -46,7 +49,9 @@ class Dynamo:
         active, hashes = self._active.get(replica, {}), asked.hashes
         # An active chain is active from its first block on.
         shared = bisect_left(hashes, True, key=lambda block: block not in active) if active else 0
-        return len(active) + self._partial.get(replica, 0) + len(hashes) - shared + bool(asked.tokens % asked.block_size)
+        return (
+            len(active) + self._partial.get(replica, 0) + len(hashes) - shared + bool(asked.tokens % asked.block_size)
+        )
 
     def placed(self, asked: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
         replica = candidates[choice.index].replica
@@ -57,7 +62,7 @@ class Dynamo:
 
     def ended(self, replica: str, asked: Demand) -> None:
         if (active := self._active.get(replica)) is None:
-            return    # the replica has gone in between, and its requests with it
+            return  # the replica has gone in between, and its requests with it
         for block in asked.hashes:
             count = active.get(block, 0)
             if count > 1:

@@ -1,4 +1,5 @@
 """What many rules end with: the least of some numbers, ties at random."""
+
 from __future__ import annotations
 
 import random

@@ -1,14 +1,16 @@
 """`llmd_sticky`: sticky until saturated, then least tokens in flight.
 
 Formula: keep the replicas that hold at least 0.8 of the prompt's blocks, if there are any; but keep all if the best of
-these has an estimated TTFT more than 18 s above the best of the others. TTFT is its uncached tokens in flight / the peak
-prefill throughput. Of those kept, the one with the least uncached tokens in flight, this prompt's included, ties at
-random. Tokens are in flight until the first token comes. Source: the README of llm-d-router's `prefix-cache-affinity-filter`
-with its defaults (exploration off), in front of `token-load-scorer` as it recommends for prefill-bound loads.
+these has an estimated TTFT more than 18 s above the best of the others. TTFT is its uncached tokens in flight / the
+peak prefill throughput. Of those kept, the one with the least uncached tokens in flight, this prompt's included, ties
+at random. Tokens are in flight until the first token comes. Source: the README of llm-d-router's
+`prefix-cache-affinity-filter` with its defaults (exploration off), in front of `token-load-scorer` as it recommends for
+prefill-bound loads.
 
-Approximated: the peak throughput is what an idle engine here does on one prompt of 8,192 tokens by the learned costs, the way
-the README says to measure it; its default, 15,928 tokens/s, is that of a 32B model on two H100.
+Approximated: the peak throughput is what an idle engine here does on one prompt of 8,192 tokens by the learned costs,
+the way the README says to measure it; its default, 15,928 tokens/s, is that of a 32B model on two H100.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,9 +21,9 @@ from .least import Least
 from .llmd_weights import held
 
 _STICKY = 0.8
-_PENALTY = 18.0            # seconds
-_CALIBRATION = 8192        # tokens
-_FULL = 4 * 2**20          # tokens in flight above which all are equal to the scorer
+_PENALTY = 18.0  # seconds
+_CALIBRATION = 8192  # tokens
+_FULL = 4 * 2**20  # tokens in flight above which all are equal to the scorer
 
 
 class LlmdSticky:

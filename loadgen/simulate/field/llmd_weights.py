@@ -1,13 +1,14 @@
 """`llmd_weights`: a weighted sum of scores between 0 and 1, the highest wins.
 
-Formula: 2 x queue + 2 x KV use + 3 x prefix, ties at random. Queue is (max - its queue) / (max - min) over the fleet, 1 for all
-if equal; KV use is 1 - the share of its KV blocks in use; prefix is the share of the prompt's blocks it holds. Source: the
-default profile of llm-d's optimized baseline and of the Gateway API Inference Extension (`queue-scorer` 2,
+Formula: 2 x queue + 2 x KV use + 3 x prefix, ties at random. Queue is (max - its queue) / (max - min) over the fleet, 1
+for all if equal; KV use is 1 - the share of its KV blocks in use; prefix is the share of the prompt's blocks it holds.
+Source: the default profile of llm-d's optimized baseline and of the Gateway API Inference Extension (`queue-scorer` 2,
 `kv-cache-utilization-scorer` 2, `prefix-cache-scorer` 3, `max-score-picker`), with KV events for the prefix.
 
 Approximated: llm-d scrapes the engines' waiting queues every 50 ms, a fleet here every second, and a rule that ranks by
 a number a second old herds. So the queue is the requests sent there whose first token has not come.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,13 +1,15 @@
 """`mooncake`: the least estimated TTFT, in seconds.
 
-Formula: argmin of T_queue + T_prefill, ties at random: T_queue is the prefill of all prompts queued there, T_prefill that of
-this prompt by its length and the prefix cached there. Source: Qin et al., "Mooncake: a KVCache-centric disaggregated
-architecture for LLM serving" (arXiv 2407.00079, FAST '25), Algorithm 1.
+Formula: argmin of T_queue + T_prefill, ties at random: T_queue is the prefill of all prompts queued there, T_prefill
+that of this prompt by its length and the prefix cached there. Source: Qin et al., "Mooncake: a KVCache-centric
+disaggregated architecture for LLM serving" (arXiv 2407.00079, FAST '25), Algorithm 1.
 
-Approximated: the paper fits T_prefill offline, here it is the learned costs; the queued prompts are taken to be equally long
-and to compute without context. Left out: fetching the prefix from a better holder where that is `kvcache_balancing_threshold`
-times as long, since these engines send each other no KV; rejection by the SLO; and decode instances, which are apart there.
+Approximated: the paper fits T_prefill offline, here it is the learned costs; the queued prompts are taken to be equally
+long and to compute without context. Left out: fetching the prefix from a better holder where that is
+`kvcache_balancing_threshold` times as long, since these engines send each other no KV; rejection by the SLO; and decode
+instances, which are apart there.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

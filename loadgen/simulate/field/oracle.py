@@ -5,6 +5,7 @@ to others, read off the simulated engines themselves, real caches, queues and st
 and nothing to learn. No gateway can know this. It looks one request ahead only, so it is what a perfect view
 is worth to a greedy rule, not the best schedule there is.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,17 +1,19 @@
 """`preble_e2`: exploit a long cached prefix, else explore by the work of the last minutes.
 
-Formula: if the longest overlap is more than half of the prompt, exploit: of the replicas that have it, the one with the least
-work. Else explore: argmin of its work + the prefill of what it would have to compute. Work is what was sent there in the
-last 3 minutes, in seconds: the prefill of what was not cached, and decoding. Ties at random. Where the mean TTFT of a prefix on
-its holder is at least twice as long in the second half of the window as in the first, its next request explores and so makes
-a second holder. Source: Srivatsa et al., "Preble: efficient distributed prompt scheduling for LLM serving" (arXiv 2407.00023),
-section 3.2, and its code (WukLab/preble, global_scheduler_with_time.py) for the window and the defaults.
+Formula: if the longest overlap is more than half of the prompt, exploit: of the replicas that have it, the one with the
+least work. Else explore: argmin of its work + the prefill of what it would have to compute. Work is what was sent there
+in the last 3 minutes, in seconds: the prefill of what was not cached, and decoding. Ties at random. Where the mean TTFT
+of a prefix on its holder is at least twice as long in the second half of the window as in the first, its next request
+explores and so makes a second holder. Source: Srivatsa et al., "Preble: efficient distributed prompt scheduling for LLM
+serving" (arXiv 2407.00023), section 3.2, and its code (WukLab/preble, global_scheduler_with_time.py) for the window and
+the defaults.
 
-Approximated: overlaps come from KV events (there: the engines tell of evictions); seconds come from the learned costs, a
-stream's decoding as its own share of a step x `max_tokens` (45 if not given, as there); a prefix is a first block; a TTFT
-ends at the latest request seen, since rules hear of no clock. Left out, as off in the code: the cost of what is
+Approximated: overlaps come from KV events (there: the engines tell of evictions); seconds come from the learned costs,
+a stream's decoding as its own share of a step x `max_tokens` (45 if not given, as there); a prefix is a first block; a
+TTFT ends at the latest request seen, since rules hear of no clock. Left out, as off in the code: the cost of what is
 evicted, and moving prefixes from the busiest replica to the least busy.
 """
+
 from __future__ import annotations
 
 from collections import deque
@@ -79,8 +81,10 @@ class PrebleE2:
                 return Choice(home, f"exploits {longest} tokens")
             del self._ttfts[key]
             why = f"its prefix has become {_WORSE:g} times as slow on its holder"
-        costs = [spent + candidate.costs.prefill_seconds(asked.tokens - candidate.overlap, candidate.overlap)
-                 for spent, candidate in zip(work, candidates)]
+        costs = [
+            spent + candidate.costs.prefill_seconds(asked.tokens - candidate.overlap, candidate.overlap)
+            for spent, candidate in zip(work, candidates)
+        ]
         return Choice(self._least(costs), f"explores, {why}")
 
     def placed(self, asked: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:

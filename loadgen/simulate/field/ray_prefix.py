@@ -1,13 +1,14 @@
 """`ray_prefix`: the shortest queue among the holders of the longest match, or among the smallest trees.
 
-Formula: if the longest match in a tree of what was sent is at least 0.1 of the prompt, the fewest requests among the replicas
-that have it; else the fewest among the replicas with the least in their trees; ties at random. Load matters no
+Formula: if the longest match in a tree of what was sent is at least 0.1 of the prompt, the fewest requests among the
+replicas that have it; else the fewest among the replicas with the least in their trees; ties at random. Load matters no
 further: the threshold that would fall back to power of two choices is infinite by default. Source: Ray Serve LLM,
 `PrefixCacheAffinityRouter`, its documentation ("Prefix-aware routing") and defaults.
 
 Approximated: a match ends at a block, not at a character. Ray evicts nothing unless told to; here a replica's tree
 keeps the last 2**20 blocks.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

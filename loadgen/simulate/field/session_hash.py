@@ -6,6 +6,7 @@ where differs. No session header: the prompt's first block; a prompt shorter tha
 Source: `consistent_hash` of vllm-router and the `session` routing of vLLM's production stack, both by a
 session header and blind to load (the production stack sends requests without one to the lowest rate).
 """
+
 from __future__ import annotations
 
 import random

@@ -9,6 +9,7 @@ smg before 1.13, the defaults of their command lines.
 Approximated: a match ends at a block, not at a character; 4 characters a token; too large a tree is cut when it is,
 not every 120 s; which of several holders sglang takes is an accident of its hash map: here the first.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from .guess import Guess
 
 _MATCH, _APART, _TIMES = 0.3, 64, 1.5
 _TREE = 2**26
-_CHARACTERS = 4     # a token
+_CHARACTERS = 4  # a token
 
 
 class SglangChars:

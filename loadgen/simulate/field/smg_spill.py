@@ -1,14 +1,16 @@
 """`smg_spill`: the least loaded holder of the longest match, unless that one is far above the fleet's mean.
 
-Formula: if the longest match in a tree of what was sent is more than 0.3 of the prompt, the holder of it with the fewest
-requests (ties at random, the first 8 holders only); if it has more than 1.5 x the mean of the fleet and more than the mean
-+ 64, or if the match is shorter, the replica with the least (requests, requests ever sent there). A prompt that spills
-enters the tree of where it went, so a hot prefix gets a further holder. Source: smg pull request 2161 ("pressure-select
-among matched cache tenants with a per-request load gate", in smg 1.13), thresholds as on its command line.
+Formula: if the longest match in a tree of what was sent is more than 0.3 of the prompt, the holder of it with the
+fewest requests (ties at random, the first 8 holders only); if it has more than 1.5 x the mean of the fleet and more
+than the mean + 64, or if the match is shorter, the replica with the least (requests, requests ever sent there). A
+prompt that spills enters the tree of where it went, so a hot prefix gets a further holder. Source: smg pull request
+2161 ("pressure-select among matched cache tenants with a per-request load gate", in smg 1.13), thresholds as on its
+command line.
 
-Approximated as `sglang_tokens`, and the 2**26 tokens smg keeps for all replicas together are kept for each. Left out because
-they are off by default: overlap decay, the KV usage triggers, and the overload veto.
+Approximated as `sglang_tokens`, and the 2**26 tokens smg keeps for all replicas together are kept for each. Left out
+because they are off by default: overlap decay, the KV usage triggers, and the overload veto.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -21,7 +23,7 @@ from .least import Least
 
 _MATCH, _APART, _TIMES = 0.3, 64, 1.5
 _HOLDERS = 8
-_TREE = 2**26 // 16     # blocks
+_TREE = 2**26 // 16  # blocks
 
 
 class SmgSpill:

@@ -1,13 +1,14 @@
 """`vllm_kv_aware`: prefill there, times the requests that share it.
 
 Formula: (uncached tokens of the prompt + uncached tokens queued there) x (requests there + 1), the least wins, ties at
-random. A token in host memory counts 0.8 as cached, in an external store 0.6, on disk 0.3. Overlaps come from KV events.
-Source: vllm-router 0.1.17, policy `kv_aware` at its default temperature 0, its flags `--kv-penalty-host`, `-external` and
-`-disk` with their defaults; the product is stated in none of its documents, it was read in that release. What it costs to ask
-the engines to tokenize each prompt is not here.
+random. A token in host memory counts 0.8 as cached, in an external store 0.6, on disk 0.3. Overlaps come from KV
+events. Source: vllm-router 0.1.17, policy `kv_aware` at its default temperature 0, its flags `--kv-penalty-host`,
+`-external` and `-disk` with their defaults; the product is stated in none of its documents, it was read in that
+release. What it costs to ask the engines to tokenize each prompt is not here.
 
 Approximated: its tie rule is not stated.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -48,7 +48,13 @@ def test_it_says_what_is_real_and_what_to_type_next():
         demo.next_steps(console, SIMULATED)
         text = " ".join(console.export_text().split())
     assert "The engines are simulated" in text and "24 texts from Python's standard library" in text
-    for typed in ("serve --replica-url", "serve --launch 4 --profile sim", "explain -", "loadgen run", "demo --file FILE"):
+    for typed in (
+        "serve --replica-url",
+        "serve --launch 4 --profile sim",
+        "explain -",
+        "loadgen run",
+        "demo --file FILE",
+    ):
         assert typed in text
 
 

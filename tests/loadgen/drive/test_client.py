@@ -161,14 +161,17 @@ async def test_get(engine, wire):
     assert status == 0 and problem.startswith("connect")
 
 
-@pytest.mark.parametrize("url, host, port, target", [
-    ("localhost:8000", "localhost", 8000, PATH),
-    ("http://h", "h", 80, PATH),
-    ("https://api.example.com/v1/", "api.example.com", 443, PATH),
-    ("https://example.com/some/base", "example.com", 443, "/some/base" + PATH),
-    ("https://example.com/some/v1", "example.com", 443, "/some" + PATH),
-    ("http://[::1]:9/v1", "::1", 9, PATH),
-])
+@pytest.mark.parametrize(
+    "url, host, port, target",
+    [
+        ("localhost:8000", "localhost", 8000, PATH),
+        ("http://h", "h", 80, PATH),
+        ("https://api.example.com/v1/", "api.example.com", 443, PATH),
+        ("https://example.com/some/base", "example.com", 443, "/some/base" + PATH),
+        ("https://example.com/some/v1", "example.com", 443, "/some" + PATH),
+        ("http://[::1]:9/v1", "::1", 9, PATH),
+    ],
+)
 def test_urls(url, host, port, target):
     client = Client(url)
     assert (client.host, client.port, client.target(PATH)) == (host, port, target)

@@ -14,7 +14,10 @@ from loadgen.workload.conversations import Conversation, Turn, Workload, span
 
 def work(number: int, gap: float = 0.002) -> Workload:
     message = {"role": "user", "content": (span(1, 5),)}
-    return Workload([Conversation(f"c{index}", [Turn([message], 4)]) for index in range(number)], [index * gap for index in range(number)])
+    return Workload(
+        [Conversation(f"c{index}", [Turn([message], 4)]) for index in range(number)],
+        [index * gap for index in range(number)],
+    )
 
 
 def share(url: str, load: Workload, **bounds) -> Share:
@@ -24,7 +27,9 @@ def share(url: str, load: Workload, **bounds) -> Share:
 def test_bounds_are_split_and_nothing_is_lost():
     parts = share("http://h", work(10), max_concurrency=5, users=None).split(3)
     assert [len(part.load.conversations) for part in parts] == [4, 3, 3]
-    assert sorted(one.id for part in parts for one in part.load.conversations) == sorted(f"c{index}" for index in range(10))
+    assert sorted(one.id for part in parts for one in part.load.conversations) == sorted(
+        f"c{index}" for index in range(10)
+    )
     assert [part.max_concurrency for part in parts] == [2, 2, 1]
     assert [part.users for part in share("http://h", work(10), users=2).split(4)] == [1, 1]
     assert len(share("http://h", work(2)).split(4)) == 2 and len(share("http://h", work(0)).split(4)) == 1

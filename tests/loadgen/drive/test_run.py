@@ -45,11 +45,24 @@ async def test_a_turn_follows_the_reply_before_it(engine, wire):
     async def respond(request, writer):
         writer.write(wire.answer(f"answer {len(server.requests)}"))
 
-    turns = [Turn([{"role": "system", "content": "s"}, said("one")], 8), Turn([said("two")], 9, think=0.05), Turn([said("three")], 10)]
+    turns = [
+        Turn([{"role": "system", "content": "s"}, said("one")], 8),
+        Turn([said("two")], 9, think=0.05),
+        Turn([said("three")], 10),
+    ]
     async with engine(respond) as server:
-        run = await go(Run([Conversation("c", turns, {"tools": [1]})], [0.0], Client(server.url), Asking("m", engine_replies=True)))
+        run = await go(
+            Run([Conversation("c", turns, {"tools": [1]})], [0.0], Client(server.url), Asking("m", engine_replies=True))
+        )
         bodies = [request.json for request in server.requests]
-        assert [message["content"] for message in bodies[2]["messages"]] == ["s", "one", "answer 1", "two", "answer 2", "three"]
+        assert [message["content"] for message in bodies[2]["messages"]] == [
+            "s",
+            "one",
+            "answer 1",
+            "two",
+            "answer 2",
+            "three",
+        ]
         assert bodies[2]["messages"][2] == {"role": "assistant", "content": "answer 1"}
         assert [body["max_tokens"] for body in bodies] == [8, 9, 10]
         assert all(body["tools"] == [1] and body["stream"] and body["model"] == "m" for body in bodies)
@@ -131,8 +144,16 @@ def test_bodies():
     turn = Turn([said("hello")], 5)
     chat = Asking("m", extra={"temperature": 0, "stream_options": None}, ignore_eos=True)
     import orjson
+
     body = orjson.loads(chat.body(turn.messages, turn, {}))
-    assert body == {"model": "m", "messages": turn.messages, "max_tokens": 5, "stream": True, "ignore_eos": True, "temperature": 0}
+    assert body == {
+        "model": "m",
+        "messages": turn.messages,
+        "max_tokens": 5,
+        "stream": True,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
     text = orjson.loads(Asking("m", COMPLETIONS, completions=True).body([said("a"), said("b")], turn, {}))
     assert text["prompt"] == "a\n\nb" and "messages" not in text
     assert Asking("m").endpoint == CHAT
@@ -140,7 +161,9 @@ def test_bodies():
 
 async def test_many_conversations_all_come_back(engine, wire):
     rng = random.Random(5)
-    conversations = [Conversation("same id", [Turn([said("q")], 4) for _ in range(rng.randint(1, 4))]) for _ in range(60)]
+    conversations = [
+        Conversation("same id", [Turn([said("q")], 4) for _ in range(rng.randint(1, 4))]) for _ in range(60)
+    ]
     async with engine(wire.answer()) as server:
         run = await go(Run(conversations, [0.0] * 60, Client(server.url), Asking("m", engine_replies=True)))
         assert len(run.done) == run.total == len(server.requests)
@@ -206,4 +229,6 @@ async def test_a_run_may_begin_later(engine, wire):
         async with asyncio.timeout(10):
             await run.go(at)
         run.client.close()
-        assert [record.due for record in run.done] == [at, at + 0.02] and all(record.sent >= record.due for record in run.done)
+        assert [record.due for record in run.done] == [at, at + 0.02] and all(
+            record.sent >= record.due for record in run.done
+        )

@@ -8,12 +8,14 @@ from loadgen.drive.records import Record
 from loadgen.drive.sse import Reply
 
 SSE = {b"content-type": b"text/event-stream; charset=utf-8"}
-STREAM = (b': a comment\r\n\r\ndata: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
-          b'data: {"choices":[{"index":0,"delta":{"content":"Gr\xc3\xbc"}}]}\r\n\r\n'
-          b'event: x\ndata: {"choices":[{"index":0,\ndata: "delta":{"content":"\xc3\x9fe"}}]}\n\n'
-          b'data:{"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}\n\n'
-          b'data: {"choices":[],"usage":{"prompt_tokens":50,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":48}}}\n\n'
-          b"data: [DONE]\n\n")
+STREAM = (
+    b': a comment\r\n\r\ndata: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+    b'data: {"choices":[{"index":0,"delta":{"content":"Gr\xc3\xbc"}}]}\r\n\r\n'
+    b'event: x\ndata: {"choices":[{"index":0,\ndata: "delta":{"content":"\xc3\x9fe"}}]}\n\n'
+    b'data:{"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}\n\n'
+    b'data: {"choices":[],"usage":{"prompt_tokens":50,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":48}}}\n\n'
+    b"data: [DONE]\n\n"
+)
 
 
 def read(parts: list[tuple[bytes, float]], headers=SSE, status=200) -> Record:
@@ -56,7 +58,9 @@ def test_reasoning_and_tool_calls_are_output_but_not_text(wire, part):
 
 
 def test_completions_carry_text_in_the_choice(wire):
-    record = read([(wire.event(choices=[{"text": "one"}]), 1.0), (wire.event(choices=[{"text": " two"}]), 2.0), (wire.DONE, 2.0)])
+    record = read(
+        [(wire.event(choices=[{"text": "one"}]), 1.0), (wire.event(choices=[{"text": " two"}]), 2.0), (wire.DONE, 2.0)]
+    )
     assert record.text == "one two"
 
 
@@ -75,17 +79,32 @@ def test_an_error_event_is_an_error_although_the_status_was_200(wire):
     assert "engine died" in record.detail
 
 
-@pytest.mark.parametrize("payload", [b"data: nonsense\n\n", b"data: []\n\n", b'data: {"choices":[3]}\n\n',
-                                     b'data: {"choices":[],"usage":{"prompt_tokens_details":7}}\n\n'])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"data: nonsense\n\n",
+        b"data: []\n\n",
+        b'data: {"choices":[3]}\n\n',
+        b'data: {"choices":[],"usage":{"prompt_tokens_details":7}}\n\n',
+    ],
+)
 def test_what_is_no_openai_reply_is_a_protocol_error(payload):
     assert read([(payload, 1.0)]).error == "protocol"
 
 
 def test_a_whole_reply(wire):
-    body = (b'{"choices":[{"message":{"role":"assistant","content":"hello"},"finish_reason":"stop"}],'
-            b'"usage":{"prompt_tokens":7,"completion_tokens":1,"prompt_tokens_details":null}}')
+    body = (
+        b'{"choices":[{"message":{"role":"assistant","content":"hello"},"finish_reason":"stop"}],'
+        b'"usage":{"prompt_tokens":7,"completion_tokens":1,"prompt_tokens_details":null}}'
+    )
     record = read([(body[:20], 1.0), (body[20:], 2.0)], {b"content-type": b"application/json"})
-    assert (record.text, record.first, record.last, record.prompt_tokens, record.cached_tokens) == ("hello", 2.0, 2.0, 7, None)
+    assert (record.text, record.first, record.last, record.prompt_tokens, record.cached_tokens) == (
+        "hello",
+        2.0,
+        2.0,
+        7,
+        None,
+    )
 
 
 def test_a_refusal_names_its_status_and_keeps_the_body():

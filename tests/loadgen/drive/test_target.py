@@ -15,12 +15,19 @@ async def test_the_first_model_that_a_server_lists_is_asked_for(engine, wire):
         client.close()
 
 
-@pytest.mark.parametrize("status, body, said", [
-    (503, {"error": {"message": "no replica is ready (a:1 is starting)"}}, r"answers 503: no replica is ready \(a:1 is starting\)"),
-    (503, b"<html>", "answers 503 to /v1/models and lists no model; name one with --model"),
-    (200, {"data": []}, "answers 200 to /v1/models and lists no model"),
-    (404, {"detail": "Not Found"}, "answers 404 to /v1/models"),
-])
+@pytest.mark.parametrize(
+    "status, body, said",
+    [
+        (
+            503,
+            {"error": {"message": "no replica is ready (a:1 is starting)"}},
+            r"answers 503: no replica is ready \(a:1 is starting\)",
+        ),
+        (503, b"<html>", "answers 503 to /v1/models and lists no model; name one with --model"),
+        (200, {"data": []}, "answers 200 to /v1/models and lists no model"),
+        (404, {"detail": "Not Found"}, "answers 404 to /v1/models"),
+    ],
+)
 async def test_a_server_that_lists_none_is_told_with_what_to_do(engine, wire, status, body, said):
     async with engine(wire.whole(body, status)) as server:
         client = Client(server.url)
@@ -29,11 +36,23 @@ async def test_a_server_that_lists_none_is_told_with_what_to_do(engine, wire, st
         client.close()
 
 
-@pytest.mark.parametrize("config, known", [
-    ({"vocab_size": 8192}, 8192), ({"text_config": {"vocab_size": 512}}, 512), ({}, None), ([], None), ({"vocab_size": "many"}, None), ({"vocab_size": -1}, None)])
+@pytest.mark.parametrize(
+    "config, known",
+    [
+        ({"vocab_size": 8192}, 8192),
+        ({"text_config": {"vocab_size": 512}}, 512),
+        ({}, None),
+        ([], None),
+        ({"vocab_size": "many"}, None),
+        ({"vocab_size": -1}, None),
+    ],
+)
 async def test_the_vocabulary_is_that_of_the_folder_the_engine_was_started_with(engine, wire, tmp_path, config, known):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    cards = [{"id": "tiny", "root": str(tmp_path), "parent": None}, {"id": "sql", "root": "/adapters/sql", "parent": "tiny"}]
+    cards = [
+        {"id": "tiny", "root": str(tmp_path), "parent": None},
+        {"id": "sql", "root": "/adapters/sql", "parent": "tiny"},
+    ]
     async with engine(wire.whole({"data": cards})) as server:
         client = Client(server.url)
         for asked, name in ((None, "tiny"), ("tiny", "tiny"), ("sql", "sql")):
@@ -41,7 +60,15 @@ async def test_the_vocabulary_is_that_of_the_folder_the_engine_was_started_with(
         client.close()
 
 
-@pytest.mark.parametrize("card", [{"id": "tiny"}, {"id": "tiny", "root": "/of/another/machine"}, {"id": "tiny", "root": "nobody/nothing"}, {"id": "tiny", "root": 5}])
+@pytest.mark.parametrize(
+    "card",
+    [
+        {"id": "tiny"},
+        {"id": "tiny", "root": "/of/another/machine"},
+        {"id": "tiny", "root": "nobody/nothing"},
+        {"id": "tiny", "root": 5},
+    ],
+)
 async def test_of_a_model_that_is_not_at_hand_no_vocabulary_is_known(engine, wire, card):
     async with engine(wire.whole({"data": [card]})) as server:
         client = Client(server.url)

@@ -38,7 +38,10 @@ def test_weights_by_the_files(folder):
     assert checkpoints.find(str(folder)).weights == 30
 
 
-@pytest.mark.parametrize(("text", "why"), [("{", "config.json is not JSON"), ("[]", "not a JSON object"), ("{}", "is this a language model's")])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("{", "config.json is not JSON"), ("[]", "not a JSON object"), ("{}", "is this a language model's")],
+)
 def test_a_config_that_is_none(folder, text, why):
     (folder / "config.json").write_text(text)
     with pytest.raises(BadModel, match=f"--model {folder}: .*{why}"):
@@ -55,7 +58,9 @@ def test_no_such_folder(tmp_path):
 
 def test_a_name_is_fetched_and_only_the_small_files(folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: asked.append((name, options)) or str(folder))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **options: asked.append((name, options)) or str(folder)
+    )
     assert checkpoints.find("meta/llama-8b").shape.kv_heads == 8
     assert asked == [("meta/llama-8b", {"allow_patterns": ["config.json", INDEX]})]
 

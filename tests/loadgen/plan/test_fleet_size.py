@@ -1,4 +1,5 @@
-"""The search for the fewest replicas: it finds the number, looks at its neighbour, and compares sizes of the cache fairly."""
+"""The search for the fewest replicas: it finds the number, looks at its neighbour, and compares sizes of the cache
+fairly."""
 
 import random
 
@@ -45,7 +46,9 @@ def test_decode_times_by_share_of_the_cache_become_times_by_tokens():
     step = by_tokens(given).step
     full = given.num_blocks * given.block_size
     for sequences, context in ((1, 0), (64, full)):
-        assert step.seconds(0, 0.0, sequences, context, 0.3) == pytest.approx(given.step.seconds(0, 0.0, sequences, context, context / full))
+        assert step.seconds(0, 0.0, sequences, context, 0.3) == pytest.approx(
+            given.step.seconds(0, 0.0, sequences, context, context / full)
+        )
     measured = load_profile("cpu-tiny")
     assert by_tokens(measured) is measured
 
@@ -69,7 +72,9 @@ def test_more_cache_never_needs_more_replicas_and_every_point_is_kept(work):
     for size in sizes:
         assert size.points[size.kept].share >= 0.9 > size.points[size.kept - 1].share
         assert len(size.records) == 80
-    assert {(point.replicas, point.tokens) for point in heard} == {(number, size.tokens) for size in sizes for number in size.points}
+    assert {(point.replicas, point.tokens) for point in heard} == {
+        (number, size.tokens) for size in sizes for number in size.points
+    }
     rates = [size.points[small.kept].report["cache"]["hit_rate"] for size in sizes if small.kept in size.points]
     assert rates == sorted(rates)
 

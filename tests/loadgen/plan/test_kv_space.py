@@ -82,7 +82,9 @@ def test_windows_make_groups_of_equal_size():
 
 
 def test_hardly_more_layers_of_one_kind_are_no_further_group():
-    shape = read({**GPT_OSS_20B, "num_hidden_layers": 25, "layer_types": [*GPT_OSS_20B["layer_types"], "full_attention"]})
+    shape = read(
+        {**GPT_OSS_20B, "num_hidden_layers": 25, "layer_types": [*GPT_OSS_20B["layer_types"], "full_attention"]}
+    )
     assert (KvSpace(shape).group_size, KvSpace(shape).groups) == (13, 2)
 
 
@@ -114,7 +116,13 @@ def test_what_auto_is(change, dtype):
 
 
 def test_heads_by_other_names():
-    falcon = {"num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71, "multi_query": True, "max_position_embeddings": 2048}
+    falcon = {
+        "num_hidden_layers": 32,
+        "hidden_size": 4544,
+        "num_attention_heads": 71,
+        "multi_query": True,
+        "max_position_embeddings": 2048,
+    }
     assert read(falcon).kv_heads == 1
     gpt2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
     assert KvSpace(read(gpt2)).token_bytes == 12 * 12 * 2 * 64 * 2

@@ -16,9 +16,11 @@ GIB = 1 << 30
 @pytest.fixture
 def model(tmp_path):
     """`model(config)` is a folder with it."""
+
     def folder(config) -> str:
         (tmp_path / "config.json").write_text(json.dumps(config))
         return str(tmp_path)
+
     return folder
 
 
@@ -27,7 +29,10 @@ def kv_space(capfd, *flags: str) -> dict:
     return json.loads(capfd.readouterr().out)["kv_space"]
 
 
-@pytest.mark.parametrize(("text", "number"), [("80GiB", 80 * GIB), ("80GB", 80 * GIB), ("1.5g", 3 * GIB // 2), ("512M", 512 << 20), ("4096", 4096)])
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("80GiB", 80 * GIB), ("80GB", 80 * GIB), ("1.5g", 3 * GIB // 2), ("512M", 512 << 20), ("4096", 4096)],
+)
 def test_sizes(text, number):
     assert size(text) == number
 
@@ -35,7 +40,9 @@ def test_sizes(text, number):
 def test_a_gpus_cache_and_what_fp8_gives(capfd, model):
     found = kv_space(capfd, "--model", model(LLAMA_8B), "--gpu-memory", "80GiB", "--weights", "15GiB")
     assert found["auto"]["memory"] == int(0.92 * 80 * GIB) - 17 * GIB
-    assert found["auto"] | {"dtype": "bfloat16", "blocks": 28_979, "tokens": 463_664, "longest": 131_072} == found["auto"]
+    assert (
+        found["auto"] | {"dtype": "bfloat16", "blocks": 28_979, "tokens": 463_664, "longest": 131_072} == found["auto"]
+    )
     assert found["fp8"]["tokens"] == 2 * found["auto"]["tokens"]
 
 
@@ -65,12 +72,26 @@ LOAD = ("--dataset-name", "chat", "--num-prompts", "60", "--request-rate", "60",
 
 
 def test_a_fleet_for_a_load(capsys, tmp_path):
-    flags = ("plan", *LOAD, "--slo", "ttft:60ms", "--kv-tokens", "64000,8000", "--attainment", "0.8", "--seed", "2", "--json")
+    flags = (
+        "plan",
+        *LOAD,
+        "--slo",
+        "ttft:60ms",
+        "--kv-tokens",
+        "64000,8000",
+        "--attainment",
+        "0.8",
+        "--seed",
+        "2",
+        "--json",
+    )
     assert main([*flags, str(tmp_path / "a.json")]) == 0
     out = capsys.readouterr().out
     plan = json.loads((tmp_path / "a.json").read_text())["plan"]
     fewest = plan["replicas"]
-    assert list(fewest) == ["8000", "64000"] and f"{fewest['8000']} replicas of 8,000 tokens: " in out.replace("replica of", "replicas of")
+    assert list(fewest) == ["8000", "64000"] and f"{fewest['8000']} replicas of 8,000 tokens: " in out.replace(
+        "replica of", "replicas of"
+    )
     for tokens, number in fewest.items():
         shares = {point["replicas"]: point["share"] for point in plan["points"] if point["tokens"] == int(tokens)}
         assert shares[number] >= 0.8 and (number == 1 or shares[number - 1] < 0.8)
@@ -81,14 +102,29 @@ def test_a_fleet_for_a_load(capsys, tmp_path):
 
 def test_the_page_of_a_plan(capsys, tmp_path):
     page, sheet, table = (tmp_path / name for name in ("plan.html", "plan.png", "plan.csv"))
-    flags = ("--slo", "ttft:60ms", "--kv-tokens", "512,64000", "--attainment", "0.8", "--max-replicas", "4", "--json", str(tmp_path / "plan.json"))
+    flags = (
+        "--slo",
+        "ttft:60ms",
+        "--kv-tokens",
+        "512,64000",
+        "--attainment",
+        "0.8",
+        "--max-replicas",
+        "4",
+        "--json",
+        str(tmp_path / "plan.json"),
+    )
     assert main(["plan", *LOAD, *flags, "--html", str(page), "--png", str(sheet), "--csv", str(table)]) == 0
     plan, text = json.loads((tmp_path / "plan.json").read_text())["plan"], page.read_text()
     for said in (*plan["answers"], *plan["assumed"]):
         assert str(escape(said)) in text
     assert text.count('<td class="yes">') + text.count('<td class="no">') == len(plan["points"])
     assert plan["replicas"]["512"] is None and "<b>4 × 512 tokens</b>" in text and "Every fleet that was tried" in text
-    shown = {point["tokens"]: point["report"]["requests"] for point in plan["points"] if point["replicas"] == (plan["replicas"][str(point["tokens"])] or 4)}
+    shown = {
+        point["tokens"]: point["report"]["requests"]
+        for point in plan["points"]
+        if point["replicas"] == (plan["replicas"][str(point["tokens"])] or 4)
+    }
     assert len(table.read_text().splitlines()) == 1 + shown[512] + shown[64_000]
     assert sheet.read_bytes()[:4] == b"\x89PNG"
 
@@ -105,7 +141,10 @@ def test_the_models_own_cache_half_of_it_and_twice(capfd, model):
 
 def test_a_load_no_fleet_can_answer_in_time(capsys):
     assert main(["plan", *LOAD, "--slo", "ttft:1ms", "--kv-tokens", "8000", "--max-replicas", "2"]) == 1
-    assert "With 8,000 tokens each, not even 2 replicas keep TTFT 1.0 ms for 0.9 of the requests: 0.0 % there" in " ".join(capsys.readouterr().out.split())
+    assert (
+        "With 8,000 tokens each, not even 2 replicas keep TTFT 1.0 ms for 0.9 of the requests: 0.0 % there"
+        in " ".join(capsys.readouterr().out.split())
+    )
 
 
 def test_requests_longer_than_a_replica_takes_are_named(capsys):
@@ -134,7 +173,9 @@ def test_bad_use_is_refused_with_what_would_be_right(capsys, model, flags, why):
     assert error.startswith("loadgen plan: ") and why in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--gpu-memory", "80x"), ("--gpu-memory", "0G"), ("--gpu-memory-utilization", "1.2")])
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--gpu-memory", "80x"), ("--gpu-memory", "0G"), ("--gpu-memory-utilization", "1.2")]
+)
 def test_bad_values_of_flags(capsys, flag, value):
     with pytest.raises(SystemExit) as caught:
         main(["plan", "--model", "m", flag, value])

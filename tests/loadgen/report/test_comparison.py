@@ -6,15 +6,28 @@ from loadgen.report.comparison import comparison, fair_share, less_or_more
 
 
 def figures(**changes):
-    made = {"cache": {"hit_rate": 0.4, "prefill_tokens": 60_000}, "ttft_ms": {"p50": 100.0, "p99": 900.0}, "failed": 0,
-            "replicas": {"a": {"requests": 10}, "b": {"requests": 10}}}
+    made = {
+        "cache": {"hit_rate": 0.4, "prefill_tokens": 60_000},
+        "ttft_ms": {"p50": 100.0, "p99": 900.0},
+        "failed": 0,
+        "replicas": {"a": {"requests": 10}, "b": {"requests": 10}},
+    }
     return made | changes
 
 
-@pytest.mark.parametrize("new, old, said", [
-    (50, 100, "2.0 × sooner"), (100, 50, "2.0 × later"), (100, 104, "about the same"), (96, 100, "about the same"),
-    (100, 100, "about the same"), (1, 40, "40 × sooner"), (0, 0, "about the same"), (0, 5, "sooner (from or to nothing, so no ratio)"),
-])
+@pytest.mark.parametrize(
+    "new, old, said",
+    [
+        (50, 100, "2.0 × sooner"),
+        (100, 50, "2.0 × later"),
+        (100, 104, "about the same"),
+        (96, 100, "about the same"),
+        (100, 100, "about the same"),
+        (1, 40, "40 × sooner"),
+        (0, 0, "about the same"),
+        (0, 5, "sooner (from or to nothing, so no ratio)"),
+    ],
+)
 def test_ratios_in_words(new, old, said):
     assert less_or_more(new, old, "sooner", "later") == said
 
@@ -31,8 +44,11 @@ def test_worse_is_said_as_readily_as_better(new, old):
 
 
 def test_a_comparison_reads_as_sentences():
-    better = figures(cache={"hit_rate": 0.9, "prefill_tokens": 10_000}, ttft_ms={"p50": 50.0, "p99": 910.0},
-                     replicas={"a": {"requests": 12}, "b": {"requests": 8}})
+    better = figures(
+        cache={"hit_rate": 0.9, "prefill_tokens": 10_000},
+        ttft_ms={"p50": 50.0, "p99": 910.0},
+        replicas={"a": {"requests": 12}, "b": {"requests": 8}},
+    )
     assert comparison("new", better, "old", figures()) == [
         "new found 90 % of all prompt tokens in a cache, old 40 %: 2.2 × as many.",
         "Its engines computed 10,000 prompt tokens instead of 60,000: 6.0 × less work.",

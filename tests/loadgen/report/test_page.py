@@ -8,9 +8,11 @@ import pytest
 from loadgen.report import files
 from loadgen.report.summary import setting
 
-ABOUT = {"setting": setting(["loadgen", "compare", "--target", "a=<b>"], 7),
-         "workload": {"dataset_name": "chat", "requests": 40, "users": None, "notes": ["2 of 9 entries left out"]},
-         "fleet": {"replicas": 8, "event_delay_s": 0.005, "outages": []}}
+ABOUT = {
+    "setting": setting(["loadgen", "compare", "--target", "a=<b>"], 7),
+    "workload": {"dataset_name": "chat", "requests": 40, "users": None, "notes": ["2 of 9 entries left out"]},
+    "fleet": {"replicas": 8, "event_delay_s": 0.005, "outages": []},
+}
 
 
 def page_of(tmp_path, both, about=ABOUT) -> str:
@@ -41,9 +43,20 @@ def test_a_page_needs_nothing_else(tmp_path, runs):
 def test_a_page_says_where_its_figures_come_from(tmp_path, runs):
     text = page_of(tmp_path, runs(["one"], slo={"ttft": 100.0}))
     made = ABOUT["setting"]
-    for part in (made["machine"], "seed 7", "loadgen compare --target a=&lt;b&gt;", f"hitherto {made['versions']['hitherto']}", "2 of 9 entries left out",
-                 "of 40 requests in", "cache hit rate", "within the SLO", "TTFT 100 ms", "<td>r2", "to the last token",
-                 "<dt>event_delay_s</dt><dd>0.005</dd>"):
+    for part in (
+        made["machine"],
+        "seed 7",
+        "loadgen compare --target a=&lt;b&gt;",
+        f"hitherto {made['versions']['hitherto']}",
+        "2 of 9 entries left out",
+        "of 40 requests in",
+        "cache hit rate",
+        "within the SLO",
+        "TTFT 100 ms",
+        "<td>r2",
+        "to the last token",
+        "<dt>event_delay_s</dt><dd>0.005</dd>",
+    ):
         assert part in text, part
     assert "users" not in text and "outages" not in text  # what was not set is not listed
 
@@ -51,7 +64,7 @@ def test_a_page_says_where_its_figures_come_from(tmp_path, runs):
 def test_plots_take_the_colours_of_the_page(tmp_path, runs):
     text = page_of(tmp_path, runs(["one"]))
     assert "prefers-color-scheme: dark" in text
-    svgs = text[text.index("<figure"):]
+    svgs = text[text.index("<figure") :]
     assert "fill: var(--soft)" in svgs and "#01020" not in svgs and "#000000" not in svgs.lower()
 
 
@@ -61,11 +74,20 @@ def test_names_are_text_and_nothing_else(tmp_path, runs):
     assert "<script" not in text and text.count("&lt;script&gt;") > 3
 
 
-@pytest.mark.parametrize("lacking", [{"output_tokens": 1, "gaps": []}, {"error": "connect", "first": None}], ids=["no TPOT", "no TTFT"])
+@pytest.mark.parametrize(
+    "lacking", [{"output_tokens": 1, "gaps": []}, {"error": "connect", "first": None}], ids=["no TPOT", "no TTFT"]
+)
 def test_the_tables_of_rates_and_of_fleets_survive_a_latency_that_is_missing(tmp_path, runs, lacking):
     both = runs(["4/s"], slo={"ttft": 100.0}, **lacking)
     point = {"rate": 4.0, "tokens": 1000, "replicas": 2, "share": 0.0, "kept": False, "report": both[0]["4/s"]}
-    sweep = {"answer": "no rate", "stopped": "all tried", "rate": None, "slo_ms": {"ttft": 100.0}, "attainment": 0.9, "steps": [point]}
+    sweep = {
+        "answer": "no rate",
+        "stopped": "all tried",
+        "rate": None,
+        "slo_ms": {"ttft": 100.0},
+        "attainment": 0.9,
+        "steps": [point],
+    }
     plan = {"answers": ["no fleet"], "assumed": ["nothing"], "attainment": 0.9, "points": [point]}
     for about in ({"sweep": sweep}, {"plan": plan}):
         assert "<td>–" in page_of(tmp_path, both, {**ABOUT, **about})
@@ -82,15 +104,27 @@ def test_targets_side_by_side_with_the_best_marked(tmp_path, runs):
     assert "two found" in text and "The first token came after" in text
 
 
-@pytest.mark.parametrize("lacking", [
-    {"replica": None}, {"prompt_tokens": None}, {"cached_tokens": None, "predicted_tokens": None}, {"error": "connect", "first": None},
-    {"output_tokens": 1, "gaps": []}, {"first": 150.0, "last": 150.0, "sent": 150.0, "due": 150.0}, {"cached_tokens": 0, "predicted_tokens": 0}])
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        {"replica": None},
+        {"prompt_tokens": None},
+        {"cached_tokens": None, "predicted_tokens": None},
+        {"error": "connect", "first": None},
+        {"output_tokens": 1, "gaps": []},
+        {"first": 150.0, "last": 150.0, "sent": 150.0, "due": 150.0},
+        {"cached_tokens": 0, "predicted_tokens": 0},
+    ],
+)
 @pytest.mark.parametrize("number", [1, 7])
 def test_what_is_missing_is_left_out(tmp_path, runs, lacking, number):
     text = page_of(tmp_path, runs(["one", "two"], number, **lacking))
     assert text.count("<figure") == text.count("<svg xmlns:xlink")
     assert ("Load of each replica" in text) == ("replica" not in lacking)
-    assert ("Hit rate over time" in text) == ((number > 1 and not {"prompt_tokens", "cached_tokens", "error"} & set(lacking)) or (lacking.get("cached_tokens") == 0 and number > 1))
+    assert ("Hit rate over time" in text) == (
+        (number > 1 and not {"prompt_tokens", "cached_tokens", "error"} & set(lacking))
+        or (lacking.get("cached_tokens") == 0 and number > 1)
+    )
     assert ("2 × connect" in text or "7 × connect" in text or "1 × connect" in text) == ("error" in lacking)
 
 

@@ -29,21 +29,55 @@ def record(number=0, ttft=0.1, **fields) -> Record:
 
 
 def run_of(*records, inflight=()):
-    return types.SimpleNamespace(done=list(records), began=1.0, ended=11.0, cpu_seconds=0.5, interrupted=False, not_sent=0,
-                                 conversations=[1], connections=1, max_concurrency=None, users=None, processes=1, busiest_second=0.0, total=10,
-                                 inflight={id(item): item for item in inflight})
+    return types.SimpleNamespace(
+        done=list(records),
+        began=1.0,
+        ended=11.0,
+        cpu_seconds=0.5,
+        interrupted=False,
+        not_sent=0,
+        conversations=[1],
+        connections=1,
+        max_concurrency=None,
+        users=None,
+        processes=1,
+        busiest_second=0.0,
+        total=10,
+        inflight={id(item): item for item in inflight},
+    )
 
 
 def told(number=0, **fields):
-    return record(number, prompt_tokens=1000, cached_tokens=750, predicted_tokens=700, output_tokens=2,
-                  replica=f"r{number % 2}", **fields)
+    return record(
+        number,
+        prompt_tokens=1000,
+        cached_tokens=750,
+        predicted_tokens=700,
+        output_tokens=2,
+        replica=f"r{number % 2}",
+        **fields,
+    )
 
 
 def test_a_report_with_everything():
     text = drawn(show.run_report(summarise(run_of(*(told(number) for number in range(4))), {"ttft": 50.0})))
     assert "4 of 4 requests answered in 10.0 s" in text
-    for part in ("TTFT", "ITL", "TPOT", "E2E", "mean", "p50", "p90", "p99", "100 ms", "3,000 (75.0 %)", "2,800 (70.0 %)",
-                 "0.00 requests/s (0.0 % within TTFT 50.0 ms)", "r0 2  r1 2", "of a core"):
+    for part in (
+        "TTFT",
+        "ITL",
+        "TPOT",
+        "E2E",
+        "mean",
+        "p50",
+        "p90",
+        "p99",
+        "100 ms",
+        "3,000 (75.0 %)",
+        "2,800 (70.0 %)",
+        "0.00 requests/s (0.0 % within TTFT 50.0 ms)",
+        "r0 2  r1 2",
+        "of a core",
+    ):
         assert part in text, part
     assert "×" not in text and "generator itself" not in text
 
@@ -55,7 +89,11 @@ def test_a_report_says_what_is_missing():
 
 
 def test_a_report_of_failures():
-    bad = [record(error="http_503", detail="engine [busy]"), record(error="http_503"), record(error="closed", detail="gone")]
+    bad = [
+        record(error="http_503", detail="engine [busy]"),
+        record(error="http_503"),
+        record(error="closed", detail="gone"),
+    ]
     text = drawn(show.run_report(summarise(run_of(*bad))))
     assert "0 of 3 requests answered" in text
     assert "2 × http_503  engine [busy]" in text and "1 × closed  gone" in text
@@ -65,7 +103,9 @@ def test_a_report_owns_up_to_a_late_generator():
     assert "The generator itself was late or busy" in drawn(show.run_report(summarise(run_of(record(due=0.0)))))
 
 
-@pytest.mark.parametrize("busiest, why", [(0.97, "97 % in the busiest second): use --processes 2"), (0.2, "busy with something else")])
+@pytest.mark.parametrize(
+    "busiest, why", [(0.97, "97 % in the busiest second): use --processes 2"), (0.2, "busy with something else")]
+)
 def test_a_late_generator_says_why_and_shows_the_time_from_when_requests_were_due(busiest, why):
     run = run_of(record(due=0.9))
     run.busiest_second = busiest
@@ -91,14 +131,18 @@ def test_targets_side_by_side():
     assert "within the SLO" not in text and "engines' counters" not in text  # nobody knows them
 
 
-@pytest.mark.parametrize("value, said", [(None, "–"), (0.25, "0.2 ms"), (99.96, "100.0 ms"), (1234, "1,234 ms"), (12_345, "12.3 s")])
+@pytest.mark.parametrize(
+    "value, said", [(None, "–"), (0.25, "0.2 ms"), (99.96, "100.0 ms"), (1234, "1,234 ms"), (12_345, "12.3 s")]
+)
 def test_milliseconds(value, said):
     assert show.milliseconds(value) == said
 
 
 def test_the_live_view_shows_engines_and_conversations():
     going = told(3)
-    view = live.View(run_of(told(0), told(1), inflight=[going, record(9, replica=None, pieces=[])]), "least_time", "2 of 2")
+    view = live.View(
+        run_of(told(0), told(1), inflight=[going, record(9, replica=None, pieces=[])]), "least_time", "2 of 2"
+    )
     text = drawn(view.frame(92), 92)
     assert "least_time  2 of 2" in text
     assert "? question 3?" in text and "some answer" in text and "? question 9?" in text
@@ -132,6 +176,7 @@ async def test_plain_lines_where_there_is_no_terminal(monkeypatch):
         async with asyncio.timeout(60):
             while "in flight" not in console.export_text(clear=False):
                 await asyncio.sleep(0.001)
+
     run.go = go
     with console.file:
         await live.watched(run, console, "least_time", "1 of 2")

@@ -11,16 +11,32 @@ from loadgen.report.summary import cache_figures, machine, meets, parse_slo, set
 
 
 def record(ttft=0.1, gaps=(0.02, 0.02), sent=10.0, late=0.001, **fields) -> Record:
-    made = Record("c", 0, due=sent - late, sent=sent, first=sent + ttft, gaps=list(gaps), last=sent + ttft + sum(gaps), status=200)
+    made = Record(
+        "c", 0, due=sent - late, sent=sent, first=sent + ttft, gaps=list(gaps), last=sent + ttft + sum(gaps), status=200
+    )
     for name, value in fields.items():
         setattr(made, name, value)
     return made
 
 
 def run_of(records, **fields):
-    return types.SimpleNamespace(**{"done": records, "began": 10.0, "ended": 20.0, "cpu_seconds": 1.0, "interrupted": False,
-                                    "not_sent": 0, "conversations": [1], "connections": 1, "max_concurrency": None,
-                                    "users": None, "processes": 1, "busiest_second": 0.0, **fields})
+    return types.SimpleNamespace(
+        **{
+            "done": records,
+            "began": 10.0,
+            "ended": 20.0,
+            "cpu_seconds": 1.0,
+            "interrupted": False,
+            "not_sent": 0,
+            "conversations": [1],
+            "connections": 1,
+            "max_concurrency": None,
+            "users": None,
+            "processes": 1,
+            "busiest_second": 0.0,
+            **fields,
+        }
+    )
 
 
 def test_latencies_are_those_of_the_fields_benchmark():
@@ -53,7 +69,9 @@ def test_percentiles_are_ordered(values):
 
 def test_failures_are_counted_by_class_and_left_out_of_latencies():
     bad = record(ttft=9.0, error="http_503", detail="busy")
-    report = summarise(run_of([record(), bad, record(error="truncated", detail="x"), record(error="http_503", detail="later")]))
+    report = summarise(
+        run_of([record(), bad, record(error="truncated", detail="x"), record(error="http_503", detail="later")])
+    )
     assert report["errors"] == {"http_503": 2, "truncated": 1}
     assert report["error_examples"] == {"http_503": "busy", "truncated": "x"}
     assert (report["requests"], report["completed"], report["failed"]) == (4, 1, 3)
@@ -66,15 +84,22 @@ def test_nothing_answered_is_a_report_too():
     assert summarise(run_of([]))["requests"] == 0
 
 
-@pytest.mark.parametrize("text, slo", [
-    ("ttft:500ms,tpot:50ms", {"ttft": 500, "tpot": 50}), ("ttft:500 tpot:50", {"ttft": 500, "tpot": 50}),
-    ("e2el:1.5s", {"e2el": 1500}), ("e2e:2s", {"e2el": 2000}),
-])
+@pytest.mark.parametrize(
+    "text, slo",
+    [
+        ("ttft:500ms,tpot:50ms", {"ttft": 500, "tpot": 50}),
+        ("ttft:500 tpot:50", {"ttft": 500, "tpot": 50}),
+        ("e2el:1.5s", {"e2el": 1500}),
+        ("e2e:2s", {"e2el": 2000}),
+    ],
+)
 def test_slo(text, slo):
     assert parse_slo(text) == slo
 
 
-@pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:0", "itl:5ms", "ttft:5m", "ttft:5sm", "ttft:nan"])
+@pytest.mark.parametrize(
+    "text", ["", "ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:0", "itl:5ms", "ttft:5m", "ttft:5sm", "ttft:nan"]
+)
 def test_a_bad_slo_is_refused(text):
     with pytest.raises(BadOption, match="an SLO reads ttft:500ms"):
         parse_slo(text)
@@ -101,14 +126,29 @@ def test_cache_rates_are_over_those_who_tell():
     told = record(prompt_tokens=100, cached_tokens=80, predicted_tokens=64)
     silent = record(prompt_tokens=1000)
     figures = cache_figures([told, silent, record()])
-    assert figures == {"prompt_tokens": 1100, "reported_on": 1, "predicted_on": 1, "cached_tokens": 80, "predicted_tokens": 64,
-                       "hit_rate": 0.8, "predicted_hit_rate": 0.64, "prefill_tokens": 20}
+    assert figures == {
+        "prompt_tokens": 1100,
+        "reported_on": 1,
+        "predicted_on": 1,
+        "cached_tokens": 80,
+        "predicted_tokens": 64,
+        "hit_rate": 0.8,
+        "predicted_hit_rate": 0.64,
+        "prefill_tokens": 20,
+    }
     assert cache_figures([record()])["prompt_tokens"] is None
 
 
 def test_requests_per_replica():
-    report = summarise(run_of([record(replica="b", prompt_tokens=10, cached_tokens=5), record(replica="a"),
-                               record(replica="b", error="truncated")]))
+    report = summarise(
+        run_of(
+            [
+                record(replica="b", prompt_tokens=10, cached_tokens=5),
+                record(replica="a"),
+                record(replica="b", error="truncated"),
+            ]
+        )
+    )
     assert list(report["replicas"]) == ["a", "b"]
     assert report["replicas"]["b"]["requests"] == 2 and report["replicas"]["b"]["failed"] == 1
     assert report["replicas"]["b"]["hit_rate"] == 0.5

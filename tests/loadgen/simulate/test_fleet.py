@@ -1,4 +1,5 @@
 """The virtual fleet: deterministic, complete, and true to what its parts say."""
+
 import itertools
 import random
 from dataclasses import replace
@@ -64,7 +65,9 @@ def test_a_prompt_that_an_engine_refuses_while_it_computes_holds_up_nobody_else(
     small = replace(PROFILE, max_model_len=3072)
     long = turn([10_000 + i for i in range(200)])
     work = conversations(40, turns=2, shared=4)
-    fleet = run("round_robin", [part for pair in zip(work, [[long]] * len(work)) for part in pair], profiles=[small] * 2)
+    fleet = run(
+        "round_robin", [part for pair in zip(work, [[long]] * len(work)) for part in pair], profiles=[small] * 2
+    )
     refused = [r for r in fleet.result.records if r.turn is long]
     answered = [r for r in fleet.result.records if r.turn is not long]
     assert [r.error for r in refused] == ["http_400"] * 40
@@ -74,8 +77,10 @@ def test_a_prompt_that_an_engine_refuses_while_it_computes_holds_up_nobody_else(
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not():
     work = conversations(30)
-    runs = [[(r.replica, r.sent, r.first, r.end, r.cached) for r in run("least_time", work, seed=s).result.records]
-            for s in (1, 1, 2)]
+    runs = [
+        [(r.replica, r.sent, r.first, r.end, r.cached) for r in run("least_time", work, seed=s).result.records]
+        for s in (1, 1, 2)
+    ]
     assert runs[0] == runs[1] != runs[2]
 
 
@@ -137,6 +142,7 @@ def test_a_replica_that_turns_slow_is_noticed_and_used_less():
 
     def turn_slow():
         fleet.replicas[0].engine.durations = StepDurations(replace(PROFILE, speedup=0.2))
+
     fleet.at(6.0, turn_slow)
     pace(fleet, work, 40.0, 20, 1)
     before = [r.replica for r in fleet.result.records if r.sent < 6.0]

@@ -1,4 +1,5 @@
 """Replicas that go and come back, gateways in the plural, and events that come late, twice as late, or never."""
+
 import random
 from dataclasses import replace
 
@@ -34,15 +35,25 @@ def hit_rate(outcome):
 
 def wrong(outcome):
     """Share of prompt tokens about which gateway and engine did not agree whether they are cached."""
-    return sum(abs(r.predicted_tokens - r.cached_tokens) for r in outcome.done) / sum(r.prompt_tokens for r in outcome.done)
+    return sum(abs(r.predicted_tokens - r.cached_tokens) for r in outcome.done) / sum(
+        r.prompt_tokens for r in outcome.done
+    )
 
 
 @settings(max_examples=25)
-@given(st.sampled_from(["round_robin", "least_time", "prefix_affinity", "consistent_hash"]), st.integers(1, 3), st.booleans(),
-       st.lists(st.tuples(st.integers(0, 2), st.floats(0, 4), st.one_of(st.none(), st.floats(0.1, 3))), max_size=4),
-       st.sampled_from([None, 0.0, 0.05]), st.sampled_from([0.0, 0.3]), st.booleans())
+@given(
+    st.sampled_from(["round_robin", "least_time", "prefix_affinity", "consistent_hash"]),
+    st.integers(1, 3),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 2), st.floats(0, 4), st.one_of(st.none(), st.floats(0.1, 3))), max_size=4),
+    st.sampled_from([None, 0.0, 0.05]),
+    st.sampled_from([0.0, 0.3]),
+    st.booleans(),
+)
 def test_every_request_ends_once_and_every_ledger_reads_zero(policy, gateways, shared, lost, delay, loss, unseen):
-    fleet = Fleet([PROFILE] * 3, policy, 1, delay, event_loss=loss, losses_unseen=unseen, gateways=gateways, shared_ledger=shared)
+    fleet = Fleet(
+        [PROFILE] * 3, policy, 1, delay, event_loss=loss, losses_unseen=unseen, gateways=gateways, shared_ledger=shared
+    )
     for replica, at, away in lost:
         fleet.at(at, fleet.lose, replica)
         if away is not None:
@@ -53,18 +64,30 @@ def test_every_request_ends_once_and_every_ledger_reads_zero(policy, gateways, s
         fleet.at(start, lambda turn=turn: fleet.send(turn, None, lambda: ended.append(turn)))
     fleet.run()
     records = fleet.result.records
-    assert len(ended) == len(records) == len(load.conversations) and {id(turn) for turn in ended} == {id(r.turn) for r in records}
+    assert len(ended) == len(records) == len(load.conversations) and {id(turn) for turn in ended} == {
+        id(r.turn) for r in records
+    }
     for gateway in fleet.gateways:
-        assert gateway.router.ledger.total().requests == gateway.router.ledger.total().prefill_tokens == gateway.router.ledger.total().context_tokens == 0
+        assert (
+            gateway.router.ledger.total().requests
+            == gateway.router.ledger.total().prefill_tokens
+            == gateway.router.ledger.total().context_tokens
+            == 0
+        )
     for record in records:
-        assert record.error or (record.first > record.sent and record.end >= record.first and record.replica not in record.tried)
+        assert record.error or (
+            record.first > record.sent and record.end >= record.first and record.replica not in record.tried
+        )
     assert lost or not any(record.error for record in records)
 
 
 def test_what_a_lost_replica_had_not_answered_is_asked_elsewhere_and_what_it_had_begun_is_cut():
-    slow = replace(PROFILE, speedup=0.02)      # seconds to the first token
+    slow = replace(PROFILE, speedup=0.02)  # seconds to the first token
     fleet = Fleet([slow] * 2, "round_robin", 1)
-    turns = [Turn([n * 100 + i + 1 for i in range(4)], 70, 40, list(range(10_000 * n + 1, 10_000 * n + 20))) for n in range(1, 5)]
+    turns = [
+        Turn([n * 100 + i + 1 for i in range(4)], 70, 40, list(range(10_000 * n + 1, 10_000 * n + 20)))
+        for n in range(1, 5)
+    ]
     early = [fleet.send(turn) for turn in turns[:2]]
     fleet.run(1.5)
     assert all(record.first for record in early)
@@ -95,7 +118,9 @@ def test_with_no_replica_left_requests_are_refused():
 
 
 def test_a_prompt_that_no_engine_can_hold_is_an_error_and_no_more():
-    outcome = play(load=Workload(generators.random_tokens(random.Random(1), 2, suffix_len=20_000, range_ratio=0.0), [0.0, 0.1]))
+    outcome = play(
+        load=Workload(generators.random_tokens(random.Random(1), 2, suffix_len=20_000, range_ratio=0.0), [0.0, 0.1])
+    )
     assert [record.error for record in outcome.done] == ["http_400"] * 2 and "20000 tokens" in outcome.done[0].detail
 
 
@@ -104,14 +129,17 @@ def test_gateways_that_know_each_others_load_spread_a_burst_evenly_and_others_do
         fleet = Fleet([PROFILE] * 4, "least_load", seed, gateways=4, shared_ledger=shared)
         burst = [fleet.send(Turn([n + 1], 20, 4, [n + 1, n + 100])).replica for n in range(12)]
         return [burst.count(replica) for replica in range(4)]
+
     assert all(counts(seed, True) == [3, 3, 3, 3] for seed in range(10))
     assert sum(counts(seed, False) == [3, 3, 3, 3] for seed in range(10)) < 5
 
 
 def test_lost_events_that_are_replayed_cost_little_and_those_nobody_misses_make_the_map_wrong():
-    load = work(200, 20.0, think=7.0)      # by when what was only predicted has expired
-    exact, replayed, unseen = (play(load=load, event_loss=loss, losses_unseen=never)
-                               for loss, never in ((0.0, False), (0.9, False), (0.9, True)))
+    load = work(200, 20.0, think=7.0)  # by when what was only predicted has expired
+    exact, replayed, unseen = (
+        play(load=load, event_loss=loss, losses_unseen=never)
+        for loss, never in ((0.0, False), (0.9, False), (0.9, True))
+    )
     assert wrong(exact) < 0.001 and wrong(replayed) < 0.01 and wrong(unseen) > 0.03
     assert hit_rate(replayed) > hit_rate(unseen)
 

@@ -1,4 +1,5 @@
 """The simulation's map answers as the gateway's does, whatever happened before."""
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -6,12 +7,14 @@ from cachemap import CacheMap
 from loadgen.simulate.holders import Holders
 
 REPLICAS = 3
-chains = st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(1, 8))    # (text, where it turns into another, length)
+# (text, where it turns into another, length)
+chains = st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(1, 8))
 events = st.one_of(
     st.tuples(st.just("store"), st.integers(0, 2), chains, st.integers(0, 7)),
     st.tuples(st.just("remove"), st.integers(0, 2), chains, st.integers(0, 7)),
     st.tuples(st.sampled_from(["expect", "refuse"]), st.integers(0, 2), chains, st.floats(0, 3)),
-    st.tuples(st.just("clear"), st.integers(0, 2), chains, st.just(0)))
+    st.tuples(st.just("clear"), st.integers(0, 2), chains, st.just(0)),
+)
 
 
 def blocks(chain) -> list[int]:
@@ -28,8 +31,12 @@ def test_matches_are_those_of_the_cache_map(script, asked, observed):
     def same(hashes):
         match = real.match(hashes, now)
         found = ours.match(hashes, now)
-        assert ([match.held[slot] for slot in slots], [match.confirmed[slot] for slot in slots]) == (found.held, found.confirmed)
+        assert ([match.held[slot] for slot in slots], [match.confirmed[slot] for slot in slots]) == (
+            found.held,
+            found.confirmed,
+        )
         return found.held
+
     for kind, replica, chain, detail in script:
         hashes = blocks(chain)
         if kind in ("expect", "refuse"):

@@ -1,4 +1,5 @@
 """What a simulation hashes is what a live run sends, token for token."""
+
 import random
 
 import numpy as np
@@ -12,13 +13,28 @@ from replicas.simulated.model import sim_model_dir
 from replicas.simulated.tokens import Tokens
 
 SALT, SEED = 5, chain_seed("simulated", 16)
-CHAT = {"tools": [{"type": "function", "function": {"name": "look", "description": "Look it up.", "parameters": {"type": "object"}}}],
-        "messages": [{"role": "system", "content": "Be brief. " * 30}, {"role": "user", "content": "Where is my bag? " * 20},
-                     {"role": "assistant", "content": None, "tool_calls": [
-                         {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"what": "bag"}'}}]},
-                     {"role": "tool", "tool_call_id": "1", "content": "Lost in Lyon. " * 20},
-                     {"role": "assistant", "content": "In Lyon, I am afraid."},
-                     {"role": "user", "content": [{"type": "text", "text": "Why?"}]}]}
+CHAT = {
+    "tools": [
+        {
+            "type": "function",
+            "function": {"name": "look", "description": "Look it up.", "parameters": {"type": "object"}},
+        }
+    ],
+    "messages": [
+        {"role": "system", "content": "Be brief. " * 30},
+        {"role": "user", "content": "Where is my bag? " * 20},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"what": "bag"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "Lost in Lyon. " * 20},
+        {"role": "assistant", "content": "In Lyon, I am afraid."},
+        {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
+    ],
+}
 
 
 def play(prompts, conversation):
@@ -62,13 +78,13 @@ def test_a_reply_is_found_again_where_it_is_the_engines_own():
     for engine_replies in (False, True):
         (_, first), (turn, second), *_ = play(Prompts(16, SALT, 32_000, engine_replies), conversation)
         assert len(first.all_hashes) == (first.tokens + first.output) // 16
-        assert first.all_hashes[:len(first.hashes)] == first.hashes == second.hashes[:len(first.hashes)]
-        goes_on = second.hashes[:len(first.all_hashes)] == first.all_hashes
+        assert first.all_hashes[: len(first.hashes)] == first.hashes == second.hashes[: len(first.hashes)]
+        goes_on = second.hashes[: len(first.all_hashes)] == first.all_hashes
         assert goes_on == engine_replies
 
 
 def test_no_two_replies_that_nobody_sends_again_share_blocks():
     prompts = Prompts(16, SALT, 32_000)
     one, other = (prompts.ask(Said(), generators.chat(random.Random(1), 3)[0].turns[0], {})[1] for _ in range(2))
-    assert one.hashes == other.hashes and one.all_hashes[len(one.hashes):]
-    assert not set(one.all_hashes[len(one.hashes):]) & set(other.all_hashes[len(other.hashes):])
+    assert one.hashes == other.hashes and one.all_hashes[len(one.hashes) :]
+    assert not set(one.all_hashes[len(one.hashes) :]) & set(other.all_hashes[len(other.hashes) :])

@@ -1,4 +1,5 @@
 """An engine that leaps over what changes nothing is the same engine: output for output, time for time."""
+
 import heapq
 from itertools import count
 
@@ -10,16 +11,38 @@ from replicas.simulated.engine import Engine, EngineRequest
 from replicas.simulated.profile import Profile, StepTime
 
 step_times = st.builds(
-    StepTime, base=st.sampled_from([0.0, 0.3]), prefill=st.just(2.0), prefill_token=st.just(0.11), attention=st.sampled_from([0.0, 1e-3]),
-    decode=st.just(1.7), decode_least=st.sampled_from([0.0, 2.5]), decode_sequence=st.just(0.2),
-    decode_context_token=st.sampled_from([0.0, 0.013]), decode_usage=st.sampled_from([0.0, 3.1]), spread=st.sampled_from([0.0, 0.2]))
+    StepTime,
+    base=st.sampled_from([0.0, 0.3]),
+    prefill=st.just(2.0),
+    prefill_token=st.just(0.11),
+    attention=st.sampled_from([0.0, 1e-3]),
+    decode=st.just(1.7),
+    decode_least=st.sampled_from([0.0, 2.5]),
+    decode_sequence=st.just(0.2),
+    decode_context_token=st.sampled_from([0.0, 0.013]),
+    decode_usage=st.sampled_from([0.0, 3.1]),
+    spread=st.sampled_from([0.0, 0.2]),
+)
 profiles = st.builds(
-    Profile, name=st.just("test"), step=step_times, num_blocks=st.integers(9, 60), block_size=st.integers(1, 16),
-    max_num_seqs=st.integers(1, 6), max_num_batched_tokens=st.integers(6, 40), max_model_len=st.just(10_000),
-    speedup=st.sampled_from([1.0, 3.0]))
-# (seconds after the one before, which text, where it turns into its own, prompt tokens, output tokens, does its output have keys)
-requests = st.lists(st.tuples(st.floats(0, 0.3), st.integers(0, 2), st.integers(0, 9), st.integers(1, 60), st.integers(1, 90), st.booleans()),
-                    min_size=1, max_size=25)
+    Profile,
+    name=st.just("test"),
+    step=step_times,
+    num_blocks=st.integers(9, 60),
+    block_size=st.integers(1, 16),
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.integers(6, 40),
+    max_model_len=st.just(10_000),
+    speedup=st.sampled_from([1.0, 3.0]),
+)
+# (seconds after the one before, which text, where it turns into its own, prompt tokens, output tokens, does its output
+# have keys)
+requests = st.lists(
+    st.tuples(
+        st.floats(0, 0.3), st.integers(0, 2), st.integers(0, 9), st.integers(1, 60), st.integers(1, 90), st.booleans()
+    ),
+    min_size=1,
+    max_size=25,
+)
 
 
 def arrivals(profile: Profile, script):
@@ -28,13 +51,23 @@ def arrivals(profile: Profile, script):
     for number, (gap, text, turn, prompt, output, keyed) in enumerate(script):
         at += gap + 1.2345e-7
         prompt = min(prompt, profile.context_length - 1)
-        keys = [(text, index) if index < turn else (text, turn, number, index) for index in range((prompt + output) // profile.block_size + 1)]
-        yield at, EngineRequest(number, keys[:prompt // profile.block_size], prompt, output, keys.__getitem__ if keyed else None)
+        keys = [
+            (text, index) if index < turn else (text, turn, number, index)
+            for index in range((prompt + output) // profile.block_size + 1)
+        ]
+        yield (
+            at,
+            EngineRequest(
+                number, keys[: prompt // profile.block_size], prompt, output, keys.__getitem__ if keyed else None
+            ),
+        )
 
 
 def told(step, end):
-    return ([(end, output) for output in step.outputs],
-            [(end, type(event).__name__, event.keys) for event in step.events])
+    return (
+        [(end, output) for output in step.outputs],
+        [(end, type(event).__name__, event.keys) for event in step.events],
+    )
 
 
 def stepped(profile, script):
@@ -63,6 +96,7 @@ def leapt(profile, script):
         step = replica.go_on(now)
         if step is not None:
             events.extend(told(step, now + step.seconds)[1])
+
     while heap:
         now, _, asked, turn = heapq.heappop(heap)
         before = replica.turn

@@ -1,4 +1,5 @@
 """What the oracle is told is what comes to pass, where nothing comes after it."""
+
 import random
 
 import pytest
@@ -25,13 +26,14 @@ def test_the_time_to_the_first_token_is_as_told(seed, busy, blocks, again):
     for size in busy:
         fleet.at(rng.random() * 0.3, lambda size=size: fleet.send(turn(rng, size, 60)))
     asked = turn(rng, blocks, 4)
-    if again:      # its prompt is cached
+    if again:  # its prompt is cached
         fleet.at(0.0, lambda: fleet.send(Turn(asked.hashes, asked.tokens, 2, asked.all_hashes)))
     told, truth = [], fleet.gateways[0].truth
 
     def ask():
         told.append(truth.seconds(0, Demand(asked.tokens, 16, asked.hashes[0], None, 4, fleet.now, asked.hashes)))
         told.append(fleet.send(asked))
+
     fleet.at(0.35, ask)
     fleet.run()
     seconds, record = told

@@ -1,4 +1,5 @@
 """`loadgen simulate` as a command: the same bytes again, and what is wrong said in one line."""
+
 import json
 import random
 
@@ -7,17 +8,31 @@ import pytest
 from loadgen.cli import main
 from loadgen.simulate.verb import asked
 
-SMALL = ["simulate", "--dataset-name", "agents", "--requests", "40", "--replicas", "3", "--num-blocks", "2000", "--policies", "round_robin,least_time"]
+SMALL = [
+    "simulate",
+    "--dataset-name",
+    "agents",
+    "--requests",
+    "40",
+    "--replicas",
+    "3",
+    "--num-blocks",
+    "2000",
+    "--policies",
+    "round_robin,least_time",
+]
 
 
 @pytest.fixture
 def figures(tmp_path, monkeypatch):
     """Runs it with these arguments; gives the bytes it wrote."""
+
     def run(*args: str) -> bytes:
-        out = tmp_path / f"{random.getrandbits(40)}.json"      # another name each time
+        out = tmp_path / f"{random.getrandbits(40)}.json"  # another name each time
         monkeypatch.setattr("sys.argv", ["loadgen", *args, "--json", str(out)])
         assert main([*args, "--json", str(out)]) == 0
         return out.read_bytes()
+
     return run
 
 
@@ -27,8 +42,15 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(figures):
     assert figures(*SMALL, "--seed", "2") != once
     report = json.loads(once)
     assert list(report["targets"]) == ["round_robin", "least_time"]
-    assert all(one["completed"] == 40 for one in report["targets"].values()) and len(report["targets"]["round_robin"]["replicas"]) == 3
-    assert report["setting"]["seed"] == 1 and report["fleet"]["replicas"] == 3 and report["workload"]["dataset_name"] == "agents"
+    assert (
+        all(one["completed"] == 40 for one in report["targets"].values())
+        and len(report["targets"]["round_robin"]["replicas"]) == 3
+    )
+    assert (
+        report["setting"]["seed"] == 1
+        and report["fleet"]["replicas"] == 3
+        and report["workload"]["dataset_name"] == "agents"
+    )
 
 
 def test_several_processes_give_the_same_figures(figures):
@@ -38,20 +60,70 @@ def test_several_processes_give_the_same_figures(figures):
 
 def test_a_trace_and_every_flag_of_the_fleet(figures, tmp_path):
     trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps({"timestamp": 200 * n, "input_length": 1500, "output_length": 20, "hash_ids": [n % 3, n % 3 + 10, n + 100]}) + "\n"
-                             for n in range(30)))
-    report = json.loads(figures("simulate", "--trace", str(trace), "--requests", "25", "--replicas", "4", "--policies", "least_load",
-                                "--profile", "cpu-tiny", "--speeds", "1,0.5", "--outage", "1:2:4", "--outage", "2:3", "--gateways", "2",
-                                "--own-ledgers", "--event-delay", "0.1", "--event-loss", "0.1", "--losses-unseen", "--slo", "ttft:1s",
-                                "--max-concurrency", "8"))
+    trace.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "timestamp": 200 * n,
+                    "input_length": 1500,
+                    "output_length": 20,
+                    "hash_ids": [n % 3, n % 3 + 10, n + 100],
+                }
+            )
+            + "\n"
+            for n in range(30)
+        )
+    )
+    report = json.loads(
+        figures(
+            "simulate",
+            "--trace",
+            str(trace),
+            "--requests",
+            "25",
+            "--replicas",
+            "4",
+            "--policies",
+            "least_load",
+            "--profile",
+            "cpu-tiny",
+            "--speeds",
+            "1,0.5",
+            "--outage",
+            "1:2:4",
+            "--outage",
+            "2:3",
+            "--gateways",
+            "2",
+            "--own-ledgers",
+            "--event-delay",
+            "0.1",
+            "--event-loss",
+            "0.1",
+            "--losses-unseen",
+            "--slo",
+            "ttft:1s",
+            "--max-concurrency",
+            "8",
+        )
+    )
     assert report["targets"]["least_load"]["requests"] == 25 and report["targets"]["least_load"]["goodput"]
-    assert report["fleet"]["speeds"] == [1.0, 0.5] and report["fleet"]["outages"][0] == {"replica": 1, "at": 2.0, "until": 4.0}
+    assert report["fleet"]["speeds"] == [1.0, 0.5] and report["fleet"]["outages"][0] == {
+        "replica": 1,
+        "at": 2.0,
+        "until": 4.0,
+    }
     assert report["targets"]["least_load"]["generator"]["loop"] == "bounded"
 
 
 def test_a_closed_loop_keeps_its_users_busy(figures):
-    report = json.loads(figures("simulate", "--dataset-name", "random", "--requests", "30", "--users", "5", "--replicas", "1"))
-    assert report["targets"]["least_time"]["completed"] == 30 and report["targets"]["least_time"]["generator"]["loop"] == "closed"
+    report = json.loads(
+        figures("simulate", "--dataset-name", "random", "--requests", "30", "--users", "5", "--replicas", "1")
+    )
+    assert (
+        report["targets"]["least_time"]["completed"] == 30
+        and report["targets"]["least_time"]["generator"]["loop"] == "closed"
+    )
     assert report["targets"]["least_time"]["ttft_ms"]["max"] < 1000
 
 
@@ -60,6 +132,7 @@ def test_no_more_than_the_bound_are_in_flight():
     from loadgen.workload.conversations import Workload
     from loadgen.workload.generators import random_tokens
     from replicas.simulated.profile import load_profile
+
     load = Workload(random_tokens(random.Random(1), 40), [0.0] * 40)
     done = simulate(load, Setting("least_load", [load_profile("gpu-8b")] * 2, max_concurrency=4)).done
     changes = sorted([(record.sent, 1) for record in done] + [(record.last, -1) for record in done])
@@ -67,18 +140,26 @@ def test_no_more_than_the_bound_are_in_flight():
     for _, change in changes:
         flight += change
         most = max(most, flight)
-    assert len(done) == 40 and most == 4 and all(record.due == 0 for record in done) and max(record.lateness for record in done) > 0
+    assert (
+        len(done) == 40
+        and most == 4
+        and all(record.due == 0 for record in done)
+        and max(record.lateness for record in done) > 0
+    )
 
 
-@pytest.mark.parametrize("args, complaint", [
-    (["--policies", "fastest"], "there is no policy 'fastest'"),
-    (["--policies", "random,random"], "name each policy once"),
-    (["--profile", "gpu-9000"], "no profile 'gpu-9000'"),
-    (["--outage", "8:1"], "there are replicas 0 to 7"),
-    (["--outage", "1:5:4"], "it can't be back before it is lost"),
-    (["--losses-unseen"], "--losses-unseen needs --event-loss"),
-    (["--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl"),
-])
+@pytest.mark.parametrize(
+    "args, complaint",
+    [
+        (["--policies", "fastest"], "there is no policy 'fastest'"),
+        (["--policies", "random,random"], "name each policy once"),
+        (["--profile", "gpu-9000"], "no profile 'gpu-9000'"),
+        (["--outage", "8:1"], "there are replicas 0 to 7"),
+        (["--outage", "1:5:4"], "it can't be back before it is lost"),
+        (["--losses-unseen"], "--losses-unseen needs --event-loss"),
+        (["--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl"),
+    ],
+)
 def test_what_is_wrong_is_said_in_one_line(args, complaint, capsys):
     try:
         code = main(["simulate", *args])
@@ -89,7 +170,11 @@ def test_what_is_wrong_is_said_in_one_line(args, complaint, capsys):
 
 
 def test_where_results_are_written_is_no_part_of_the_command():
-    assert asked(["simulate", "--json", "a", "--seed", "1", "--html=b", "--csv", "c", "--png", "d"]) == ["simulate", "--seed", "1"]
+    assert asked(["simulate", "--json", "a", "--seed", "1", "--html=b", "--csv", "c", "--png", "d"]) == [
+        "simulate",
+        "--seed",
+        "1",
+    ]
 
 
 def test_policies_that_answered_different_requests_are_not_compared_in_silence(tmp_path, capsys):

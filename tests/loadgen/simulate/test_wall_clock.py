@@ -1,8 +1,9 @@
 """Virtual and wall clock agree: the same load on the simulator, and on a real gateway with real engine processes.
 
-The engines are made slow, so that what processes and sockets take (about 7 ms a request on two busy cores) is little beside
-what the engines take, which both sides know.
+The engines are made slow, so that what processes and sockets take (about 7 ms a request on two busy cores) is little
+beside what the engines take, which both sides know.
 """
+
 import asyncio
 import random
 from dataclasses import replace
@@ -23,9 +24,12 @@ ENGINES, BLOCKS, SLOW, SALT = 2, 4000, 0.15, 7
 
 
 def load() -> Workload:
-    """No choice in it is so close that some milliseconds decide it (`narrowest`): a request here is two points of hit rate."""
+    """No choice in it is so close that some milliseconds decide it (`narrowest`): a request here is two points of hit
+    rate."""
     rng, at, starts = random.Random(65), 0.0, []
-    asked = prefix_repetition(rng, 32, num_prefixes=8, prefix_len=2000, suffix_len=1000, output_len=2, range_ratio=0.3, zipf=0.5)
+    asked = prefix_repetition(
+        rng, 32, num_prefixes=8, prefix_len=2000, suffix_len=1000, output_len=2, range_ratio=0.3, zipf=0.5
+    )
     for _ in asked:
         starts.append(at)
         at += rng.expovariate(2.7)
@@ -60,7 +64,10 @@ def narrowest(setting: Setting) -> float:
 def disagreements(virtual: dict, real: dict) -> list[str]:
     assert real["completed"] == virtual["completed"] == 32
     pairs = [("hit rate", virtual["cache"]["hit_rate"], pytest.approx(real["cache"]["hit_rate"], abs=0.01))]
-    pairs += [(quantile, virtual["ttft_ms"][quantile], pytest.approx(real["ttft_ms"][quantile], rel=0.1)) for quantile in ("p50", "p90")]
+    pairs += [
+        (quantile, virtual["ttft_ms"][quantile], pytest.approx(real["ttft_ms"][quantile], rel=0.1))
+        for quantile in ("p50", "p90")
+    ]
     return [f"{what}: {ours} in virtual time, {theirs} on the wall" for what, ours, theirs in pairs if ours != theirs]
 
 
@@ -70,11 +77,18 @@ async def test_hit_rate_and_ttft_are_those_of_processes(tmp_path):
     profile.write_text(f"engine: sim\ntiming: gpu-8b\nspeedup: {SLOW}\nnum_blocks: {BLOCKS}\n")
     engine = replace(load_profile("gpu-8b", num_blocks=BLOCKS), speedup=SLOW)
     settings = {policy: Setting(policy, [engine] * ENGINES, salt=SALT) for policy in ("round_robin", "least_time")}
-    assert narrowest(settings["least_time"]) > 0.02, "another seed is needed: the load has a choice that some milliseconds decide"
+    assert narrowest(settings["least_time"]) > 0.02, (
+        "another seed is needed: the load has a choice that some milliseconds decide"
+    )
     virtual = {policy: summarise(simulate(load(), setting)) for policy, setting in settings.items()}
-    for _ in range(3):  # a machine that is held up for a second meanwhile tells nothing: what its clock says then is not the engines' time
+    # a machine that is held up for a second meanwhile tells nothing: what its clock says then is not the engines' time
+    for _ in range(3):
         runs = await asyncio.gather(*(on_the_wall(policy, profile) for policy in virtual))
-        wrong = [f"{policy}: {found}" for policy, run in zip(virtual, runs, strict=True) for found in disagreements(virtual[policy], summarise(run))]
+        wrong = [
+            f"{policy}: {found}"
+            for policy, run in zip(virtual, runs, strict=True)
+            for found in disagreements(virtual[policy], summarise(run))
+        ]
         if not wrong:
             break
     assert not wrong

@@ -28,18 +28,38 @@ def given(*flags: str) -> argparse.Namespace:
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(json.dumps({"timestamp": at * 1000, "input_length": 600, "output_length": 3, "hash_ids": [0, at]})
-                              for at in range(1, 41)))
+    path.write_text(
+        "\n".join(
+            json.dumps({"timestamp": at * 1000, "input_length": 600, "output_length": 3, "hash_ids": [0, at]})
+            for at in range(1, 41)
+        )
+    )
     return path
 
 
 def test_a_trace_plays_at_its_own_times_unless_told_otherwise(trace):
     assert datasets.workload(given("--dataset-path", trace)).starts == list(range(40))
-    assert datasets.workload(given("--dataset-path", trace, "--trace-speed", 2, "--num-prompts", 3)).starts == [0, 0.5, 1]
+    assert datasets.workload(given("--dataset-path", trace, "--trace-speed", 2, "--num-prompts", 3)).starts == [
+        0,
+        0.5,
+        1,
+    ]
     paced = datasets.workload(given("--dataset-path", trace, "--request-rate", 10, "--burstiness", "inf"))
     assert paced.starts == pytest.approx([at / 10 for at in range(40)])
-    ramped = datasets.workload(given("--dataset-path", trace, "--burstiness", "inf", "--ramp-up-strategy", "linear", "--ramp-up-start-rps", 1,
-                                     "--ramp-up-end-rps", 4))
+    ramped = datasets.workload(
+        given(
+            "--dataset-path",
+            trace,
+            "--burstiness",
+            "inf",
+            "--ramp-up-strategy",
+            "linear",
+            "--ramp-up-start-rps",
+            1,
+            "--ramp-up-end-rps",
+            4,
+        )
+    )
     assert ramped.starts[2] - ramped.starts[1] > 2 * (ramped.starts[-1] - ramped.starts[-2])
     assert datasets.workload(given("--dataset-path", trace, "--users", 3)).starts == [0.0] * 40
 
@@ -47,22 +67,33 @@ def test_a_trace_plays_at_its_own_times_unless_told_otherwise(trace):
 def test_a_trace_of_another_kind(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text('{"timestamp": 7, "input_length": 10, "output_length": 1, "hash_ids": [1, 2, 3]}\n')
-    load = datasets.workload(given("--dataset-name", "timed_trace", "--dataset-path", path, "--timed-trace-chunk-hash-size", 4))
+    load = datasets.workload(
+        given("--dataset-name", "timed_trace", "--dataset-path", path, "--timed-trace-chunk-hash-size", 4)
+    )
     (span,) = spans_of(load.conversations[0].turns[0].messages)
     assert (list(span.ids), span.length, span.block) == ([1, 2, 3], 10, 4)
 
 
 def test_what_belongs_together_arrives_together_at_the_rate_of_requests():
-    load = datasets.workload(given("--dataset-name", "best-of-n", "--best-of", 4, "--num-prompts", 4000, "--request-rate", 8))
-    assert all(len(set(load.starts[at:at + 4])) == 1 for at in range(0, 4000, 4))
+    load = datasets.workload(
+        given("--dataset-name", "best-of-n", "--best-of", 4, "--num-prompts", 4000, "--request-rate", 8)
+    )
+    assert all(len(set(load.starts[at : at + 4])) == 1 for at in range(0, 4000, 4))
     assert 4000 / load.starts[-1] == pytest.approx(8, rel=0.1)
 
 
-@pytest.mark.parametrize("flags, endpoint, completions, ignore_eos", [
-    ((), CHAT, False, False), (("--dataset-name", "rag"), COMPLETIONS, True, False), (("--dataset-name", "rag", "--backend", "openai-chat"), CHAT, False, False),
-    (("--backend", "vllm"), COMPLETIONS, True, False), (("TRACE",), COMPLETIONS, True, True), (("TRACE", "--no-ignore-eos"), COMPLETIONS, True, False),
-    (("--ignore-eos", "--endpoint", "/x"), "/x", False, True),
-])
+@pytest.mark.parametrize(
+    "flags, endpoint, completions, ignore_eos",
+    [
+        ((), CHAT, False, False),
+        (("--dataset-name", "rag"), COMPLETIONS, True, False),
+        (("--dataset-name", "rag", "--backend", "openai-chat"), CHAT, False, False),
+        (("--backend", "vllm"), COMPLETIONS, True, False),
+        (("TRACE",), COMPLETIONS, True, True),
+        (("TRACE", "--no-ignore-eos"), COMPLETIONS, True, False),
+        (("--ignore-eos", "--endpoint", "/x"), "/x", False, True),
+    ],
+)
 def test_how_is_asked(trace, flags, endpoint, completions, ignore_eos):
     flags = [part for flag in flags for part in (("--dataset-path", trace) if flag == "TRACE" else (flag,))]
     asking = target.asking(given(*flags), Model("m"))
@@ -70,8 +101,13 @@ def test_how_is_asked(trace, flags, endpoint, completions, ignore_eos):
 
 
 def test_another_seed_load_or_file_has_other_tokens(trace):
-    flags = [("--dataset-name", "rag"), ("--dataset-name", "chat"), ("--dataset-name", "rag", "--seed", 1), ("--dataset-path", trace),
-             ("--dataset-path", trace, "--seed", -1)]
+    flags = [
+        ("--dataset-name", "rag"),
+        ("--dataset-name", "chat"),
+        ("--dataset-name", "rag", "--seed", 1),
+        ("--dataset-path", trace),
+        ("--dataset-path", trace, "--seed", -1),
+    ]
     salts = [target.asking(given(*one), Model("m")).salt for one in flags]
     assert len(set(salts)) == len(flags) and salts == [target.asking(given(*one), Model("m")).salt for one in flags]
 
@@ -94,33 +130,77 @@ def test_the_record_says_the_defaults_and_what_was_given(trace):
 
 
 def test_the_names_of_vllms_benchmark():
-    args = given("--dataset-name", "random", "--random-input-len", 50, "--random-output-len", 7, "--random-range-ratio", 0.5, "--num-prompts", 9)
+    args = given(
+        "--dataset-name",
+        "random",
+        "--random-input-len",
+        50,
+        "--random-output-len",
+        7,
+        "--random-range-ratio",
+        0.5,
+        "--num-prompts",
+        9,
+    )
     turns = [conversation.turns[0] for conversation in datasets.workload(args).conversations]
-    assert all(25 <= span.length <= 75 for turn in turns for span in spans_of(turn.messages)) and all(4 <= turn.max_tokens <= 10 for turn in turns)
-    args = given("--dataset-name", "prefix_repetition", "--prefix-repetition-num-prefixes", 2, "--prefix-repetition-prefix-len", 64,
-                 "--prefix-repetition-suffix-len", 16, "--prefix-repetition-output-len", 4)
+    assert all(25 <= span.length <= 75 for turn in turns for span in spans_of(turn.messages)) and all(
+        4 <= turn.max_tokens <= 10 for turn in turns
+    )
+    args = given(
+        "--dataset-name",
+        "prefix_repetition",
+        "--prefix-repetition-num-prefixes",
+        2,
+        "--prefix-repetition-prefix-len",
+        64,
+        "--prefix-repetition-suffix-len",
+        16,
+        "--prefix-repetition-output-len",
+        4,
+    )
     spans = [list(spans_of(conversation.turns[0].messages)) for conversation in datasets.workload(args).conversations]
-    assert len({prefix for prefix, _ in spans}) == 2 and {(prefix.length, suffix.length) for prefix, suffix in spans} == {(64, 16)}
+    assert len({prefix for prefix, _ in spans}) == 2 and {
+        (prefix.length, suffix.length) for prefix, suffix in spans
+    } == {(64, 16)}
 
 
 def test_the_document_names_every_load_and_only_flags_there_are():
     text = (Path(__file__).parents[3] / "docs/loadgen.md").read_text()
     assert set(re.findall(r"^\| `(\w[\w-]*)` \|", text, re.M)) == set(datasets.DATASETS)
-    known = {flag for verb in ("run", "compare", "simulate", "sweep") for flag in build_parser("loadgen")._subparsers._group_actions[0].choices[verb]._option_string_actions}
+    known = {
+        flag
+        for verb in ("run", "compare", "simulate", "sweep")
+        for flag in build_parser("loadgen")._subparsers._group_actions[0].choices[verb]._option_string_actions
+    }
     assert set(re.findall(r"--[a-z][a-z-]+", text)) <= known
 
 
-@pytest.mark.parametrize("flags, said", [
-    (("--dataset-name", "rag", "--turns", "3"), "--turns means nothing to rag"),
-    (("--trace-speed", "2"), "--trace-speed means nothing to multi-turn"),
-    (("--dataset-name", "mooncake"), "--dataset-name mooncake needs --dataset-path FILE"),
-    (("--dataset-name", "random", "--dataset-path", "x"), "--dataset-path means nothing to random"),
-    (("--users", "2", "--request-rate", "3"), "--users is a closed loop"),
-    (("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1"), "--ramp-up-strategy needs"),
-    (("--ramp-up-end-rps", "1"), "need --ramp-up-strategy"),
-    (("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "2", "--request-rate", "1"), "and no --request-rate"),
-    (("--dataset-name", "chat", "--replies", "engine"), "replies are text; add --backend openai-chat"),
-])
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--dataset-name", "rag", "--turns", "3"), "--turns means nothing to rag"),
+        (("--trace-speed", "2"), "--trace-speed means nothing to multi-turn"),
+        (("--dataset-name", "mooncake"), "--dataset-name mooncake needs --dataset-path FILE"),
+        (("--dataset-name", "random", "--dataset-path", "x"), "--dataset-path means nothing to random"),
+        (("--users", "2", "--request-rate", "3"), "--users is a closed loop"),
+        (("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1"), "--ramp-up-strategy needs"),
+        (("--ramp-up-end-rps", "1"), "need --ramp-up-strategy"),
+        (
+            (
+                "--ramp-up-strategy",
+                "linear",
+                "--ramp-up-start-rps",
+                "1",
+                "--ramp-up-end-rps",
+                "2",
+                "--request-rate",
+                "1",
+            ),
+            "and no --request-rate",
+        ),
+        (("--dataset-name", "chat", "--replies", "engine"), "replies are text; add --backend openai-chat"),
+    ],
+)
 def test_flags_that_do_not_go_together(flags, said):
     with pytest.raises(BadOption, match=said):
         given(*flags)

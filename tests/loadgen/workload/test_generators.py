@@ -16,8 +16,11 @@ ALL = (generators.prefix_repetition, generators.random_tokens, generators.chat, 
 
 def every(conversations: list[Conversation]) -> list[Conversation]:
     """With the forks, each after the conversation that it left."""
-    return [one for conversation in conversations
-            for one in (conversation, *every([fork for turn in conversation.turns for fork in turn.forks]))]
+    return [
+        one
+        for conversation in conversations
+        for one in (conversation, *every([fork for turn in conversation.turns for fork in turn.forks]))
+    ]
 
 
 def turns(conversations) -> list[Turn]:
@@ -45,7 +48,10 @@ def test_as_many_requests_as_asked_and_the_same_again(make, requests, seed):
 def test_a_name_always_has_one_length(make):
     lengths = {}
     for turn in turns(make(random.Random(1), 80)):
-        for name, length in [*says(turn), *((span.ids[0], span.length) for span in spans_of([turn.reply] if turn.reply else []))]:
+        for name, length in [
+            *says(turn),
+            *((span.ids[0], span.length) for span in spans_of([turn.reply] if turn.reply else [])),
+        ]:
             assert lengths.setdefault(name, length) == length
 
 
@@ -63,7 +69,10 @@ def test_popularity_follows_zipf(zipf, ratio):
 
 
 def test_lengths_vary_as_far_as_asked():
-    lengths = [says(turn)[0][1] for turn in turns(generators.random_tokens(random.Random(0), 500, suffix_len=1000, range_ratio=0.2))]
+    lengths = [
+        says(turn)[0][1]
+        for turn in turns(generators.random_tokens(random.Random(0), 500, suffix_len=1000, range_ratio=0.2))
+    ]
     assert 800 <= min(lengths) < 810 and 1190 < max(lengths) <= 1200
     assert {says(turn)[0][1] for turn in turns(generators.random_tokens(random.Random(0), 9, suffix_len=77))} == {77}
 

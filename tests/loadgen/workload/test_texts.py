@@ -29,6 +29,7 @@ def test_multi_turn_makes_as_many_requests_as_asked_and_the_same_again(requests,
 def test_another_seed_asks_something_else():
     def made(seed):
         return multi_turn(DOCUMENTS, 20, 4, 0.0, 40, random.Random(seed))
+
     assert made(1) != made(2)
     assert all(turn.think == 0 for conversation in made(1) for turn in conversation.turns)
 

@@ -34,9 +34,24 @@ def a(text, **more):
 @pytest.mark.parametrize("compress, name", [(False, "x.jsonl"), (True, "x.jsonl.gz")])
 def test_a_file_becomes_turns(tmp_path, compress, name):
     call = a(None, tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}])
-    lines = [{"id": "one", "messages": [{"role": "system", "content": "s"}, u("q1"), a("12345678"), u("q2"), call,
-                                        {"role": "tool", "tool_call_id": "1", "content": "r"}, a("end"), u("bye")], "tools": [{"f": 1}]},
-             "", [u("q"), a("x" * 400)]]
+    lines = [
+        {
+            "id": "one",
+            "messages": [
+                {"role": "system", "content": "s"},
+                u("q1"),
+                a("12345678"),
+                u("q2"),
+                call,
+                {"role": "tool", "tool_call_id": "1", "content": "r"},
+                a("end"),
+                u("bye"),
+            ],
+            "tools": [{"f": 1}],
+        },
+        "",
+        [u("q"), a("x" * 400)],
+    ]
     path = write(tmp_path / name, *lines, compress=compress)
     made = {item.id: item for item in conversation_file(path, None, None, 0.0, random.Random(0))}
     one, other = made["one"], made["line-3"]
@@ -55,10 +70,16 @@ def test_a_file_is_cut_or_repeated_to_the_number_of_requests(tmp_path):
         assert all(turn.max_tokens == 9 for item in made for turn in item.turns)
 
 
-@pytest.mark.parametrize("line, why", [
-    ("{", "line 2: not JSON"), ("3", "line 2: expected"), ({"messages": 3}, "line 2: expected"),
-    ({"messages": [3]}, 'line 2: every message is an object with a "role"'), ({"messages": [{"content": "x"}]}, "line 2: every message"),
-])
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("{", "line 2: not JSON"),
+        ("3", "line 2: expected"),
+        ({"messages": 3}, "line 2: expected"),
+        ({"messages": [3]}, 'line 2: every message is an object with a "role"'),
+        ({"messages": [{"content": "x"}]}, "line 2: every message"),
+    ],
+)
 def test_a_bad_line_is_named(tmp_path, line, why):
     path = write(tmp_path / "x.jsonl", [u("q")], line)
     with pytest.raises(BadWorkload, match=why):
@@ -69,7 +90,9 @@ def test_files_that_are_no_use(tmp_path):
     with pytest.raises(BadWorkload, match="No such file"):
         conversation_file(tmp_path / "none.jsonl", None, None, 0.0, random.Random(0))
     with pytest.raises(BadWorkload, match="no conversation"):
-        conversation_file(write(tmp_path / "x.jsonl", [{"role": "system", "content": "s"}]), None, None, 0.0, random.Random(0))
+        conversation_file(
+            write(tmp_path / "x.jsonl", [{"role": "system", "content": "s"}]), None, None, 0.0, random.Random(0)
+        )
     bad = tmp_path / "x.jsonl.gz"
     bad.write_bytes(b"no gzip")
     with pytest.raises(BadWorkload, match=r"x\.jsonl\.gz"):
@@ -108,7 +131,8 @@ def test_a_trace_becomes_requests_at_their_times(tmp_path):
 
 @given(st.data())
 def test_sharing_is_kept_to_the_token(tmp_path_factory, data):
-    """Prompts that go on from prompts before them, as a trace has them: the common prefix is what ids and lengths say."""
+    """Prompts that go on from prompts before them, as a trace has them: the common prefix is what ids and lengths
+    say."""
     block, chains, lines = data.draw(st.sampled_from([16, 512])), [[]], []
     for name in range(data.draw(st.integers(2, 8))):
         chain = [*data.draw(st.sampled_from(chains)), *range(100 * name + 1, 100 * name + data.draw(st.integers(2, 4)))]
@@ -124,11 +148,12 @@ def test_sharing_is_kept_to_the_token(tmp_path_factory, data):
 
 
 def mooncake_like(requests: int, rng: random.Random) -> list[dict]:
-    """Prompts of up to 40 ids of 512 tokens that grow from one another, on a clock of 3 s; a last id that is not full is nobody else's."""
+    """Prompts of up to 40 ids of 512 tokens that grow from one another, on a clock of 3 s; a last id that is not full
+    is nobody else's."""
     chains, ids, lines = [[0]], itertools.count(1), []
     for number in range(requests):
         shared = rng.choice(chains)
-        chain = shared[:rng.randint(1, len(shared))] + [next(ids) for _ in range(rng.randint(1, 20))]
+        chain = shared[: rng.randint(1, len(shared))] + [next(ids) for _ in range(rng.randint(1, 20))]
         chains.append(chain[:40])
         rest = rng.randint(1, 511)
         lines.append(line(3000 * (number // 8), 512 * len(chains[-1]) + rest, [*chains[-1], next(ids)]))
@@ -146,17 +171,30 @@ def test_blocks_of_16_repeat_exactly_where_a_trace_repeats_its_512(tmp_path):
         seen.update(hashes)
         names.update(span.ids)
         shared += known
-    assert shared > 400 and load.notes == ["400 requests have 50 different times: --trace-jitter 3 spreads them over the steps"]
+    assert shared > 400 and load.notes == [
+        "400 requests have 50 different times: --trace-jitter 3 spreads them over the steps"
+    ]
 
 
 def test_chats_of_a_trace_carry_their_first_ones_name(tmp_path):
-    path = write(tmp_path / "b.jsonl", *(line(at, 20, [at, at + 9], chat_id=at, parent_chat_id=parent)
-                                         for at, parent in [(1, -1), (2, 1), (3, -1), (4, 2), (5, 77)]))
+    path = write(
+        tmp_path / "b.jsonl",
+        *(
+            line(at, 20, [at, at + 9], chat_id=at, parent_chat_id=parent)
+            for at, parent in [(1, -1), (2, 1), (3, -1), (4, 2), (5, 77)]
+        ),
+    )
     assert [conversation.id for conversation in played(path).conversations] == ["1", "1", "3", "1", "5"]
 
 
 def test_what_has_no_id_is_shared_with_nobody(tmp_path):
-    path = write(tmp_path / "b.jsonl", line(0, 40, [1, 2]), line(0, 40, [1, 2]), {**line(0, 40, []), "hash_ids": None}, line(0, 40, [1, 2, 3]))
+    path = write(
+        tmp_path / "b.jsonl",
+        line(0, 40, [1, 2]),
+        line(0, 40, [1, 2]),
+        {**line(0, 40, []), "hash_ids": None},
+        line(0, 40, [1, 2, 3]),
+    )
     tokens = [token_ids([prompt(conversation)]) for conversation in played(path).conversations]
     assert all(len(one) == 40 for one in tokens)
     assert [common(tokens[0], other) for other in tokens[1:]] == [32, 0, 32]
@@ -168,7 +206,10 @@ def test_slices_speed_and_jitter(tmp_path):
     assert played(path, start=10, requests=2, speed=4).starts == [0, 0.25]
     moved = played(path, jitter=50, speed=2)
     assert moved.starts == sorted(moved.starts) and len(set(moved.starts)) == 100
-    ahead = [start * 2 - (prompt(conversation).ids[0] - 100) for conversation, start in zip(moved.conversations, moved.starts)]
+    ahead = [
+        start * 2 - (prompt(conversation).ids[0] - 100)
+        for conversation, start in zip(moved.conversations, moved.starts)
+    ]
     assert 0 <= min(ahead) < 5 and 45 < max(ahead) < 50
     assert played(path, jitter=50, speed=2).starts == moved.starts
     with pytest.raises(BadWorkload, match="no request in that part of it"):
@@ -182,14 +223,24 @@ def test_reading_ends_with_the_slice(tmp_path):
         played(path)
 
 
-@pytest.mark.parametrize("bad, why", [
-    ("{", "not JSON"), ("[]", '"timestamp" is missing'), (line(None, 16, [1]), '"timestamp" is missing'),
-    (line("soon", 16, [1]), "\"timestamp\" is 'soon' and no number"), (line(True, 16, [1]), "no number"),
-    (line(0, 0, [1]), '"input_length" is 0 and no number of tokens'), (line(0, 16.5, [1]), "no number of tokens"),
-    (line(0, 16, [1], -1), '"output_length" is -1'), (line(0, 16, ["a"]), '"hash_ids" holds something that is no whole number'),
-    (line(0, 16, [-1]), "no whole number"), (line(0, 16, [1.5]), "no whole number"), (line(0, 16, 7), '"hash_ids" has no list'),
-    (line(0, 6758, list(range(14))), '"hash_ids" has 14 entries, but 6758 tokens are 423 blocks of 16'),
-])
+@pytest.mark.parametrize(
+    "bad, why",
+    [
+        ("{", "not JSON"),
+        ("[]", '"timestamp" is missing'),
+        (line(None, 16, [1]), '"timestamp" is missing'),
+        (line("soon", 16, [1]), "\"timestamp\" is 'soon' and no number"),
+        (line(True, 16, [1]), "no number"),
+        (line(0, 0, [1]), '"input_length" is 0 and no number of tokens'),
+        (line(0, 16.5, [1]), "no number of tokens"),
+        (line(0, 16, [1], -1), '"output_length" is -1'),
+        (line(0, 16, ["a"]), '"hash_ids" holds something that is no whole number'),
+        (line(0, 16, [-1]), "no whole number"),
+        (line(0, 16, [1.5]), "no whole number"),
+        (line(0, 16, 7), '"hash_ids" has no list'),
+        (line(0, 6758, list(range(14))), '"hash_ids" has 14 entries, but 6758 tokens are 423 blocks of 16'),
+    ],
+)
 def test_a_bad_line_stops_or_is_left_out_as_asked(tmp_path, bad, why):
     path = write(tmp_path / "t.jsonl", line(0, 16, [1]), bad, "", line(1, 16, [2]))
     with pytest.raises(BadWorkload) as error:
@@ -207,8 +258,10 @@ def test_a_trace_with_nothing_good_in_it_says_why(tmp_path):
 
 def test_a_compressed_file_that_ends_too_soon(tmp_path):
     path = tmp_path / "t.jsonl.gz"
-    whole = gzip.compress("\n".join(json.dumps(line(at, 16, [at * random.Random(at).getrandbits(30)])) for at in range(2000)).encode())
-    path.write_bytes(whole[:len(whole) // 2])
+    whole = gzip.compress(
+        "\n".join(json.dumps(line(at, 16, [at * random.Random(at).getrandbits(30)])) for at in range(2000)).encode()
+    )
+    path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(BadWorkload, match=r"t\.jsonl\.gz, after line \d+: Compressed file ended"):
         played(path)
     load = played(path, skip=True)
@@ -222,8 +275,10 @@ def azure(path, skip=False):
 
 def test_azure_tells_times_and_lengths_and_shares_nothing(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,40,44\n2023-11-16 18:15:50.9951690,40,0\n"
-                    "2024-05-10 00:00:00.009930+00:00,7,1\n")
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,40,44\n2023-11-16 18:15:50.9951690,40,0\n"
+        "2024-05-10 00:00:00.009930+00:00,7,1\n"
+    )
     load = azure(path)
     assert load.starts[:2] == pytest.approx([0, 4.314579])
     assert [(prompt(one).length, one.turns[0].max_tokens) for one in load.conversations] == [(40, 44), (40, 1), (7, 1)]
@@ -231,8 +286,15 @@ def test_azure_tells_times_and_lengths_and_shares_nothing(tmp_path):
     assert common(first, second) == 0
 
 
-@pytest.mark.parametrize("bad, why", [("yesterday,1,1", "'yesterday' is no time"), ("2023-11-16,0,1", "'0' and '1' are no lengths"),
-                                      ("2023-11-16,x,1", "'x' and '1' are no lengths"), ("2023-11-16,1", "2 columns where 3 are needed")])
+@pytest.mark.parametrize(
+    "bad, why",
+    [
+        ("yesterday,1,1", "'yesterday' is no time"),
+        ("2023-11-16,0,1", "'0' and '1' are no lengths"),
+        ("2023-11-16,x,1", "'x' and '1' are no lengths"),
+        ("2023-11-16,1", "2 columns where 3 are needed"),
+    ],
+)
 def test_a_bad_row_of_azure(tmp_path, bad, why):
     path = tmp_path / "a.csv"
     path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1,1\n{bad}\n")
@@ -248,14 +310,33 @@ def test_a_table_without_the_columns(tmp_path):
         azure(path, skip=True)
 
 
-SHARED = [{"id": "x1", "conversations": [{"from": "human", "value": "hä"}, {"from": "gpt", "value": "12345678"}, {"from": "human", "value": "q"}]},
-          {"conversations": [{"from": "system", "value": "s"}, {"from": "user", "value": "q"}, {"from": "assistant", "value": "r"}]}]
+SHARED = [
+    {
+        "id": "x1",
+        "conversations": [
+            {"from": "human", "value": "hä"},
+            {"from": "gpt", "value": "12345678"},
+            {"from": "human", "value": "q"},
+        ],
+    },
+    {
+        "conversations": [
+            {"from": "system", "value": "s"},
+            {"from": "user", "value": "q"},
+            {"from": "assistant", "value": "r"},
+        ]
+    },
+]
 
 
 @pytest.mark.parametrize("as_array", [True, False])
 def test_sharegpt_whole_conversations(tmp_path, as_array, monkeypatch):
     monkeypatch.setattr("loadgen.workload.files._CHUNK", 7)  # so that pieces end inside items and characters
-    path = write(tmp_path / "s.json", json.dumps(SHARED, ensure_ascii=False, indent=1)) if as_array else write(tmp_path / "s.json", *SHARED)
+    path = (
+        write(tmp_path / "s.json", json.dumps(SHARED, ensure_ascii=False, indent=1))
+        if as_array
+        else write(tmp_path / "s.json", *SHARED)
+    )
     made = {one.id: one for one in conversation_file(path, None, None, 0.0, random.Random(0), parse=sharegpt)}
     assert sorted(made) == ["entry-2", "x1"]
     assert [turn.messages for turn in made["x1"].turns] == [[u("hä")], [u("q")]]
@@ -273,7 +354,14 @@ def test_a_bad_entry_of_sharegpt(tmp_path):
     broken = write(tmp_path / "b.json", json.dumps(SHARED)[:-5])
     with pytest.raises(BadWorkload, match="after entry 1: not JSON"):
         conversation_file(broken, None, None, 0.0, random.Random(0), parse=sharegpt)
-    assert len(conversation_file(broken, None, None, 0.0, random.Random(0), parse=sharegpt, reader=Reader(broken, skip=True))) == 1
+    assert (
+        len(
+            conversation_file(
+                broken, None, None, 0.0, random.Random(0), parse=sharegpt, reader=Reader(broken, skip=True)
+            )
+        )
+        == 1
+    )
 
 
 def test_vllms_custom_prompts(tmp_path):
@@ -286,19 +374,35 @@ def test_vllms_custom_prompts(tmp_path):
 
 def test_no_more_is_held_than_can_be_needed_and_every_line_has_its_chance(tmp_path):
     path = write(tmp_path / "c.jsonl", *({"prompt": str(number)} for number in range(40)))
+
     def drawn(seed, **how):
-        return [one.turns[0].messages[0]["content"] for one in conversation_file(path, 5, None, 0.0, random.Random(seed), parse=custom, **how)]
+        return [
+            one.turns[0].messages[0]["content"]
+            for one in conversation_file(path, 5, None, 0.0, random.Random(seed), parse=custom, **how)
+        ]
+
     assert drawn(0, shuffle=False) == ["0", "1", "2", "3", "4"]
     assert len(set(drawn(1))) == 5 and drawn(1) == drawn(1)
     assert {text for seed in range(60) for text in drawn(seed)} == {str(number) for number in range(40)}
 
 
-@pytest.mark.parametrize("first, name", [
-    (json.dumps(line(0, 16, [1])), "mooncake"), (json.dumps(line(0, 16, [1], chat_id=1)), "bailian"),
-    ("TIMESTAMP,ContextTokens,GeneratedTokens", "azure"), ("[{", "sharegpt"), (json.dumps(SHARED), "sharegpt"), (json.dumps(SHARED[0]), "sharegpt"),
-    ('{"prompt": "x"}', "custom"), ('{"messages": []}', "conversations"), (json.dumps([u("x")]), "conversations"),
-    ("Once upon a time", None), ("", None), ("{broken", "conversations"),
-])
+@pytest.mark.parametrize(
+    "first, name",
+    [
+        (json.dumps(line(0, 16, [1])), "mooncake"),
+        (json.dumps(line(0, 16, [1], chat_id=1)), "bailian"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens", "azure"),
+        ("[{", "sharegpt"),
+        (json.dumps(SHARED), "sharegpt"),
+        (json.dumps(SHARED[0]), "sharegpt"),
+        ('{"prompt": "x"}', "custom"),
+        ('{"messages": []}', "conversations"),
+        (json.dumps([u("x")]), "conversations"),
+        ("Once upon a time", None),
+        ("", None),
+        ("{broken", "conversations"),
+    ],
+)
 def test_what_a_file_is_shows_in_its_first_line(tmp_path, first, name):
     path = tmp_path / "file"
     path.write_text(f"\n{first}\nmore")

@@ -13,8 +13,15 @@ _fresh = count(1)
 def fleet(size, overlap=None, **loads):
     """`size` candidates; loads={"requests": [..]} sets that field of each."""
     group = CostGroup()
-    return [Candidate(f"r{i}", overlap[i] if overlap else 0, Load(**{name: values[i] for name, values in loads.items()}),
-                      group.add(f"r{i}")) for i in range(size)]
+    return [
+        Candidate(
+            f"r{i}",
+            overlap[i] if overlap else 0,
+            Load(**{name: values[i] for name, values in loads.items()}),
+            group.add(f"r{i}"),
+        )
+        for i in range(size)
+    ]
 
 
 def chain(blocks, after=()):
@@ -24,7 +31,9 @@ def chain(blocks, after=()):
 
 def asked(hashes=(), tokens=None, **rest):
     hashes = list(hashes)
-    return Demand(tokens or 16 * len(hashes) or 10, root=hashes[0] if hashes else 0, hashes=hashes, **{"now": 0.0, **rest})
+    return Demand(
+        tokens or 16 * len(hashes) or 10, root=hashes[0] if hashes else 0, hashes=hashes, **{"now": 0.0, **rest}
+    )
 
 
 def send(policy, request, candidates, index):

@@ -17,8 +17,16 @@ def test_vllm_multiplies_prefill_by_requests():
     assert picks("vllm_kv_aware", request, fleet(3, **held)) == {2}
 
 
-@pytest.mark.parametrize("name, tier, credit", [("vllm_kv_aware", "cpu", 0.8), ("vllm_kv_aware", "remote", 0.6), ("vllm_kv_aware", "disk", 0.3),
-                                                ("dynamo", "cpu", 0.75), ("dynamo", "disk", 0.25)])
+@pytest.mark.parametrize(
+    "name, tier, credit",
+    [
+        ("vllm_kv_aware", "cpu", 0.8),
+        ("vllm_kv_aware", "remote", 0.6),
+        ("vllm_kv_aware", "disk", 0.3),
+        ("dynamo", "cpu", 0.75),
+        ("dynamo", "disk", 0.25),
+    ],
+)
 def test_slower_tiers_count_less(name, tier, credit):
     for held, expected in ((credit * 1000 - 16, 0), (credit * 1000 + 16, 1)):
         candidates = fleet(2, overlap=[0, held])
@@ -33,7 +41,9 @@ def test_dynamo_weighs_blocks_to_compute_and_active_blocks_alike():
     request = asked(chain(40))
     assert policy.choose(request, fleet(2, overlap=[19 * 16, 0])).index == 1
     assert policy.choose(request, fleet(2, overlap=[21 * 16, 0])).index == 0
-    assert policy.choose(request, fleet(2, overlap=[21 * 16, 0], prefill_tokens=[32, 0])).index == 1, "queued prefill counts in blocks"
+    assert policy.choose(request, fleet(2, overlap=[21 * 16, 0], prefill_tokens=[32, 0])).index == 1, (
+        "queued prefill counts in blocks"
+    )
 
 
 def test_dynamo_counts_a_shared_active_block_once():
@@ -74,17 +84,23 @@ def test_dynamos_prefill_cost_is_never_below_nothing():
 def test_llmd_adds_two_for_the_queue_two_for_kv_use_and_three_for_the_prefix():
     request = asked(chain(100))
     assert picks("llmd_weights", request, fleet(2, overlap=[66 * 16, 0], prefilling=[1, 0])) == {1}, "1.98 against 2"
-    assert picks("llmd_weights", request, fleet(2, overlap=[67 * 16, 0], prefilling=[9, 0])) == {0}, "2.01, however long the queue"
+    assert picks("llmd_weights", request, fleet(2, overlap=[67 * 16, 0], prefilling=[9, 0])) == {0}, (
+        "2.01, however long the queue"
+    )
     assert picks("llmd_weights", request, fleet(2, overlap=[32 * 16, 0], kv_usage=[0.5, 0.0])) == {1}
     assert picks("llmd_weights", request, fleet(2, overlap=[34 * 16, 0], kv_usage=[0.5, 0.0])) == {0}
     assert picks("llmd_weights", request, fleet(3, prefilling=[4, 4, 4])) == {0, 1, 2}, "equal queues are all free"
-    assert picks("llmd_weights", request, fleet(3, prefilling=[4, 2, 0], kv_usage=[0.0, 0.2, 0.6])) == {2}, "2.8 beats 2.6 and 2"
+    assert picks("llmd_weights", request, fleet(3, prefilling=[4, 2, 0], kv_usage=[0.0, 0.2, 0.6])) == {2}, (
+        "2.8 beats 2.6 and 2"
+    )
 
 
 def test_llmd_sticks_to_holders_of_four_fifths():
     request = asked(chain(100))
     assert picks("llmd_sticky", request, fleet(3, overlap=[80 * 16, 0, 0], prefill_tokens=[9000, 0, 0])) == {0}
-    assert picks("llmd_sticky", request, fleet(3, overlap=[79 * 16, 0, 0], prefill_tokens=[9000, 0, 0])) == {1, 2}, "below 0.8: load only"
+    assert picks("llmd_sticky", request, fleet(3, overlap=[79 * 16, 0, 0], prefill_tokens=[9000, 0, 0])) == {1, 2}, (
+        "below 0.8: load only"
+    )
     both = fleet(3, overlap=[80 * 16, 90 * 16, 0], prefill_tokens=[100, 0, 0])
     assert picks("llmd_sticky", request, both) == {1}, "of two holders the one with fewer uncached tokens in flight"
 
@@ -109,11 +125,15 @@ def test_mooncake_takes_the_least_seconds():
     saved = group.prefill_seconds(4000, 0) - group.prefill_seconds(1000, 3000)
     for seconds, expected in ((0.9 * saved, 0), (1.1 * saved, 1)):
         tokens = next(t for t in range(1, 10**6, 50) if group.prefill_seconds(t, 0) > seconds)
-        assert picks("mooncake", request, fleet(2, overlap=[3000, 0], prefilling=[1, 0], prefill_tokens=[tokens, 0])) == {expected}
+        assert picks(
+            "mooncake", request, fleet(2, overlap=[3000, 0], prefilling=[1, 0], prefill_tokens=[tokens, 0])
+        ) == {expected}
     slow = fleet(2)
     slow[0].costs.ttft.value = 2.0
     assert picks("mooncake", request, slow) == {1}, "a replica learned to be slow"
-    assert picks("mooncake", request, fleet(2, decoding=[50, 0], requests=[50, 0])) == {0, 1}, "decoding is nothing to it"
+    assert picks("mooncake", request, fleet(2, decoding=[50, 0], requests=[50, 0])) == {0, 1}, (
+        "decoding is nothing to it"
+    )
 
 
 def test_mooncakes_queue_is_the_sum_of_its_prompts():
@@ -147,7 +167,9 @@ def test_preble_takes_the_holder_with_the_least_work_of_three_minutes():
 
 def test_preble_explores_by_work_and_own_prefill():
     policy, _ = preble([0, 0], work=(1, 0))
-    assert policy.choose(asked(tokens=9000, now=1.0), fleet(2, overlap=[4000, 0])).index == 0, "4,000 tokens are more than 800 and 45 steps"
+    assert policy.choose(asked(tokens=9000, now=1.0), fleet(2, overlap=[4000, 0])).index == 0, (
+        "4,000 tokens are more than 800 and 45 steps"
+    )
     assert policy.choose(asked(tokens=9000, now=1.0), fleet(2, overlap=[160, 0])).index == 1
 
 
@@ -162,6 +184,7 @@ def test_preble_gives_a_prefix_a_second_holder_when_it_becomes_twice_as_slow():
             policy.choose(asked(chain(3), now=start + ttft), fleet(2))
             policy.first("r0", early)
         return policy, asked(prompt, now=170.0)
+
     holding = fleet(2, overlap=[49 * 16, 0])
     policy, request = rule(1.9)
     assert policy.choose(request, holding).index == 0

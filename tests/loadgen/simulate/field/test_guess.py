@@ -25,7 +25,9 @@ def test_the_least_recently_sent_prompt_goes_first_and_a_shared_beginning_stays(
     assert guess.size("a") == 20 and guess.blocks("a", old) == 4, "all of it fits"
     guess.add("a", chain(2))
     assert guess.size("a") <= 18 and [guess.blocks("a", prompt) for prompt in others] == [0, 2, 2, 2, 2, 2, 2]
-    assert guess.blocks("a", old) == 2 and guess.blocks("a", fork) == 4, "the shared blocks were sent later than old's own"
+    assert guess.blocks("a", old) == 2 and guess.blocks("a", fork) == 4, (
+        "the shared blocks were sent later than old's own"
+    )
 
 
 def test_a_prompt_longer_than_all_that_is_kept_is_kept_at_its_beginning():
@@ -55,4 +57,5 @@ def test_it_stays_bounded_and_has_no_holes(limit, prompts):
     for prompt in sent:
         known = guess.blocks("a", prompt)
         assert [guess.blocks("a", prompt[: end + 1]) == end + 1 for end in range(len(prompt))] == [
-            place < known for place in range(len(prompt))]
+            place < known for place in range(len(prompt))
+        ]

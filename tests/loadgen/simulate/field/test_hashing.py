@@ -9,7 +9,9 @@ from .fleets import asked, chain, fleet
 
 def homes(name, candidates, sessions=400):
     policy = make(name)
-    return {s: candidates[policy.choose(asked(chain(2), session=str(s)), candidates).index].replica for s in range(sessions)}
+    return {
+        s: candidates[policy.choose(asked(chain(2), session=str(s)), candidates).index].replica for s in range(sessions)
+    }
 
 
 def test_a_session_has_one_home_and_homes_are_even():
@@ -29,7 +31,9 @@ def test_a_replica_that_leaves_moves_only_its_own_sessions():
 
 def test_the_session_hash_is_blind_to_load_and_prompts():
     home = make("session_hash").choose(asked(chain(5), session="s"), fleet(3)).index
-    busy = fleet(3, requests=[1000 * (index == home) for index in range(3)], overlap=[80 * (index != home) for index in range(3)])
+    busy = fleet(
+        3, requests=[1000 * (index == home) for index in range(3)], overlap=[80 * (index != home) for index in range(3)]
+    )
     assert make("session_hash").choose(asked(chain(9), session="s"), busy).index == home
 
 
@@ -38,7 +42,9 @@ def test_without_a_session_the_first_block_decides():
         prompt = chain(5)
         assert len({make(name).choose(asked(chain(9, after=prompt[:1])), fleet(8)).index for _ in range(20)}) == 1
         assert len({make(name).choose(asked(chain(9)), fleet(8)).index for _ in range(40)}) > 3
-    assert len({make("session_hash", seed).choose(asked(tokens=9), fleet(8)).index for seed in range(40)}) > 3, "too short for that: any"
+    assert len({make("session_hash", seed).choose(asked(tokens=9), fleet(8)).index for seed in range(40)}) > 3, (
+        "too short for that: any"
+    )
 
 
 def test_kubeai_bounds_the_load_at_a_quarter_above_the_mean():
@@ -60,4 +66,6 @@ def test_kubeai_overflows_to_the_same_neighbour_and_stays_home_when_nobody_fits(
     full = fleet(5, requests=[20 * (index == home) for index in range(5)])
     neighbour = make("kubeai").choose(request, full).index
     assert neighbour != home and {make("kubeai", seed).choose(request, full).index for seed in range(9)} == {neighbour}
-    assert make("kubeai").choose(request, fleet(5, requests=[index == home for index in range(5)])).index == home, "1.25 x 2 / 5 fits nobody"
+    assert make("kubeai").choose(request, fleet(5, requests=[index == home for index in range(5)])).index == home, (
+        "1.25 x 2 / 5 fits nobody"
+    )

@@ -49,13 +49,22 @@ def test_the_oracle_takes_the_least_true_seconds_and_needs_the_truth():
 
 @pytest.mark.parametrize("name", field.NAMES)
 @settings(max_examples=30)
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 62),
-                          st.floats(0, 1)), min_size=1, max_size=40), st.integers(0, 9), st.integers(0, 1010))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 62), st.floats(0, 1)),
+        min_size=1,
+        max_size=40,
+    ),
+    st.integers(0, 9),
+    st.integers(0, 1010),
+)
 def test_any_fleet_gets_one_of_its_candidates_and_the_same_one_again(name, replicas, seed, tokens):
     group = CostGroup()
     candidates = []
     for i, (prefilling, decoding, queued, blocks, usage) in enumerate(replicas):
-        load = Load(prefilling + decoding, prefilling, queued * bool(prefilling), decoding, queued * bool(decoding), 0, usage)
+        load = Load(
+            prefilling + decoding, prefilling, queued * bool(prefilling), decoding, queued * bool(decoding), 0, usage
+        )
         overlap = min(16 * blocks, max(0, tokens - 1) // 16 * 16)
         candidates.append(Candidate(f"r{i}", overlap, load, group.add(f"r{i}"), (("cpu", 16),) if i % 3 else ()))
     request = asked(chain(tokens // 16), max(1, tokens), session=None if seed % 2 else "s")
@@ -119,6 +128,15 @@ def test_a_prompt_seen_before_returns_to_its_replica(name):
 def test_rules_that_break_ties_at_random_do():
     """Nothing held, nobody busy: a rule that always took the first would fill one replica before the next."""
     request = asked(chain(20))
-    for name in ("vllm_kv_aware", "dynamo", "llmd_weights", "llmd_sticky", "aibrix", "ray_prefix", "preble_e2", "mooncake"):
+    for name in (
+        "vllm_kv_aware",
+        "dynamo",
+        "llmd_weights",
+        "llmd_sticky",
+        "aibrix",
+        "ray_prefix",
+        "preble_e2",
+        "mooncake",
+    ):
         assert picks(name, request, fleet(3)) == {0, 1, 2}, name
     assert picks("sglang_chars", request, fleet(3)) == picks("smg_spill", request, fleet(3)) == {0}, "as stated there"

@@ -27,7 +27,9 @@ def test_a_match_counts_above_three_tenths_of_the_prompt(name):
 
 
 @pytest.mark.parametrize("name", SGLANG)
-@pytest.mark.parametrize("low, high, balanced", [(0, 64, True), (0, 65, False), (130, 195, True), (129, 194, False), (200, 265, True)])
+@pytest.mark.parametrize(
+    "low, high, balanced", [(0, 64, True), (0, 65, False), (130, 195, True), (129, 194, False), (200, 265, True)]
+)
 def test_sglang_gives_up_affinity_when_the_fleet_is_out_of_balance(name, low, high, balanced):
     """More than 64 apart, and more than 1.5 times: both must hold; the busiest need not be the holder."""
     policy, prompt = taught(name, 1)
@@ -54,12 +56,15 @@ def test_smg_looks_at_eight_holders():
     assert policy.choose(asked(prompt), fleet(9, requests=[5] * 8 + [0])).index != 8
 
 
-@pytest.mark.parametrize("requests, spills", [
-    ([96, 0, 0], False),         # mean 32: 96 is over 1.5 x 32, not over 32 + 64
-    ([97, 0, 0], True),          # mean 32.3, and 97 > 96.3
-    ([400, 240, 250], False),    # mean 296.7: 400 > 360.7, not over 445
-    ([480, 205, 215], True),     # mean 300: 480 > 364 and > 450
-])
+@pytest.mark.parametrize(
+    "requests, spills",
+    [
+        ([96, 0, 0], False),  # mean 32: 96 is over 1.5 x 32, not over 32 + 64
+        ([97, 0, 0], True),  # mean 32.3, and 97 > 96.3
+        ([400, 240, 250], False),  # mean 296.7: 400 > 360.7, not over 445
+        ([480, 205, 215], True),  # mean 300: 480 > 364 and > 450
+    ],
+)
 def test_smgs_gate_needs_both_margins_over_the_mean(requests, spills):
     policy, prompt = taught("smg_spill", 0)
     assert policy.choose(asked(prompt), fleet(3, requests=requests)).index == (1 if spills else 0)
@@ -82,12 +87,15 @@ def test_smg_gives_idle_replicas_turns():
     assert order == [0, 1, 2, 0, 1, 2]
 
 
-@pytest.mark.parametrize("requests, gated", [
-    ([8, 0, 0, 0], True),        # mean 2: 8 > 6, 8 apart
-    ([7, 0, 0, 0], False),       # 7 > 5.5, but not 8 apart
-    ([14, 4, 4, 4], False),      # mean 6.75, with the holder's: 14 is not above 15.5
-    ([30, 4, 4, 4], True),       # mean 10.5: 30 > 23
-])
+@pytest.mark.parametrize(
+    "requests, gated",
+    [
+        ([8, 0, 0, 0], True),  # mean 2: 8 > 6, 8 apart
+        ([7, 0, 0, 0], False),  # 7 > 5.5, but not 8 apart
+        ([14, 4, 4, 4], False),  # mean 6.75, with the holder's: 14 is not above 15.5
+        ([30, 4, 4, 4], True),  # mean 10.5: 30 > 23
+    ],
+)
 def test_aibrixs_gate_leaves_only_the_least_busy(requests, gated):
     """The holder is not the busiest and within a deviation, so only the gate keeps a prompt from it."""
     policy, prompt = taught("aibrix", 1)
@@ -101,7 +109,9 @@ def test_aibrix_passes_over_a_holder_more_than_a_deviation_above_the_mean():
     policy.placed(asked(prompt[:20]), fleet(3), Choice(1))
     assert policy.choose(asked(prompt), fleet(3, requests=[5, 5, 5])).index == 0
     assert policy.choose(asked(prompt), fleet(3, requests=[7, 4, 4])).index == 1, "7 > 5 + 1.41: the next best match"
-    assert policy.choose(asked(chain(8)), fleet(3, requests=[7, 4, 3])).index == 2, "no match at all: the fewest requests"
+    assert policy.choose(asked(chain(8)), fleet(3, requests=[7, 4, 3])).index == 2, (
+        "no match at all: the fewest requests"
+    )
 
 
 def test_aibrix_counts_whole_per_cents():
@@ -117,11 +127,15 @@ def test_aibrix_counts_whole_per_cents():
 
 def test_ray_takes_the_shortest_queue_of_those_with_the_longest_match():
     policy, prompt = taught("ray_prefix", 0, 2)
-    assert policy.choose(asked(chain(200, after=prompt)), fleet(3, requests=[500, 0, 499])).index == 2, "however long it is"
+    assert policy.choose(asked(chain(200, after=prompt)), fleet(3, requests=[500, 0, 499])).index == 2, (
+        "however long it is"
+    )
     barely, short = chain(200, after=prompt[:20]), chain(200, after=prompt[:19])
     assert policy.choose(asked(barely), fleet(3, requests=[1, 0, 2])).index == 0, "0.1 is enough"
     policy.placed(asked(chain(300)), fleet(3), Choice(1))
-    assert policy.choose(asked(short), fleet(3, requests=[2, 0, 1])).index == 2, "less: the smallest trees, not the fewest requests"
+    assert policy.choose(asked(short), fleet(3, requests=[2, 0, 1])).index == 2, (
+        "less: the smallest trees, not the fewest requests"
+    )
 
 
 @pytest.mark.parametrize("name", (*SGLANG, "smg_spill", "aibrix", "ray_prefix"))

@@ -2,11 +2,12 @@
 
     HITHERTO_VLLM=~/.cache/hitherto/vllm-0.28.0 python -m bench.calibration [--quick] [--profile FILE] [--json FILE]
 
-A real vLLM on the CPU with a tiny model is measured by `hitherto calibrate`; a simulated engine gets the profile. Work: tau-bench
-airline conversations (tools, one long system prompt) and MT-Bench-101 dialogues (nothing shared), half of the requests each,
-turn by turn with the file's replies, so that both engines get the same prompts; conversations begin as a Poisson process.
-Loads are shares of the rate at which the real engine gets through a backlog. Each load runs on the real engine, on the
-simulated, and on the real one again: what the real engine differs from itself by is what no simulation can get below.
+A real vLLM on the CPU with a tiny model is measured by `hitherto calibrate`; a simulated engine gets the profile. Work:
+tau-bench airline conversations (tools, one long system prompt) and MT-Bench-101 dialogues (nothing shared), half of the
+requests each, turn by turn with the file's replies, so that both engines get the same prompts; conversations begin as a
+Poisson process. Loads are shares of the rate at which the real engine gets through a backlog. Each load runs on the
+real engine, on the simulated, and on the real one again: what the real engine differs from itself by is what no
+simulation can get below.
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ def figures(times: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
 
 def compare(one: dict[str, np.ndarray], *others: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
     """one / other - 1 per quantile; the other's is the mean of what several runs have there."""
+
     def error(name: str, of) -> float:
         return round(float(of(one[name]) / np.mean([of(other[name]) for other in others]) - 1), 4)
 
@@ -147,7 +149,10 @@ def table(load: float, said: dict) -> str:
         lines.append(f"{name.upper() + ' ms':22}" + "".join(f"{column:>9}" for column in columns) + f"{'hit rate':>10}")
         lines += [f"{run:22}" + "".join(f"{said[run][f'{name}_ms'][column]:9.2f}" for column in columns) + f"{said[run]['hit_rate']:10.3f}"
                   for run in RUNS]  # fmt: skip
-        lines += [f"{title:22}" + "".join(f"{error[name][column]:+9.1%}" for column in columns) for title, error in said["error"].items()]
+        lines += [
+            f"{title:22}" + "".join(f"{error[name][column]:+9.1%}" for column in columns)
+            for title, error in said["error"].items()
+        ]
     return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
 """Gateways to put in front of the same engines, one at a time: this one under several policies, and its peers.
 
 A peer is looked for in an environment of its own under PEERS_HOME (`sglang`, `smg`, `vllm`; default: `peers` in the
-folder for temporary files); one that is not there is left out, and that is said. Thresholds are the peers' defaults unless
-the name says "tuned": 64 requests and a factor of 1.5 are never exceeded by a fleet of two.
+folder for temporary files); one that is not there is left out, and that is said. Thresholds are the peers' defaults
+unless the name says "tuned": 64 requests and a factor of 1.5 are never exceeded by a fleet of two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ TUNED = "--balance-abs-threshold 2 --balance-rel-threshold 1.2"
 
 
 class Backend(Protocol):
-    """What a gateway has to be told of an engine: `tests.vllm.engines.Engine` and `bench.simulated.Simulated` are such."""
+    """What a gateway has to be told of an engine: `tests.vllm.engines.Engine` and `bench.simulated.Simulated` are
+    such."""
 
     url: str
     replica_url: str  # as ours takes it
@@ -62,12 +63,20 @@ class Contender:
 
 def ours(policy: str, session: bool = False) -> Contender:
     name = f"hitherto {policy}" + (" + session header" if session else "")
-    return Contender(name, None, "-m gateway serve --host 127.0.0.1 --port {port} --admin-port {aux} --log-level warning "
-                     f"--policy {policy} --model {{model}} --served-model-name {{name}} --replica-url {{replicas}}", session, rule=policy)
+    return Contender(
+        name,
+        None,
+        "-m gateway serve --host 127.0.0.1 --port {port} --admin-port {aux} --log-level warning "
+        f"--policy {policy} --model {{model}} --served-model-name {{name}} --replica-url {{replicas}}",
+        session,
+        rule=policy,
+    )
 
 
-KV = "vllm-router --host 127.0.0.1 --port {port} --prometheus-port {aux} --worker-urls {urls} --policy kv_aware " \
-     "--kv-event-block-size 16 --kv-event-model {name} {events} {replays}"
+KV = (
+    "vllm-router --host 127.0.0.1 --port {port} --prometheus-port {aux} --worker-urls {urls} --policy kv_aware "
+    "--kv-event-block-size 16 --kv-event-model {name} {events} {replays}"
+)
 CACHE = "--host 127.0.0.1 --port {port} --prometheus-port {aux} --worker-urls {urls} --policy cache_aware"
 CONTENDERS = (
     ours("least_time"),
@@ -75,9 +84,17 @@ CONTENDERS = (
     ours("least_load"),
     ours("consistent_hash", session=True),
     Contender("vllm-router kv_aware", "vllm", KV, rule="vllm_kv_aware"),
-    Contender("vllm-router kv_aware + session header", "vllm", f"{KV} --kv-aware-session-affinity-ttl-secs 600", session=True),
-    Contender("vllm-router consistent_hash + session header", "vllm", "vllm-router --host 127.0.0.1 --port {port} "
-              "--prometheus-port {aux} --worker-urls {urls} --policy consistent_hash", session=True, rule="session_hash"),
+    Contender(
+        "vllm-router kv_aware + session header", "vllm", f"{KV} --kv-aware-session-affinity-ttl-secs 600", session=True
+    ),
+    Contender(
+        "vllm-router consistent_hash + session header",
+        "vllm",
+        "vllm-router --host 127.0.0.1 --port {port} "
+        "--prometheus-port {aux} --worker-urls {urls} --policy consistent_hash",
+        session=True,
+        rule="session_hash",
+    ),
     Contender("vllm-router cache_aware", "vllm", f"vllm-router {CACHE}"),
     Contender("sglang-router cache_aware", "sglang", f"sglang-router launch {CACHE}", rule="sglang_chars"),
     Contender("sglang-router cache_aware, tuned", "sglang", f"sglang-router launch {CACHE} {TUNED}"),
@@ -102,7 +119,9 @@ def argv(contender: Contender, engines: Sequence[Backend], port: int, aux: int) 
         "{urls}": [engine.url for engine in engines],
         "{replicas}": [engine.replica_url for engine in engines],
         "{events}": [word for engine in engines for word in ("--kv-event-source", f"{engine.url}={engine.events}")],
-        "{replays}": [word for engine in engines for word in ("--kv-event-replay-source", f"{engine.url}={engine.replay}")],
+        "{replays}": [
+            word for engine in engines for word in ("--kv-event-replay-source", f"{engine.url}={engine.replay}")
+        ],
     }
     for word in contender.command.split():
         words += several.get(word) or [word.format(port=port, aux=aux, model=engines[0].model, name=engines[0].name)]

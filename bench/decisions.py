@@ -2,11 +2,12 @@
 
     python -m bench.decisions [--quick] [--json FILE]
 
-Each replica holds prefixes of some conversations and has prompts and streams; each decision asks for one conversation, and
-between two of them one request is sent and one answer begins, as in a running gateway. `match` in the map; `weigh`, which is
-`match` and overlaps to candidates; `choose` of every policy; `decision`, `weigh` and least_time's `choose`. Beside them `loop`, which only reads each replica's load once and takes the least:
-what a choice costs at least that looks at them one by one; and `one by one`, least_time on a list of candidates. All sizes are
-measured in each of five rounds, and of each size the round is shown whose decisions were quickest: others use the machine, too.
+Each replica holds prefixes of some conversations and has prompts and streams; each decision asks for one conversation,
+and between two of them one request is sent and one answer begins, as in a running gateway. `match` in the map; `weigh`,
+which is `match` and overlaps to candidates; `choose` of every policy; `decision`, `weigh` and least_time's `choose`.
+Beside them `loop`, which only reads each replica's load once and takes the least: what a choice costs at least that
+looks at them one by one; and `one by one`, least_time on a list of candidates. All sizes are measured in each of five
+rounds, and of each size the round is shown whose decisions were quickest: others use the machine, too.
 """
 
 import argparse
@@ -40,7 +41,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="100 decisions each instead of 1,000")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     options = parser.parse_args()
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}"
+    machine = (
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}"
+    )
     rounds = [[measure(count, 100 if options.quick else TURNS) for count in REPLICAS] for _ in range(ROUNDS)]
     quickest = [min(rows, key=lambda row: row["decision"]["p50_us"]) for rows in zip(*rounds)]
     result = {"machine": machine, "load_average": os.getloadavg()[0], "rounds": ROUNDS, "by_replicas": quickest}
@@ -62,16 +65,32 @@ class Backends:
         )  # fmt: skip
         for number in range(count):
             name = f"10.0.{number // 250}.{number % 250}:8000"
-            replica = SimpleNamespace(id=name, host="10.0.0.1", address="", port=8000, tls=None, url="http://10.0.0.1:8000", rank=None, state=State.READY, models={"m": None}, serves=lambda model: True)
+            replica = SimpleNamespace(
+                id=name,
+                host="10.0.0.1",
+                address="",
+                port=8000,
+                tls=None,
+                url="http://10.0.0.1:8000",
+                rank=None,
+                state=State.READY,
+                models={"m": None},
+                serves=lambda model: True,
+            )
             backend = Backend(replica, self.proxy.router.add(name, self.map.attach(name, 4096, True)))
-            backend.candidate.costs.ttft.value, backend.candidate.costs.step.value = self.rng.uniform(0.8, 1.2), self.rng.uniform(0.8, 1.2)
+            backend.candidate.costs.ttft.value, backend.candidate.costs.step.value = (
+                self.rng.uniform(0.8, 1.2),
+                self.rng.uniform(0.8, 1.2),
+            )
             self.proxy.add(backend)
         self.names = [*self.proxy.backends]
         rng = np.random.default_rng(4)
         self.chains = rng.integers(1, 1 << 64, (CONVERSATIONS, BLOCKS), np.uint64)
         self.chains[:, :16] = self.chains[0, :16]
         for number, chain in enumerate(self.chains):
-            self.map.store(number % count, chain[:200].tolist(), (chain[:200] + np.uint64(number % count)).tolist(), "gpu")
+            self.map.store(
+                number % count, chain[:200].tolist(), (chain[:200] + np.uint64(number % count)).tolist(), "gpu"
+            )
         self.waiting = [self.sent(index) for index in range(count)]
         self.streams = []
         for one in (self.sent(index) for index in range(count) for _ in range(3)):
@@ -88,7 +107,9 @@ class Backends:
         begun = self.waiting.pop(rng.randrange(len(self.waiting)))
         self.ledger.first_byte(begun, self.now)
         backend = self.proxy.backends[begun.replica]
-        backend.candidate.costs.observe_ttft(rng.uniform(0.05, 0.2), begun.uncached, 4096 - begun.uncached, begun.before, begun.at)
+        backend.candidate.costs.observe_ttft(
+            rng.uniform(0.05, 0.2), begun.uncached, 4096 - begun.uncached, begun.before, begun.at
+        )
         self.streams.append(begun)
         self.ledger.release(self.streams.pop(rng.randrange(len(self.streams))))
 
@@ -122,7 +143,9 @@ def measure(count: int, turns: int) -> dict:
         assert len(candidates) == count
     gc.enable()
     times["decision"] = [sum(parts) for parts in zip(times["weigh"], times["least_time"])]
-    return {"replicas": count} | {name: dict(zip(("p50_us", "p99_us"), np.percentile(all_, (50, 99)) * 1e6)) for name, all_ in times.items()}
+    return {"replicas": count} | {
+        name: dict(zip(("p50_us", "p99_us"), np.percentile(all_, (50, 99)) * 1e6)) for name, all_ in times.items()
+    }
 
 
 def weighed(proxy: Proxy, prompt):
@@ -143,7 +166,10 @@ def report(result: dict) -> None:
     for name in rows[0]:
         if name != "replicas":
             print(f"{name:20}" + "".join(f"{row[name]['p50_us']:>9,.1f} /{row[name]['p99_us']:>6,.0f}" for row in rows))
-    print(f"{'least_time / loop':20}" + "".join(f"{row['least_time']['p50_us'] / row['loop']['p50_us']:>9,.1f}{'':8}" for row in rows))
+    print(
+        f"{'least_time / loop':20}"
+        + "".join(f"{row['least_time']['p50_us'] / row['loop']['p50_us']:>9,.1f}{'':8}" for row in rows)
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     DYNAMO/bin/python -P bench/dynamo_index.py BLOCKS REPLICAS     (prints JSON)
 
-`RadixTree` of ai-dynamo-runtime takes events as JSON bytes and handles them in a thread of its own; that thread's CPU time is
-what `stored_per_s` is made of, decoding included, as that is how Python reaches it. A lookup waits for its answer, a dict.
+`RadixTree` of ai-dynamo-runtime takes events as JSON bytes and handles them in a thread of its own; that thread's CPU
+time is what `stored_per_s` is made of, decoding included, as that is how Python reaches it. A lookup waits for its
+answer, a dict.
 """
 
 import json
@@ -25,7 +26,9 @@ def resident() -> int:
 
 def hashes(number: int) -> list[int]:
     rng, shared = random.Random(number + 1), random.Random(0)
-    return [shared.getrandbits(63) | 1 for _ in range(SHARED)] + [rng.getrandbits(63) | 1 for _ in range(LENGTH - SHARED)]
+    return [shared.getrandbits(63) | 1 for _ in range(SHARED)] + [
+        rng.getrandbits(63) | 1 for _ in range(LENGTH - SHARED)
+    ]
 
 
 def holders(number: int, replicas: int) -> list[tuple[int, int]]:
@@ -49,7 +52,12 @@ def main() -> None:
             known.add(replica)
             for start in range(begin, length, CALL):
                 part = whole[start : min(start + CALL, length)]
-                event = {"stored": {"parent_hash": whole[start - 1] if start else None, "blocks": [{"block_hash": h, "tokens_hash": h} for h in part]}}
+                event = {
+                    "stored": {
+                        "parent_hash": whole[start - 1] if start else None,
+                        "blocks": [{"block_hash": h, "tokens_hash": h} for h in part],
+                    }
+                }
                 encoded = json.dumps({"event_id": stored, "data": event}).encode()
                 begun = time.thread_time()
                 tree.apply_event(replica, encoded)
@@ -58,7 +66,12 @@ def main() -> None:
     tree.find_matches([1])  # which is answered when all before it is done
     others = time.process_time() - time.thread_time() - others + sum(times)
     held = count * (LENGTH - SHARED) + SHARED
-    result = {"blocks": held, "replicas": replicas, "stored_per_s": stored / others, "resident_bytes_per_block": (resident() - before) / held}
+    result = {
+        "blocks": held,
+        "replicas": replicas,
+        "stored_per_s": stored / others,
+        "resident_bytes_per_block": (resident() - before) / held,
+    }
     picks = random.Random(7)
     for length in (CALL, LENGTH):
         took = []
@@ -70,7 +83,10 @@ def main() -> None:
             took.append((time.perf_counter() - begun) * 1e6)
             assert scores[number % replicas, 0] == length
         ordered = sorted(took)
-        result |= {f"match_{length}_us_p50": statistics.median(took), f"match_{length}_us_p99": ordered[int(0.99 * len(ordered))]}
+        result |= {
+            f"match_{length}_us_p50": statistics.median(took),
+            f"match_{length}_us_p99": ordered[int(0.99 * len(ordered))],
+        }
     took = []
     for replica in range(8):
         begun = time.perf_counter()

@@ -90,10 +90,18 @@ async def ask_all(url: str, chosen: list[list[list[dict]]]) -> list[tuple[int, i
     async def talk(client: httpx.AsyncClient) -> None:
         while todo:
             for messages in todo.pop():
-                answer = await client.post("/v1/chat/completions", json={"model": "sim", "messages": messages, "max_tokens": 1})
+                answer = await client.post(
+                    "/v1/chat/completions", json={"model": "sim", "messages": messages, "max_tokens": 1}
+                )
                 answer.raise_for_status()
                 usage = answer.json()["usage"]
-                seen.append((int(answer.headers["x-hitherto-cached-tokens"]), usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]))
+                seen.append(
+                    (
+                        int(answer.headers["x-hitherto-cached-tokens"]),
+                        usage["prompt_tokens_details"]["cached_tokens"],
+                        usage["prompt_tokens"],
+                    )
+                )
 
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         await asyncio.gather(*(talk(client) for _ in range(CONCURRENT)))

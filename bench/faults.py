@@ -1,12 +1,13 @@
-"""What each fault of Redis or of a gateway costs, in seconds: until requests go on, until the map is whole, until the ledger is zero.
+"""What each fault of Redis or of a gateway costs, in seconds: until requests go on, until the map is whole, until the
+ledger is zero.
 
     python -m bench.faults [--only WORDS] [--json FILE]
 
-Two real gateway processes before two simulated engines, a real Redis, and eight clients that never pause; two seconds of
-that, then the fault. One that can be undone lasts LASTS seconds, longer than a lease, and seconds are counted from its end; one
-that can't (a process killed) from its beginning. Clients go on for one second after that, so no ledger is empty before.
-Then every replica must have one writer and mirrors, no gateway be alone, the ledger be joined by all and empty, and what
-each gateway predicts must be what the engine reports.
+Two real gateway processes before two simulated engines, a real Redis, and eight clients that never pause; two seconds
+of that, then the fault. One that can be undone lasts LASTS seconds, longer than a lease, and seconds are counted from
+its end; one that can't (a process killed) from its beginning. Clients go on for one second after that, so no ledger is
+empty before. Then every replica must have one writer and mirrors, no gateway be alone, the ledger be joined by all and
+empty, and what each gateway predicts must be what the engine reports.
 
   pause    the longest time in which nobody got an answer, from the fault on; `before`: without any fault
   map      seconds until every gateway's map is kept by the shared one again, for good
@@ -104,7 +105,8 @@ def kill(scene: Scene) -> None:
 
 
 def kill_a_gateway(scene: Scene) -> None:
-    """The one that holds the leases. What its own clients asked it fails with it; they ask the other one from here on."""
+    """The one that holds the leases. What its own clients asked it fails with it; they ask the other one from here
+    on."""
     dies = scene.fleet.pop(0)
     while len(busy := scene.ledger.keys("hitherto:1:default:{pool}:of:*")) < 2 or min(map(scene.ledger.hlen, busy)) < 2:
         pass  # in the middle of something, on each replica
@@ -128,8 +130,10 @@ FAULTS = (
     Fault("Redis killed, back empty", plain, kill, lambda scene: scene.servers.restart(empty=True)),
     Fault("Redis killed, back with its data", persistent, kill, lambda scene: scene.servers.restart()),
     Fault("Redis frozen", plain, lambda scene: scene.servers.freeze(), lambda scene: scene.servers.thaw()),
-    Fault("Redis slow: 20 ms each way, one gateway", behind_a_proxy, lambda scene: setattr(scene.proxy, "delay", 0.02), lambda scene: setattr(scene.proxy, "delay", 0.0)),
-    Fault("Redis slow: 1 s each way, one gateway", behind_a_proxy, lambda scene: setattr(scene.proxy, "delay", 1.0), lambda scene: setattr(scene.proxy, "delay", 0.0)),
+    Fault("Redis slow: 20 ms each way, one gateway", behind_a_proxy,
+          lambda scene: setattr(scene.proxy, "delay", 0.02), lambda scene: setattr(scene.proxy, "delay", 0.0)),
+    Fault("Redis slow: 1 s each way, one gateway", behind_a_proxy,
+          lambda scene: setattr(scene.proxy, "delay", 1.0), lambda scene: setattr(scene.proxy, "delay", 0.0)),
     Fault("Redis full", plain, lambda scene: scene.ledger.config_set("maxmemory", 1), lambda scene: scene.ledger.config_set("maxmemory", 0)),
     Fault("Sentinel fails over", sentinels, lambda scene: scene.servers.primary.kill()),
     Fault("Cluster: the ledger's shard gone", cluster, lambda scene: scene.shard.kill(), lambda scene: scene.shard.restart()),
@@ -190,8 +194,12 @@ async def when(true: Callable, scene: Scene) -> float:
 async def whole(scene: Scene) -> bool:
     """Every gateway reaches Redis and has a writer or a mirror of each replica, and one of them writes."""
     told = [await one.status() for one in scene.fleet]
-    roles = [sorted(str(replica["map_role"]) for replica in of_one) for of_one in zip(*[one["replicas"] for one in told])]
-    return all(one["map"]["redis"]["reachable"] for one in told) and all(one == ["mirror"] * (len(told) - 1) + ["writer"] for one in roles)
+    roles = [
+        sorted(str(replica["map_role"]) for replica in of_one) for of_one in zip(*[one["replicas"] for one in told])
+    ]
+    return all(one["map"]["redis"]["reachable"] for one in told) and all(
+        one == ["mirror"] * (len(told) - 1) + ["writer"] for one in roles
+    )
 
 
 async def zero(scene: Scene) -> bool:
@@ -233,7 +241,9 @@ async def run(args: argparse.Namespace, keep: list[dict]) -> list[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORDS", help="faults whose names contain this")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there; those of other faults in it stay")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures there; those of other faults in it stay"
+    )
     args = parser.parse_args()
     keep = json.loads(args.json.read_text())["faults"] if args.json and args.json.exists() else []
     found = asyncio.run(run(args, keep))

@@ -20,10 +20,10 @@ MOONCAKE, AZURE = "mooncake_conversation_blk512.jsonl.gz", "azure2023_conv.csv.g
 _FILES = {"mooncake": MOONCAKE, "tau": TAU, "azure": AZURE}
 _SHAPES = {"mooncake": {"trace_jitter": 3.0}, "tau": {"think_time": 0.5}, "agents": {"think_time": 0.3}}
 _DATASETS = {"tau": "conversations"}
-_TRACES = ("mooncake", "azure")      # have times of their own
-_ENGINE = by_tokens(load_profile("gpu-8b"))      # as fast whatever its cache is, which the cells' differ in
-_OPEN = 32                           # conversations a replica at saturation
-_HOT = 1 << 40                       # names of a hot prefix: above those of a generator
+_TRACES = ("mooncake", "azure")  # have times of their own
+_ENGINE = by_tokens(load_profile("gpu-8b"))  # as fast whatever its cache is, which the cells' differ in
+_OPEN = 32  # conversations a replica at saturation
+_HOT = 1 << 40  # names of a hot prefix: above those of a generator
 SLOS = {"mooncake": {"ttft": 1000.0, "tpot": 50.0}, "tau": {"ttft": 100.0, "tpot": 30.0}, "agents": {"ttft": 100.0, "tpot": 30.0},
         "rag": {"ttft": 100.0, "tpot": 30.0}, "azure": {"ttft": 100.0, "tpot": 30.0}}  # fmt: skip
 
@@ -32,13 +32,13 @@ SLOS = {"mooncake": {"ttft": 1000.0, "tpot": 50.0}, "tau": {"ttft": 100.0, "tpot
 class Cell:
     load: str
     requests: int
-    at: float = 0.7                  # of saturation
-    cache: float = 1.0               # x the working set; 0: the profile's own, where nothing is shared
+    at: float = 0.7  # of saturation
+    cache: float = 1.0  # x the working set; 0: the profile's own, where nothing is shared
     replicas: int = 8
     gateways: int = 1
     own_ledgers: bool = False
     speeds: tuple[float, ...] = (1.0,)
-    special: str = ""                # "hot": a prefix that appears at once; "lost": a replica, and back
+    special: str = ""  # "hot": a prefix that appears at once; "lost": a replica, and back
 
     @property
     def basis(self) -> tuple:
@@ -52,14 +52,18 @@ class Cell:
     @property
     def name(self) -> str:
         parts = [f"{self.load} {self.at:.0%}"]
-        parts += [f"cache {self.cache:g}"] * (self.cache not in (0, 1.0)) + [f"{self.replicas} replicas"] * (self.replicas != 8)
+        parts += [f"cache {self.cache:g}"] * (self.cache not in (0, 1.0)) + [f"{self.replicas} replicas"] * (
+            self.replicas != 8
+        )
         parts += [f"{self.gateways} gateways{', own ledgers' * self.own_ledgers}"] * (self.gateways > 1)
         parts += ["two speeds"] * (len(self.speeds) > 1)
         parts += {"hot": ["hot prefix"], "lost": ["replica lost"]}.get(self.special, [])
         return ", ".join(parts)
 
     def about(self, blocks: int) -> str:
-        return f"{self.requests} requests, {self.profiles(blocks)[0].num_blocks} blocks a replica, TTFT <= {SLOS[self.load]['ttft']:g} ms, TPOT <= {SLOS[self.load]['tpot']:g} ms"
+        slo = SLOS[self.load]
+        limits = f"TTFT <= {slo['ttft']:g} ms, TPOT <= {slo['tpot']:g} ms"
+        return f"{self.requests} requests, {self.profiles(blocks)[0].num_blocks} blocks a replica, {limits}"
 
     def profiles(self, blocks: int) -> list[Profile]:
         size = max(2048, int(self.cache * blocks / self.replicas)) if self.cache else None
@@ -74,8 +78,11 @@ def _cells() -> list[Cell]:
     found += [replace(cell, at=at) for cell in (rag, tau, azure) for at in (0.5, 0.7, 0.9)]
     found += [replace(rag, at=1.1)]
     found += [replace(cell, cache=cache) for cell in (agents, mooncake, rag, tau) for cache in (0.5, 2.0)]
-    found += [replace(agents, replicas=64, requests=5000, cache=2.0), replace(rag, replicas=64, requests=3500),
-              replace(mooncake, replicas=64, requests=1800)]
+    found += [
+        replace(agents, replicas=64, requests=5000, cache=2.0),
+        replace(rag, replicas=64, requests=3500),
+        replace(mooncake, replicas=64, requests=1800),
+    ]
     found += [replace(agents, gateways=4), replace(agents, gateways=4, own_ledgers=True), replace(mooncake, gateways=4)]
     found += [replace(cell, speeds=(1.0, 0.5)) for cell in (agents, mooncake)]
     found += [replace(rag, special="hot"), replace(rag, special="hot", at=0.9)]
@@ -116,8 +123,12 @@ def work(cell: Cell, rate: float, seed: int) -> Workload:
 def _with_hot(conversations: list[Conversation], hot: int, rng: random.Random) -> list[Conversation]:
     """From the middle on every other request is about one long document which nobody has asked about before."""
     half = len(conversations) - hot
-    asked = [Conversation(f"hot-{number}", [Turn([say("system", span(_HOT, 8000)), say("user", span(_HOT + 1 + number, 50))], 150)])
-             for number in range(hot)]
+    asked = [
+        Conversation(
+            f"hot-{number}", [Turn([say("system", span(_HOT, 8000)), say("user", span(_HOT + 1 + number, 50))], 150)]
+        )
+        for number in range(hot)
+    ]
     later = conversations[half:] + asked
     rng.shuffle(later)
     return conversations[:half] + later
@@ -126,7 +137,9 @@ def _with_hot(conversations: list[Conversation], hot: int, rng: random.Random) -
 def setting(cell: Cell, policy: str, blocks: int, rate: float, seed: int) -> Setting:
     lasts = cell.requests / rate
     outages = [Outage(0, 0.4 * lasts, 0.6 * lasts)] if cell.special == "lost" else []
-    return Setting(policy, cell.profiles(blocks), seed, cell.gateways, not cell.own_ledgers, outages=outages, engine_replies=True)
+    return Setting(
+        policy, cell.profiles(blocks), seed, cell.gateways, not cell.own_ledgers, outages=outages, engine_replies=True
+    )
 
 
 def saturated(cell: Cell, blocks: int, seed: int) -> float:
@@ -145,7 +158,9 @@ def saturated(cell: Cell, blocks: int, seed: int) -> float:
     for conversation in asked:
         for turn in conversation.turns:
             turn.think = 0.0
-    done = simulate(Workload(asked, [0.0] * len(asked)), replace(setting(cell, "round_robin", blocks, 1.0, seed), users=users)).done
+    done = simulate(
+        Workload(asked, [0.0] * len(asked)), replace(setting(cell, "round_robin", blocks, 1.0, seed), users=users)
+    ).done
     begun: dict[str, float] = {}
     for record in done:
         root = record.conversation.split(".")[0]

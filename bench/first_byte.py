@@ -1,10 +1,13 @@
-"""How long the first byte takes at 200 requests a second, which none of them finds hard: ours, the Rust routers, plain proxies.
+"""How long the first byte takes at 200 requests a second, which none of them finds hard: ours, the Rust routers, plain
+proxies.
 
-    python -m bench.first_byte [--loads plain,chat] [--fronts nginx,hitherto,...] [--rate 200] [--seconds 8] [--rounds 3] [--json FILE]
+    python -m bench.first_byte [--loads plain,chat] [--fronts nginx,hitherto,...] [--rate 200] [--seconds 8] [--rounds
+    3] [--json FILE]
 
-One gateway on one core, engines (`bench.native`, answering at once) and clients on the other. Open loop: requests are due by a Poisson
-process whatever became of those before, and are timed from when they were due; a client sends on a connection that is free, or on
-a new one. Each front runs once a round, in turn; quantiles are the medians of the rounds. `direct`: no gateway between.
+One gateway on one core, engines (`bench.native`, answering at once) and clients on the other. Open loop: requests are
+due by a Poisson process whatever became of those before, and are timed from when they were due; a client sends on a
+connection that is free, or on a new one. Each front runs once a round, in turn; quantiles are the medians of the
+rounds. `direct`: no gateway between.
 """
 
 from __future__ import annotations
@@ -104,7 +107,9 @@ async def play(port: int, asked: list[bytes], rate: float, seed: int) -> list[fl
     return await asyncio.gather(*tasks)
 
 
-def measure(made: Generator, names: list[str], loads: list[str], rate: float, seconds: float, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+def measure(
+    made: Generator, names: list[str], loads: list[str], rate: float, seconds: float, rounds: int
+) -> dict[str, dict[str, dict[str, float]]]:
     times: dict[tuple[str, str], list[np.ndarray]] = {}
     for number in range(rounds):
         for name in ["direct", *names]:
@@ -114,7 +119,9 @@ def measure(made: Generator, names: list[str], loads: list[str], rate: float, se
                    for name in ["direct", *names]} for load in loads}  # fmt: skip
 
 
-def one_front(made: Generator, name: str, loads: list[str], rate: float, seconds: float, seed: int) -> dict[str, list[float]]:
+def one_front(
+    made: Generator, name: str, loads: list[str], rate: float, seconds: float, seed: int
+) -> dict[str, list[float]]:
     def played(port: int) -> dict[str, list[float]]:
         found = {}
         for load in loads:
@@ -141,14 +148,26 @@ def main() -> None:
     os.sched_setaffinity(0, {GENERATOR_CORE})
     with generator() as made:
         found = measure(made, names, loads, options.rate, options.seconds, options.rounds)
-    print(f"first byte at {options.rate:g} requests a second, ms from when it was due; x: p99 by the best Rust router's")
+    print(
+        f"first byte at {options.rate:g} requests a second, ms from when it was due; x: p99 by the best Rust router's"
+    )
     for load, by_front in found.items():
         best = min((by_front[one]["p99"] for one in RUST if one in by_front), default=None)
         print(f"\n{load:16}{'p50':>9}{'p90':>9}{'p99':>9}{'p99.9':>9}{'x':>7}")
         for name, q in by_front.items():
-            print(f"{name:16}" + "".join(f"{value:9.2f}" for value in q.values()) + (f"{q['p99'] / best:7.2f}" if best else ""))
+            print(
+                f"{name:16}"
+                + "".join(f"{value:9.2f}" for value in q.values())
+                + (f"{q['p99'] / best:7.2f}" if best else "")
+            )
     if options.json:
-        said = {"machine": machine(), "rate": options.rate, "seconds": options.seconds, "rounds": options.rounds, "ms": found}
+        said = {
+            "machine": machine(),
+            "rate": options.rate,
+            "seconds": options.seconds,
+            "rounds": options.rounds,
+            "ms": found,
+        }
         Path(options.json).write_bytes(orjson.dumps(said, option=orjson.OPT_INDENT_2))
 
 

@@ -2,19 +2,22 @@
 
     python -m bench.gateways [--ways redis,events,guess,fixed] [--counts 1,2,4,8] [--json FILE]
 
-The same load each time, request by request to the next gateway, nothing sticky: tau-bench airline conversations, open loop.
-Eight simulated engines whose caches together hold CACHES x the work's distinct blocks, so that a conversation kept in two
-places pushes another one out. Everything else is real: gateway processes, sockets, Redis, KV events. Engines are slow and
-replies short, so that two cores are enough for all of it and engines' times, not the machine's, decide.
+The same load each time, request by request to the next gateway, nothing sticky: tau-bench airline conversations, open
+loop. Eight simulated engines whose caches together hold CACHES x the work's distinct blocks, so that a conversation
+kept in two places pushes another one out. Everything else is real: gateway processes, sockets, Redis, KV events.
+Engines are slow and replies short, so that two cores are enough for all of it and engines' times, not the machine's,
+decide.
 
   redis    one map and one ledger for all gateways
   events   no Redis; every gateway follows every engine's events, and knows nothing of the others' load
   guess    no Redis, engines without events; every gateway has a map of its own, of what it sent: what gateways without
            events do
-  fixed    only the burst below, by policies that do not decide by predicted time: consistent_hash (bounded load), round_robin
+  fixed    only the burst below, by policies that do not decide by predicted time: consistent_hash (bounded load),
+           round_robin
 
-After the load, with 4 gateways: BURST equal prompts that nobody has seen, all at once, over all of them, a few times. After
-the largest number with Redis: one more gateway is started, and the time until it knows what the others know is taken.
+After the load, with 4 gateways: BURST equal prompts that nobody has seen, all at once, over all of them, a few times.
+After the largest number with Redis: one more gateway is started, and the time until it knows what the others know is
+taken.
 
 Runs of a FILE that is there are kept and added to, so that a long measurement can be made in parts.
 """
@@ -99,7 +102,15 @@ def make_work(seed: int, requests: int) -> Work:
 @asynccontextmanager
 async def gateways(count: int, policy: str, redis_url: str | None, urls: Sequence[str]):
     async with AsyncExitStack() as stack:
-        flags = ["--model", "sim", "--policy", policy, *(["--redis-url", redis_url] if redis_url else []), "--replica-url", *urls]
+        flags = [
+            "--model",
+            "sim",
+            "--policy",
+            policy,
+            *(["--redis-url", redis_url] if redis_url else []),
+            "--replica-url",
+            *urls,
+        ]
         found = await asyncio.gather(*(stack.enter_async_context(running(*flags)) for _ in range(count)))
         for one in found:
             await one.until(lambda status: ready(status, len(urls), redis_url), 60)
@@ -112,7 +123,9 @@ def ready(status: dict, replicas: int, redis_url: str | None) -> bool:
         return False
     if redis_url is None:
         return all(one["events"] in ("live", "off") for one in status["replicas"])
-    return status["map"]["redis"]["ledger_joined"] and all(one["map_role"] in ("writer", "mirror") for one in status["replicas"])
+    return status["map"]["redis"]["ledger_joined"] and all(
+        one["map_role"] in ("writer", "mirror") for one in status["replicas"]
+    )
 
 
 async def choosing(fleet: Sequence[Running]) -> dict:
@@ -134,7 +147,11 @@ def quantile_ms(buckets: Sequence[tuple[float, float]], share: float) -> float |
     rank, lower, below = share * buckets[-1][1] if buckets else 0.0, 0.0, 0.0
     for bound, count in buckets:
         if count >= rank and count > below:
-            return None if math.isinf(bound) else round(1e3 * (lower + (bound - lower) * (rank - below) / (count - below)), 3)
+            return (
+                None
+                if math.isinf(bound)
+                else round(1e3 * (lower + (bound - lower) * (rank - below) / (count - below)), 3)
+            )
         lower, below = bound, count
     return None
 
@@ -160,12 +177,16 @@ async def play(way: str, count: int, urls: Sequence[str], work: Work, folder: Pa
             "late_p99_ms": report["generator"]["lateness_ms"]["p99"], "duration_s": report["duration_s"], **await choosing(fleet),
         }  # fmt: skip
         if server:
-            told["redis"] = {f"{name}_per_s": round((after[name] - before[name]) / took, 3 if name == "cpu" else 1) for name in after}
+            told["redis"] = {
+                f"{name}_per_s": round((after[name] - before[name]) / took, 3 if name == "cpu" else 1) for name in after
+            }
         if count == BURST_GATEWAYS:
             before = await choosing(fleet)
             told["burst"] = await bursts(client)
             after = await choosing(fleet)
-            told["burst"]["decided"] = {name: number - before["decided"].get(name, 0) for name, number in after["decided"].items()}
+            told["burst"]["decided"] = {
+                name: number - before["decided"].get(name, 0) for name, number in after["decided"].items()
+            }
         if server and count > 4:
             told["late_gateway"] = await one_more(fleet[0], server.url, urls)
         client.close()
@@ -176,7 +197,9 @@ async def bursts(client: InTurn) -> dict:
     """Medians over some bursts of equal prompts: how many replicas they ended on, and what that took."""
     found = []
     for number in range(BURSTS):
-        words = random.Random(f"burst {number}").choices("river lantern copper meadow orbit velvet anchor thistle".split(), k=BURST_WORDS)
+        words = random.Random(f"burst {number}").choices(
+            "river lantern copper meadow orbit velvet anchor thistle".split(), k=BURST_WORDS
+        )
         body = ASKING.body([{"role": "user", "content": f"{number} {' '.join(words)}"}], Turn([], OUTPUT), {})
         records = [Record("", 0, 0.0) for _ in range(BURST)]
         await asyncio.gather(*(client.ask(CHAT, body, one) for one in records))
@@ -203,7 +226,10 @@ async def one_more(sibling: Running, redis_url: str, urls: Sequence[str]) -> dic
 async def measure(args: argparse.Namespace, keep: list[dict]) -> None:
     work = make_work(args.seed, args.requests)
     blocks = math.ceil(CACHES * work.blocks / REPLICAS)
-    print(f"{args.requests} requests, {RATE:g}/s; {REPLICAS} engines of {blocks} blocks, the work has {work.blocks}\n{HEAD}", flush=True)
+    print(
+        f"{args.requests} requests, {RATE:g}/s; {REPLICAS} engines of {blocks} blocks, the work has {work.blocks}\n{HEAD}",
+        flush=True,
+    )
 
     def add(run: dict) -> None:
         mine = (run["way"], run["gateways"])
@@ -217,7 +243,8 @@ async def measure(args: argparse.Namespace, keep: list[dict]) -> None:
             async with engines(REPLICAS, PROFILE.format(blocks=blocks), Path(name), *flags) as found:
                 urls = [one.url for one in found]
                 if way != "fixed":
-                    await play(way, 1, urls, make_work(args.seed + 1, 150), Path(name))  # so that no run has cold engines
+                    # so that no run has cold engines
+                    await play(way, 1, urls, make_work(args.seed + 1, 150), Path(name))
                     for count in args.counts:
                         add(await play(way, count, urls, work, Path(name)))
                     continue
@@ -235,7 +262,11 @@ HEAD = (f"{'way':16} {'gateways':>8} {'hit %':>6} {'ideal':>6} {'TTFT mean ms':>
 
 def line(run: dict) -> str:
     start, burst = f"{run['way']:16} {run['gateways']:8d} ", run.get("burst")
-    ends = f"{burst['replicas']:g} {burst['ttft_mean_ms']:.0f} {burst['ttft_last_ms']:.0f} {burst['computed']:.1f}" if burst else ""
+    ends = (
+        f"{burst['replicas']:g} {burst['ttft_mean_ms']:.0f} {burst['ttft_last_ms']:.0f} {burst['computed']:.1f}"
+        if burst
+        else ""
+    )
     if "ttft_ms" not in run:
         return f"{start}{'':86}{ends}"
     ttft, choose = run["ttft_ms"], run["choose_ms"]
@@ -253,7 +284,13 @@ def save(args: argparse.Namespace, runs: list[dict]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), metavar="A,B")
-    parser.add_argument("--counts", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2, 4, 8], metavar="N,N", help="numbers of gateways")
+    parser.add_argument(
+        "--counts",
+        type=lambda text: [int(one) for one in text.split(",")],
+        default=[1, 2, 4, 8],
+        metavar="N,N",
+        help="numbers of gateways",
+    )
     parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")

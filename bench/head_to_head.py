@@ -56,8 +56,14 @@ async def busy(pids: Sequence[int], begin: float, end: float) -> list[float]:
     return [(cpu_seconds(pid) - used) / (perf_counter() - since) for pid, used in zip(pids, before)]
 
 
-async def head_to_head(contender: Contender, engines: Sequence[Backend], conversations: Sequence[Conversation], starts: Sequence[float],
-                       asking: Asking, log: Path) -> tuple[Run, dict]:
+async def head_to_head(
+    contender: Contender,
+    engines: Sequence[Backend],
+    conversations: Sequence[Conversation],
+    starts: Sequence[float],
+    asking: Asking,
+    log: Path,
+) -> tuple[Run, dict]:
     """The run, and its figures. `busy` is CPU while load was full: the later half of the arrivals."""
     async with running(contender, engines, log) as (url, pid):
         before = [await counters(engine) for engine in engines]

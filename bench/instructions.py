@@ -1,14 +1,15 @@
 """What a decision costs in instructions: a number that a busy machine does not change.
 
-    python -m bench.instructions            counts, and compares with what is recorded; fails if a step is off by more than 3 %
+    python -m bench.instructions            counts, and compares with what is recorded; fails if a step is off by more
+                                            than 3 %
     python -m bench.instructions --record   counts, and records
 
-A fixed replay of the decision path runs under valgrind, which counts each instruction: requests become prompts (JSON, template,
-tokens, hashes), the map says who holds how much, `least_time` chooses among eight replicas, load is reserved. Nothing waits
-or looks at a clock, and what would differ between machines is pinned. Runs differed by 0.12 % at most, with other hash seeds,
-environments and folders too. Between builds of Python 3.11 counts differ by 4 to 11 % (their ratios to those
-of a fixed loop in the same interpreter by 6 to 14), so each build has values of its own; for one that has none there is nothing
-to compare with, and it says so. The versions of packages are those of constraints.txt.
+A fixed replay of the decision path runs under valgrind, which counts each instruction: requests become prompts (JSON,
+template, tokens, hashes), the map says who holds how much, `least_time` chooses among eight replicas, load is reserved.
+Nothing waits or looks at a clock, and what would differ between machines is pinned. Runs differed by 0.12 % at most,
+with other hash seeds, environments and folders too. Between builds of Python 3.11 counts differ by 4 to 11 % (their
+ratios to those of a fixed loop in the same interpreter by 6 to 14), so each build has values of its own; for one that
+has none there is nothing to compare with, and it says so. The versions of packages are those of constraints.txt.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ STEPS = ("prompt", "match", "choose", "match, choose, reserve")
 BUILD_FLAGS = ("--enable-optimizations", "--with-lto", "--enable-shared", "--with-pydebug")
 REQUESTS, WARM = 40, 60  # measured ones, and those before: by then the interpreter has specialised what it runs
 REPLICAS = 8
-# Valgrind shows every program the same processor, a Haswell; numpy and glibc are kept from going by more than any x86-64 has.
+# Valgrind shows every program the same processor, a Haswell; numpy and glibc are kept from going by more than any
+# x86-64 has.
 PINNED = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-AVX,-ERMS,-FSRM,-BMI2,-LZCNT,-MOVBE,-SSE4_2,-SSSE3",
           "NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3"}  # fmt: skip
 
@@ -47,8 +49,9 @@ class Unavailable(Exception):
 
 # --- below valgrind
 
-# x86-64: what valgrind takes for a request of the program's (valgrind.h), a no-op elsewhere. Arguments in memory at rdi.
-REQUEST = bytes.fromhex("4889f8" "4889f2" "48c1c703" "48c1c70d" "48c1c73d" "48c1c733" "4887db" "4889d0" "c3")
+# x86-64: what valgrind takes for a request of the program's (valgrind.h), a no-op elsewhere. Arguments in memory at
+# rdi.
+REQUEST = bytes.fromhex("4889f84889f248c1c70348c1c70d48c1c73d48c1c7334887db4889d0c3")
 DUMP_AT, START, ZERO = 0x43540003, 0x43540004, 0x43540001
 
 
@@ -132,7 +135,9 @@ def count(proxy, loads: list[bytes]) -> None:
     for prompt in prompts:
         cachemap.match(prompt.hashes, 1000.0)
     ask(DUMP_AT, b"match")
-    demand, candidates, *_ = proxy.router.ask(proxy.placing.demand(prompts[-1], 1000.0), proxy.serving.targets(prompts[-1]), 1000.0)
+    demand, candidates, *_ = proxy.router.ask(
+        proxy.placing.demand(prompts[-1], 1000.0), proxy.serving.targets(prompts[-1]), 1000.0
+    )
     ask(ZERO)
     for _ in prompts:
         policy.choose(demand, candidates)
@@ -149,8 +154,19 @@ def count(proxy, loads: list[bytes]) -> None:
 
 def build() -> str:
     """Of Python: what makes two interpreters count alike."""
-    flags = [flag.strip("'") for flag in (sysconfig.get_config_var("CONFIG_ARGS") or "").split() if flag.strip("'").startswith(BUILD_FLAGS)]
-    return ", ".join([platform.python_implementation() + " " + platform.python_version(), platform.python_compiler(), platform.machine(), *sorted(flags)])
+    flags = [
+        flag.strip("'")
+        for flag in (sysconfig.get_config_var("CONFIG_ARGS") or "").split()
+        if flag.strip("'").startswith(BUILD_FLAGS)
+    ]
+    return ", ".join(
+        [
+            platform.python_implementation() + " " + platform.python_version(),
+            platform.python_compiler(),
+            platform.machine(),
+            *sorted(flags),
+        ]
+    )
 
 
 def counted() -> dict[str, int]:
@@ -161,7 +177,16 @@ def counted() -> dict[str, int]:
     if valgrind is None:
         raise Unavailable("there is no valgrind; on Debian, as root: apt-get install valgrind")
     with tempfile.TemporaryDirectory() as folder:
-        command = [valgrind, "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/counts", sys.executable, "-m", "bench.instructions", "--replay"]
+        command = [
+            valgrind,
+            "--tool=callgrind",
+            "--instr-atstart=no",
+            f"--callgrind-out-file={folder}/counts",
+            sys.executable,
+            "-m",
+            "bench.instructions",
+            "--replay",
+        ]
         done = subprocess.run(command, cwd=ROOT, env=PINNED, capture_output=True, text=True)
         if "unrecognised instruction" in done.stderr:
             raise Unavailable("valgrind does not know an instruction that is used here")
@@ -204,9 +229,13 @@ def main() -> int:
     before = recorded().get(build())
     print(f"{build()}\n{'instructions a request':28}{'now':>10}{'recorded':>10}")
     for step in STEPS:
-        print(f"{step:28}{now[step]:10}" + (f"{before[step]:10}{now[step] / before[step] - 1:+8.2%}" if before else f"{'-':>10}"))
+        print(
+            f"{step:28}{now[step]:10}"
+            + (f"{before[step]:10}{now[step] / before[step] - 1:+8.2%}" if before else f"{'-':>10}")
+        )
     if args.record:
-        others = {} if before and off(now, before) else recorded()  # the path is another one: what other builds counted is past
+        # the path is another one: what other builds counted is past
+        others = {} if before and off(now, before) else recorded()
         RECORDED.write_text(json.dumps({**others, build(): now}, indent=1) + "\n")
         return 0
     return 1 if before and off(now, before) else 0

@@ -3,18 +3,20 @@
     python -m bench.large [--seconds 10] [--rounds 3] [--rate 50] [--model DIR] [--quick] [--json FILE]
 
 One gateway process with everything on (bundled tokenizer and template unless `--model` says otherwise, hashes, map,
-`least_time`), two engines that read a body, forget it and answer, and nginx passing the same bodies to them. Clients, engines and
-gateway share the machine's cores. Bodies have 400 kB and are sent when they are due, whatever happened to those before:
+`least_time`), two engines that read a body, forget it and answer, and nginx passing the same bodies to them. Clients,
+engines and gateway share the machine's cores. Bodies have 400 kB and are sent when they are due, whatever happened to
+those before:
 
 new            nothing of it was ever seen
 shared         300 kB that all have, 100 kB of its own
 conversation   long conversations, each body 2 kB longer than the one before
 
-A stall is what anybody else's request would wait. It is measured twice: by a timer in the gateway's own loop (`bench.watched`:
-`own` is what is left when waiting for a core is taken off, `work` what the loop's thread computed in between), and from
-outside, by a client that asks for /health 200 times a second; its time at an idle gateway while nginx has the load says what
-the machine itself does. `most` is what 16 clients get that never pause, themselves and the engines on the same cores.
-Memory is the proportional set size of the gateway with 32 requests held by the engines, less before, by the bytes of their bodies.
+A stall is what anybody else's request would wait. It is measured twice: by a timer in the gateway's own loop
+(`bench.watched`: `own` is what is left when waiting for a core is taken off, `work` what the loop's thread computed in
+between), and from outside, by a client that asks for /health 200 times a second; its time at an idle gateway while
+nginx has the load says what the machine itself does. `most` is what 16 clients get that never pause, themselves and the
+engines on the same cores. Memory is the proportional set size of the gateway with 32 requests held by the engines, less
+before, by the bytes of their bodies.
 """
 
 from __future__ import annotations
@@ -59,7 +61,12 @@ http {{ access_log off; keepalive_requests 1000000; client_max_body_size 64m; cl
 
 class Neighbour:
     def __init__(self, stack: ExitStack):
-        self.process = subprocess.Popen([sys.executable, "-m", "bench.large_parts", "neighbour"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "bench.large_parts", "neighbour"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         stack.callback(self.process.communicate)
 
     async def watch(self, port: int, seconds: float) -> dict[str, float]:
@@ -126,7 +133,9 @@ class Bench:
     def __init__(self, args: argparse.Namespace, stack: ExitStack):
         self.args, self.stack = args, stack
         self.tmp = stack.enter_context(tempfile.TemporaryDirectory(prefix="large-"))
-        self.engines = [f"http://127.0.0.1:{started(stack, '-m', 'bench.large_parts', 'engine', ports=1)[0]}" for _ in range(2)]
+        self.engines = [
+            f"http://127.0.0.1:{started(stack, '-m', 'bench.large_parts', 'engine', ports=1)[0]}" for _ in range(2)
+        ]
         self.neighbour = Neighbour(stack)
         self.bodies = Bodies(7)
 
@@ -155,7 +164,8 @@ class Bench:
         raise SystemExit("it did not come up")
 
     async def loaded(self, at: Gateway | Nginx, bodies: Iterator[bytes], seen: Gateway | Nginx | None = None) -> dict:
-        """A window of the load on `at`, with the neighbour at `seen`. CPU is without what that and the watching take."""
+        """A window of the load on `at`, with the neighbour at `seen`. CPU is without what that and the watching
+        take."""
         args, seen = self.args, seen or at
         alone = await self.alone(at) if seen is at else 0.0
         client = Client(at.port)
@@ -163,11 +173,18 @@ class Bench:
         if isinstance(seen, Gateway):
             await seen.lateness()
         cpu, begun = cpu_seconds(at.pid), perf_counter()
-        took, beside = await asyncio.gather(client.open_loop(bodies, args.rate, args.seconds), self.neighbour.watch(seen.port, args.seconds))
+        took, beside = await asyncio.gather(
+            client.open_loop(bodies, args.rate, args.seconds), self.neighbour.watch(seen.port, args.seconds)
+        )
         wall, cpu = perf_counter() - begun, cpu_seconds(at.pid) - cpu
         client.close()
         ms = sorted(1e3 * one for one in took)
-        found = {"carried": len(took) / wall, "cpu_ms": 1e3 * (cpu - alone * wall) / len(took), "ms": {"p50": quantile(ms, 0.5), "p99": quantile(ms, 0.99), "max": ms[-1]}, "neighbour": beside}
+        found = {
+            "carried": len(took) / wall,
+            "cpu_ms": 1e3 * (cpu - alone * wall) / len(took),
+            "ms": {"p50": quantile(ms, 0.5), "p99": quantile(ms, 0.99), "max": ms[-1]},
+            "neighbour": beside,
+        }
         return {**found, "timer": await seen.lateness()} if isinstance(seen, Gateway) else found
 
     async def alone(self, at: Gateway | Nginx) -> float:
@@ -201,7 +218,8 @@ class Bench:
         return {"body_bytes": len(payload), "ms": 1e3 * seconds, "cpu_ms": 1e3 * cpu, "timer": await ours.lateness()}
 
     async def memory(self, at: Gateway | Nginx) -> dict:
-        """Bytes for each byte of the bodies held: bodies never seen before, the same ones again, and the peak of either.
+        """Bytes for each byte of the bodies held: bodies never seen before, the same ones again, and the peak of
+        either.
 
         Before, as many others have been answered: the tokenizer's caches are there, one for each thread.
         """
@@ -220,7 +238,10 @@ class Bench:
             while sum([int(await get(url, "/hold")) for url in self.engines]) < HELD:
                 await asyncio.sleep(0.05)
             await asyncio.sleep(0.5)
-            held, peak = memory(at.pid), 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{at.pid}/status").read_text())[1])
+            held, peak = (
+                memory(at.pid),
+                1024 * int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{at.pid}/status").read_text())[1]),
+            )
             for url in self.engines:
                 await get(url, "/release")
             await asyncio.gather(*tasks)
@@ -247,7 +268,10 @@ async def measure(args: argparse.Namespace) -> dict:
     with ExitStack() as stack:
         bench = Bench(args, stack)
         one = next(bench.bodies.new())
-        found["body"] = {"bytes": len(one), "tokens": Pipeline(Path(args.model), MODEL, 16).prepare("/v1/chat/completions", one).tokens}
+        found["body"] = {
+            "bytes": len(one),
+            "tokens": Pipeline(Path(args.model), MODEL, 16).prepare("/v1/chat/completions", one).tokens,
+        }
         print("body", found["body"], flush=True)
         if "memory" in args.parts:
             found["memory"] = {"held": HELD, "ours": await bench.memory(await bench.gateway())}
@@ -283,17 +307,28 @@ def medians(rounds: list[dict]) -> dict:
 
 
 def show(load: dict) -> None:
-    print(f"{'':22}{'carried/s':>10}{'CPU ms':>9}{'ms p50':>9}{'p99':>9}{'max':>9}   neighbour ms: floor, p50, p99, max   timer late, ms (own, work): p99, p99.9, max, above 5 ms")
+    print(
+        f"{'':22}{'carried/s':>10}{'CPU ms':>9}{'ms p50':>9}{'p99':>9}{'max':>9}   neighbour ms: floor, p50, p99, max"
+        "   timer late, ms (own, work): p99, p99.9, max, above 5 ms"
+    )
     for name, one in load.items():
         beside, timer = one["neighbour"], one.get("timer")
-        line = f"{name:22}{one['carried']:10.1f}{one['cpu_ms']:9.2f}" + "".join(f"{one['ms'][key]:9.1f}" for key in ("p50", "p99", "max"))
+        line = f"{name:22}{one['carried']:10.1f}{one['cpu_ms']:9.2f}" + "".join(
+            f"{one['ms'][key]:9.1f}" for key in ("p50", "p99", "max")
+        )
         line += "   " + "".join(f"{beside[key]:9.2f}" for key in ("floor", "p50", "p99", "max"))
         if timer:
-            line += "    " + "  ".join(f"{timer['all'][key]:.2f} ({timer['own'][key]:.2f}, {timer['work'][key]:.2f})" for key in ("p99", "p999", "max", "above_5"))
+            line += "    " + "  ".join(
+                f"{timer['all'][key]:.2f} ({timer['own'][key]:.2f}, {timer['work'][key]:.2f})"
+                for key in ("p99", "p999", "max", "above_5")
+            )
         print(line)
     if "nginx" in load:
         for name in [one for one in LOADS if one in load]:
-            print(f"{name}: CPU {load[name]['cpu_ms'] / load['nginx']['cpu_ms']:.2f} x nginx; neighbour's p99 {load[name]['neighbour']['p99'] / load['nginx']['neighbour']['p99']:.2f} x, max {load[name]['neighbour']['max'] / load['nginx']['neighbour']['max']:.2f} x that beside nginx")
+            ours, nginx = load[name], load["nginx"]
+            p99, most = (ours["neighbour"][key] / nginx["neighbour"][key] for key in ("p99", "max"))
+            cpu = ours["cpu_ms"] / nginx["cpu_ms"]
+            print(f"{name}: CPU {cpu:.2f} x nginx; neighbour's p99 {p99:.2f} x, max {most:.2f} x that beside nginx")
 
 
 def main() -> int:

@@ -15,7 +15,18 @@ from bench.large_parts import MODEL
 
 BODY = 415_000  # bytes: 100,000 tokens of the bundled tokenizer, here
 PIECE = 4000
-MODULES = ("argparse", "logging", "subprocess", "json", "asyncio", "collections", "typing", "pathlib", "http.client", "socket")
+MODULES = (
+    "argparse",
+    "logging",
+    "subprocess",
+    "json",
+    "asyncio",
+    "collections",
+    "typing",
+    "pathlib",
+    "http.client",
+    "socket",
+)
 
 
 def prose(seed: int) -> Callable[[int], str]:
@@ -95,7 +106,11 @@ class Connection(asyncio.Protocol):
     def data_received(self, data):
         self.read += data
         end = self.read.find(b"\r\n\r\n")
-        if end >= 0 and (size := re.search(rb"content-length: (\d+)", self.read[:end].lower())) and len(self.read) >= end + 4 + int(size[1]):
+        if (
+            end >= 0
+            and (size := re.search(rb"content-length: (\d+)", self.read[:end].lower()))
+            and len(self.read) >= end + 4 + int(size[1])
+        ):
             self.answered.set_result(self.read)
 
     def connection_lost(self, error):
@@ -110,7 +125,11 @@ class Client:
         self.port, self.free = port, []
 
     async def ask(self, payload: bytes) -> bytes:
-        connection = self.free.pop() if self.free else (await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", self.port))[1]
+        connection = (
+            self.free.pop()
+            if self.free
+            else (await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", self.port))[1]
+        )
         answer = await asyncio.wait_for(connection.ask(payload), 60)
         if not answer.startswith(b"HTTP/1.1 200"):
             raise SystemExit(f"answered {answer[:300]!r}")

@@ -3,8 +3,9 @@
     python -m bench.large_parts engine       prints its URL
     python -m bench.large_parts neighbour    reads lines "PORT SECONDS", answers with a line of JSON each
 
-The engine counts a request's bytes and forgets them. It answers at once, or after GET /hold only when GET /release comes;
-both tell how many wait. The neighbour is a client that asks for /health, in which no engine has a part, 200 times a second.
+The engine counts a request's bytes and forgets them. It answers at once, or after GET /hold only when GET /release
+comes; both tell how many wait. The neighbour is a client that asks for /health, in which no engine has a part, 200
+times a second.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ import uvloop
 MODEL = "sim"
 CONTEXT = 2_000_000
 RATE = 200.0
-CHAT = b'{"id":"x","object":"chat.completion","created":1,"model":"sim","choices":[{"index":0,"message":{"role":"assistant","content":"word"},"finish_reason":"stop"}],"usage":{"total_tokens":1,"completion_tokens":1}}'
+CHAT = (
+    b'{"id":"x","object":"chat.completion","created":1,"model":"sim","choices":[{"index":0,"message":{"role":"assistant",'
+    b'"content":"word"},"finish_reason":"stop"}],"usage":{"total_tokens":1,"completion_tokens":1}}'
+)
 
 
 def reply(body: bytes, status: bytes = b"200 OK") -> bytes:

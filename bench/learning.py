@@ -2,9 +2,10 @@
 
     python -m bench.learning [--quick] [--json FILE] [--txt FILE] [--seed N]
 
-Eight simulated engines, conversations behind shared system prompts, 65 % of what round robin gets through. For each case the
-relative error |predicted / observed - 1| of the request's replica, p50 and p90, over the requests since the start or since
-the change; and what learning is for: TTFT with learned costs, with the priors alone (nothing is learned), and of `least_load`.
+Eight simulated engines, conversations behind shared system prompts, 65 % of what round robin gets through. For each
+case the relative error |predicted / observed - 1| of the request's replica, p50 and p90, over the requests since the
+start or since the change; and what learning is for: TTFT with learned costs, with the priors alone (nothing is
+learned), and of `least_load`.
 
 Then shadow mode: what a policy in shadow is said to save, beside what it is when it acts on the same load.
 """
@@ -31,14 +32,15 @@ from policies import Costs
 from replicas.simulated.profile import Profile, StepDurations, load_profile
 
 REPLICAS, BLOCK, LOAD = 8, 16, 0.65
-PROMPTS, OPEN = 12, 160          # system prompts; conversations open at a time
-FULL = 4000                      # requests of the backlog that tells what saturation is
-WINDOWS = (0, 10, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120)    # requests
+PROMPTS, OPEN = 12, 160  # system prompts; conversations open at a time
+FULL = 4000  # requests of the backlog that tells what saturation is
+WINDOWS = (0, 10, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120)  # requests
 FLEETS = ("learned", "priors alone", "least_load")
 
 
 def conversations(requests: int, rng: random.Random) -> list[Conversation]:
     """Turns that extend the one before, behind system prompts of which some are asked for far more than others."""
+
     def blocks(mean: float) -> list[int]:
         return [rng.getrandbits(62) + 1 for _ in range(1 + int(rng.expovariate(1 / mean)))]
 
@@ -61,7 +63,9 @@ def conversations(requests: int, rng: random.Random) -> list[Conversation]:
 def load(profile: Profile, requests: int, seed: int) -> tuple[list[Conversation], float]:
     """The work, and how many of its requests come a second."""
     fleet = Fleet([profile] * REPLICAS, "round_robin", seed, event_delay=None)
-    return conversations(requests, random.Random(seed)), LOAD * backlog(fleet, conversations(FULL, random.Random(seed + 1)), 32 * REPLICAS)
+    return conversations(requests, random.Random(seed)), LOAD * backlog(
+        fleet, conversations(FULL, random.Random(seed + 1)), 32 * REPLICAS
+    )
 
 
 class Unlearning(Costs):
@@ -75,6 +79,7 @@ class Unlearning(Costs):
 @dataclass(frozen=True)
 class Case:
     """`after`: the profile that the first replica has from the middle of the run on."""
+
     title: str
     profile: Profile
     after: Profile | None = None
@@ -118,7 +123,10 @@ def errors(records: Sequence[Record]) -> list[dict]:
 
 def ttft(records: Sequence[Record]) -> dict[str, float]:
     ms = 1e3 * np.array([one.first - one.sent for one in records])
-    return {"mean_ms": round(float(ms.mean()), 2), **{f"p{q}_ms": round(float(np.percentile(ms, q)), 2) for q in (50, 90, 99)}}
+    return {
+        "mean_ms": round(float(ms.mean()), 2),
+        **{f"p{q}_ms": round(float(np.percentile(ms, q)), 2) for q in (50, 90, 99)},
+    }
 
 
 def study(case: Case, requests: int, seed: int) -> dict:
@@ -149,7 +157,9 @@ class Watched:
         return choice
 
 
-def shadow(requests: int, seed: int, names: Sequence[str] = ("round_robin", "least_load", "overlap_cost", "least_time")) -> list[dict]:
+def shadow(
+    requests: int, seed: int, names: Sequence[str] = ("round_robin", "least_load", "overlap_cost", "least_time")
+) -> list[dict]:
     """Each policy acts once, with all others in shadow: what they are said to save a request, and do when they act."""
     profile = load_profile("gpu-8b")
     work, rate = load(profile, requests, seed)
@@ -160,12 +170,17 @@ def shadow(requests: int, seed: int, names: Sequence[str] = ("round_robin", "lea
         gateway = fleet.gateways[0]
         gateway.policy = Watched(gateway.policy, Shadows(others, metrics))
         records = pace(fleet, work, rate, OPEN, seed).records
-        acted[name] = {"uncached": float(np.mean([one.tokens - one.cached for one in records])), "ms": ttft(records)["mean_ms"]}
+        acted[name] = {
+            "uncached": float(np.mean([one.tokens - one.cached for one in records])),
+            "ms": ttft(records)["mean_ms"],
+        }
         said[name] = told(metrics, others)
     return [
         {"acting": name, "shadow": one["policy"], "same": round(one["same"] / one["decisions"], 3),
-         "tokens_said": round(one["saved_prefill_tokens"] / one["decisions"], 1), "tokens_so": round(acted[name]["uncached"] - acted[one["policy"]]["uncached"], 1),
-         "ms_said": round(1e3 * one["saved_ttft_seconds"] / one["decisions"], 2), "ms_so": round(acted[name]["ms"] - acted[one["policy"]]["ms"], 2)}
+         "tokens_said": round(one["saved_prefill_tokens"] / one["decisions"], 1),
+         "tokens_so": round(acted[name]["uncached"] - acted[one["policy"]]["uncached"], 1),
+         "ms_said": round(1e3 * one["saved_ttft_seconds"] / one["decisions"], 2),
+         "ms_so": round(acted[name]["ms"] - acted[one["policy"]]["ms"], 2)}
         for name in names for one in said[name]
     ]  # fmt: skip
 

@@ -1,21 +1,25 @@
-"""The real peers, and the same rules in virtual time: every gateway in front of the same simulated engines, with the same loads.
+"""The real peers, and the same rules in virtual time: every gateway in front of the same simulated engines, with the
+same loads.
 
     python -m bench.peers [--quick] [--loads trace,agents] [--gateways A,B] [--json FILE]
 
-Four engines as processes, started afresh for each run, and a gateway that knows nothing; open loop, chat with words. Where
-`loadgen.simulate.field` (or ours) has the gateway's rule, the same load is played by `loadgen simulate` too, with the same engines on a
-virtual clock: figures read "wall / virtual", so that one sees whether the rules simulated are those that real gateways follow.
+Four engines as processes, started afresh for each run, and a gateway that knows nothing; open loop, chat with words.
+Where `loadgen.simulate.field` (or ours) has the gateway's rule, the same load is played by `loadgen simulate` too, with
+the same engines on a virtual clock: figures read "wall / virtual", so that one sees whether the rules simulated are
+those that real gateways follow.
 
-trace    90 s of Mooncake's conversation trace, 2.6 times as fast: long prompts, little to share. Replies are cut to OUTPUT
-         tokens: whole ones keep engines so busy decoding that 40 seconds hold hardly a prompt twice. Caches of gpu-8b at its speed,
-         together half of what the prompts hold
+trace    90 s of Mooncake's conversation trace, 2.6 times as fast: long prompts, little to share. Replies are cut to
+         OUTPUT tokens: whole ones keep engines so busy decoding that 40 seconds hold hardly a prompt twice. Caches of
+         gpu-8b at its speed, together half of what the prompts hold
 agents   tool loops that fork, behind six system prompts; caches together as large as what the prompts hold. Engines at
          half of their speed: 10 ms a request for sockets and tokenizers are then little beside what engines take
 
-  hit      found / looked-up prompt tokens, by the engines' own counters; "one infinite cache": virtual, of the same load
+  hit      found / looked-up prompt tokens, by the engines' own counters; "one infinite cache": virtual, of the same
+           load
   TTFT     ms at the client
   busiest  % of the requests answered by the engine that answered most, by the engines' own counters
-  cores    CPU seconds a second of engines, gateway and generator, while load was full; there are as many as `machine` says
+  cores    CPU seconds a second of engines, gateway and generator, while load was full; there are as many as `machine`
+           says
 
 Runs of a FILE that is there are kept and added to, so that a long measurement can be made in parts.
 """
@@ -70,10 +74,19 @@ def in_words(conversation: Conversation) -> Conversation:
     """Spans as the words that are sent for them, so that wall and virtual clock see the same tokens."""
 
     def put(message: Message) -> Message:
-        return {**message, "content": synthetic.text(message["content"])} if isinstance(message["content"], tuple) else message
+        return (
+            {**message, "content": synthetic.text(message["content"])}
+            if isinstance(message["content"], tuple)
+            else message
+        )
 
     def said(turn: Turn) -> Turn:
-        return replace(turn, messages=[*map(put, turn.messages)], reply=turn.reply and put(turn.reply), forks=tuple(map(in_words, turn.forks)))
+        return replace(
+            turn,
+            messages=[*map(put, turn.messages)],
+            reply=turn.reply and put(turn.reply),
+            forks=tuple(map(in_words, turn.forks)),
+        )
 
     return replace(conversation, turns=[*map(said, conversation.turns)])
 
@@ -90,7 +103,9 @@ class Load:
 
     @classmethod
     def make(cls, name: str, quick: bool) -> Load:
-        work, *shape = (trace(30 if quick else 90), 1.0, 0.5) if name == "trace" else (made_up(120 if quick else 360), 0.5, 1.0)
+        work, *shape = (
+            (trace(30 if quick else 90), 1.0, 0.5) if name == "trace" else (made_up(120 if quick else 360), 0.5, 1.0)
+        )
         return cls(name, Workload([*map(in_words, work.conversations)], work.starts), *shape)
 
     @cached_property
@@ -130,7 +145,9 @@ async def play(contender: Contender, load: Load) -> dict:
                 client = Client(engine.url)
                 await say_hello(client, engine.name)  # the first use of a tokenizer takes 0.1 s
                 client.close()
-            _, told = await head_to_head(contender, fleet, load.work.conversations, load.work.starts, asking, folder / "gateway.log")
+            _, told = await head_to_head(
+                contender, fleet, load.work.conversations, load.work.starts, asking, folder / "gateway.log"
+            )
     virtual = load.on_virtual_clock(contender.rule) if contender.rule else None
     return {"load": load.name, **told, "rule": contender.rule, "virtual": virtual, "setting": load.setting}
 
@@ -141,7 +158,9 @@ HEAD = (f"{'gateway':46} {'hit %':>11} {'TTFT mean ms':>13} {'p50':>11} {'p90':>
 
 def line(run: dict) -> str:
     def both(form: str, read: Callable[[dict], float | None]) -> str:
-        return " / ".join(form.format(math.nan if (value := read(one)) is None else value) for one in (run, run["virtual"]) if one)
+        return " / ".join(
+            form.format(math.nan if (value := read(one)) is None else value) for one in (run, run["virtual"]) if one
+        )
 
     ttft = [both("{:.0f}", lambda one, name=name: one["ttft_ms"][name]) for name in ("mean", "p50", "p90", "p99")]
     tpot, busiest = both("{:.0f}", lambda one: one["tpot_p99_ms"]), both("{:.0f}", lambda one: 100 * max(one["shares"]))
@@ -181,7 +200,9 @@ async def measure(args: argparse.Namespace, contenders: Sequence[Contender], kee
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a third of each load")
-    parser.add_argument("--loads", type=lambda text: text.split(","), default=list(LOADS), metavar="A,B", help=f"of {', '.join(LOADS)}")
+    parser.add_argument(
+        "--loads", type=lambda text: text.split(","), default=list(LOADS), metavar="A,B", help=f"of {', '.join(LOADS)}"
+    )
     parser.add_argument("--gateways", metavar="A,B", help="those whose names contain one of these; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()

@@ -1,4 +1,5 @@
-"""Plays ready-made turns on a simulated fleet: at their starts, as a Poisson process, or as fast as they are answered."""
+"""Plays ready-made turns on a simulated fleet: at their starts, as a Poisson process, or as fast as they are
+answered."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ Conversation = Sequence[Turn]  # sent one after the other, each after the reply 
 
 def play(fleet: Fleet, conversations: Sequence[Conversation], starts: Sequence[float]) -> Result:
     """Each conversation begins at its start; a turn follows the reply before it by its think time."""
+
     def begin(number: int, turn: int) -> None:
         turns = conversations[number]
         following = turn + 1
@@ -20,6 +22,7 @@ def play(fleet: Fleet, conversations: Sequence[Conversation], starts: Sequence[f
         def ended() -> None:
             if following < len(turns):
                 fleet.at(fleet.now + turns[following].think, begin, number, following)
+
         fleet.send(turns[turn], f"session-{number}", ended)
 
     for number, start in enumerate(starts):
@@ -32,7 +35,7 @@ class _Pool:
 
     def __init__(self, conversations: Sequence[Conversation], users: int) -> None:
         self._new = deque(enumerate(conversations))
-        self.ready: list[tuple[int, Conversation, int]] = []    # (number, turns, next turn)
+        self.ready: list[tuple[int, Conversation, int]] = []  # (number, turns, next turn)
         for _ in range(users):
             self.open()
 
@@ -57,6 +60,7 @@ class _Pool:
             else:
                 self.open()
             then()
+
         fleet.send(turns[turn], f"session-{number}", ended)
 
 

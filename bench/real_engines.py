@@ -2,11 +2,11 @@
 
     HITHERTO_VLLM=~/.cache/hitherto/vllm-0.28.0 python -m bench.real_engines [--quick] [--gateways A,B] [--json FILE]
 
-Work: tau-bench airline conversations (tools, one long system prompt), open loop: conversations begin as a Poisson process
-and go on after a think time; the replies in them are the file's, so all gateways get the same prompts. Engines: real
-scheduler, real prefix cache, a random model of 2 layers; both caches together hold CACHES x the work's distinct blocks, so a
-gateway that spreads a conversation runs out of room. RATE keeps the engines about 65 % busy when prefixes are found.
-Caches are emptied before each run and every gateway is started afresh, knowing nothing.
+Work: tau-bench airline conversations (tools, one long system prompt), open loop: conversations begin as a Poisson
+process and go on after a think time; the replies in them are the file's, so all gateways get the same prompts. Engines:
+real scheduler, real prefix cache, a random model of 2 layers; both caches together hold CACHES x the work's distinct
+blocks, so a gateway that spreads a conversation runs out of room. RATE keeps the engines about 65 % busy when prefixes
+are found. Caches are emptied before each run and every gateway is started afresh, knowing nothing.
 
   hit     cached / looked-up prompt tokens, by the engines' own counters; "ideal": one infinite cache, same order
   TTFT    ms at the client
@@ -47,7 +47,8 @@ from tests.vllm.engines import Engine
 
 REPLICAS, BLOCK, CACHES = 2, 16, 1.0
 REQUESTS, RATE, THINK, OUTPUT = 570, 13.0, 1.0, 16
-# ChatML that shows tool calls. With a vocabulary of 4,096 a decode step is 2 ms and not 6, so that prefill is the work to save.
+# ChatML that shows tool calls. With a vocabulary of 4,096 a decode step is 2 ms and not 6, so that prefill is the work
+# to save.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
@@ -88,7 +89,9 @@ def make_work(seed: int, requests: int, asking: Asking, model: Path) -> Work:
     return Work(seed, conversations, starts, prompts_of(conversations, asking, Pipeline(model, "tiny", BLOCK)))
 
 
-def prompts_of(conversations: Sequence[Conversation], asking: Asking, pipeline: Pipeline) -> dict[tuple[str, int], tuple[int, list[int]]]:
+def prompts_of(
+    conversations: Sequence[Conversation], asking: Asking, pipeline: Pipeline
+) -> dict[tuple[str, int], tuple[int, list[int]]]:
     """Tokens and block hashes of every turn's prompt."""
     prompts = {}
     for item in conversations:
@@ -120,7 +123,9 @@ async def play(contender: Contender, engines: Sequence[Engine], work: Work, aski
     return {**told, "seed": work.seed, "ideal_hit_rate": round(work.ideal(run.done), 4)}
 
 
-HEAD = f"{'gateway':45} {'hit %':>12} {'TTFT mean ms':>13} {'p50':>9} {'p99':>11} {'share':>11} {'busy':>9} {'failed':>6}"
+HEAD = (
+    f"{'gateway':45} {'hit %':>12} {'TTFT mean ms':>13} {'p50':>9} {'p99':>11} {'share':>11} {'busy':>9} {'failed':>6}"
+)
 
 
 def line(runs: Sequence[dict]) -> str:
@@ -130,8 +135,10 @@ def line(runs: Sequence[dict]) -> str:
     share = each("{:.0f}", lambda run: 100 * run["shares"][0])
     busy = each("{:.0f}", lambda run: 100 * mean(run["busy"]))
     hits = each("{:.1f}", lambda run: 100 * run["hit_rate"])
-    return (f"{runs[0]['gateway']:45} {hits:>12} {latency('mean'):>13} {latency('p50'):>9} {latency('p99'):>11} {share:>11} "
-            f"{busy:>9} {sum(run['failed'] for run in runs):6d}")
+    return (
+        f"{runs[0]['gateway']:45} {hits:>12} {latency('mean'):>13} {latency('p50'):>9} {latency('p99'):>11} {share:>11} "
+        f"{busy:>9} {sum(run['failed'] for run in runs):6d}"
+    )
 
 
 def table(runs: Sequence[dict]) -> str:
@@ -156,13 +163,18 @@ async def measure(args: argparse.Namespace, chosen: Sequence[Contender], keep: l
         try:
             for engine in engines:
                 engine.wait()
-            print(f"{args.requests} requests, {RATE:g}/s, {THINK:g} s think time, {OUTPUT} tokens out; "
-                  f"{REPLICAS} engines of {blocks} blocks\n{HEAD}", flush=True)
+            print(
+                f"{args.requests} requests, {RATE:g}/s, {THINK:g} s think time, {OUTPUT} tokens out; "
+                f"{REPLICAS} engines of {blocks} blocks\n{HEAD}",
+                flush=True,
+            )
             for number, work in enumerate(works):
                 at = number * len(chosen) // len(works)  # no gateway is always first
                 for contender in [*chosen[at:], *chosen[:at]]:
                     run = await play(contender, engines, work, asking, logs / "gateway.log")
-                    keep = [one for one in keep if (one["gateway"], one["seed"]) != (run["gateway"], run["seed"])] + [run]
+                    keep = [one for one in keep if (one["gateway"], one["seed"]) != (run["gateway"], run["seed"])] + [
+                        run
+                    ]
                     print(line([run]), *run["errors"].values(), sep="\n  ", flush=True)
         finally:
             for engine in engines:
@@ -180,8 +192,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.requests = args.seeds[:1], 160
-    why = missing() or ("" if os.environ.get("HITHERTO_VLLM") else
-                        "skipped: set HITHERTO_VLLM to an environment with vLLM, e.g. what tests/vllm/install.sh 0.28.0 prints")
+    why = missing() or (
+        ""
+        if os.environ.get("HITHERTO_VLLM")
+        else "skipped: set HITHERTO_VLLM to an environment with vLLM, e.g. what tests/vllm/install.sh 0.28.0 prints"
+    )
     if why:
         print(why)
         return 3
@@ -189,7 +204,13 @@ def main() -> int:
     runs = asyncio.run(measure(args, choose(args.gateways), keep))
     print(f"\n{table(runs)}")
     if args.json:
-        settings = {"requests": args.requests, "rate": RATE, "think_s": THINK, "output_tokens": OUTPUT, "caches": CACHES}
+        settings = {
+            "requests": args.requests,
+            "rate": RATE,
+            "think_s": THINK,
+            "output_tokens": OUTPUT,
+            "caches": CACHES,
+        }
         args.json.write_text(json.dumps({"setting": settings, "machine": machine(), "runs": runs}, indent=1) + "\n")
     return 0
 

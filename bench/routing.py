@@ -12,6 +12,7 @@ requests in the order in which they were sent.
 
 Second work: the same lengths with nothing shared, where `least_time` must not lose to `least_load`.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -64,7 +65,7 @@ def read(path: Path, tokenizer: Tokenizer, limit: int | None) -> list[list[Turn]
                 ids.append(END)
                 if message["role"] == "assistant":
                     hashes = hash_blocks(ids.tobytes(), BLOCK, seed)
-                    turns.append(Turn(hashes[:prompt // BLOCK], prompt, len(ids) - prompt, hashes))
+                    turns.append(Turn(hashes[: prompt // BLOCK], prompt, len(ids) - prompt, hashes))
             if turns:
                 conversations.append(turns)
             if len(conversations) == limit:
@@ -74,8 +75,10 @@ def read(path: Path, tokenizer: Tokenizer, limit: int | None) -> list[list[Turn]
 
 def salted(turns: list[Turn], salt: int) -> list[Turn]:
     """The same turns with other blocks: nothing in common with another salt."""
-    return [replace(turn, hashes=[h ^ salt for h in turn.hashes], all_hashes=[h ^ salt for h in turn.all_hashes])
-            for turn in turns]
+    return [
+        replace(turn, hashes=[h ^ salt for h in turn.hashes], all_hashes=[h ^ salt for h in turn.all_hashes])
+        for turn in turns
+    ]
 
 
 def nothing_shared(conversations: list[list[Turn]], rng: random.Random) -> list[list[Turn]]:
@@ -86,12 +89,13 @@ def nothing_shared(conversations: list[list[Turn]], rng: random.Random) -> list[
 @dataclass
 class Figures:
     """What one policy did: shares and milliseconds."""
+
     hit_rate: float
     ttft_mean_ms: float
     ttft_p50_ms: float
     ttft_p99_ms: float
     itl_mean_ms: float
-    busiest_share: float       # of all requests, on the replica that got most
+    busiest_share: float  # of all requests, on the replica that got most
     predicted_error_ms: float  # median |predicted - observed| TTFT
     run_s: float
 
@@ -104,9 +108,14 @@ def figures(fleet: Fleet, run_s: float) -> Figures:
     counts = [sum(r.replica == index for r in records) for index in range(REPLICAS)]
     return Figures(
         hit_rate=sum(r.cached for r in records) / sum(r.tokens for r in records),
-        ttft_mean_ms=1e3 * sum(ttft) / len(ttft), ttft_p50_ms=1e3 * ttft[len(ttft) // 2],
-        ttft_p99_ms=1e3 * ttft[int(0.99 * len(ttft))], itl_mean_ms=1e3 * sum(gaps) / max(1, len(gaps)),
-        busiest_share=max(counts) / len(records), predicted_error_ms=1e3 * missed[len(missed) // 2], run_s=run_s)
+        ttft_mean_ms=1e3 * sum(ttft) / len(ttft),
+        ttft_p50_ms=1e3 * ttft[len(ttft) // 2],
+        ttft_p99_ms=1e3 * ttft[int(0.99 * len(ttft))],
+        itl_mean_ms=1e3 * sum(gaps) / max(1, len(gaps)),
+        busiest_share=max(counts) / len(records),
+        predicted_error_ms=1e3 * missed[len(missed) // 2],
+        run_s=run_s,
+    )
 
 
 def saturation(conversations: list[list[Turn]], profile, seed: int) -> float:
@@ -118,16 +127,21 @@ def saturation(conversations: list[list[Turn]], profile, seed: int) -> float:
     return backlog(Fleet([profile] * REPLICAS, "round_robin", seed, event_delay=None), work, users)
 
 
-def compare(title: str, conversations: list[list[Turn]], names: tuple[str, ...], profile, users: int,
-            seed: int) -> dict:
+def compare(
+    title: str, conversations: list[list[Turn]], names: tuple[str, ...], profile, users: int, seed: int
+) -> dict:
     """Every policy on the same arrivals; prints a table with ratios to least_time."""
     top = saturation(conversations, profile, seed)
     work = random.Random(seed).sample(conversations, len(conversations))
     requests = sum(map(len, work))
-    print(f"\n{title}: {requests} requests, {len(work)} conversations, {profile.name} x {REPLICAS} with "
-          f"{profile.num_blocks} blocks, {LOAD:.0%} of {top:.1f} requests/s")
-    print(f"{'policy':16} {'hit':>6} {'TTFT mean':>10} {'x':>5} {'p50':>8} {'p99':>9} {'x':>5} "
-          f"{'ITL':>7} {'busiest':>8} {'error':>8} {'run':>6}")
+    print(
+        f"\n{title}: {requests} requests, {len(work)} conversations, {profile.name} x {REPLICAS} with "
+        f"{profile.num_blocks} blocks, {LOAD:.0%} of {top:.1f} requests/s"
+    )
+    print(
+        f"{'policy':16} {'hit':>6} {'TTFT mean':>10} {'x':>5} {'p50':>8} {'p99':>9} {'x':>5} "
+        f"{'ITL':>7} {'busiest':>8} {'error':>8} {'run':>6}"
+    )
     rows, ideal = {}, 0.0
     for name in names:
         begun = time.perf_counter()
@@ -138,12 +152,19 @@ def compare(title: str, conversations: list[list[Turn]], names: tuple[str, ...],
             ideal = ideal_hit_rate(fleet.result.records, BLOCK)
     best = rows["least_time"]
     for name, f in rows.items():
-        print(f"{name:16} {f.hit_rate:6.3f} {f.ttft_mean_ms:8.1f}ms {f.ttft_mean_ms / best.ttft_mean_ms:5.2f} "
-              f"{f.ttft_p50_ms:6.1f}ms {f.ttft_p99_ms:7.1f}ms {f.ttft_p99_ms / best.ttft_p99_ms:5.2f} "
-              f"{f.itl_mean_ms:5.1f}ms {f.busiest_share:8.3f} {f.predicted_error_ms:6.1f}ms {f.run_s:5.1f}s")
+        print(
+            f"{name:16} {f.hit_rate:6.3f} {f.ttft_mean_ms:8.1f}ms {f.ttft_mean_ms / best.ttft_mean_ms:5.2f} "
+            f"{f.ttft_p50_ms:6.1f}ms {f.ttft_p99_ms:7.1f}ms {f.ttft_p99_ms / best.ttft_p99_ms:5.2f} "
+            f"{f.itl_mean_ms:5.1f}ms {f.busiest_share:8.3f} {f.predicted_error_ms:6.1f}ms {f.run_s:5.1f}s"
+        )
     print(f"ideal hit rate {ideal:.4f}; least_time reaches {best.hit_rate / ideal if ideal else 1:.1%}", flush=True)
-    return {"requests": requests, "load": LOAD, "saturation_rps": top, "ideal_hit_rate": ideal,
-            "policies": {name: vars(f) for name, f in rows.items()}}
+    return {
+        "requests": requests,
+        "load": LOAD,
+        "saturation_rps": top,
+        "ideal_hit_rate": ideal,
+        "policies": {name: vars(f) for name, f in rows.items()},
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -165,14 +186,25 @@ def main(argv: list[str] | None = None) -> int:
     for engine in ("gpu-8b",) if args.quick else ("gpu-8b", "cpu-tiny"):
         profile = load_profile(engine, num_blocks=int(CACHES * blocks / REPLICAS))
         shared = compare("conversations", work, NAMES, profile, users, args.seed)
-        alone = compare("nothing shared", nothing_shared(work, random.Random(args.seed)),
-                        ("round_robin", "least_load", "least_time"), profile, users, args.seed)
+        alone = compare(
+            "nothing shared",
+            nothing_shared(work, random.Random(args.seed)),
+            ("round_robin", "least_load", "least_time"),
+            profile,
+            users,
+            args.seed,
+        )
         engines[engine] = {"conversations": shared, "nothing_shared": alone}
     main = engines["gpu-8b"]
-    report = {"ideal_hit_rate": main["conversations"]["ideal_hit_rate"], **main["conversations"]["policies"],
-              "nothing_shared": main["nothing_shared"]["policies"], "engines": engines,
-              "quick": args.quick, "seed": args.seed,
-              "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"}
+    report = {
+        "ideal_hit_rate": main["conversations"]["ideal_hit_rate"],
+        **main["conversations"]["policies"],
+        "nothing_shared": main["nothing_shared"]["policies"],
+        "engines": engines,
+        "quick": args.quick,
+        "seed": args.seed,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+    }
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0

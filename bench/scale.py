@@ -3,13 +3,13 @@
     [DYNAMO=VENV/bin/python] python -m bench.scale [--blocks N] [--json FILE]
 
 Conversations of 2,048 blocks that share a system prompt of 32; of every eight, one is held by a second replica to its
-half, and of every 64, one by eight. They come as events would, 512 blocks a call, made on the fly. Timed is each call by
-itself, the longest one most of all: by the wall clock and, since other work may hold that up, by the CPU's. Then a replica
-leaves, and its conversations are no longer found. Beside it, with 4 M blocks, a dict of bit masks on the same events, and
-Dynamo's index on events of the same shape: VENV has ai-dynamo-runtime, installed with --no-deps.
+half, and of every 64, one by eight. They come as events would, 512 blocks a call, made on the fly. Timed is each call
+by itself, the longest one most of all: by the wall clock and, since other work may hold that up, by the CPU's. Then a
+replica leaves, and its conversations are no longer found. Beside it, with 4 M blocks, a dict of bit masks on the same
+events, and Dynamo's index on events of the same shape: VENV has ai-dynamo-runtime, installed with --no-deps.
 
-Calls that others' work holds up look slow by the clock alone: `longest` is CPU time, `longest_wall` the clock's. What the machine
-below takes for others counts as CPU time, too: `same` are calls in between that always do the same.
+Calls that others' work holds up look slow by the clock alone: `longest` is CPU time, `longest_wall` the clock's. What
+the machine below takes for others counts as CPU time, too: `same` are calls in between that always do the same.
 """
 
 import argparse
@@ -39,7 +39,9 @@ CURVE_LENGTHS = (64, 256, 512, 2048, 8192, 32_768, 65_536)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=50_000_000, help="over 1,024 replicas; each other fleet has at most 4 M")
+    parser.add_argument(
+        "--blocks", type=int, default=50_000_000, help="over 1,024 replicas; each other fleet has at most 4 M"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     options = parser.parse_args()
     blocks, curve = options.blocks, min(4_000_000, options.blocks // 4)
@@ -74,7 +76,9 @@ class Fleet:
         """Replicas and how many blocks each has."""
         first = number % self.replicas
         if number % 64 == 1:
-            return [(first, LENGTH)] + [((first + 37 * i) % self.replicas, LENGTH // 2) for i in range(1, min(8, self.replicas))]
+            return [(first, LENGTH)] + [
+                ((first + 37 * i) % self.replicas, LENGTH // 2) for i in range(1, min(8, self.replicas))
+            ]
         if number % 8 == 0:
             return [(first, LENGTH), ((first + 5) % self.replicas, LENGTH // 2)]
         return [(first, LENGTH)]
@@ -150,7 +154,9 @@ def at_size(blocks: int, replicas: int, by_length: bool = False) -> dict:
 def matches(table: CacheMap, fleet: Fleet, length: int) -> dict:
     picks = np.random.default_rng(7).choice(fleet.count, LOOKUPS)
     samples = [fleet.hashes(pick)[:length].tolist() for pick in picks]
-    whole = sum(table.match(sample, 0.1).confirmed[pick % fleet.replicas] == length for pick, sample in zip(picks, samples))
+    whole = sum(
+        table.match(sample, 0.1).confirmed[pick % fleet.replicas] == length for pick, sample in zip(picks, samples)
+    )
     assert whole > 0.9 * LOOKUPS  # two keys of a replica in 35 bits: one block in 200,000 is not told apart
     clock = Clock()
     gc.disable()
@@ -201,7 +207,9 @@ def leave(table: CacheMap, fleet: Fleet) -> dict:
         while table._gpu.capacity._left:
             after(table.remove, fleet.replicas - 1, [1], "gpu")
     result = {"leaving_held": sum(held) / len(held)} | leaving.milliseconds("leave")
-    return result | ({"left_ms_each": sum(after.cpu) / len(held) * 1e3} | after.milliseconds("left") if after.cpu else {})
+    return result | (
+        {"left_ms_each": sum(after.cpu) / len(held) * 1e3} | after.milliseconds("left") if after.cpu else {}
+    )
 
 
 def resident() -> int:
@@ -230,7 +238,8 @@ def by_dict(table: dict[int, int], replicas: int, hashes: list[int]) -> list[int
 
 
 def measure_dict(fleet: Fleet) -> dict:
-    """The plain way: a dict of hash -> int with a bit a replica. It knows no engine keys, so it cannot understand removals."""
+    """The plain way: a dict of hash -> int with a bit a replica. It knows no engine keys, so it cannot understand
+    removals."""
     gc.collect()
     before, table, told = resident(), {}, Clock()
 
@@ -244,7 +253,11 @@ def measure_dict(fleet: Fleet) -> dict:
         for replica, hashes, _, _ in fleet.calls(number):
             told(store, replica, hashes)
             stored += len(hashes)
-    result = {"blocks": len(table), "resident_bytes_per_block": (resident() - before) / len(table), "stored_per_s": stored / sum(told.cpu)}
+    result = {
+        "blocks": len(table),
+        "resident_bytes_per_block": (resident() - before) / len(table),
+        "stored_per_s": stored / sum(told.cpu),
+    }
     result |= told.milliseconds("store")
     for length in (CALL, LENGTH):
         clock, picks = Clock(), np.random.default_rng(7).choice(fleet.count, LOOKUPS)

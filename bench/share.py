@@ -102,7 +102,13 @@ async def write(url: str, options: argparse.Namespace) -> dict:
     engines = [Engine(table, slot, options.blocks) for slot in range(options.replicas)]
     for engine in engines:
         await engine.fill()
-    await until(lambda: not any(one.journal.whole or one.journal.due(one.blocks) or one in shared._writing.snapshots for one in intakes))
+    await until(
+        lambda: (
+            not any(
+                one.journal.whole or one.journal.due(one.blocks) or one in shared._writing.snapshots for one in intakes
+            )
+        )
+    )
     result = {"memory": await steady_memory(url, engines, intakes, shared, options)}
     result["warm"] = await warm(url, options, table)
     result["traffic"] = [await traffic(url, engines, intakes, shared, options, mirrors) for mirrors in options.mirrors]
@@ -113,7 +119,9 @@ async def write(url: str, options: argparse.Namespace) -> dict:
     return result
 
 
-async def steady_memory(url: str, engines: list[Engine], intakes: list, shared: SharedMap, options: argparse.Namespace) -> dict:
+async def steady_memory(
+    url: str, engines: list[Engine], intakes: list, shared: SharedMap, options: argparse.Namespace
+) -> dict:
     """MEMORY USAGE over all keys, looked at while the caches turn over once, tails at all lengths."""
     found = []
     for turn in range(12):
@@ -136,10 +144,21 @@ def memory(url: str) -> int:
 
 
 async def warm(url: str, options: argparse.Namespace, table: CacheMap) -> dict:
-    """A new gateway process: seconds from its first word to Redis until it holds what the writer does, who goes on meanwhile."""
+    """A new gateway process: seconds from its first word to Redis until it holds what the writer does, who goes on
+    meanwhile."""
     seconds = []
     for _ in range(options.runs):
-        command = [sys.executable, "-m", "bench.share", "--warm", url, "--replicas", str(options.replicas), "--blocks", str(options.blocks)]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.share",
+            "--warm",
+            url,
+            "--replicas",
+            str(options.replicas),
+            "--blocks",
+            str(options.blocks),
+        ]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         told = json.loads((await process.communicate())[0])
         if told["blocks"] != table.stats()["blocks"]:
@@ -162,9 +181,24 @@ async def start_warm(url: str, options: argparse.Namespace) -> None:
     await shared.stop()
 
 
-async def traffic(url: str, engines: list[Engine], intakes: list, shared: SharedMap, options: argparse.Namespace, mirrors: int) -> dict:
-    """Steps at a given rate with some mirrors, each a process of its own: commands, bytes and CPU a second, and the lag."""
-    command = [sys.executable, "-m", "bench.share", "--mirror", url, "--replicas", str(options.replicas), "--blocks", str(options.blocks), "--seconds", str(options.seconds)]
+async def traffic(
+    url: str, engines: list[Engine], intakes: list, shared: SharedMap, options: argparse.Namespace, mirrors: int
+) -> dict:
+    """Steps at a given rate with some mirrors, each a process of its own: commands, bytes and CPU a second, and the
+    lag."""
+    command = [
+        sys.executable,
+        "-m",
+        "bench.share",
+        "--mirror",
+        url,
+        "--replicas",
+        str(options.replicas),
+        "--blocks",
+        str(options.blocks),
+        "--seconds",
+        str(options.seconds),
+    ]
     running = [await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE) for _ in range(mirrors)]
     for one in running:
         await one.stdout.readline()
@@ -196,13 +230,16 @@ def counters(url: str) -> dict:
     with redis.Redis.from_url(url) as client:
         told = client.info()
         commands = client.info("commandstats")
-    calls = sum(one["calls"] for name, one in commands.items() if not name.startswith(("cmdstat_info", "cmdstat_client")))
+    calls = sum(
+        one["calls"] for name, one in commands.items() if not name.startswith(("cmdstat_info", "cmdstat_client"))
+    )
     return {"commands": calls, "in": told["total_net_input_bytes"], "out": told["total_net_output_bytes"],
             "cpu": told["used_cpu_user"] + told["used_cpu_sys"]}  # fmt: skip
 
 
 async def mirror(url: str, options: argparse.Namespace) -> None:
-    """Prints a line when it holds all, and one at the end: from an event's coming to the writer to its being applied."""
+    """Prints a line when it holds all, and one at the end: from an event's coming to the writer to its being
+    applied."""
     table, shared, intakes = gateway(url, options.replicas, options.blocks)
     lags: list[float] = []
     apply = SharedIntake._apply
@@ -221,7 +258,17 @@ async def mirror(url: str, options: argparse.Namespace) -> None:
     await asyncio.sleep(options.seconds)
     cpu = (time.process_time() - cpu) / options.seconds
     told = np.percentile(lags, (50, 99)) * 1000
-    print(json.dumps({"lag_ms_p50": round(told[0], 2), "lag_ms_p99": round(told[1], 2), "mirror_cpu": round(cpu, 3), "reloads": shared.reloads}), flush=True)
+    print(
+        json.dumps(
+            {
+                "lag_ms_p50": round(told[0], 2),
+                "lag_ms_p99": round(told[1], 2),
+                "mirror_cpu": round(cpu, 3),
+                "reloads": shared.reloads,
+            }
+        ),
+        flush=True,
+    )
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -235,7 +282,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1000, help="events a second, of all replicas together")
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--mirrors", type=int, nargs="+", default=[1, 3], help="gateways that mirror while the traffic is measured; each number is a measurement")
+    parser.add_argument(
+        "--mirrors",
+        type=int,
+        nargs="+",
+        default=[1, 3],
+        help="gateways that mirror while the traffic is measured; each number is a measurement",
+    )
     parser.add_argument("--redis", default="redis-server", help="the server's binary")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
@@ -254,7 +307,11 @@ def main() -> None:
 def with_redis(options: argparse.Namespace, folder: Path) -> dict:
     port = 16379
     url = f"redis://127.0.0.1:{port}/0"
-    server = subprocess.Popen([options.redis, "--port", str(port), "--save", "", "--bind", "127.0.0.1", "--dir", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [options.redis, "--port", str(port), "--save", "", "--bind", "127.0.0.1", "--dir", str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         with redis.Redis.from_url(url) as client:
             end = time.monotonic() + 10
@@ -267,7 +324,12 @@ def with_redis(options: argparse.Namespace, folder: Path) -> dict:
                         raise
                     time.sleep(0.05)
         machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, Redis {version}"
-        about = {"machine": machine, "load_average": os.getloadavg()[0], "replicas": options.replicas, "blocks_each": options.blocks}
+        about = {
+            "machine": machine,
+            "load_average": os.getloadavg()[0],
+            "replicas": options.replicas,
+            "blocks_each": options.blocks,
+        }
         return about | asyncio.run(write(url, options))
     finally:
         server.terminate()

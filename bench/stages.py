@@ -35,7 +35,9 @@ from policies import CostGroup, Ledger, Router, make
 from replicas import Replica, State
 from replicas.simulated.model import sim_model_dir
 
-WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or had by hot word".split()
+WORDS = (
+    "the of and to in is you that it he was for on are as with his they at be this have from or had by hot word".split()
+)
 ANSWER = json.dumps({"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m",
                      "choices": [{"index": 0, "message": {"role": "assistant", "content": "hello " * 64}, "finish_reason": "stop"}],
                      "usage": {"prompt_tokens": 1000, "completion_tokens": 64, "total_tokens": 1064}}).encode()  # fmt: skip
@@ -47,8 +49,12 @@ class NoTransport:
 
     def write(self, data): ...
     def writelines(self, data): ...
-    def is_closing(self): return False
-    def get_write_buffer_size(self): return 0
+    def is_closing(self):
+        return False
+
+    def get_write_buffer_size(self):
+        return 0
+
     def pause_reading(self): ...
     def resume_reading(self): ...
     def close(self): ...
@@ -137,7 +143,9 @@ def build(shadows: list[str]) -> tuple[Server, Proxy]:
     # One by one: what comes in a turn of the loop is otherwise worked on together, at its end.
     proxy.preparation._short = AtOnce(proxy.preparation._together)
     # And here: what takes long goes to a thread otherwise.
-    proxy.preparation._beside = lambda one: proxy.preparation._prepared(one, *proxy.preparation._prepare(one), "prepare")
+    proxy.preparation._beside = lambda one: proxy.preparation._prepared(
+        one, *proxy.preparation._prepare(one), "prepare"
+    )
     proxy.settling.complete = AtOnce(proxy.settling._settle_all)
     return Server(proxy), proxy
 
@@ -196,7 +204,11 @@ def main() -> None:
         stages = min((run(load, count, True, args.shadow) for _ in range(3)), key=lambda one: one["total"])
         del stages["total"]
         rest = max(total - sum(stages.values()), 0.0)
-        out[load] = {**{name: round(us, 1) for name, us in stages.items()}, "wire, exchange, the rest": round(rest, 1), "total": round(total, 1)}
+        out[load] = {
+            **{name: round(us, 1) for name, us in stages.items()},
+            "wire, exchange, the rest": round(rest, 1),
+            "total": round(total, 1),
+        }
     print(f"{'us per request':52}{'plain':>9}{'chat':>9}")
     for name in out["plain"]:
         print(f"{name:52}{out['plain'][name]:9.1f}{out['chat'][name]:9.1f}")

@@ -1,18 +1,21 @@
 """Many streams on one core: what it carries, who suffers from slow readers, what idle connections hold.
 
-    python -m bench.streams [--parts rates,slow,idle] [--fronts nginx,hitherto,...] [--streams 1000,3000,...] [--json FILE]
+    python -m bench.streams [--parts rates,slow,idle] [--fronts nginx,hitherto,...] [--streams 1000,3000,...] [--json
+    FILE]
 
-A gateway keeps to one core; engine and clients, one thread in C (`bench.native`), to the other. Every chunk tells when it was
-written, so its delay is measured by one clock; "direct" has no gateway between and shows what of it is the generator's.
+A gateway keeps to one core; engine and clients, one thread in C (`bench.native`), to the other. Every chunk tells when
+it was written, so its delay is measured by one clock; "direct" has no gateway between and shows what of it is the
+generator's.
 
-rates   endless streams at 20 chunks/s, more and more of them: CPU per chunk, delay and unevenness of chunks (how much longer or
-        shorter the time between two was at the client than at the engine), and chunks/s and bytes/s, which level off where the gateway's
-        core, or the generator's, is used up: `core` and `generator` say which
-slow    200 such streams, without and with 40 beside them whose clients stop reading after their first chunk, while engines
-        write 2.6 MB/s to each: the delay of the others, and memory. The kernel holds a part: `taken` is what was written for
-        each slow reader, and `in the last quarter` must be 0, or the gateway goes on taking what nobody reads
-idle    memory per idle keep-alive connection that has had an answer: (RSS at 15,000 - RSS at 5,000) / 10,000, and the share
-        of a core that 15,000 of them take
+rates   endless streams at 20 chunks/s, more and more of them: CPU per chunk, delay and unevenness of chunks (how much
+        longer or shorter the time between two was at the client than at the engine), and chunks/s and bytes/s, which
+        level off where the gateway's core, or the generator's, is used up: `core` and `generator` say which
+slow    200 such streams, without and with 40 beside them whose clients stop reading after their first chunk, while
+        engines write 2.6 MB/s to each: the delay of the others, and memory. The kernel holds a part: `taken` is what
+        was written for each slow reader, and `in the last quarter` must be 0, or the gateway goes on taking what nobody
+        reads
+idle    memory per idle keep-alive connection that has had an answer: (RSS at 15,000 - RSS at 5,000) / 10,000, and the
+        share of a core that 15,000 of them take
 
 Runs of a FILE that is there are kept and added to, so that a long measurement can be made in parts.
 """
@@ -95,7 +98,10 @@ def slow(made: Generator, front: Front) -> dict:
 def answered(port: int) -> socket.socket:
     """A connection that has had one answer and is kept. SystemExit if the answer is not a 200."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=5)
-    connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(HELLO), HELLO))
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+        % (len(HELLO), HELLO)
+    )
     if not connection.recv(65_536).startswith(b"HTTP/1.1 200"):
         raise SystemExit("a connection that was to be kept idle was not answered")
     return connection
@@ -123,8 +129,19 @@ def idle(made: Generator, front: Front) -> dict:
 def carried(levels: dict) -> dict:
     """The most a front carried, and what stood in the way of more."""
     count, best = max(levels.items(), key=lambda item: item[1]["chunks_per_second"])
-    limit = "gateway" if (best["core"] or 0) > 0.93 else "generator" if best["generator"] > 0.93 else "neither core was used up"
-    return {"chunks_per_second": best["chunks_per_second"], "megabytes_per_second": best["megabytes_per_second"], "at": int(count), "limit": limit}
+    limit = (
+        "gateway"
+        if (best["core"] or 0) > 0.93
+        else "generator"
+        if best["generator"] > 0.93
+        else "neither core was used up"
+    )
+    return {
+        "chunks_per_second": best["chunks_per_second"],
+        "megabytes_per_second": best["megabytes_per_second"],
+        "at": int(count),
+        "limit": limit,
+    }
 
 
 def show(results: dict) -> None:
@@ -133,12 +150,19 @@ def show(results: dict) -> None:
     for name, levels in results.get("rates", {}).items():
         print(f"  {name}: at most {carried(levels)}")
         for count, one in levels.items():
-            print(f"    {count:>6} streams {one['chunks_per_second']:>7}/s of {one['planned_per_second']:>7} {one['microseconds_per_chunk'] or 0:6.1f} us"
-                  f" {one['delay_ms']['p50']:8.2f} {one['delay_ms']['p99']:8.2f} {one['gap_ms']['p99']:8.2f}   cores {one['core'] or 0:.2f} + {one['generator']:.2f}")
+            print(
+                f"    {count:>6} streams {one['chunks_per_second']:>7}/s of {one['planned_per_second']:>7}"
+                f" {one['microseconds_per_chunk'] or 0:6.1f} us"
+                f" {one['delay_ms']['p50']:8.2f} {one['delay_ms']['p99']:8.2f} {one['gap_ms']['p99']:8.2f}"
+                f"   cores {one['core'] or 0:.2f} + {one['generator']:.2f}"
+            )
     nginx = results.get("idle", {}).get("nginx", {}).get("kilobytes_each")
     for name, one in results.get("slow", {}).items():
-        print(f"slow readers, {name}: others' delay p99 {one['without']['delay_ms']['p99']} -> {one['with']['delay_ms']['p99']} ms, memory +{one['with']['rss_growth_mb']} MB,"
-              f" taken {one['with']['taken_mb_each']} MB each, {one['with']['taken_mb_each_in_the_last_quarter']} in the last quarter")
+        print(
+            f"slow readers, {name}: others' delay p99 {one['without']['delay_ms']['p99']} -> {one['with']['delay_ms']['p99']} ms,"
+            f" memory +{one['with']['rss_growth_mb']} MB,"
+            f" taken {one['with']['taken_mb_each']} MB each, {one['with']['taken_mb_each_in_the_last_quarter']} in the last quarter"
+        )
     for name, one in results.get("idle", {}).items():
         ratio = f" ({one['kilobytes_each'] / nginx:.1f} x nginx)" if nginx and "kilobytes_each" in one else ""
         print(f"idle, {name}: {one}{ratio}")
@@ -161,7 +185,11 @@ def main() -> int:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # for the idle connections
     levels = [int(one) for one in args.streams.split(",")]
-    parts: dict[str, Callable[[Generator, Front], dict]] = {"rates": lambda made, front: rates(made, front, levels), "slow": slow, "idle": idle}
+    parts: dict[str, Callable[[Generator, Front], dict]] = {
+        "rates": lambda made, front: rates(made, front, levels),
+        "slow": slow,
+        "idle": idle,
+    }
     names = args.fronts.split(",")
     with generator() as made:
         for part in args.parts.split(","):

@@ -1,10 +1,10 @@
 """The gateway with its event loop watched: `python -m bench.watched FILE serve ...`.
 
 A timer of 1 ms runs in the gateway's own loop. How late it comes is how long anything else would have waited: for
-callbacks to end (`work`: what the loop's thread computed between two ticks), or for a thread to give up the interpreter. On
-a machine that others use, part of that is the kernel's: what this thread waited for a core (schedstat) is taken off, so that
-`own` is the gateway's doing, and what the hypervisor takes away. SIGUSR1 writes what was seen since the last one to FILE;
-SIGUSR2 makes the allocator give back what it keeps of freed memory.
+callbacks to end (`work`: what the loop's thread computed between two ticks), or for a thread to give up the
+interpreter. On a machine that others use, part of that is the kernel's: what this thread waited for a core (schedstat)
+is taken off, so that `own` is the gateway's doing, and what the hypervisor takes away. SIGUSR1 writes what was seen
+since the last one to FILE; SIGUSR2 makes the allocator give back what it keeps of freed memory.
 The timer takes 1 % of a core.
 """
 
@@ -34,7 +34,8 @@ class Watch:
         self.tick()
 
     def begin(self) -> None:
-        self.late: list[tuple[int, int, int]] = []  # ns: all of it, what of it was not waiting for a core, work since the last tick
+        # ns: all of it, what of it was not waiting for a core, work since the last tick
+        self.late: list[tuple[int, int, int]] = []
         self.at, self.queued, self.worked = perf_counter_ns(), self.waited(), thread_time_ns()
 
     def waited(self) -> int:

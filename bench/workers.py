@@ -1,20 +1,21 @@
 """Two workers beside one: CPU per request, requests a second, how evenly connections are spread, the hit rate.
 
-    python -m bench.workers [--loads plain,paced,short,conversations,redis] [--rounds 5] [--seconds 6] [--clients 32] [--json FILE]
+    python -m bench.workers [--loads plain,paced,short,conversations,redis] [--rounds 5] [--seconds 6] [--clients 32]
+    [--json FILE]
 
 The same engines stand behind several gateways, which are asked in turns: one with one worker (which is a gateway of one
-process: the default), one with two, and (for `plain` and `paced`) two of one worker that know nothing of each other and have
-half of the clients each. What those cost more than one is what the machine takes for running two processes; the rest is what
-sharing costs. CPU is that of all of a gateway's processes, all threads, by the kernel's own count; `cores` says how many cores
-each party kept busy: gateway, engines and these clients share the machine. Each client has a connection of its own and, but
-for `paced`, never pauses. Runs are added to what is in FILE.
+process: the default), one with two, and (for `plain` and `paced`) two of one worker that know nothing of each other and
+have half of the clients each. What those cost more than one is what the machine takes for running two processes; the
+rest is what sharing costs. CPU is that of all of a gateway's processes, all threads, by the kernel's own count; `cores`
+says how many cores each party kept busy: gateway, engines and these clients share the machine. Each client has a
+connection of its own and, but for `paced`, never pauses. Runs are added to what is in FILE.
 
 plain           8 kB chats that are answered at once, as many as go through: two workers carry more
 paced           the same at a fixed rate for all, PACE of what one process carries in this run
 redis           `plain` with and without the ledger and the map in Redis
 short           `plain` with a new connection for each request
-conversations   four simulated engines at their own pace, six turns that begin with one of eight long prompts: the hit rate,
-                and what a gateway costs that is a third busy
+conversations   four simulated engines at their own pace, six turns that begin with one of eight long prompts: the hit
+                rate, and what a gateway costs that is a third busy
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ from tests.redis_server import running as redis_running
 
 ENGINES, FAMILIES, TURNS = 4, 8, 6
 PACE = 0.6
-WORDS = "river stone carry window because seven letter cloud market early answer paper north quiet between garden".split()
+WORDS = (
+    "river stone carry window because seven letter cloud market early answer paper north quiet between garden".split()
+)
 SERVES = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 
@@ -96,12 +99,15 @@ class Gateway:
                 async with session.get("/status") as answer:
                     status = await answer.json()
                 joined = not self.redis or status["map"]["redis"]["ledger_joined"]
-                if joined and all(one["state"] == "ready" and (one["events"] == "live" or not events) for one in status["replicas"]):
+                if joined and all(
+                    one["state"] == "ready" and (one["events"] == "live" or not events) for one in status["replicas"]
+                ):
                     break
                 await asyncio.sleep(0.1)
         workers = [one["pid"] for one in status.get("workers", ())]
         control = self._control()
-        self.pids = [control, *workers, *(pid for pid in below(control) if pid not in workers)]  # a Redis of their own, last
+        # a Redis of their own, last
+        self.pids = [control, *workers, *(pid for pid in below(control) if pid not in workers)]
 
     def _control(self) -> int:
         """The process that has the admin port."""
@@ -115,8 +121,13 @@ class Gateway:
 
 STUB = """
 import asyncio, uvloop
-ANSWERS = {b"/v1/models": b'{"object":"list","data":[{"id":"sim","object":"model","max_model_len":131072}]}', b"/version": b'{"version":"0.0.0"}', b"/health": b""}
-CHAT = b'{"id":"x","object":"chat.completion","created":1,"model":"sim","choices":[{"index":0,"message":{"role":"assistant","content":"' + b"word " * 60 + b'"},"finish_reason":"stop"}],"usage":{"total_tokens":60,"completion_tokens":60}}'
+ANSWERS = {
+    b"/v1/models": b'{"object":"list","data":[{"id":"sim","object":"model","max_model_len":131072}]}',
+    b"/version": b'{"version":"0.0.0"}', b"/health": b"",
+}
+CHAT = (b'{"id":"x","object":"chat.completion","created":1,"model":"sim","choices":[{"index":0,'
+        b'"message":{"role":"assistant","content":"' + b"word " * 60 + b'"},"finish_reason":"stop"}],'
+        b'"usage":{"total_tokens":60,"completion_tokens":60}}')
 def reply(status, body):
     return b"HTTP/1.1 %b\\r\\ncontent-type: application/json\\r\\ncontent-length: %d\\r\\n\\r\\n%b" % (status, len(body), body)
 CHAT, NONE = reply(b"200 OK", CHAT), reply(b"404 Not Found", b"{}")
@@ -167,7 +178,9 @@ class Apart:
 class Load:
     """One window: clients that never pause, or keep to `rate` requests a second of all together, until it is over."""
 
-    def __init__(self, gateway: Gateway | Apart, seed: int, load: str, others: dict[str, list[int]], rate: float | None = None):
+    def __init__(
+        self, gateway: Gateway | Apart, seed: int, load: str, others: dict[str, list[int]], rate: float | None = None
+    ):
         self.gateway, self.seed, self.load, self.others, self.rate = gateway, seed, load, others, rate
         self.counts: Counter[str] = Counter()
         self.pause = 0.0  # seconds from one request of a client to its next
@@ -203,7 +216,16 @@ class Load:
         """Requests as bytes, almost made beforehand: the client must cost less than the gateway."""
         rng = random.Random(self.seed * 1000 + number)
         system = " ".join(random.Random(1).choices(WORDS, k=650))
-        whole = orjson.dumps({"model": "sim", "max_tokens": 60, "messages": [{"role": "system", "content": system}, {"role": "user", "content": "@" + " ".join(rng.choices(WORDS, k=650))}]})
+        whole = orjson.dumps(
+            {
+                "model": "sim",
+                "max_tokens": 60,
+                "messages": [
+                    {"role": "system", "content": system},
+                    {"role": "user", "content": "@" + " ".join(rng.choices(WORDS, k=650))},
+                ],
+            }
+        )
         start, end = whole.split(b"@")
         short, reader, writer = self.load == "short", None, None
         due = perf_counter() + self.pause * rng.random()
@@ -216,10 +238,15 @@ class Load:
                 break
             self.counts["asked"] += 1
             if writer is None:
-                reader, writer = await asyncio.open_connection("127.0.0.1", self.gateway.ports[number % len(self.gateway.ports)])
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", self.gateway.ports[number % len(self.gateway.ports)]
+                )
             body = b"%b%d %b" % (start, turn, end)  # nobody has seen what comes after the system prompt
             close = b"connection: close\r\n" if short else b""
-            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n%b" % (close, len(body), body))
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n%b"
+                % (close, len(body), body)
+            )
             head = await reader.readuntil(b"\r\n\r\n")
             if not head.startswith(b"HTTP/1.1 200"):
                 raise SystemExit(f"answered {head!r}")
@@ -243,8 +270,16 @@ class Load:
                     messages.append({"role": "assistant", "content": " ".join(rng.choices(WORDS, k=60))})
 
     async def _ask(self, session: aiohttp.ClientSession, messages: list[dict]) -> None:
-        body = {"model": "sim", "messages": messages, "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}}
-        async with session.post("/v1/chat/completions", data=orjson.dumps(body), headers={"content-type": "application/json"}) as answer:
+        body = {
+            "model": "sim",
+            "messages": messages,
+            "max_tokens": 8,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        async with session.post(
+            "/v1/chat/completions", data=orjson.dumps(body), headers={"content-type": "application/json"}
+        ) as answer:
             text, predicted = await answer.read(), int(answer.headers.get("x-hitherto-cached-tokens", 0))
         if answer.status != 200:
             raise SystemExit(f"status {answer.status}: {text[:300]!r}")
@@ -261,15 +296,33 @@ def summary(rounds: list[dict[str, dict]]) -> dict:
     def each(name: str, digits: int) -> dict[str, float]:
         return {one: round(statistics.median(found[one][name] for found in rounds), digits) for one in names}
 
-    ratios = {name: [round(one[name]["microseconds"] / one["1"]["microseconds"], 3) for one in rounds] for name in names if name != "1"}
+    ratios = {
+        name: [round(one[name]["microseconds"] / one["1"]["microseconds"], 3) for one in rounds]
+        for name in names
+        if name != "1"
+    }
     return {
         "cpu_ratio": {name: statistics.median(column) for name, column in ratios.items()},
         "cpu_ratios": ratios,
         "microseconds": each("microseconds", 1),
-        "microseconds_control_and_workers": [round(statistics.median(column), 1) for column in zip(*(one["2"]["by_process"] for one in rounds))],
+        "microseconds_control_and_workers": [
+            round(statistics.median(column), 1) for column in zip(*(one["2"]["by_process"] for one in rounds))
+        ],
         "requests_per_second": each("requests_per_second", 0),
-        "requests_ratio": {name: round(statistics.median(one[name]["requests_per_second"] / one["1"]["requests_per_second"] for one in rounds), 3) for name in ratios},
-        "cores": {name: {party: statistics.median(one[name]["cores"][party] for one in rounds) for party in rounds[0][name]["cores"]} for name in names},
+        "requests_ratio": {
+            name: round(
+                statistics.median(one[name]["requests_per_second"] / one["1"]["requests_per_second"] for one in rounds),
+                3,
+            )
+            for name in ratios
+        },
+        "cores": {
+            name: {
+                party: statistics.median(one[name]["cores"][party] for one in rounds)
+                for party in rounds[0][name]["cores"]
+            }
+            for name in names
+        },
         "connections_of_two": [one["2"]["connections"] for one in rounds],
         "hit_rate": each("hit_rate", 4),
         "mispredicted": each("mispredicted", 4),
@@ -283,21 +336,31 @@ async def measure(args: argparse.Namespace, load: str) -> dict:
         else:
             commands = [("-c", STUB)] * 2
         others: dict[str, list[int]] = {"engines": []}
-        engines = [f"http://127.0.0.1:{started(stack, *command, ports=1, pids=others['engines'])[0]}" for command in commands]
+        engines = [
+            f"http://127.0.0.1:{started(stack, *command, ports=1, pids=others['engines'])[0]}" for command in commands
+        ]
         gateways: list[Gateway | Apart] = [Gateway(stack, workers, engines) for workers in (1, 2)]
         if load in ("plain", "paced"):
             gateways.append(Apart(Gateway(stack, 1, engines), Gateway(stack, 1, engines)))
         if load == "redis":
-            server = stack.enter_context(redis_running(RedisServer(Path(stack.enter_context(tempfile.TemporaryDirectory())))))
+            server = stack.enter_context(
+                redis_running(RedisServer(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+            )
             others["redis"] = [server.pid]
-            gateways += [Gateway(stack, workers, engines, server.url) for workers in (1, 2)]  # idle ones are counted with, as in a deployment
+            # idle ones are counted with, as in a deployment
+            gateways += [Gateway(stack, workers, engines, server.url) for workers in (1, 2)]
         for gateway in gateways:
             await gateway.ready(events=load == "conversations")
         rate, rounds = None, []
         for number in range(-1, args.rounds):  # the first one warms everything up
             order = gateways if number % 2 else gateways[::-1]
             seconds = args.seconds if number >= 0 else 2
-            found = {one.name: await Load(one, 5 * number + gateways.index(one) + 10, load, others, rate).run(args.clients, seconds) for one in order}
+            found = {
+                one.name: await Load(one, 5 * number + gateways.index(one) + 10, load, others, rate).run(
+                    args.clients, seconds
+                )
+                for one in order
+            }
             if number >= 0:
                 rounds.append(dict(sorted(found.items())))
             elif load == "paced":
@@ -315,7 +378,12 @@ def main() -> int:
     args = parser.parse_args()
     found: dict = json.loads(Path(args.json).read_text()) if args.json and Path(args.json).exists() else {}
     for load in args.loads.split(","):
-        found[load] = {"rounds": args.rounds, "seconds": args.seconds, "clients": args.clients, **asyncio.run(measure(args, load))}
+        found[load] = {
+            "rounds": args.rounds,
+            "seconds": args.seconds,
+            "clients": args.clients,
+            **asyncio.run(measure(args, load)),
+        }
         print(load, json.dumps(found[load], indent=2), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=2) + "\n")

@@ -77,7 +77,11 @@ def test_no_imports_go_in_a_ring():
     graph = {}
     for module, path in names.items():
         # `from package import module` reads the module, `from package import name` the package's __init__
-        taken = {name for base, some in statements(path) for name in ([f"{base}.{one}" if f"{base}.{one}" in names else base for one in some] or [base])}
+        taken = {
+            name
+            for base, some in statements(path)
+            for name in ([f"{base}.{one}" if f"{base}.{one}" in names else base for one in some] or [base])
+        }
         graph[module] = (taken & set(names)) - {module}
     for ring in rings(graph):
         assert any(ring <= known for known in KNOWN_RINGS), f"these import each other: {sorted(ring)}"
@@ -110,11 +114,19 @@ MAY_NAME_ENGINES = (
 def spoken(path: Path) -> list[str]:
     """Every name and every string of a module that is no docstring."""
     tree, found = ast.parse(path.read_text()), []
-    docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list) and node.body and isinstance(node.body[0], ast.Expr)}
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(getattr(node, "body", None), list) and node.body and isinstance(node.body[0], ast.Expr)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)) and id(node) not in docstrings:
             found.append(node.value if isinstance(node.value, str) else node.value.decode("latin-1"))
-        found += [value for name in ("id", "attr", "name", "asname", "module", "arg") if isinstance(value := getattr(node, name, None), str)]
+        found += [
+            value
+            for name in ("id", "attr", "name", "asname", "module", "arg")
+            if isinstance(value := getattr(node, name, None), str)
+        ]
     return found
 
 
@@ -138,7 +150,16 @@ def test_the_rooms_that_decide_have_no_clock_and_no_sockets():
             *(ROOT / "replicas/simulated" / name for name in ("engine.py", "batch.py", "blocks.py", "steps.py", "profile.py"))]  # fmt: skip
     for path in pure:
         for name in imports(path):
-            assert name.split(".")[0] not in ("time", "socket", "asyncio", "aiohttp", "threading", "os", "datetime", "selectors"), f"{path.relative_to(ROOT)} imports {name}"
+            assert name.split(".")[0] not in (
+                "time",
+                "socket",
+                "asyncio",
+                "aiohttp",
+                "threading",
+                "os",
+                "datetime",
+                "selectors",
+            ), f"{path.relative_to(ROOT)} imports {name}"
 
 
 def test_only_settling_ends_a_placement_with_what_was_learned():

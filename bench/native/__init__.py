@@ -1,4 +1,5 @@
-"""The load generator in C (engine and clients in one thread: `generator.c` says what it does), built when it is needed."""
+"""The load generator in C (engine and clients in one thread: `generator.c` says what it does), built when it is
+needed."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class Generator:
     """A running generator on its own core. `ports`: its two engines."""
 
     def __init__(self, program: str):
-        self._process = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=on_core(GENERATOR_CORE))
+        self._process = subprocess.Popen(
+            [program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=on_core(GENERATOR_CORE)
+        )
         self.ports: list[int] = self.event()["ports"]
 
     def say(self, *words: object) -> None:

@@ -34,7 +34,8 @@ http {{ access_log off; client_max_body_size 64m; client_body_buffer_size 1m; cl
 """
 ROUTER = "--host 127.0.0.1 --port {port} --policy cache_aware --prometheus-port {aux} --worker-urls {urls}"
 COMMANDS = {
-    "hitherto": f"{sys.executable} -m gateway serve --host 127.0.0.1 --port {{port}} --admin-port {{aux}} --log-level error --model {{model}} --replica-url {{urls}}",
+    "hitherto": f"{sys.executable} -m gateway serve --host 127.0.0.1 --port {{port}} --admin-port {{aux}} "
+    "--log-level error --model {model} --replica-url {urls}",
     "sglang-router": f"{PEERS_HOME}/sglang/bin/sglang-router launch {ROUTER}",
     "smg": f"{PEERS_HOME}/smg/bin/smg launch {ROUTER}",
     "vllm-router": f"{PEERS_HOME}/vllm/bin/vllm-router {ROUTER}",
@@ -44,7 +45,8 @@ COMMANDS = {
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """CPU of a process and all below it. `total`: the scheduler's own count, in seconds; `user` and `system`: how ticks fell."""
+    """CPU of a process and all below it. `total`: the scheduler's own count, in seconds; `user` and `system`: how ticks
+    fell."""
 
     total: float
     user: float
@@ -104,12 +106,21 @@ def running(name: str, engines: Sequence[int]) -> Iterator[Front]:
     """The front before the engines at these ports, once it has answered. SystemExit if it does not come up."""
     port, aux = free_ports(2)
     with tempfile.TemporaryDirectory() as tmp:
-        Path(tmp, "nginx.conf").write_text(NGINX.format(tmp=tmp, port=port, servers=" ".join(f"server 127.0.0.1:{p};" for p in engines)))
+        Path(tmp, "nginx.conf").write_text(
+            NGINX.format(tmp=tmp, port=port, servers=" ".join(f"server 127.0.0.1:{p};" for p in engines))
+        )
         urls = " ".join(f"http://127.0.0.1:{p}" for p in engines)
         command = COMMANDS[name].format(port=port, aux=aux, urls=urls, model=sim_model_dir(), tmp=tmp)
         with Path(tmp, "log").open("wb") as log:
             env = {key: value for key, value in os.environ.items() if not key.startswith("HITHERTO_")}
-            process = subprocess.Popen(command.split(), stdout=log, stderr=log, env=env, start_new_session=True, preexec_fn=on_core(GATEWAY_CORE))
+            process = subprocess.Popen(
+                command.split(),
+                stdout=log,
+                stderr=log,
+                env=env,
+                start_new_session=True,
+                preexec_fn=on_core(GATEWAY_CORE),
+            )
         try:
             deadline = time.monotonic() + READY_SECONDS
             while not _answers(port):
@@ -127,7 +138,9 @@ def running(name: str, engines: Sequence[int]) -> Iterator[Front]:
 
 
 def _answers(port: int) -> bool:
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", HELLO, {"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions", HELLO, {"content-type": "application/json"}
+    )
     with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=2) as answer:
         return answer.status == 200
     return False

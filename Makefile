@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Each sets up what it needs, once.
+# `make demo`, `make test` and `make lint`: each sets up what it needs, once.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
@@ -9,7 +9,7 @@ VLLM ?= 0.28.0 0.32.0
 # A thousand processes that tests start would each compile the modules that they import, 0.2 s of CPU for a gateway.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-vllm test guard test-vllm clean
+.PHONY: setup demo demo-vllm test lint guard test-vllm clean
 
 setup: .venv/ready
 
@@ -44,6 +44,13 @@ demo-vllm: setup
 test: setup
 	@$(BIN)/python -m pytest --ignore tests/vllm --ignore tests/test_instructions.py --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# Style, imports and names; the formatter's layout; types, strict in the rooms that pyproject.toml names. To mend what can be
+# mended by itself: .venv/bin/ruff check --fix; .venv/bin/ruff format
+lint: setup
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
 # The decision path's cost in instructions, which no load on the machine changes. Needs valgrind; skipped where it cannot be had.
 guard: setup valgrind
 	@$(BIN)/python -m pytest tests/test_instructions.py $(ARGS)
@@ -63,4 +70,4 @@ test-vllm: setup
 	done
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .hypothesis
+	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

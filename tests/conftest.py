@@ -1,4 +1,5 @@
-"""For all rooms: the order of the files, and real Redis servers. What else one can do with those is in tests/redis_server.py."""
+"""For all rooms: the order of the files, and real Redis servers. What else one can do with those is in
+tests/redis_server.py."""
 
 from collections import Counter
 
@@ -14,8 +15,9 @@ settings.load_profile("hitherto")
 
 
 def pytest_collection_modifyitems(items):
-    """Files that take long first: what takes half a minute and comes last has one core to itself while the others are idle.
-    Those are the ones whose tests start whole gateways, then those of few tests, which are long stories as a rule."""
+    """Files that take long first: what takes half a minute and comes last has one core to itself while the others are
+    idle. Those are the ones whose tests start whole gateways, then those of few tests, which are long stories as a
+    rule."""
     tests = Counter(item.path for item in items)
 
     def place(item):
@@ -27,8 +29,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def few_authorities(tmp_path_factory):
-    """One authority in place of the system's 140, which every process with aiohttp and every client of httpx reads: 50 ms of
-    CPU each, a thousand times. Nothing here asks anybody outside who would have to be believed."""
+    """One authority in place of the system's 140, which every process with aiohttp and every client of httpx reads: 50
+    ms of CPU each, a thousand times. Nothing here asks anybody outside who would have to be believed."""
     end = "-----END CERTIFICATE-----\n"
     with open(certifi.where(), encoding="utf-8") as file, pytest.MonkeyPatch.context() as patch:
         one = tmp_path_factory.mktemp("authorities") / "one.pem"

@@ -1,11 +1,12 @@
 """A cancellation that comes together with what a task waits for ends the task all the same.
 
-`asyncio.wait_for` of Python 3.11 swallows one that comes between the end of what it waits for and its own: the task goes on, and
-whoever stops it waits for ever. Each place that waits for an event with a deadline is tried, with the cancellation so many
-iterations of the event loop after the event.
+`asyncio.wait_for` of Python 3.11 swallows one that comes between the end of what it waits for and its own: the task
+goes on, and whoever stops it waits for ever. Each place that waits for an event with a deadline is tried, with the
+cancellation so many iterations of the event loop after the event.
 """
 
 import asyncio
+import contextlib
 
 import pytest
 import zmq
@@ -52,10 +53,8 @@ async def for_ever() -> None:
 
 async def test_this_test_sees_a_swallowed_cancellation():
     async def swallow() -> None:
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await event.wait()
-        except asyncio.CancelledError:
-            pass
         await for_ever()
 
     event = asyncio.Event()

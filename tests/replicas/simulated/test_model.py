@@ -3,7 +3,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
 from tokenizers import Tokenizer
 
 from replicas.simulated import model

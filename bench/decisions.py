@@ -61,7 +61,8 @@ class Backends:
         self.ledger, self.now = Ledger(), time.monotonic()
         self.map = CacheMap((1 << 26) + count * (1 << 18))
         self.proxy = Proxy(
-            models=Models.of(None), router=Router(make("least_time"), self.map, self.ledger, CostGroup()), metrics=None, retries=1, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=None, ask_models=None,
+            models=Models.of(None), router=Router(make("least_time"), self.map, self.ledger, CostGroup()), metrics=None,
+            retries=1, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=None, ask_models=None,
         )  # fmt: skip
         for number in range(count):
             name = f"10.0.{number // 250}.{number % 250}:8000"

@@ -127,7 +127,9 @@ def build(shadows: list[str]) -> tuple[Server, Proxy]:
     cachemap = CacheMap(1 << 28)
     router = Router(make("least_time"), cachemap, Ledger(), CostGroup())
     proxy = Proxy(
-        models=Models.of(Pipeline(sim_model_dir(), "m", 16)), router=router, metrics=Metrics(), retries=2, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
+        models=Models.of(Pipeline(sim_model_dir(), "m", 16)), router=router, metrics=Metrics(), retries=2,
+        request_timeout=60, idle_timeout=60, response_headers=True, replicas={},
+        on_traffic=lambda replica, fault: None, ask_models=lambda: asyncio.sleep(0),
         shadows=shadows,
     )  # fmt: skip
     if proxy.placing.shadows is not None:

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 from policies import CostGroup, Ledger, Router, make
 
 from .config import Settings
-from .http.messages import Limits
-from .ops import log as lines
-from .ops.metrics import Metrics
-from .prompt.pipeline import SWITCH_SECONDS, Pipeline
-from .proxy.answers import Usage
 from .proxy.exchange import Exchange
 from .proxy.proxy import Proxy
+from .proxy.answers import Usage
+from .prompt.pipeline import SWITCH_SECONDS, Pipeline
+from .ops import log as lines
+from .ops.metrics import Metrics
+from .http.messages import Limits
 
 if TYPE_CHECKING:
     from cachemap import CacheMap
     from cachemap.background import Background
 
-    from .ops.spans import Spans
     from .proxy.shared import SharedLedger
+    from .ops.spans import Spans
 
 log = logging.getLogger("hitherto")
 

@@ -16,6 +16,7 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def _read_body(name: str) -> bytes:
         raise ConfigError(f"{name}: cannot read the request's body: {error.strerror}. Give a JSON file as a client would send it, or - for standard input") from None
 
 
-def ask(admin: str, path: str, body: bytes, headers: dict[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:
+def ask(admin: str, path: str, body: bytes, headers: Mapping[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:
     """The running gateway's answer. Raises Unanswered, and ApiError where it refuses the request."""
     url = f"{admin}/explain?{urllib.parse.urlencode({'path': path})}"
     request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json", **headers}, method="POST")

@@ -508,7 +508,7 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
     stream = get("stream")
     if stream is not None:
         prompt.stream = boolean(stream, "stream")
-    if path == _RESPONSES or path == _MESSAGES:
+    if path in (_RESPONSES, _MESSAGES):
         prompt.include_usage = True                # their streams always end with it
         previous = get("previous_response_id")
         prompt.previous_response = previous if type(previous) is str and 0 < len(previous) <= LONGEST_RESPONSE_ID else None

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import ApiError
 from .api.chat import Chat, template_variables
 from .pipeline import Pipeline
-from ..errors import ApiError
 from .render.renderer import Renderer
 
 _TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look a word up.", "parameters": {

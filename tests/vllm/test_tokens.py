@@ -15,8 +15,8 @@ import msgspec
 import pytest
 import zmq
 
-from gateway.prompt.pipeline import Pipeline
 from gateway.errors import ApiError
+from gateway.prompt.pipeline import Pipeline
 from replicas.engines.vllm.versions import version_quirks
 
 from ..gateway.prompt.reference import model_dir

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
-from ..offload import TakesLong, event_loop
 from ...errors import ApiError
+from ..offload import TakesLong, event_loop
 from .structure import MOST_OBJECTS, MOST_STRINGS, MOST_VALUES, arguments_too_much, too_much
 
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})

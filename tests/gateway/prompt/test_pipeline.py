@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cachemap import chain_seed
-from gateway.prompt import Prompt
 from gateway.errors import ApiError
+from gateway.prompt import Prompt
 from gateway.prompt.pipeline import Pipeline, Verdict
 from replicas.simulated.model import sim_model_dir
 

@@ -9,6 +9,7 @@ from .tokens import RequestError, Tokens
 
 # vLLM's VLLM_MAX_N_SEQUENCES and VLLM_MAX_COMPLETION_PROMPTS, and its words when they are passed (0.32 asked). It ignores `best_of`.
 MOST_SEQUENCES, MOST_PROMPTS = 16_384, 1024
+MOST_LOGPROBS = 20  # of --max-logprobs
 
 
 @dataclass(slots=True)
@@ -66,7 +67,32 @@ def _common(body: dict, prompts: list[list[int]], max_tokens: int | None, stop: 
                  _whole_number(body, "min_tokens", 0) or 0, salt)
 
 
+def _check_logprobs(body: dict, wanted: str, prompt_wanted: Any, sampled: bool, tokens: Tokens) -> None:
+    """What vLLM checks of logprobs. `wanted`: the field that says how many; `prompt_wanted`: how many of the prompt where `prompt_logprobs`
+    does not say; `sampled`: whether those of the answer are asked for."""
+    for name in ("prompt_logprobs", wanted):
+        count = body.get(name)
+        if count is None:
+            continue
+        if type(count) is not int:
+            raise RequestError(f"`{name}` must be an integer.", param=name)
+        if name == "prompt_logprobs" and body.get("stream") and (count > 0 or count == -1):
+            raise RequestError("`prompt_logprobs` are not available when `stream=True`.", param=name)
+        if count < -1:
+            raise RequestError(f"`{name}` must be a positive value or -1.", param=name)
+    count = body.get(wanted)
+    if wanted == "top_logprobs" and count and not body.get("logprobs"):
+        raise RequestError("when using `top_logprobs`, `logprobs` must be set to true.", param=wanted)
+    prompt = body.get("prompt_logprobs")
+    for of, param, asked in (("sample", "logprobs", count if sampled else None),
+                             ("prompt", "prompt_logprobs", prompt if prompt is not None else prompt_wanted)):
+        number = tokens.vocab_size if asked == -1 else asked or 0
+        if number > MOST_LOGPROBS:
+            raise RequestError(f"Requested {of} logprobs of {number}, which is greater than max allowed: {MOST_LOGPROBS}", param=param)
+
+
 def chat(body: dict, tokens: Tokens) -> Asked:
+    _check_logprobs(body, "top_logprobs", body.get("top_logprobs") if body.get("echo") else None, bool(body.get("logprobs")), tokens)
     given = body.get("kv_transfer_params")
     ids = given.get("prompt_token_ids") if isinstance(given, dict) else None
     prompt = _ids(ids, "kv_transfer_params") if ids is not None else tokens.chat(body)
@@ -81,6 +107,7 @@ def chat(body: dict, tokens: Tokens) -> Asked:
 
 
 def completion(body: dict, tokens: Tokens) -> Asked:
+    _check_logprobs(body, "logprobs", body.get("logprobs") if body.get("echo") else None, True, tokens)
     most, given = _whole_number(body, "max_tokens", 1), body.get("prompt")
     if isinstance(given, list) and len(given) > MOST_PROMPTS and not isinstance(given[0], int):
         raise RequestError(f"prompt list length {len(given)} exceeds the maximum allowed count of {MOST_PROMPTS}. To increase "

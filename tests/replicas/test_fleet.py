@@ -232,12 +232,24 @@ async def test_remove_drains_and_forgets(fleet, fake_profile, comes, alive):
 async def test_an_engine_that_is_stopped_with_the_fleet_is_not_called_failed(fleet, fake_profile, comes):
     (replica,) = await fleet.launch(1, fake_profile())
     await comes(replica, READY)
-    supervisor = fleet.engines[replica.id].supervisor
+    engine = fleet.engines[replica.id]
+    supervisor = engine.supervisor
     stop = supervisor.stop
 
     async def slowly(grace):
+        """As where another engine takes its time to end: the watcher has ended, or has looked at what is gone."""
         await stop(grace)
-        await asyncio.sleep(0.5)  # another engine takes its time to end; a watcher would have looked by then
+        looked = asyncio.Event()
+        tick = engine.watch.tick
+
+        async def look():
+            await tick()
+            looked.set()
+
+        engine.watch.tick = look
+        looking = asyncio.ensure_future(looked.wait())
+        await asyncio.wait((looking, engine.task), return_when=asyncio.FIRST_COMPLETED)
+        looking.cancel()
 
     supervisor.stop = slowly
     fleet.seen.clear()

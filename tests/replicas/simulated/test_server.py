@@ -226,6 +226,15 @@ async def test_cached_tokens_can_be_left_out(run_stack):
     ("/v1/responses", {"input": "x", "max_output_tokens": 1 << 40}, 400, "BadRequestError", "max_output_tokens"),
     ("/v1/chat/completions", {**CHAT, "n": 16_385}, 400, "BadRequestError", None),
     ("/v1/completions", {"prompt": ["x"] * 1025}, 400, "BadRequestError", "prompt"),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "BadRequestError", "logprobs"),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -1}, 400, "BadRequestError", "logprobs"),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -2}, 400, "BadRequestError", "top_logprobs"),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": "5"}, 400, "BadRequestError", "top_logprobs"),
+    ("/v1/chat/completions", {**CHAT, "top_logprobs": 5}, 400, "BadRequestError", "top_logprobs"),
+    ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 21}, 400, "BadRequestError", "prompt_logprobs"),
+    ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1, "stream": True}, 400, "BadRequestError", "prompt_logprobs"),
+    ("/v1/completions", {"prompt": "x", "logprobs": 21}, 400, "BadRequestError", "logprobs"),
+    ("/v1/completions", {"prompt": "x", "prompt_logprobs": -2}, 400, "BadRequestError", "prompt_logprobs"),
     ("/v1/completions", {"prompt": [99_999_999]}, 400, "BadRequestError", None),
     ("/v1/chat/completions", {**CHAT, "cache_salt": ""}, 400, "BadRequestError", "cache_salt"),
     ("/v1/chat/completions", {**CHAT, "continue_final_message": True}, 400, "BadRequestError", None),
@@ -244,6 +253,15 @@ async def test_errors_are_openai_objects(stack, path, body, status, type, param)
     got, error = await stack.refused(path, body)
     assert (got, error["code"], error["type"], error["param"]) == (status, status, type, param)
     assert error["message"]
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 20, "prompt_logprobs": 20}),
+    ("/v1/chat/completions", {**CHAT, "best_of": 99_999}),  # ignored
+    ("/v1/completions", {"prompt": "x", "logprobs": 20, "best_of": 99_999}),
+])
+async def test_what_is_within_vllms_limits_is_answered(stack, path, body):
+    assert (await stack.post(path, **body, max_tokens=2))["usage"]["completion_tokens"] == 2
 
 
 async def test_a_wrong_method_names_the_right_one(stack):

@@ -75,6 +75,27 @@ async def test_what_lies_at_a_replicas_keys_is_not_read_and_made_anew(start_redi
             assert client.info("memory")["lazyfreed_objects"] > 0  # beside other commands, not in their way
 
 
+async def test_a_long_entry_behind_those_that_are_followed_is_sent_once(start_redis, redis_binary, monkeypatch):
+    """A follower waits for whatever comes next, so Redis sends it; the stream is written anew then."""
+    monkeypatch.setattr("cachemap.cluster.shared.LEASE_SECONDS", 1.0)
+    monkeypatch.setattr("cachemap.cluster.shared.LOOK_SECONDS", 0.2)
+    server = start_redis(binary=redis_binary)
+    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
+        with server.client() as client:
+            for gateway in (one, other):
+                gateway.follow("r:1", publisher)
+            await until(lambda: role_pair(one, other, "r:1") == {"writer", "mirror"})
+            await publisher.publish(event(1, 0, 6))
+            await until(lambda: all(gateway.held("r:1", prompt(1, 6)[1]) == 6 for gateway in (one, other)))
+            key = one.intakes["r:1"].keys.deltas
+            before = client.info("stats")["total_net_output_bytes"]
+            client.xadd(key, {"d": b"x" * SIZE}, "1000-0")
+            await publisher.publish(event(2, 0, 6))
+            await until(lambda: all(gateway.held("r:1", prompt(2, 6)[1]) == 6 for gateway in (one, other)), 30)
+            assert "1000-0" not in [id.decode() for id, _ in client.xrange(key, count=10)]
+            assert SIZE < client.info("stats")["total_net_output_bytes"] - before < 1.5 * SIZE
+
+
 async def test_what_lies_at_the_ledgers_keys_is_not_read_and_made_anew(start_redis, redis_binary):
     server = start_redis(binary=redis_binary)
     with server.client() as client:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.http.downstream import REQUEST_BYTES
+from gateway.http.downstream import REQUEST_BYTES, Downstream
 from gateway.http.messages import Limits
 from gateway.http.server import Server
 
@@ -20,6 +20,30 @@ MIB = 1 << 20
 
 def upload(length: int, sent: int, extra: bytes = b"") -> bytes:
     return b"POST /slow HTTP/1.1\r\nHost: x\r\n%bContent-Length: %d\r\n\r\n" % (extra, length) + b"x" * sent
+
+
+class Clock:
+    """The server's, which goes on only when a test says so; the server looks at its connections without a pause."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.looks = 1.0, 0
+        for room in ("server", "downstream"):
+            monkeypatch.setattr(f"gateway.http.{room}.monotonic", lambda: self.now)
+        monkeypatch.setattr("gateway.http.server.SWEEP_SECONDS", 0.001)
+        check = Downstream.check
+
+        def counted(connection, now):
+            self.looks += 1
+            check(connection, now)
+
+        monkeypatch.setattr(Downstream, "check", counted)
+
+    async def goes_on(self, seconds: float, server: Server, received: int) -> None:
+        """Once the server has so many bytes of bodies; returns when it has looked at all connections."""
+        await eventually(lambda: sum(one.body_bytes for one in server.connections) >= received)
+        self.now += seconds
+        looks = self.looks + 2 * len(server.connections)
+        await eventually(lambda: self.looks >= looks or not server.connections)
 
 
 @asynccontextmanager
@@ -88,31 +112,34 @@ async def test_pipelined_requests_are_counted_with_what_they_take_as_objects():
             assert (await one.response())[0] == 200
 
 
-async def test_a_body_that_trickles_is_refused_and_one_that_flows_is_not():
+async def test_a_body_that_trickles_is_refused_and_one_that_flows_is_not(monkeypatch):
+    clock = Clock(monkeypatch)
     async with served(body_gap_seconds=0.3, body_rate=1000) as (talk, echo, server):
         trickling, flowing = await talk(), await talk()
         await trickling.say(upload(MIB, 500_000))  # what came at once earns no time
         await flowing.say(upload(10 + 40 * 1000, 10))
         answer = asyncio.ensure_future(trickling.response())
-        for _ in range(40):
+        for step in range(1, 40):
             await flowing.say(b"x" * 1000)
             if not answer.done():
                 trickling.writer.write(b"x")
-            await asyncio.sleep(0.05)
+            await clock.goes_on(0.05, server, 10 + 1000 * step)
         assert (await answer)[0] == 408
+        await flowing.say(b"x" * 1000)
         await eventually(lambda: echo.held)
         assert server.held == 10 + 40 * 1000 + REQUEST_BYTES
 
 
-async def test_a_body_that_takes_too_long_is_refused_however_much_comes():
+async def test_a_body_that_takes_too_long_is_refused_however_much_comes(monkeypatch):
+    clock = Clock(monkeypatch)
     async with served(body_seconds=0.3) as (talk, echo, server):
         one = await talk()
         await one.say(upload(64 * MIB, 0))
         answer = asyncio.ensure_future(one.response())
-        while not answer.done():
+        for step in range(1, 20):
             one.writer.write(b"x" * 10_000)
-            await asyncio.sleep(0.02)
-        assert (await answer)[0] == 408
+            await clock.goes_on(0.02, server, 10_000 * step if step < 15 else 0)
+        assert (await answer)[0] == 408 and clock.now > 1.3
         assert server.held == 0
 
 
@@ -129,8 +156,8 @@ async def test_what_is_held_is_given_back_whatever_a_connection_does():
             for _ in range(dice.randrange(1, 6)):
                 one.writer.write(dice.choice(said[:4] if dice.random() < 0.7 else said))
                 await asyncio.sleep(0)
-            if dice.random() < 0.5:
-                await asyncio.sleep(0.005)
+            for _ in range(dice.randrange(20)):
+                await asyncio.sleep(0)
             while echo.held and dice.random() < 0.5:
                 client = echo.held.pop(0)
                 if client.exchange is echo:

@@ -313,7 +313,8 @@ class Gateway:
 
 
 # what the proxy calls a failure -> what health calls it
-_FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout", "stalled": "timeout", "hung": "timeout", "aborted": "closed", "foreign answer": "foreign"}  # fmt: skip
+_FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout",
+           "stalled": "timeout", "hung": "timeout", "aborted": "closed", "foreign answer": "foreign"}  # fmt: skip
 
 
 def _shared_map(settings: Settings, cachemap: CacheMap, background: Background) -> SharedMap | None:

@@ -79,16 +79,19 @@ def build_parser() -> Parser:
 
     serve = verbs.add_parser("serve", help="run the gateway", description="Run the gateway, in front of engines that run already (--replica-url) or that it starts itself (--launch).")
     config = verbs.add_parser("config", help="print the effective settings and where each came from",
-                              description="Print the effective settings and where each came from. The output is itself a valid configuration file.")  # fmt: skip
+                              description="Print the effective settings and where each came from. "
+                              "The output is itself a valid configuration file.")  # fmt: skip
     config.add_argument("--json", action="store_true", help="as JSON")
     explain = verbs.add_parser("explain", help="say what would happen to a request",
-                               description="Say what would happen to a request: tokens, blocks, overlap and cost per replica, the choice and why. Nothing is sent to an engine for an answer.")  # fmt: skip
+                               description="Say what would happen to a request: tokens, blocks, overlap and cost per replica, the choice and why. "
+                               "Nothing is sent to an engine for an answer.")  # fmt: skip
     explain.add_argument("body", metavar="BODY.json", help="the request's body; - reads standard input")
     explain.add_argument("--path", default="/v1/chat/completions", help="the endpoint it would be posted to")
     explain.add_argument("--admin", metavar="URL", help="admin side of a running gateway (default: http://ADMIN_HOST:ADMIN_PORT)")
     explain.add_argument("--json", action="store_true", help="as JSON")
     doctor = verbs.add_parser("doctor", help="check everything that can be wrong",
-                              description="Check everything that can be wrong, one line each, with what to do about it. Exit code 1 if something is.")  # fmt: skip
+                              description="Check everything that can be wrong, one line each, with what to do about it. "
+                               "Exit code 1 if something is.")  # fmt: skip
     for verb in (serve, config, explain, doctor):
         add_settings(verb)
     verbs.add_parser("replica", help="run one simulated engine", add_help=False)

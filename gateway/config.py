@@ -160,7 +160,8 @@ class Settings(BaseModel):
     tokenize_once: Literal["auto", "never"] = Field("auto", description="send engines the token ids of long prompts, where they are shown to take them, or never")
     retries: int = Field(2, ge=0, le=10, description="further replicas to try before the first byte of an answer")
 
-    redis_url: RedisUrl | None = Field(None, repr=False, description="Redis that several gateways share: redis://HOST:PORT, rediss://, redis+sentinel://, redis+cluster:// or unix:///PATH (default: this gateway is alone)")
+    redis_url: RedisUrl | None = Field(None, repr=False, description="Redis that several gateways share: redis://HOST:PORT, rediss://, redis+sentinel://, redis+cluster:// or "
+        "unix:///PATH (default: this gateway is alone)")
     deployment: Name = Field("default", description="name of those that belong together, where a Redis is used by several")
     event_intake: Literal["leased", "each"] = Field("leased", description="with Redis: one gateway follows a replica's events for all, or each for itself")
 

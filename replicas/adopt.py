@@ -203,7 +203,8 @@ def described(address: Address, facts: Facts) -> list[Replica]:
     """The replicas that an engine counts as by its own account, for those who look once and do not watch it."""
     sources = facts.events(address.source)
     lead = Replica(
-        address.id, address.url, address.host, address.port, dialect=facts.dialect, models=facts.models, root=facts.root, version=facts.version, scrape=facts.scrape,
+        address.id, address.url, address.host, address.port, dialect=facts.dialect, models=facts.models, root=facts.root,
+        version=facts.version, scrape=facts.scrape,
         block_size=facts.block_size, num_blocks=facts.num_blocks, max_model_len=facts.max_model_len, events=sources[0],
         problems=tuple(map(str, problems_of(facts, address.source, sources).values())),
     )  # fmt: skip

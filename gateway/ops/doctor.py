@@ -408,7 +408,8 @@ def _variants(running: dict[str, Any] | None) -> Iterator[Finding]:
     """What the running gateway tells apart: more than a look from here shows, since it knows what each engine was started from."""
     spaces = [space for space in (running or {}).get("spaces", []) if space["variants"] > 1]
     for name in sorted({name for space in spaces for name in space["models"]}):
-        told = [f"{', '.join(one['replicas'])} (blocks of {one['block_size']}, {one['directory'] or 'no files'}, version {', '.join(one['versions']) or 'unknown'})"
+        told = [f"{', '.join(one['replicas'])} (blocks of {one['block_size']}, {one['directory'] or 'no files'}, "
+                f"version {', '.join(one['versions']) or 'unknown'})"
                 for one in spaces if name in one["models"]]  # fmt: skip
         more = "; prompts are prepared for two of them, the replicas of the others are chosen by load alone" if len(told) > 2 else ""
         yield Finding("warn", f"variants {name}"[:60], f"the gateway tells {len(told)} apart: {' | '.join(told)}{more}",

@@ -75,7 +75,8 @@ READ = {
     "map_takeovers": ("counter", "Leases taken over from gateways that gave them up or died", ()),
     "map_snapshots": ("counter", "Snapshots of a replica's part written to Redis", ()),
     "ledger_joined": ("gauge", "1 while load is counted in the ledger of all gateways", ()),
-    "ledger_repairs": ("counter", "Loads in Redis that were lost or damaged and were mended: what this gateway has on a replica (part), or what all have (sum)", ("what",)),
+    "ledger_repairs": ("counter", "Loads in Redis that were lost or damaged and were mended: what this gateway has on a replica (part), "
+                       "or what all have (sum)", ("what",)),
     "map_redis_errors": ("counter", "Calls of Redis for the shared map that failed or took too long", ()),
     "events_state": ("gauge", "1 for the state of the replica's KV event stream: connecting, live, gap, unobserved", ("replica", "state")),
     "event_batches": ("counter", "KV event batches taken in", ("replica",)),

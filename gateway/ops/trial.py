@@ -174,8 +174,9 @@ async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]
     """Send the prompt while listening; its blocks must come, and be the ones the gateway would look for."""
     subject, cachemap = f"events {trial.id}", CacheMap(64 * 2**20)
     slot = cachemap.attach(trial.id, trial.replica.num_blocks, True)
-    intake = EventIntake(cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", decode=trial.replica.dialect.event_decoder(records), model=trial.served,
-                         block_size=trial.block_size, on_change=lambda state, reason: None)  # fmt: skip
+    intake = EventIntake(cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="",
+                         decode=trial.replica.dialect.event_decoder(records), model=trial.served, block_size=trial.block_size,
+                         on_change=lambda state, reason: None)  # fmt: skip
     task = asyncio.create_task(intake.run())
     try:
         await _until(lambda: intake.state != "connecting", JOIN_SECONDS)

@@ -147,7 +147,8 @@ async def test_what_is_held_is_given_back_whatever_a_connection_does():
     """Whole and broken requests in pieces, pipelines, clients that leave; the same through the head that is known."""
     dice = random.Random(5)
     said = [
-        GET, upload(1000, 1000), upload(1000, 1000).replace(b"/slow", b"/p"), upload(300_000, 300_000).replace(b"/slow", b"/p"), upload(1000, 500), upload(10**9, 10),
+        GET, upload(1000, 1000), upload(1000, 1000).replace(b"/slow", b"/p"), upload(300_000, 300_000).replace(b"/slow", b"/p"),
+        upload(1000, 500), upload(10**9, 10),
         b"POST /p HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n", b"NONSENSE\r\n\r\n", b"GET /x HTTP/1.0\r\n\r\n",
     ]  # fmt: skip
     async with served(requests_bytes=MIB) as (talk, echo, server):

@@ -30,7 +30,8 @@ def main(path: Path) -> None:
     kept = json.loads(path.read_text()) if path.is_file() else {}
     with tempfile.TemporaryDirectory() as folder:
         kept[release] = {name: recorded(name, Path(folder) / name) for name in SHAPES}
-    lines = [f" {json.dumps(name)}: {{\n" + ",\n".join(f"  {json.dumps(shape)}: {json.dumps(what, separators=(',', ':'))}" for shape, what in one.items()) + "\n }"
+    lines = [f" {json.dumps(name)}: {{\n" + ",\n".join(f"  {json.dumps(shape)}: {json.dumps(what, separators=(',', ':'))}"
+                                                             for shape, what in one.items()) + "\n }"
              for name, one in sorted(kept.items())]  # fmt: skip
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -36,7 +36,8 @@ def said(state: str, *, requests: int, inflight: int, joined: bool = True, probl
                "prefill_tokens": 0, "context_tokens": 0, "managed": False, "pid": None, "restarts": 0}  # fmt: skip
     redis = {"ledger_joined": joined, "ledger_reason": "joined" if joined else "away"}
     status = {
-        "models": ["sim"], "ready": state == "ready", "why_not": None if state == "ready" else f"a is {state}", "replicas": [replica], "background_failures": {},
+        "models": ["sim"], "ready": state == "ready", "why_not": None if state == "ready" else f"a is {state}",
+        "replicas": [replica], "background_failures": {},
         "map": {"blocks": 10 * requests, "bytes": 100, "budget_bytes": 1000, "evicted": 1, "redis": redis},
     }  # fmt: skip
     return {"status": status, "counts": metrics.counts(), "connections": 1}

@@ -21,7 +21,8 @@ from replicas.simulated.profile import FrontEnd, Profile, RequestTime, StepTime
 KNOWN = {
     "a small model on a CPU": Profile(
         "cpu", StepTime(base=2.5, prefill=2.0, prefill_token=0.01, attention=1.5e-5, decode_sequence=0.1, decode_context_token=2e-4, spread=0.06),
-        RequestTime(latency=3.5, work=1.6, token=0.002, text=1.2, text_token=0.003, busy_token=0.002), num_blocks=8192, max_num_seqs=128, max_num_batched_tokens=2048,
+        RequestTime(latency=3.5, work=1.6, token=0.002, text=1.2, text_token=0.003, busy_token=0.002),
+        num_blocks=8192, max_num_seqs=128, max_num_batched_tokens=2048,
         max_model_len=16384),
     "a large one on a GPU": Profile(
         "gpu", StepTime(base=8, prefill=4, prefill_token=0.03, attention=2e-7, decode_sequence=0.04, decode_context_token=1e-5),

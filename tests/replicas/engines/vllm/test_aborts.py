@@ -7,7 +7,8 @@ from replicas.engines.vllm import VLLM
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 USAGE = b'"usage":{"input_tokens":7,"output_tokens":3}'
 MESSAGE = b'{"id":"msg_1","type":"message","role":"assistant","content":[%s],"model":"m",%s' + USAGE + b"}"
-START = b'event: message_start\ndata: {"type":"message_start","message":{"id":"1","type":"message","role":"assistant","content":[],"model":"m","stop_reason":null,"stop_sequence":null,' + USAGE + b"}}\n\n"
+START = (b'event: message_start\ndata: {"type":"message_start","message":{"id":"1","type":"message","role":"assistant",'
+    b'"content":[],"model":"m","stop_reason":null,"stop_sequence":null,' + USAGE + b"}}\n\n")
 TEXT = b'{"type":"text","text":"x"}'
 TOOL = b'{"type":"tool_use","id":"1","name":"f","input":{"delta":{"stop_reason":null},"model":"m","usage":{}}}'
 DELTA = b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":%s,"stop_sequence":null},' + USAGE + b'}\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'

@@ -101,13 +101,15 @@ async def replaced(gateway: Running, pid: int) -> dict:
 
 
 async def known(gateway: Running, text: str) -> None:
-    """Wait until both workers, which answer in turn, know that some replica holds all of this prompt."""
+    """Wait until both workers, which answer in turn, know that some replica holds all of this prompt, and that none is busy:
+    what these prompts save is as much as the wait for one that was answered a moment ago."""
     body, seen = {"model": "sim", "messages": [{"role": "user", "content": text}]}, 0
     async with asyncio.timeout(20):
         while seen < 2:
             told = (await gateway.admin.post("/explain?path=/v1/chat/completions", json=body)).json()
             whole = (told["tokens"] - 1) // told["block_size"] * told["block_size"]
-            seen = seen + 1 if any(one["overlap_tokens"] == whole for one in told["replicas"]) else 0
+            busy = any(one["load"]["requests"] for one in told["replicas"])
+            seen = seen + 1 if not busy and any(one["overlap_tokens"] == whole for one in told["replicas"]) else 0
 
 
 @pytest.mark.asyncio(loop_scope="module")

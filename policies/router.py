@@ -31,8 +31,11 @@ PASSED_OVER_SECONDS = 2.0  # without a request, while others have some
 class Match(Protocol):
     """How many leading blocks of a prompt each slot of a map holds, and what follows in lower tiers, in runs."""
 
-    held: Sequence[int]
-    lower: Mapping[int, Sequence[tuple[str, int]]]
+    @property
+    def held(self) -> Sequence[int]: ...
+
+    @property
+    def lower(self) -> Mapping[int, Sequence[tuple[str, int]]]: ...
 
 
 class PrefixMap(Protocol):
@@ -48,6 +51,12 @@ class PrefixMap(Protocol):
 
     def learn(self, slot: int, hashes: Sequence[int], predicted: int, reported: int) -> None:
         """The engine told how many of its blocks it had found."""
+
+    def clear(self, slot: int) -> None:
+        """The replica holds nothing."""
+
+    def detach(self, slot: int) -> None:
+        """The replica is gone, and its slot free for another."""
 
 
 class Targets:

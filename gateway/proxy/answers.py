@@ -96,8 +96,14 @@ def _is_announcement(label: str, data: bytes) -> bool:
             return _last_end(data) < behind
         return _last_end(data) < at or _ONLY_ROLE.search(data, data.rfind(b"data:", 0, at)) is not None
     if label == "responses" or label == "messages":
-        return data.startswith(_ANNOUNCEMENTS, data.rfind(b"\nevent: ", 0, max(_last_end(data), 0)) + 1 or _BEGINS.match(data).end())
+        return data.startswith(_ANNOUNCEMENTS, data.rfind(b"\nevent: ", 0, max(_last_end(data), 0)) + 1 or _body_at(data))
     return False
+
+
+def _body_at(data: bytes) -> int:
+    """Where the body begins, behind the size of its first chunk and white space."""
+    found = _BEGINS.match(data)
+    return found.end() if found is not None else 0  # always found: nothing in it has to be there
 
 
 def _last_end(data: bytes) -> int:
@@ -107,7 +113,7 @@ def _last_end(data: bytes) -> int:
 
 def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: bool) -> Sight:
     """What the first bytes of a body show, or all of them (`whole`)."""
-    at = _BEGINS.match(data).end()
+    at = _body_at(data)
     if at == len(data):
         return Sight.FOREIGN if whole else Sight.EARLY
     if streams:

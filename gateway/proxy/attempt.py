@@ -61,12 +61,12 @@ class Attempt:
         """`fresh`: not on a kept connection. `as_text`: without token ids, whatever the replica takes."""
         self.backend, self.placement, self.prompt = backend, placement, prompt
         self.fresh, self.as_text, self.streams = fresh, as_text, streams
-        self.exchange: Any = None
+        self.exchange: Any = None  # an `Exchange`, whose module imports this one
         self.client: Downstream = None  # type: ignore[assignment]
         self.conductor: Conducts = None  # type: ignore[assignment]
         self.state = Leg.CONNECTING
         self.upstream: Upstream | None = None
-        self.held: Head | None = None
+        self.held: Head = None  # type: ignore[assignment]  # until the head is there
         self.sent_ids = False
         self.status = self.fault = self.pieces = self.seen_pieces = 0
         self.announced = b""

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from cachemap.background import Background
     from policies import Candidate
     from replicas import Replica
-    from replicas.replica import EventSource
-
+    from replicas.event_source import EventSource
 
 # An observation costs 15 to 20 us, and at a hundred a second a coefficient follows any change. What comes at once is all taken:
 # the first of a batch alone, or those alone that end when nothing begins, tell of an emptier replica than there is.

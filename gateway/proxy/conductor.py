@@ -5,6 +5,7 @@ The tables in `states` say what that is; the state itself is in the `Exchange` a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -109,15 +110,17 @@ class Conductor:
     # --- deadlines
 
     def check(self, exchange: Exchange, now: float) -> None:
-        attempt = exchange.attempt
         if exchange.state is State.ENDED:
             return
         if exchange.state is State.ANSWERING:
-            if attempt.pieces != attempt.seen_pieces:
-                attempt.seen_pieces, attempt.seen_at = attempt.pieces, now
-            elif now - attempt.seen_at > (limit := self._silence(attempt.backend)):
-                self._stalled(exchange, attempt, limit)
-        elif now - exchange.begun > self._request_timeout:
+            answering = exchange.attempts[-1]
+            if answering.pieces != answering.seen_pieces:
+                answering.seen_pieces, answering.seen_at = answering.pieces, now
+            elif now - answering.seen_at > (limit := self._silence(answering.backend)):
+                self._stalled(exchange, limit)
+            return
+        attempt = exchange.attempt
+        if now - exchange.begun > self._request_timeout:
             self.settling.failed(attempt.backend if attempt else None, TIMEOUT)
             where = f"replica {attempt.backend.id} sent" if attempt else "no replica sent"
             self._time_out(exchange, ApiError(504, f"{where} no byte of an answer within {self._request_timeout:g} s"))
@@ -146,7 +149,7 @@ class Conductor:
         core and wait for its connections: for ever, if nobody gives up."""
         return min(self._idle_timeout, LOST_SILENCE) if backend.replica.state is ReplicaState.FAILED else self._idle_timeout
 
-    def _stalled(self, exchange: Exchange, attempt: Attempt, seconds: float) -> None:
+    def _stalled(self, exchange: Exchange, seconds: float) -> None:
         if exchange.client.writing_paused:  # it is the client that does not take what is there
             client = exchange.client
             self.tell(exchange, Event.GONE)
@@ -241,7 +244,7 @@ class Conductor:
         exchange.client.finish(not exchange.attempts[-1].held.until_close)
         self.settling.complete.add(exchange)
 
-    def _cut(self, exchange: Exchange, detail: Any) -> None:
+    def _cut(self, exchange: Exchange, why: Failed | UpstreamError) -> None:
         attempt, client, path = exchange.attempts[-1], exchange.client, exchange.request.path
         error = exchange.error = attempt.error
         self._close(exchange)
@@ -256,7 +259,7 @@ class Conductor:
             client.finish(keep_alive=False)
         else:
             client.abort()
-        self.settling.failed(attempt.backend, error.kind)
+        self.settling.failed(attempt.backend, why.kind)
         self.settling.ended(exchange, "cut")
 
     def _turn_away(self, exchange: Exchange, error: ApiError) -> None:
@@ -294,7 +297,7 @@ class Conductor:
             self.settling.abandon(attempt, computed=attempt.sent_at > 0)
 
 
-DO = {
+DO: dict[Action, Callable[[Conductor, Exchange, Any], None]] = {
     Action.PLACE: Conductor._place,
     Action.TRY: Conductor._try,
     Action.RETRY: Conductor._retry,

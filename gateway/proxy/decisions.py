@@ -37,11 +37,12 @@ class Leased:
 
     __slots__ = ("id", "prompt", "tried", "attempt", "seconds", "found", "timer", "size")
 
-    response = model = None  # no answer passes here, so nobody knows who made one
+    response: str | None = None  # no answer passes here, so nobody knows who made one
+    model: str | None = None
 
     def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], seconds: float):
         self.id, self.prompt, self.tried, self.seconds = id, prompt, tried, seconds
-        self.attempt: Attempt | None = None
+        self.attempt: Attempt = None  # type: ignore[assignment]  # until a replica is found
         self.found: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
         self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
@@ -53,8 +54,7 @@ class Leased:
         return not self.found.done()
 
     def has(self, attempt: Attempt) -> None:
-        self.prompt = attempt.prompt
-        self.attempt = attempt
+        self.attempt, self.prompt = attempt, attempt.prompt or self.prompt
         attempt.status, attempt.sent_at = 200, attempt.begun_at  # what goes wrong is the caller's to see
 
     def placed(self) -> None:
@@ -164,7 +164,7 @@ class Decisions:
         usage, attempt = read_usage(answer), leased.attempt
         attempt.streams &= attempt.first_at > 0  # else nobody knows how long it decoded
         if usage.prompt is not None and not attempt.backend.gone and not _is_error(answer):
-            self._settling.finish(attempt, usage)
+            self._settling.finish(attempt, leased.prompt, usage)
         else:
             self._settling.abandon(attempt, computed=not _is_error(answer))
         return {"id": id, "done": True}
@@ -191,7 +191,8 @@ class Decisions:
     def _close(self, leased: Leased, outcome: str) -> None:
         del self._open[leased.id]
         self._bytes -= leased.size
-        leased.timer.cancel()
+        if leased.timer is not None:
+            leased.timer.cancel()
         self._proxy.metrics.decisions.inc(outcome)
 
 

@@ -63,7 +63,7 @@ class TokenIdForwarding:
         kind = None
         if not self._off(backend) and prompt.path not in (known := self._known(backend)).rejected_because:
             kind = known.seen(prompt.path, prompt.kind)
-        if first and kind is not None and self._may_forward(attempt, kind) and (spliced := with_ids(body, prompt, backend.replica.dialect.chat_token_ids)) is not None:
+        if first and kind is not None and self._may_forward(attempt, prompt, kind) and (spliced := with_ids(body, prompt, backend.replica.dialect.chat_token_ids)) is not None:
             kind.left -= 1
             attempt.sent_ids, body = True, spliced
         if attempt.sent_ids or kind is None or not self._wants_check(backend, known, kind, prompt):
@@ -71,9 +71,9 @@ class TokenIdForwarding:
         self.metrics.long_prompts.inc(backend.id, "ids" if attempt.sent_ids else "text")
         return body
 
-    def settled(self, attempt: Attempt, request: Request, usage: Usage) -> None:
+    def settled(self, attempt: Attempt, prompt: Prompt, request: Request, usage: Usage) -> None:
         """A complete answer with status 200: does it agree, and is it one to check?"""
-        prompt, backend = attempt.prompt, attempt.backend
+        backend = attempt.backend
         if not self.wanted or prompt.path not in PATHS:
             return
         if attempt.as_text:
@@ -88,8 +88,7 @@ class TokenIdForwarding:
                 headers = {**backend.replica.headers, **({"authorization": given} if given else {})}
                 known.checking = asyncio.create_task(self._check(backend, prompt, request.body, headers))
 
-    def _may_forward(self, attempt: Attempt, kind: Kind) -> bool:
-        prompt = attempt.prompt
+    def _may_forward(self, attempt: Attempt, prompt: Prompt, kind: Kind) -> bool:
         if kind.left <= 0 or not prompt.token_ids or self._outdated(attempt.backend, prompt):
             return False
         # An engine that makes the ids refuses what is too long for its context; one that gets them would cut the answer.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import random
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from policies import UNTIMED, Asked, Decision, Demand, Router, Targets
 
@@ -14,7 +14,7 @@ from ..errors import ApiError
 from .attempt import Attempt
 from .responses import Responses
 from .serving import TAKE_TRAFFIC, Serving
-from .shadow import Shadows
+from .shadow import Seen, Shadows
 
 if TYPE_CHECKING:
     from ..ops.metrics import Metrics
@@ -26,10 +26,20 @@ if TYPE_CHECKING:
 class Asker(Protocol):
     """Who wants a replica: an exchange, or a request whose bytes pass elsewhere."""
 
-    prompt: Prompt | None
-    model: str | None  # what a request without prompt names
-    response: str | None  # the stored response that it is about
-    tried: tuple[Backend, ...]
+    @property
+    def prompt(self) -> Prompt | None: ...
+
+    @property
+    def model(self) -> str | None:
+        """What a request without prompt names."""
+
+    @property
+    def response(self) -> str | None:
+        """The stored response that it is about."""
+
+    @property
+    def tried(self) -> tuple[Backend, ...]:
+        """Replicas that it is not to get."""
 
     @property
     def waiting(self) -> bool:
@@ -82,9 +92,10 @@ class Placing:
         demand = self.demand(asker.prompt, now)
         asked = self.router.ask(demand, targets, now)
         seen = self.shadows.see(demand, asked.candidates) if self.shadows is not None else None
-        if self.shared is not None:
-            if self.shared.joined:
-                self.shared.decide(asked, lambda decision: self._decided(asker, asked, seen, begun, decision))
+        shared = self.shared
+        if shared is not None:
+            if shared.joined:
+                shared.decide(asked, lambda decision: self._decided(shared, asker, asked, seen, begun, decision))
                 return
             self._metrics.shared_decisions.inc("away")
         self._take(asker, asked, seen, now)
@@ -98,14 +109,14 @@ class Placing:
             return targets.only(maker) or targets
         return targets
 
-    def _take(self, asker: Asker, asked: Asked, seen: Any, now: float, decision: Decision | None = None) -> None:
+    def _take(self, asker: Asker, asked: Asked, seen: Seen | None, now: float, decision: Decision | None = None) -> None:
         """Here, or as the shared ledger has decided."""
         placement = self.router.take(asked, now, decision)
         prompt = asker.prompt
         if asked.spaces is not None and prompt is not None:
             prompt = as_variant(prompt, placement.candidate.space)
         asker.has(Attempt(self.serving.backends[placement.candidate.replica], placement, prompt, prompt is not None and prompt.stream, now))
-        if seen is not None:
+        if self.shadows is not None and seen is not None:
             self.shadows.acted(seen, asked.choice.index if decision is None else decision.index)
 
     def _go_on(self, asker: Asker) -> None:
@@ -114,7 +125,7 @@ class Placing:
         else:
             self._found.append(asker)
 
-    def _decided(self, asker: Asker, asked: Asked, seen: Any, begun: float, decision: Decision | None) -> None:
+    def _decided(self, shared: SharedLedger, asker: Asker, asked: Asked, seen: Seen | None, begun: float, decision: Decision | None) -> None:
         """What the shared ledger answers; None: too late, or not at all, and the choice made here stands."""
         self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
         waiting = asker.waiting  # else the client left meanwhile
@@ -122,7 +133,7 @@ class Placing:
         backend = self.serving.backends.get(candidate.replica)
         there = waiting and backend is not None and backend.candidate is candidate and backend.replica.state in TAKE_TRAFFIC
         if decision is not None and not there:
-            self.shared.undo(decision)
+            shared.undo(decision)
         if there:
             self._take(asker, asked, seen, monotonic(), decision)
             asker.take_step(self._go_on, asker)

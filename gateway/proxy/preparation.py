@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ApiError
 from ..prompt import Prompt
@@ -36,9 +36,13 @@ LARGE = 256 * 1024
 # take with the slower of the two tokenizers.
 PATIENCE = 1e-6  # seconds a byte
 
-TAKES_LONG = object()  # instead of a prompt: the event loop is not to prepare it
+TAKES_LONG = TakesLong()  # instead of a prompt: the event loop is not to prepare it
 # The prompt, or why there is none (None: a bug of ours), and the seconds it took.
-Prepared = tuple[Prompt | ApiError | object | None, float]
+Prepared = tuple[Prompt | ApiError | TakesLong | None, float]
+
+
+Waiting = tuple[float, int, list[Any]]
+T = TypeVar("T")
 
 
 class LongPrompts:
@@ -53,12 +57,12 @@ class LongPrompts:
         self._larger = False  # one that is LARGE is being prepared
         self._numbers = count()
         # Heaps of (when its patience ends, a number, [work, its future], empty once cancelled): up to LARGE, and above.
-        self._waiting: tuple[list, list] = [], []
+        self._waiting: tuple[list[Waiting], list[Waiting]] = [], []
 
-    def submit(self, size: int, work: Callable[[], Any]) -> asyncio.Future[Any]:
+    def submit(self, size: int, work: Callable[[], T]) -> asyncio.Future[T]:
         """The result of `work`, which runs in a thread. Cancelled before its turn it does not run, nor is it kept until then."""
         loop = asyncio.get_running_loop()
-        future = loop.create_future()
+        future: asyncio.Future[T] = loop.create_future()
         entry = [work, future]
         future.add_done_callback(lambda _: entry.clear())
         heapq.heappush(self._waiting[size > LARGE], (loop.time() + PATIENCE * size, next(self._numbers), entry))
@@ -164,8 +168,8 @@ class Preparation:
         """Others are answered meanwhile. Nothing is prepared if the client has left when its turn comes."""
 
         def prepared(thread: asyncio.Future[Prepared | None]) -> None:
-            if exchange.state is not State.ENDED:
-                exchange.take_step(self._prepared, exchange, *thread.result(), "prepare_offloaded")
+            if exchange.state is not State.ENDED and (done := thread.result()) is not None:
+                exchange.take_step(self._prepared, exchange, *done, "prepare_offloaded")
 
         thread = self.long.submit(len(exchange.request.body), lambda: None if exchange.state is State.ENDED else self._prepare(exchange))
         thread.add_done_callback(prepared)

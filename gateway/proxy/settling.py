@@ -172,16 +172,16 @@ class Settling:
             router.abandon(placement, computed=False)
             self.failed(backend, FOREIGN_ANSWER)
         elif attempt.prompt is not None and attempt.status == 200 and not backend.gone:
-            self.finish(attempt, usage)
-            self._forwarding.settled(attempt, exchange.request, usage)
+            self.finish(attempt, attempt.prompt, usage)
+            self._forwarding.settled(attempt, attempt.prompt, exchange.request, usage)
         else:
             router.abandon(placement, computed=not 400 <= attempt.status < 500)
         self.ended(exchange, "failed" if attempt.fault else "complete", usage)
 
-    def finish(self, attempt: Attempt, usage: Usage) -> None:
+    def finish(self, attempt: Attempt, prompt: Prompt, usage: Usage) -> None:
         """The complete answer to a prompt: learn from it."""
         now = monotonic()
-        backend, prompt, placement = attempt.backend, attempt.prompt, attempt.placement
+        backend, placement = attempt.backend, attempt.placement
         tells_blocks = backend.replica.takes_rank(prompt.path)
         tokens = usage.completion or attempt.pieces
         learns = attempt.streams and tokens > 8 and attempt.first_at > self.held_up_at and backend.may_learn(now)

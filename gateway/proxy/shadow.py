@@ -21,7 +21,7 @@ from policies import Candidate, Demand, make
 from policies.rules.least_time import COST, WAITS
 
 if TYPE_CHECKING:
-    from ..ops.metrics import Metrics
+    from ..ops.metrics import Counter, Metrics
 
 
 class Seen(NamedTuple):
@@ -63,7 +63,7 @@ def _price(demand: Demand, candidate: Candidate) -> tuple[int, float]:
     return demand.tokens - candidate.overlap, sum(COST.of_all(demand, (candidate,))[0][:WAITS])
 
 
-def _add(counter: Any, name: str, less: float) -> None:
+def _add(counter: Counter, name: str, less: float) -> None:
     if less:
         counter.inc(name, "saved" if less > 0 else "cost", by=abs(less))
 
@@ -71,7 +71,7 @@ def _add(counter: Any, name: str, less: float) -> None:
 def told(metrics: Metrics, names: Sequence[str]) -> list[dict[str, Any]]:
     """For people: of each policy how often it agreed, and what it would have saved on balance (negative: cost)."""
 
-    def net(counter: Any, name: str) -> float:
+    def net(counter: Counter, name: str) -> float:
         return counter.total(policy=name, effect="saved") - counter.total(policy=name, effect="cost")
 
     return [

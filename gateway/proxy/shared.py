@@ -263,6 +263,8 @@ class SharedLedger:
 
     def _answer(self, pending: _Pending, outcome: str, decision: Decision | None) -> None:
         answer, pending.answer = pending.answer, None
+        if answer is None:
+            return
         self._observe(outcome, perf_counter() - pending.begun)
         try:
             answer(decision)
@@ -294,7 +296,8 @@ class SharedLedger:
         while self.joined and (self._queue or self._heartbeat or (self._changed and self._due is None)):
             batch, self._queue = self._queue, []
             heartbeat, self._heartbeat = self._heartbeat, None
-            token, decisions = self._token, []
+            token = self._token
+            decisions: list[Any] = []
             try:
                 alive, beaten, decisions = await self._send(token, heartbeat, batch)
                 if token == self._token and not alive:
@@ -320,7 +323,7 @@ class SharedLedger:
         have once this is counted."""
         begin = ("EVALSHA", self.script.sha, 1, self._key)
         changed, self._changed = self._changed, set()
-        commands: list[tuple] = []
+        commands: list[tuple[Any, ...]] = []
         if heartbeat is not None or not batch:
             commands.append((*begin, "turn", token, *self._turn(changed, ())))
             changed = set()

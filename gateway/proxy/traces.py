@@ -17,7 +17,7 @@ from .retries import TIMEOUT
 from .answers import NOTHING, Usage
 
 if TYPE_CHECKING:
-    from ..ops.spans import Trace
+    from ..ops.spans import Moment, Trace
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"))
 LONGEST = 1000  # characters kept of what a client wrote
@@ -66,7 +66,7 @@ class Traces:
         status = exchange.fault or exchange.answered_with
         failed = outcome == "cut" or (outcome != "aborted" and status >= 500)
         error = exchange.error if failed else None
-        moments = [("prepared", exchange.prepared_at, {})] if exchange.prepared_at else []
+        moments: list[Moment] = [("prepared", exchange.prepared_at, {})] if exchange.prepared_at else []
         moments += [("chosen", one.begun_at, {"hitherto.replica": one.backend.id}) for one in tried]
         told = {
             **trace.attributes,
@@ -101,7 +101,7 @@ class Traces:
         }
         if attempt.prompt is not None and attempt.prompt.tokens:
             told |= {"hitherto.cached_tokens.predicted": placement.overlap, "hitherto.ttft.predicted": placement.ttft}
-        moments = [(name, at, {}) for name, at in (("sent", attempt.sent_at), ("first_byte", attempt.first_at)) if at]
+        moments: list[Moment] = [(name, at, {}) for name, at in (("sent", attempt.sent_at), ("first_byte", attempt.first_at)) if at]
         error = str(attempt.error or "") if kind or refused else None
         self._spans.end(exchange.trace, attempt.context, _name(exchange), attempt.begun_at, attempt.ended_at, told, moments, error)
 

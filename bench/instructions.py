@@ -78,7 +78,7 @@ class Request:
     def __init__(self, prompt):
         self.prompt = prompt
 
-    def has(self, attempt):
+    def add_attempt(self, attempt):
         self.attempt = attempt
 
     def placed(self): ...

@@ -27,8 +27,8 @@ TAIL = 4
 TAIL_BYTES = 4096
 
 
-class Conducts(Protocol):
-    """Who is told what an attempt's replica does."""
+class AttemptHandler(Protocol):
+    """Does what follows from each call of an attempt's replica."""
 
     def connected(self, attempt: Attempt, upstream: Upstream) -> None: ...
     def head(self, attempt: Attempt, body: bytes) -> None: ...
@@ -63,7 +63,7 @@ class Attempt:
         self.fresh, self.as_text, self.streams = fresh, as_text, streams
         self.exchange: Any = None  # an `Exchange`, whose module imports this one
         self.client: Downstream = None  # type: ignore[assignment]
-        self.conductor: Conducts = None  # type: ignore[assignment]
+        self.conductor: AttemptHandler = None  # type: ignore[assignment]
         self.state = Leg.CONNECTING
         self.upstream: Upstream | None = None
         self.held: Head = None  # type: ignore[assignment]  # until the head is there

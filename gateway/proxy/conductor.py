@@ -54,7 +54,7 @@ class Conductor:
         if self._traces is not None:
             self._traces.begin(exchange)
 
-    def tell(self, exchange: Exchange, event: Event, detail: Any = None) -> None:
+    def dispatch(self, exchange: Exchange, event: Event, detail: Any = None) -> None:
         exchange.state, action = TRANSITIONS[exchange.state, event]
         DO[action](self, exchange, detail)
 
@@ -63,11 +63,11 @@ class Conductor:
     def connected(self, attempt: Attempt, upstream: Upstream) -> None:
         exchange: Exchange = attempt.exchange
         if attempt.state is Leg.CONNECTING and upstream.pool is attempt.backend.pool:
-            exchange.take_step(self._send, exchange, attempt, upstream)
+            exchange.run_isolated(self._send, exchange, attempt, upstream)
             return
         upstream.pool.release(upstream)
         if attempt.state is Leg.CONNECTING:  # the replica has moved meanwhile, and this leads to where it was
-            exchange.take_step(self._connect, exchange, attempt)
+            exchange.run_isolated(self._connect, exchange, attempt)
 
     def head(self, attempt: Attempt, body: bytes) -> None:
         """Held back until the body shows that something was computed: engines send the head before the prefill, and while
@@ -91,21 +91,21 @@ class Conductor:
             self.begun(attempt, b"", whole=True)
         if attempt.state is Leg.ANSWERING:
             attempt.end_as(Turn.FINISHED)
-            self.tell(attempt.exchange, Event.FINISHED)
+            self.dispatch(attempt.exchange, Event.FINISHED)
 
     def lost(self, attempt: Attempt, error: UpstreamError) -> None:
         if attempt.state is not Leg.ENDED:
-            attempt.exchange.take_step(self._failed, attempt, error)
+            attempt.exchange.run_isolated(self._failed, attempt, error)
 
     def _answered(self, exchange: Exchange, attempt: Attempt, data: bytes) -> None:
         attempt.turn(Turn.ANSWERED)
-        self.tell(exchange, Event.ANSWERED, data)
+        self.dispatch(exchange, Event.ANSWERED, data)
 
     def _failed(self, attempt: Attempt, error: UpstreamError) -> None:
         # A kept connection may die of old age under the request; that says nothing about the replica.
         stale = attempt.upstream is not None and attempt.upstream.used and attempt.held is None
         attempt.end_as(Turn.FAILED, error)
-        self.tell(attempt.exchange, Event.FAILED, Failed(error.kind, stale, attempt.fresh))
+        self.dispatch(attempt.exchange, Event.FAILED, Failed(error.kind, stale, attempt.fresh))
 
     # --- deadlines
 
@@ -152,7 +152,7 @@ class Conductor:
     def _stalled(self, exchange: Exchange, seconds: float) -> None:
         if exchange.client.writing_paused:  # it is the client that does not take what is there
             client = exchange.client
-            self.tell(exchange, Event.GONE)
+            self.dispatch(exchange, Event.GONE)
             client.abort()
         else:
             self._time_out(exchange, UpstreamError(STALLED, f"no byte for {seconds:g} s"))
@@ -161,7 +161,7 @@ class Conductor:
         attempt = exchange.attempt
         if attempt is not None and attempt.state is not Leg.ENDED:
             attempt.end_as(Turn.FAILED, error)
-        self.tell(exchange, Event.TIMED_OUT, error)
+        self.dispatch(exchange, Event.TIMED_OUT, error)
 
     # --- what the tables ask for
 
@@ -206,10 +206,10 @@ class Conductor:
         exchange.losses += is_loss(failed)
         if following is Next.LOST:
             message = f"{exchange.losses} replicas went down or hung with this request, so no other is tried; the last: {exchange.last_failure}"
-            self.tell(exchange, Event.EXHAUSTED, ApiError(502, message, again=False, code="replicas_lost"))
+            self.dispatch(exchange, Event.EXHAUSTED, ApiError(502, message, again=False, code="replicas_lost"))
         elif following is Next.EXHAUSTED:
             message = f"no replica answered after {len(exchange.tried)} attempt(s); the last: {exchange.last_failure}"
-            self.tell(exchange, Event.EXHAUSTED, ApiError(502, message))
+            self.dispatch(exchange, Event.EXHAUSTED, ApiError(502, message))
         else:
             self._metrics.retries.inc(kind)
             self.placing.place(exchange)
@@ -219,8 +219,8 @@ class Conductor:
         if kind == CLOSED:
             self.settling.on_traffic(attempt.backend.id, "reconnect")
         self._metrics.retries.inc("reconnect" if kind == CLOSED else kind)
-        exchange.has(attempt.again(fresh=kind == CLOSED, as_text=kind == IDS))
-        self.tell(exchange, Event.PLACED)
+        exchange.add_attempt(attempt.again(fresh=kind == CLOSED, as_text=kind == IDS))
+        self.dispatch(exchange, Event.PLACED)
 
     def _relay(self, exchange: Exchange, data: bytes) -> None:
         attempt = exchange.attempts[-1]

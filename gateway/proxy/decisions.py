@@ -53,7 +53,7 @@ class Leased:
     def waiting(self) -> bool:
         return not self.found.done()
 
-    def has(self, attempt: Attempt) -> None:
+    def add_attempt(self, attempt: Attempt) -> None:
         self.attempt, self.prompt = attempt, attempt.prompt or self.prompt
         attempt.status, attempt.sent_at = 200, attempt.begun_at  # what goes wrong is the caller's to see
 
@@ -65,7 +65,7 @@ class Leased:
         if not self.found.done():
             self.found.set_exception(error)
 
-    def take_step(self, step: Callable[..., None], *given: object) -> None:
+    def run_isolated(self, step: Callable[..., None], *given: object) -> None:
         try:
             step(*given)
         except Exception as error:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..errors import ApiError
 from ..http.downstream import Downstream
 from ..http.messages import Request
-from .attempt import TAIL, TAIL_BYTES, Attempt, Conducts
+from .attempt import TAIL, TAIL_BYTES, Attempt, AttemptHandler
 from .blame import Suspicion
 from .states import Event, Leg, State
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from .backend import Backend
 
 
-class Tells(Conducts, Protocol):
-    """Who does what follows from an event."""
+class ExchangeHandler(AttemptHandler, Protocol):
+    """Does what follows from each event of an exchange, and of its attempts."""
 
-    def tell(self, exchange: Exchange, event: Event, detail: Any = None) -> None: ...
+    def dispatch(self, exchange: Exchange, event: Event, detail: Any = None) -> None: ...
 
 
 class Exchange:
@@ -47,7 +47,7 @@ class Exchange:
         "trace", "error",
     )  # fmt: skip
 
-    def __init__(self, conductor: Tells, client: Downstream, request: Request, request_id: bytes, label: str):
+    def __init__(self, conductor: ExchangeHandler, client: Downstream, request: Request, request_id: bytes, label: str):
         self.conductor = conductor
         self.client = client
         self.request = request
@@ -93,8 +93,8 @@ class Exchange:
         attempt = self.attempt
         return attempt if attempt is not None and attempt.state is Leg.AWAITING else None
 
-    def take_step(self, step: Callable[..., None], *given: object) -> None:
-        """A bug of ours in it ends this request alone, with an answer."""
+    def run_isolated(self, step: Callable[..., None], *given: object) -> None:
+        """Call `step`; an exception in it, a bug of ours, ends this request alone, with an answer."""
         try:
             step(*given)
         except Exception as error:
@@ -110,7 +110,7 @@ class Exchange:
 
     def client_gone(self) -> None:
         if self.state is not State.ENDED:
-            self.conductor.tell(self, Event.GONE)
+            self.conductor.dispatch(self, Event.GONE)
 
     def pause(self) -> None:
         attempt = self.attempt
@@ -130,28 +130,28 @@ class Exchange:
             self.prompt = prompt
             if prompt is not None:
                 self.response = prompt.previous_response
-            self.conductor.tell(self, Event.PREPARED)
+            self.conductor.dispatch(self, Event.PREPARED)
 
     def refused(self, error: ApiError) -> None:
         if self.state is State.PREPARING:
-            self.conductor.tell(self, Event.REFUSED, error)
+            self.conductor.dispatch(self, Event.REFUSED, error)
 
-    def has(self, attempt: Attempt) -> None:
-        """A replica is found, and the request is counted there."""
+    def add_attempt(self, attempt: Attempt) -> None:
+        """Go on with this attempt: a replica is found, and the request is counted there."""
         attempt.exchange, attempt.client, attempt.conductor = self, self.client, self.conductor
         self.prompt = attempt.prompt
         self.attempts.append(attempt)
 
     def placed(self) -> None:
-        self.conductor.tell(self, Event.PLACED)
+        self.conductor.dispatch(self, Event.PLACED)
 
     def unplaced(self, error: ApiError) -> None:
         """Nobody can take it."""
         error.__traceback__ = None  # it has this request in its frames, and a trace keeps the error: a cycle
         if self.tried:
-            self.conductor.tell(self, Event.EXHAUSTED, ApiError(502, f"no replica is left after {len(self.tried)} attempt(s); the last: {self.last_failure}"))
+            self.conductor.dispatch(self, Event.EXHAUSTED, ApiError(502, f"no replica is left after {len(self.tried)} attempt(s); the last: {self.last_failure}"))
         else:
-            self.conductor.tell(self, Event.REFUSED, error)
+            self.conductor.dispatch(self, Event.REFUSED, error)
 
     @property
     def last_failure(self) -> str:

@@ -45,16 +45,16 @@ class Asker(Protocol):
     def waiting(self) -> bool:
         """Whether it still wants one."""
 
-    def has(self, attempt: Attempt) -> None:
-        """One is found, and the request is counted there."""
+    def add_attempt(self, attempt: Attempt) -> None:
+        """Go on with this attempt: a replica is found, and the request is counted there."""
 
     def placed(self) -> None:
         """Go on with what it has."""
 
     def unplaced(self, error: ApiError) -> None: ...
 
-    def take_step(self, step: Callable[..., None], *given: object) -> None:
-        """A bug of ours in it ends this request alone."""
+    def run_isolated(self, step: Callable[..., None], *given: object) -> None:
+        """Call `step`; an exception in it, a bug of ours, ends this request alone."""
 
 
 class Placing:
@@ -71,7 +71,7 @@ class Placing:
     def send_on(self) -> None:
         found, self._found = self._found, None
         for asker in found or ():
-            asker.take_step(asker.placed)
+            asker.run_isolated(asker.placed)
 
     def demand(self, prompt: Prompt | None, now: float) -> Demand:
         """What is asked for."""
@@ -115,7 +115,7 @@ class Placing:
         prompt = asker.prompt
         if asked.spaces is not None and prompt is not None:
             prompt = as_variant(prompt, placement.candidate.space)
-        asker.has(Attempt(self.serving.backends[placement.candidate.replica], placement, prompt, prompt is not None and prompt.stream, now))
+        asker.add_attempt(Attempt(self.serving.backends[placement.candidate.replica], placement, prompt, prompt is not None and prompt.stream, now))
         if self.shadows is not None and seen is not None:
             self.shadows.acted(seen, asked.choice.index if decision is None else decision.index)
 
@@ -136,9 +136,9 @@ class Placing:
             shared.undo(decision)
         if there:
             self._take(asker, asked, seen, monotonic(), decision)
-            asker.take_step(self._go_on, asker)
+            asker.run_isolated(self._go_on, asker)
         elif waiting:
-            asker.take_step(self.place, asker)  # the replica left while Redis was asked
+            asker.run_isolated(self.place, asker)  # the replica left while Redis was asked
 
 
 def as_variant(prompt: Prompt, space: int) -> Prompt:

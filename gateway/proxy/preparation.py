@@ -41,6 +41,7 @@ TAKES_LONG = TakesLong()  # instead of a prompt: the event loop is not to prepar
 Prepared = tuple[Prompt | ApiError | TakesLong | None, float]
 
 
+# A body that waits for a thread: when its patience ends, a number, and [work, its future], empty once cancelled.
 Waiting = tuple[float, int, list[Any]]
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ class LongPrompts:
         self._free = OFFLOAD_THREADS
         self._larger = False  # one that is LARGE is being prepared
         self._numbers = count()
-        # Heaps of (when its patience ends, a number, [work, its future], empty once cancelled): up to LARGE, and above.
+        # Heaps: up to LARGE, and above.
         self._waiting: tuple[list[Waiting], list[Waiting]] = [], []
 
     def submit(self, size: int, work: Callable[[], T]) -> asyncio.Future[T]:
@@ -121,7 +122,7 @@ class Preparation:
             self._named(exchange, named_model(content_type, body))
         else:
             thread = self.long.submit(len(body), functools.partial(named_model, content_type, body))
-            thread.add_done_callback(lambda done: exchange.take_step(self._named, exchange, done.result()))
+            thread.add_done_callback(lambda done: exchange.run_isolated(self._named, exchange, done.result()))
 
     def _named(self, exchange: Exchange, model: str | None) -> None:
         exchange.model = model
@@ -132,7 +133,7 @@ class Preparation:
 
     async def _passed_on(self, exchange: Exchange) -> None:
         await self._newcomers.asked()
-        exchange.take_step(exchange.prepared, None)
+        exchange.run_isolated(exchange.prepared, None)
 
     def _ask_anew(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -158,9 +159,9 @@ class Preparation:
         try:
             for exchange, (prompt, seconds) in prepared:
                 if prompt is TAKES_LONG:
-                    exchange.take_step(self._beside, exchange)
+                    exchange.run_isolated(self._beside, exchange)
                 else:
-                    exchange.take_step(self._prepared, exchange, prompt, seconds, "prepare")
+                    exchange.run_isolated(self._prepared, exchange, prompt, seconds, "prepare")
         finally:
             self._placing.send_on()
 
@@ -169,7 +170,7 @@ class Preparation:
 
         def prepared(thread: asyncio.Future[Prepared | None]) -> None:
             if exchange.state is not State.ENDED and (done := thread.result()) is not None:
-                exchange.take_step(self._prepared, exchange, *done, "prepare_offloaded")
+                exchange.run_isolated(self._prepared, exchange, *done, "prepare_offloaded")
 
         thread = self.long.submit(len(exchange.request.body), lambda: None if exchange.state is State.ENDED else self._prepare(exchange))
         thread.add_done_callback(prepared)
@@ -212,6 +213,6 @@ class Preparation:
         """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""
         await self._newcomers.asked()
         if self._serving.unheard_of(prompt.model):
-            exchange.take_step(exchange.prepared, prompt)
+            exchange.run_isolated(exchange.prepared, prompt)
         else:
             self._beside(exchange)

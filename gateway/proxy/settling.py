@@ -151,7 +151,7 @@ class Settling:
                 self._settle(exchange, attempt, b"".join(attempt.tail))
             except Exception:
                 log.exception("learning from an answer failed")
-                exchange.take_step(self._router.abandon, attempt.placement)
+                exchange.run_isolated(self._router.abandon, attempt.placement)
 
     def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> None:
         """A complete answer, which its client has: compare what was predicted with what was delivered."""

@@ -28,7 +28,7 @@ class Access:
 
     @property
     def address(self) -> str:
-        """"" until the name was resolved and something answered there."""
+        """ "" until the name was resolved and something answered there."""
         return self._name.address
 
     @property
@@ -51,8 +51,8 @@ class Access:
             self._session = None
 
     async def find(self, deadline: float, in_use: bool = False) -> Facts:
-        """Look the name up and probe the engine at the present address or, where the name no longer leads there, at a new
-        one. `in_use`: the engine is thought to be well, so its address is left only for one that answers.
+        """Look the name up and probe the engine at the present address or, where the name no longer leads there, at a
+        new one. `in_use`: the engine is thought to be well, so its address is left only for one that answers.
         `deadline`: seconds for the name, and for each answer. Never raises."""
         fault = await self._look_up(deadline)
         tried: dict[str, Facts] = {}
@@ -111,9 +111,15 @@ class _Pinned(AbstractResolver):
     def __init__(self, address: str):
         self._address = address
 
-    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC) -> list[ResolveResult]:
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
         kind = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        return [ResolveResult(hostname=host, host=self._address, port=port, family=kind, proto=0, flags=socket.AI_NUMERICHOST)]
+        return [
+            ResolveResult(
+                hostname=host, host=self._address, port=port, family=kind, proto=0, flags=socket.AI_NUMERICHOST
+            )
+        ]
 
     async def close(self) -> None:
         pass
@@ -122,9 +128,16 @@ class _Pinned(AbstractResolver):
 def connector(address: str, tls: ssl.SSLContext | None = None) -> aiohttp.TCPConnector:
     """For a session whose every request goes to `address`, whatever host its URL names; with `tls` for https."""
     # vLLM closes a connection that is idle for 5 s
-    return aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, resolver=_Pinned(address), use_dns_cache=False, ssl=tls or True)
+    return aiohttp.TCPConnector(
+        limit=0, keepalive_timeout=4.0, resolver=_Pinned(address), use_dns_cache=False, ssl=tls or True
+    )
 
 
 def session_to(address: str, tls: ssl.SSLContext | None = None, **more: Any) -> aiohttp.ClientSession:
     """A session over such a connector, for looking at an engine; `more` as aiohttp.ClientSession takes it."""
-    return aiohttp.ClientSession(connector=connector(address, tls), cookie_jar=aiohttp.DummyCookieJar(), trace_configs=[connections_noted()], **more)
+    return aiohttp.ClientSession(
+        connector=connector(address, tls),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trace_configs=[connections_noted()],
+        **more,
+    )

@@ -33,8 +33,8 @@ def check_host(host: str) -> None:
 
 
 def one_spelling(host: str) -> str:
-    """An address as everybody spells it, so that one engine has one name: `0:0:0:0:0:0:0:1` is `::1`, and what IPv6 calls
-    `::ffff:10.0.0.7` is 10.0.0.7. Host names stay."""
+    """An address as everybody spells it, so that one engine has one name: `0:0:0:0:0:0:0:1` is `::1`, and what IPv6
+    calls `::ffff:10.0.0.7` is 10.0.0.7. Host names stay."""
     if ":" not in host:
         return host
     address = ipaddress.IPv6Address(host)

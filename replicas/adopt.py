@@ -33,11 +33,13 @@ class Facts:
     fault: str = ""
     error: str = ""
     models: dict[str, str | None] = field(default_factory=dict)
-    adapter_roots: dict[str, str] = field(default_factory=dict)  # name of an adapter -> the folder that it was loaded from
+    # name of an adapter -> the folder that it was loaded from
+    adapter_roots: dict[str, str] = field(default_factory=dict)
     root: str | None = None  # where the engine has its model from: a folder, or a name on the hub
     max_model_len: int | None = None
     version: str | None = None
-    sources: dict[int, EventSource | None] | None = None  # by data-parallel rank; None: /kv_event_sources did not answer
+    # by data-parallel rank; None: /kv_event_sources did not answer
+    sources: dict[int, EventSource | None] | None = None
     scrape: Scrape | None = None
     locked: bool = False  # its models are for those who have an API key
     silent: set[str] = field(default_factory=set)  # what could not be asked for: version, metrics
@@ -138,7 +140,8 @@ def _models(facts: Facts, answer: Answer) -> None:
         facts.locked = answer.status in (401, 403)
         if facts.locked:
             facts.problems["models"] = Problem(
-                "/v1/models wants an API key: models and adapters are unknown, any model name is sent there", facts.dialect.remedies.models
+                "/v1/models wants an API key: models and adapters are unknown, any model name is sent there",
+                facts.dialect.remedies.models,
             )
         else:
             facts.problems["models"] = Problem(
@@ -168,7 +171,8 @@ def _metrics(facts: Facts, answer: Answer) -> None:
     gone = missing(answer.body, names)
     if scrape.block_size is None and len(gone) == len(missing(b"", names)):
         facts.problems["metrics"] = Problem(
-            f"/metrics has no {names.prefix} series: block size, cache size, queue and data-parallel ranks are unknown", remedies.figures
+            f"/metrics has no {names.prefix} series: block size, cache size, queue and data-parallel ranks are unknown",
+            remedies.figures,
         )
     elif scrape.block_size is None:
         facts.problems["metrics"] = Problem(
@@ -179,7 +183,9 @@ def _metrics(facts: Facts, answer: Answer) -> None:
         gone += [names.num_blocks.decode()] * (scrape.num_blocks is None)
         facts.problems["metrics"] = Problem(f"/metrics lacks {', '.join(gone)}: done without", remedies.names)
     if scrape.prefix_caching is False:
-        facts.problems["caching"] = Problem("prefix caching is off: nothing is ever found again, and no KV events come", remedies.caching)
+        facts.problems["caching"] = Problem(
+            "prefix caching is off: nothing is ever found again, and no KV events come", remedies.caching
+        )
 
 
 def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSource | None]) -> dict[str, Problem]:

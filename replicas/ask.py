@@ -14,7 +14,8 @@ OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAD
 
 
 async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:
-    """GET with a deadline over connect, head and body, in seconds in which our own event loop ran. Never raises but on cancel."""
+    """GET with a deadline over connect, head and body, in seconds in which our own event loop ran. Never raises but on
+    cancel."""
     where = urlsplit(url)
     try:
         return await within(deadline, _get(session, url))
@@ -42,7 +43,9 @@ async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answ
 
 async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
     opened: list[bool] = []
-    async with session.get(url, timeout=aiohttp.ClientTimeout(), allow_redirects=False, trace_request_ctx=opened) as response:
+    async with session.get(
+        url, timeout=aiohttp.ClientTimeout(), allow_redirects=False, trace_request_ctx=opened
+    ) as response:
         return Answer(response.status, await response.read(), fresh=bool(opened), closes=_closes(response))
 
 
@@ -57,8 +60,8 @@ def unresolved(host: str) -> str:
 
 
 def connections_noted() -> aiohttp.TraceConfig:
-    """For a session whose answers are to say whether they took a new connection. One that was kept has the same process at
-    its other end; a new one may have another, unless the server closes each of them."""
+    """For a session whose answers are to say whether they took a new connection. One that was kept has the same process
+    at its other end; a new one may have another, unless the server closes each of them."""
 
     async def opened(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
         if context.trace_request_ctx is not None:

@@ -1,7 +1,8 @@
 """Deadlines that count only the time in which the event loop ran.
 
-While the loop is held up (a long call, a thread that keeps the interpreter, a machine with too few cores, a stopped process)
-no answer is read, and when it goes on its timers come before its sockets: an answer that lies there would be taken for late.
+While the loop is held up (a long call, a thread that keeps the interpreter, a machine with too few cores, a stopped
+process) no answer is read, and when it goes on its timers come before its sockets: an answer that lies there would be
+taken for late.
 """
 
 import asyncio
@@ -27,4 +28,5 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
-        del task  # it holds the error, whose traceback holds this frame: a cycle, and all that waits for the error in it
+        # it holds the error, whose traceback holds this frame: a cycle, and all that waits for the error in it
+        del task

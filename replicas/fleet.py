@@ -64,8 +64,9 @@ class Fleet:
         model: str | None = None,
         authorities: Path | None = None,
     ):
-        """`inflight(id)`: the gateway's open requests to a replica; `waited(id)`: for how long the oldest of its prompts
-        there has had no answer. `model`: the name that adopted engines have to serve. `authorities`: as of `tls.context`. Times in seconds."""
+        """`inflight(id)`: the gateway's open requests to a replica; `waited(id)`: for how long the oldest of its
+        prompts there has had no answer. `model`: the name that adopted engines have to serve. `authorities`: as of
+        `tls.context`. Times in seconds."""
         self.replicas: dict[str, Replica] = {}
         self.on_change: list[Change] = []
         self._inflight, self._waited, self._interval = inflight, waited, interval
@@ -116,7 +117,8 @@ class Fleet:
         if isinstance(profile, str):
             profile = profiles.load(profile)
         async with self._launching:
-            used = [device for engine in self.engines.values() for device in engine.devices]  # also of stopped ones: they may come back
+            # also of stopped ones: they may come back
+            used = [device for engine in self.engines.values() for device in engine.devices]
             profile, places = await asyncio.to_thread(profile.place, count, used)  # asks the driver
             taken = {port for engine in self.engines.values() for port in (engine.lead.port, *engine.ports)}
             firsts = pick(count, HOST, taken, run=Ports.width(profile.ranks))
@@ -154,7 +156,9 @@ class Fleet:
 
         argv, env = profile.command(HOST, ports, model)
         command = Command(argv, {**place, **env})
-        supervisor = Supervisor(command, on_start=started, on_exit=exited, obstacle=obstacle, grammar=replica.dialect.log)
+        supervisor = Supervisor(
+            command, on_start=started, on_exit=exited, obstacle=obstacle, grammar=replica.dialect.log
+        )
         engine = self._follow(
             replica,
             given=profile.events(HOST, ports),
@@ -163,7 +167,9 @@ class Fleet:
             start_timeout=profile.start_timeout_s,
         )
         engine.supervisor, engine.ports, engine.devices = supervisor, ports.all(), devices.shown_by(place)
-        engine.watch.sources = [engine.watch.given and engine.watch.given.at_rank(rank) for rank in range(profile.ranks)]
+        engine.watch.sources = [
+            engine.watch.given and engine.watch.given.at_rank(rank) for rank in range(profile.ranks)
+        ]
         self._looked(engine)
         supervisor.start()
         return engine
@@ -195,8 +201,9 @@ class Fleet:
             self._engine(id).watch.succeeded(monotonic())
 
     def failed(self, id: str, kind: str) -> None:
-        """A request failed by the engine's fault: connect, closed (before the answer's end), timeout, 5xx, or foreign (what
-        answered was no engine). Not for 4xx, and not for a 503 that says "full": those say nothing about health."""
+        """A request failed by the engine's fault: connect, closed (before the answer's end), timeout, 5xx, or foreign
+        (what answered was no engine). Not for 4xx, and not for a 503 that says "full": those say nothing about
+        health."""
         if id in self.replicas:
             engine, now = self._engine(id), monotonic()
             engine.watch.failed(now, kind)
@@ -208,25 +215,30 @@ class Fleet:
             self._engine(id).watch.unconfirmed(monotonic())
 
     def _compare(self, engine: Engine, now: float) -> None:
-        """Whether its requests fail where those of its siblings do not. With no other there is nothing to compare it with,
-        nor to send its requests to."""
+        """Whether its requests fail where those of its siblings do not. With no other there is nothing to compare it
+        with, nor to send its requests to."""
         models = engine.lead.models.keys()
         siblings = [
             one.watch.health.recent.totals(now)
             for one in self.engines.values()
-            if one is not engine and one.lead.state is State.READY and (not models or not one.lead.models or models & one.lead.models.keys())
+            if one is not engine
+            and one.lead.state is State.READY
+            and (not models or not one.lead.models or models & one.lead.models.keys())
         ]
         if siblings:
             engine.watch.compare(now, *map(sum, zip(*siblings)))
 
     def look(self, id: str) -> None:
-        """Something happened that may mean another process: look at the replica now, rather than when its turn comes."""
+        """Something happened that may mean another process: look at the replica now, rather than when its turn
+        comes."""
         if id in self.replicas:
             self._engine(id).watch.look(monotonic())
 
     async def ask_models(self) -> None:
         """Ask every ready engine what it serves, now; what changed is told of before this returns."""
-        await asyncio.gather(*(one.watch.ask_models() for one in self.engines.values() if one.lead.state is State.READY))
+        await asyncio.gather(
+            *(one.watch.ask_models() for one in self.engines.values() if one.lead.state is State.READY)
+        )
 
     async def ask_engine(
         self, id: str, method: str, target: str, body: bytes, content_type: str
@@ -290,7 +302,9 @@ class Fleet:
         return left
 
     def _drained(self, left: int) -> str:
-        return "drained on request" + (f", {left} requests did not finish within {self._drain_timeout:g} s" if left else "")
+        return "drained on request" + (
+            f", {left} requests did not finish within {self._drain_timeout:g} s" if left else ""
+        )
 
     def resume(self, id: str) -> None:
         """Take a stopped replica or engine back. Raises KeyError for an unknown id."""
@@ -309,7 +323,9 @@ class Fleet:
         be awaited."""
         engine = self._engine(id)
         if id != engine.lead.id:
-            raise ValueError(f"{id} is one of {len(engine.replicas)} ranks of one engine: drain it, or remove {engine.lead.id}")
+            raise ValueError(
+                f"{id} is one of {len(engine.replicas)} ranks of one engine: drain it, or remove {engine.lead.id}"
+            )
         if engine.removal is None:
             engine.removal = asyncio.create_task(self._remove(engine, self.drain(id)), name=f"remove {id}")
         return engine.removal
@@ -388,7 +404,11 @@ class Fleet:
         bad = replica.state in (State.FAILED, State.DEGRADED)
         log.log(
             logging.WARNING if bad else logging.INFO,
-            "replica %s: %s -> %s: %s", replica.id, before, replica.state, reason,
+            "replica %s: %s -> %s: %s",
+            replica.id,
+            before,
+            replica.state,
+            reason,
         )
         self._call_back(replica, before)
 

@@ -11,12 +11,14 @@ Rules, in this order:
      after the hold fails again. One answered request ends it at once.
   4. `fall` probes in a row failed and no request was answered meanwhile: TROUBLE, until `rise`
      probes in a row succeed. A busy engine may answer probes late; while it answers requests, it is fine.
-  5. A share of its requests failed that its siblings' do not come near (`Recent.worse_than`; the fleet compares, for only
-     it knows the siblings): TROUBLE for 2 s, then 4, 8 ... 30 as long as that happens again. An answered request does not
-     end it: of an engine that fails every second one, the next is as likely to be answered as not.
+  5. A share of its requests failed that its siblings' do not come near (`Recent.worse_than`; the fleet compares, for
+  only
+     it knows the siblings): TROUBLE for 2 s, then 4, 8 ... 30 as long as that happens again. An answered request does
+     not end it: of an engine that fails every second one, the next is as likely to be answered as not.
   6. `fall` answers in a row were errors of which nobody knows whether the engine or the request is at fault, since no
-     other engine answered those requests: the watcher has to ask the engine a request of its own (`in_question`). Only if
-     that fails as well, rule 3 holds. At most one such request in QUESTION_SECONDS, and none while others are answered.
+     other engine answered those requests: the watcher has to ask the engine a request of its own (`in_question`). Only
+     if that fails as well, rule 3 holds. At most one such request in QUESTION_SECONDS, and none while others are
+     answered.
 """
 
 from dataclasses import dataclass
@@ -118,8 +120,8 @@ class Health:
             self._trouble = True
 
     def unconfirmed(self) -> None:
-        """An answer was an error, and whether by the engine's fault or the request's is not known. `failed` is called as
-        well once it is known to be the engine's."""
+        """An answer was an error, and whether by the engine's fault or the request's is not known. `failed` is called
+        as well once it is known to be the engine's."""
         self._unconfirmed += 1
 
     def in_question(self, now: float) -> bool:
@@ -128,7 +130,8 @@ class Health:
         return self._unconfirmed >= enough and now - self._asked_at >= QUESTION_SECONDS
 
     def asked(self, now: float, fails: bool | None) -> None:
-        """`fails`: whether that was answered with an error; None without an answer, which of a busy engine shows nothing."""
+        """`fails`: whether that was answered with an error; None without an answer, which of a busy engine shows
+        nothing."""
         self._asked_at = now
         if fails is not None:
             self._unconfirmed = 0
@@ -171,7 +174,11 @@ class Health:
 
     def hung(self, now: float) -> bool:
         """Whether rule 2 holds."""
-        return self._silent_since is not None and self._probe_failures >= self.limits.fall and now - self._silent_since >= self.limits.lost_after
+        return (
+            self._silent_since is not None
+            and self._probe_failures >= self.limits.fall
+            and now - self._silent_since >= self.limits.lost_after
+        )
 
     def opinion(self, now: float) -> Opinion:
         if self.hung(now):

@@ -1,7 +1,7 @@
 """The file of replicas that operators added while the gateway ran, so that they are there after a restart.
 
-One URL a line, as it was given. The file is written before a replica is added or removed, whole and by renaming, so that a
-gateway killed at any moment leaves either the old one or the new one behind.
+One URL a line, as it was given. The file is written before a replica is added or removed, whole and by renaming, so
+that a gateway killed at any moment leaves either the old one or the new one behind.
 """
 
 import os
@@ -11,7 +11,8 @@ from replicas.replica import parse_url
 
 
 class KeptReplicas:
-    """The URLs in the file at `path`, which need not be there yet. Methods raise OSError where it cannot be read or written."""
+    """The URLs in the file at `path`, which need not be there yet. Methods raise OSError where it cannot be read or
+    written."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -33,7 +34,8 @@ class KeptReplicas:
         return tuple(found.values())
 
     def add(self, url: str) -> str | None:
-        """Keep this URL, unless there is one of the same id, which is returned. Raises ValueError for what is no replica's URL."""
+        """Keep this URL, unless there is one of the same id, which is returned. Raises ValueError for what is no
+        replica's URL."""
         lines, had = self._lines(), self._of(parse_url(url).id)
         if had is None:
             self._write([*lines, url.strip()])

@@ -30,7 +30,8 @@ class Scrape(NamedTuple):
 
 
 class MetricNames(NamedTuple):
-    """What one kind of engine calls the series. A name is a tuple of today's and older ones, which are tried in turn."""
+    """What one kind of engine calls the series. A name is a tuple of today's and older ones, which are tried in
+    turn."""
 
     prefix: str  # of all its series
     running: tuple[bytes, ...]
@@ -51,7 +52,15 @@ class MetricNames(NamedTuple):
 
 
 # How the ranks' values of a field are put together.
-COMBINED = {"running": sum, "waiting": sum, "kv_usage": max, "prefix_queries": sum, "prefix_hits": sum, "prompted": sum, "generated": sum}
+COMBINED = {
+    "running": sum,
+    "waiting": sum,
+    "kv_usage": max,
+    "prefix_queries": sum,
+    "prefix_hits": sum,
+    "prompted": sum,
+    "generated": sum,
+}
 # Only for whether they change: nobody misses them.
 MOVING = ("prompted", "generated")
 # What the cache configuration's labels tell.
@@ -116,7 +125,8 @@ def parse(page: bytes, now: float, names: MetricNames) -> Scrape:
     configs = _cache_configs(page, names)
     began = _found(page, names.started, names.rank)
     started = min((value for _, value in began), default=None)
-    # With several API servers gauges come with a rank's first request; counters and the configuration are there at once.
+    # With several API servers gauges come with a rank's first request; counters and the configuration are there at
+    # once.
     numbers = sorted({rank for one in (configs, *samples.values()) for rank, _ in one if rank is not None})
     whole = _scrape(now, started, samples, configs)
     if len(numbers) < 2:
@@ -135,9 +145,14 @@ def parse(page: bytes, now: float, names: MetricNames) -> Scrape:
     return whole._replace(ranks=ranks, engines=tuple(numbers))
 
 
-def _scrape(now: float, started: float | None, samples: dict[str, list], configs: list, share: int | None = None) -> Scrape:
+def _scrape(
+    now: float, started: float | None, samples: dict[str, list], configs: list, share: int | None = None
+) -> Scrape:
     """`share`: blocks of one rank, should the configuration not tell its tokens."""
-    told = {field: combine(value for _, value in samples[field]) if samples[field] else None for field, combine in COMBINED.items()}
+    told = {
+        field: combine(value for _, value in samples[field]) if samples[field] else None
+        for field, combine in COMBINED.items()
+    }
     usage = told.pop("kv_usage")
     config = configs[0][1] if configs else {}
     blocks, caching = config.get("num_blocks", b""), config.get("prefix_caching")
@@ -153,8 +168,8 @@ def _scrape(now: float, started: float | None, samples: dict[str, list], configs
 
 
 def _rank_blocks(config: dict[str, bytes], share: int) -> int:
-    """vLLM (0.28, 0.32) adds the blocks of the ranks up as they report: with two of 256 blocks their labels say 256 and 512,
-    or 512 both. The size in tokens is one rank's."""
+    """vLLM (0.28, 0.32) adds the blocks of the ranks up as they report: with two of 256 blocks their labels say 256 and
+    512, or 512 both. The size in tokens is one rank's."""
     tokens = config.get("rank_tokens", b"")
     return int(tokens) // int(config["block_size"]) if config and tokens.isdigit() else share
 

@@ -1,8 +1,9 @@
 """The one address at which an engine is reached: by probes, by requests and for its KV events.
 
 A host name may lead to several machines, and to others tomorrow. Whoever resolved it again for each connection would
-send prompts to one machine and believe the cache events of another. So a name is resolved here, by the engine's watcher,
-and everybody else connects to the address it found. It stays for as long as the engine is the same incarnation.
+send prompts to one machine and believe the cache events of another. So a name is resolved here, by the engine's
+watcher, and everybody else connects to the address it found. It stays for as long as the engine is the same
+incarnation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from replicas.deadline import within
 
 MOST_ADDRESSES = 8  # of one name, tried one after the other
 REMEMBERED_SECONDS = 600.0  # a name that comes back to an address within this time may only alternate
-STEADY_SECONDS = 60.0  # for which it has to lead there before it is followed; twice as long each time that happens again
+# for which it has to lead there before it is followed; twice as long each time that happens again
+STEADY_SECONDS = 60.0
 
 
 def is_address(host: str) -> bool:
@@ -53,18 +55,20 @@ class HostName:
         return self.address == self.host
 
     async def look_up(self, deadline: float) -> tuple[str, ...]:
-        """All addresses of the host, IPv4 first, each family in numeric order so that every gateway prefers the same one.
-        Raises OSError, of which TimeoutError is one, when none is known within `deadline` seconds.
+        """All addresses of the host, IPv4 first, each family in numeric order so that every gateway prefers the same
+        one. Raises OSError, of which TimeoutError is one, when none is known within `deadline` seconds.
 
-        IPv4 comes first because an engine that binds its event sockets to `tcp://*` has them on IPv4 alone. The question
-        runs in a thread of its own, and never in two at a time: a name server that does not answer costs one thread for
-        each name, and keeps nobody else waiting."""
+        IPv4 comes first because an engine that binds its event sockets to `tcp://*` has them on IPv4 alone. The
+        question runs in a thread of its own, and never in two at a time: a name server that does not answer costs one
+        thread for each name, and keeps nobody else waiting."""
         if self.fixed:
             return self.addresses
         if self._asking is None:
             self._asking = asyncio.get_running_loop().create_future()
             self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
-            threading.Thread(target=_ask, args=(self.host, self._asking), daemon=True, name=f"resolve {self.host}").start()
+            threading.Thread(
+                target=_ask, args=(self.host, self._asking), daemon=True, name=f"resolve {self.host}"
+            ).start()
         try:
             await within(deadline, asyncio.wait((self._asking,)))
         except TimeoutError:
@@ -80,17 +84,21 @@ class HostName:
         """The addresses at which the engine may be, the likeliest first. `in_use`: the present address answers, and is
         left only for one that the name did not lead to before."""
         if self.address in self.addresses:
-            return (self.address,) if in_use else (self.address, *(one for one in self.addresses if one != self.address))
+            return (
+                (self.address,) if in_use else (self.address, *(one for one in self.addresses if one != self.address))
+            )
         if not in_use:
             return self.addresses or ((self.address,) if self.address else ())
         return (self.address,) if self.alternates else (*self.addresses, self.address)
 
     @property
     def alternates(self) -> bool:
-        """Whether the name leads back to an address that was left a short while ago, and may be elsewhere again soon. One
-        that stays there has moved back: to the engine before an upgrade that was taken back, say."""
+        """Whether the name leads back to an address that was left a short while ago, and may be elsewhere again soon.
+        One that stays there has moved back: to the engine before an upgrade that was taken back, say."""
         now = monotonic()
-        return any(self._was_left(one, now) for one in self.addresses) and now - self._steady_since < min(STEADY_SECONDS * 2**self._returns, REMEMBERED_SECONDS)
+        return any(self._was_left(one, now) for one in self.addresses) and now - self._steady_since < min(
+            STEADY_SECONDS * 2**self._returns, REMEMBERED_SECONDS
+        )
 
     @property
     def others(self) -> tuple[str, ...]:

@@ -32,5 +32,7 @@ class Remedies(NamedTuple):
 
 EVENTS_OFF = "KV events are off, the cache is guessed from traffic"
 NO_CACHED_TOKENS = "answers do not say how many prompt tokens were cached, so predictions cannot be checked one by one"
-NO_REPLAY = "KV events cannot be replayed: the gateway starts cold, and forgets this replica's cache when an event is lost"
+NO_REPLAY = (
+    "KV events cannot be replayed: the gateway starts cold, and forgets this replica's cache when an event is lost"
+)
 EVENTS_BY_HAND = "URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT"

@@ -3,7 +3,8 @@
 vLLM's API server says it is healthy as long as the process that computes exists. When that one hangs (a kernel, a
 collective, a stopped process), nothing tells but that requests wait and no counter moves. So: while requests
 wait, the engine's own counters have to change. They do with every step, also within a long prefill, whose blocks
-fill the cache chunk by chunk; a step of some seconds, or a kernel compiled at its first use (15 s were seen), is no hang.
+fill the cache chunk by chunk; a step of some seconds, or a kernel compiled at its first use (15 s were seen), is no
+hang.
 
 Pure but for `computes`, which asks for two tokens: prefill and decode.
 """
@@ -45,13 +46,22 @@ class Progress:
         if len(scrapes) != len(self._ranks):
             self._ranks = [_Rank() for _ in scrapes]
         for rank, one in zip(self._ranks, scrapes):
-            counters = (one.running, one.waiting, one.kv_usage, one.prefix_queries, one.prefix_hits, one.prompted, one.generated)
+            counters = (
+                one.running,
+                one.waiting,
+                one.kv_usage,
+                one.prefix_queries,
+                one.prefix_hits,
+                one.prompted,
+                one.generated,
+            )
             if counters != rank.counters or one.generated is None:
                 rank.counters, rank.since = counters, None
             elif one.running or one.waiting:
                 rank.since = now if rank.since is None else rank.since
             elif rank.still(now) < STALLED:  # who hangs and has lost its requests to others still hangs
-                # One that hung while idle never heard of what waits: of that, only the gateway knows, and not at which rank.
+                # One that hung while idle never heard of what waits: of that, only the gateway knows, and not at which
+                # rank.
                 known = waited > 0 and len(scrapes) == 1
                 rank.since = max(now if rank.since is None else rank.since, now - waited) if known else None
 

@@ -26,7 +26,20 @@ class Address(NamedTuple):
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 # What the ranks of one engine have in common.
-SHARED = ("dialect", "address", "models", "adapter_roots", "root", "block_size", "num_blocks", "max_model_len", "version", "pid", "restarts", "problems")
+SHARED = (
+    "dialect",
+    "address",
+    "models",
+    "adapter_roots",
+    "root",
+    "block_size",
+    "num_blocks",
+    "max_model_len",
+    "version",
+    "pid",
+    "restarts",
+    "problems",
+)
 
 
 # After these there is no process, or another one.
@@ -49,10 +62,12 @@ class Replica:
     reason: str = "not heard yet"
     since: float = 0.0  # when the state began
     incarnation: str = ""  # changes when the process behind the port does, and with `address`
-    address: str = ""  # the one that `host` leads to for this incarnation: everybody connects there; "" until it is known
+    # the one that `host` leads to for this incarnation: everybody connects there; "" until it is known
+    address: str = ""
     tls: ssl.SSLContext | None = None  # for connections to it, where its URL is https
     models: dict[str, str | None] = field(default_factory=dict)  # name -> base model of an adapter
-    adapter_roots: dict[str, str] = field(default_factory=dict)  # name of an adapter -> the folder that it was loaded from
+    # name of an adapter -> the folder that it was loaded from
+    adapter_roots: dict[str, str] = field(default_factory=dict)
     root: str | None = None  # the folder or hub name that the engine was started with, whatever it calls the model
     block_size: int | None = None
     num_blocks: int | None = None
@@ -97,7 +112,18 @@ class Replica:
 
     def at_rank(self, rank: int, now: float) -> "Replica":
         """A new replica for one rank of this engine."""
-        return Replica(f"{self.id}-dp{rank}", self.url, self.host, self.port, self.managed, rank, self.dialect, since=now, address=self.address, tls=self.tls)
+        return Replica(
+            f"{self.id}-dp{rank}",
+            self.url,
+            self.host,
+            self.port,
+            self.managed,
+            rank,
+            self.dialect,
+            since=now,
+            address=self.address,
+            tls=self.tls,
+        )
 
     def become(self, incarnation: str) -> None:
         """Be this incarnation from now on; of another one, what traffic showed of the last does not count."""
@@ -164,7 +190,11 @@ def url_of(url: str, source: EventSource | None, model: str | None) -> str:
     """The URL that `parse_url` reads these from."""
     said = []
     if source is not None:
-        said = [f"events={source.endpoint}", *([f"replay={source.replay}"] if source.replay else []), *([f"topic={source.topic}"] if source.topic else [])]
+        said = [
+            f"events={source.endpoint}",
+            *([f"replay={source.replay}"] if source.replay else []),
+            *([f"topic={source.topic}"] if source.topic else []),
+        ]
     if model and "," not in model:
         said.append(f"model={model}")
     return f"{url}#{','.join(said)}" if said else url

@@ -7,8 +7,8 @@ from pathlib import Path
 
 @lru_cache(maxsize=4)
 def context(authorities: Path | None) -> ssl.SSLContext:
-    """For connections to engines behind https. `authorities`: a PEM file with the certificates of the authorities that are
-    believed, in place of the system's. Raises OSError, of which ssl.SSLError is one, for a file that is none."""
+    """For connections to engines behind https. `authorities`: a PEM file with the certificates of the authorities that
+    are believed, in place of the system's. Raises OSError, of which ssl.SSLError is one, for a file that is none."""
     made = ssl.create_default_context(cafile=str(authorities) if authorities else None)
     made.set_alpn_protocols(["http/1.1"])
     return made

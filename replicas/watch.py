@@ -120,7 +120,11 @@ class Watch:
 
     def succeeded(self, now: float) -> None:
         self.health.succeeded(now)
-        if self.replica.state is State.DEGRADED and not self.progress.stalled(now) and self.health.opinion(now).verdict is Verdict.GOOD:
+        if (
+            self.replica.state is State.DEGRADED
+            and not self.progress.stalled(now)
+            and self.health.opinion(now).verdict is Verdict.GOOD
+        ):
             self.tell(self.replica, Event.SERVES, "answers requests again")
 
     def failed(self, now: float, kind: str) -> None:
@@ -203,8 +207,8 @@ class Watch:
                 self.changed(replica)
 
     async def _warm(self, facts: Facts) -> bool:
-        """One of our own computes its first tokens before a client waits for them: 2 s with vLLM on a CPU, and a replica that
-        looks so slow at first gets little to be proved wrong by. False if it ended meanwhile."""
+        """One of our own computes its first tokens before a client waits for them: 2 s with vLLM on a CPU, and a
+        replica that looks so slow at first gets little to be proved wrong by. False if it ended meanwhile."""
         replica, pid = self.replica, self.replica.pid
         if replica.managed and facts.serving and self._warmed_pid != pid:
             self._warmed_pid, replica.reason = pid, "answers, and computes its first tokens"
@@ -212,11 +216,14 @@ class Watch:
         return replica.pid == pid and replica.state not in (State.DRAINING, State.STOPPED)
 
     async def _brief(self, now: float) -> Facts | None:
-        """Whether it lives, and how busy it is; None if something shows that it may be another process or no engine at all,
-        so that all has to be asked: it answers over a new connection though the last answer left the connection open, or it
-        has no figures where it had. With an engine that closes the connection after each answer, a new one shows nothing."""
+        """Whether it lives, and how busy it is; None if something shows that it may be another process or no engine at
+        all, so that all has to be asked: it answers over a new connection though the last answer left the connection
+        open, or it has no figures where it had. With an engine that closes the connection after each answer, a new one
+        shows nothing."""
         answer = await health(self.access.session, self.replica.url, SHORT_DEADLINE)
-        facts = Facts(alive=not answer.fault, fault=answer.fault, error=answer.error, serving=True, closes=answer.closes)
+        facts = Facts(
+            alive=not answer.fault, fault=answer.fault, error=answer.error, serving=True, closes=answer.closes
+        )
         if facts.alive and answer.fresh and not self._closes:
             return None
         due = 0.0 if self.busy() else IDLE_SCRAPE
@@ -224,7 +231,12 @@ class Watch:
             page = await get(self.access.session, f"{self.replica.url}/metrics", DEADLINE)
             if page.status == 200:
                 facts.scrape = parse(page.body, monotonic(), self.replica.dialect.metrics)
-            if page.status and page.status < 500 and self._has_figures and (facts.scrape is None or facts.scrape.running is None):
+            if (
+                page.status
+                and page.status < 500
+                and self._has_figures
+                and (facts.scrape is None or facts.scrape.running is None)
+            ):
                 return None
             self._scraped_at = monotonic()
         return facts
@@ -238,11 +250,14 @@ class Watch:
         if not progress.stalled(now):
             return False
         name = next(iter(replica.models), "")
-        if await computes(self.access.session, replica.url, name, DEADLINE):  # nobody else asks it, so nothing else would show
+        # nobody else asks it, so nothing else would show
+        if await computes(self.access.session, replica.url, name, DEADLINE):
             progress.answered()
             return False
         reason = f"answers /health, but has computed nothing for {progress.still(now):.0f} s with requests waiting"
-        self.tell(replica, Event.TROUBLE, f"{reason}: its engine core hangs" + ("" if self.supervisor else "; restart it"))
+        self.tell(
+            replica, Event.TROUBLE, f"{reason}: its engine core hangs" + ("" if self.supervisor else "; restart it")
+        )
         if self.supervisor and progress.hung(now):
             self.supervisor.restart(f"{reason}: its engine core hangs, so it was killed")
         return True
@@ -317,7 +332,9 @@ class Watch:
         now = {name for name, parent in facts.models.items() if parent is None}
         versions = (before.version, facts.version) if "version" not in facts.silent else (None, None)
         roots = before.root, facts.root
-        return bool(known and now and not known & now) or any(None not in pair and pair[0] != pair[1] for pair in (versions, roots))
+        return bool(known and now and not known & now) or any(
+            None not in pair and pair[0] != pair[1] for pair in (versions, roots)
+        )
 
     def _wrong_model(self) -> str:
         names = self.replica.models
@@ -360,7 +377,8 @@ class Watch:
         return bool(self.replica.address) and self.replica.address != self.access.address
 
     def _follow_incarnation(self, scrape: Scrape | None, another: bool) -> bool:
-        """Another process behind the port means another, empty cache; whether it is one. `another`: by what it serves."""
+        """Another process behind the port means another, empty cache; whether it is one. `another`: by what it
+        serves."""
         replica = self.replica
         before, left, moved = replica.incarnation, replica.address, self._moved
         replica.address = self.access.address
@@ -378,8 +396,8 @@ class Watch:
     def _name(self, started: float | None, another: bool, moved: bool) -> str:
         """The incarnation's name: when the process began, which every gateway reads alike; else its pid,
         if it is ours; else a count of the times it came back after nobody had listened. One incarnation
-        keeps its name, also when a later scrape tells more or less. At another address is another one, whatever it tells:
-        if it began at the same time, the address stands behind "@" here, and other gateways leave that out."""
+        keeps its name, also when a later scrape tells more or less. At another address is another one, whatever it
+        tells: if it began at the same time, the address stands behind "@" here, and other gateways leave that out."""
         replica, known = self.replica, self.replica.incarnation
         if replica.managed:
             if replica.pid == self._named_pid:

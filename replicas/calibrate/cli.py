@@ -27,9 +27,15 @@ EPILOG = """Use the profile with `hitherto replica --profile FILE` or `hitherto 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("url", metavar="URL", help="an OpenAI-compatible engine, best one that serves nobody else now")
-    parser.add_argument("--out", type=Path, default=Path("calibrated.yaml"), metavar="FILE", help="the profile (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=120.0, metavar="N", help="about how long to measure (default: %(default)g)")
-    parser.add_argument("--model", metavar="NAME", help="model or adapter to ask for (default: the first the engine lists)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("calibrated.yaml"), metavar="FILE", help="the profile (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, metavar="N", help="about how long to measure (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="model or adapter to ask for (default: the first the engine lists)"
+    )
     parser.add_argument("--busy", action="store_true", help="measure even if others' requests are in the engine")
     parser.add_argument("--seed", type=int, metavar="N", help="of the random prompts; the same again finds them cached")
 
@@ -45,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"hitherto calibrate: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("hitherto calibrate: interrupted; nothing is written, the engine has nothing of ours left to do", file=sys.stderr)
+        print(
+            "hitherto calibrate: interrupted; nothing is written, the engine has nothing of ours left to do",
+            file=sys.stderr,
+        )
         return 130
     print(f"\nwritten: {args.out}\n{EPILOG.replace('FILE', str(args.out))}")
     return 0
@@ -67,7 +76,9 @@ async def calibrate(args: argparse.Namespace) -> str:
         print(f"will send {work.requests:,} requests with {work.prompt_tokens:,} prompt tokens and {work.output_tokens:,} of output in "
               f"{work.rounds} rounds, about {work.rounds * work.round_seconds:.0f} s; fewer if the times are sure before", flush=True)  # fmt: skip
         began, before, sent = monotonic(), await looked_up(client), client.prompt_tokens
-        seen = await meter.run(work, args.seconds, lambda done, found: print(_progress(done, found), flush=True), args.busy)
+        seen = await meter.run(
+            work, args.seconds, lambda done, found: print(_progress(done, found), flush=True), args.busy
+        )
         _warn_of_others(before, await looked_up(client), client.prompt_tokens - sent)
         result = fit(seen)
         _show(result)
@@ -100,7 +111,10 @@ async def _limits(meter: Meter, found: Fit, seconds: float) -> plan.Limits:
 
 def _warn_of_others(before: int | None, after: int | None, sent: int) -> None:
     if before is not None and after is not None and after - before > 1.05 * sent:
-        print(f"WARNING: the engine looked up {after - before:,} prompt tokens while we sent {sent:,}: others used it too", file=sys.stderr)
+        print(
+            f"WARNING: the engine looked up {after - before:,} prompt tokens while we sent {sent:,}: others used it too",
+            file=sys.stderr,
+        )
 
 
 def _progress(done: int, found: Fit) -> str:

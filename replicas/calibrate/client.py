@@ -1,7 +1,8 @@
 """Asks an OpenAI-compatible engine for completions and notes when each piece came.
 
-Prompts are random token ids, so no tokenizer is needed and nothing of them is cached unless this client sent it. Prompts
-of text, for what tokenizing costs, are random English words. A failure is a `CalibrationError` that says what to do.
+Prompts are random token ids, so no tokenizer is needed and nothing of them is cached unless this client sent it.
+Prompts of text, for what tokenizing costs, are random English words. A failure is a `CalibrationError` that says what
+to do.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ import aiohttp
 from replicas.engines import DEFAULT, EngineDialect
 
 TIMEOUT = 120.0  # s for one request: a prompt of a quarter of a million tokens on a slow engine
-# Ordinary text in every vocabulary: below are special tokens (some models' image tokens among them), above a small one ends.
+# Ordinary text in every vocabulary: below are special tokens (some models' image tokens among them), above a small one
+# ends.
 IDS = range(300, 1000)
 
 
@@ -62,7 +64,9 @@ class Client:
         self.rng = random.Random(seed)
         self.requests = self.prompt_tokens = self.output_tokens = 0
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4))
+        self.session = aiohttp.ClientSession(
+            headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+        )
 
     async def __aenter__(self) -> "Client":
         return self
@@ -76,9 +80,17 @@ class Client:
     def text(self, words: int) -> str:
         return " ".join(self.rng.choices(WORDS, k=words))
 
-    async def complete(self, prompt: list[int] | str, tokens: int = 1, seen: Callable[[Reply], None] | None = None) -> Reply:
+    async def complete(
+        self, prompt: list[int] | str, tokens: int = 1, seen: Callable[[Reply], None] | None = None
+    ) -> Reply:
         """Exactly `tokens` of output, to ids or, as one chat message, to text. `seen` is called at each chunk."""
-        body = {"model": self.model, "max_tokens": tokens, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        body = {
+            "model": self.model,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         if isinstance(prompt, str):
             path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": prompt}]
         else:
@@ -94,12 +106,16 @@ class Client:
                         raise Refused(path, response.status, await response.text())
                     await self._read(response, reply, seen)
         except TimeoutError:
-            raise CalibrationError(f"a request with {len(prompt)} prompt tokens had no end after {TIMEOUT:g} s") from None
+            raise CalibrationError(
+                f"a request with {len(prompt)} prompt tokens had no end after {TIMEOUT:g} s"
+            ) from None
         except (aiohttp.ClientError, OSError) as error:
             what = str(error) or type(error).__name__
             raise CalibrationError(f"the connection to {self.url} broke in the middle of measuring: {what}") from None
         if not reply.times:
-            raise CalibrationError("the engine ended a stream without any output: is this an engine that generates text?")
+            raise CalibrationError(
+                "the engine ended a stream without any output: is this an engine that generates text?"
+            )
         return reply
 
     async def _read(self, response: aiohttp.ClientResponse, reply: Reply, seen) -> None:

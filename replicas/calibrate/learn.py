@@ -18,7 +18,13 @@ from .plan import Limits
 
 PATIENCE = 5.0  # s for an answer without generation
 INFO_PATIENCE = 60.0  # s: /server_info looks at the whole machine
-ASSUMED = {"max_model_len": 8192, "block_size": 16, "num_blocks": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+ASSUMED = {
+    "max_model_len": 8192,
+    "block_size": 16,
+    "num_blocks": 4096,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,9 @@ async def learn(client: Client, model: str | None) -> Known:
         raise CalibrationError(f"{client.url} is not ready: {facts.error}")
     served = [name for name, parent in facts.models.items() if parent is None]
     if model is None and not served:
-        raise CalibrationError("the engine does not list its models (an API key? set OPENAI_API_KEY): give --model NAME")
+        raise CalibrationError(
+            "the engine does not list its models (an API key? set OPENAI_API_KEY): give --model NAME"
+        )
     if model is not None and facts.models and model not in facts.models:
         raise CalibrationError(f"the engine has no model {model!r}; it serves {', '.join(facts.models)}")
     client.model, client.dialect = model or served[0], facts.dialect
@@ -50,7 +58,13 @@ async def learn(client: Client, model: str | None) -> Known:
     told = {name: value for name, value in told.items() if type(value) is int and value > 0}
     sources = {name: "told by the engine" if name in told else "assumed" for name in ASSUMED}
     limits = Limits(**{**ASSUMED, **told}, told=sources)
-    return Known(client.model, facts.dialect.name, facts.version or "version unknown", _machine(client.url, _mapping(info.get("system_env"))), limits)
+    return Known(
+        client.model,
+        facts.dialect.name,
+        facts.version or "version unknown",
+        _machine(client.url, _mapping(info.get("system_env"))),
+        limits,
+    )
 
 
 async def at_work(client: Client) -> int | None:

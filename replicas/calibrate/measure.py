@@ -34,14 +34,22 @@ class Meter:
             if seen and seen[-1].seconds * 16 > seconds / 10 and len(seen) % PROBES == 0:
                 break
             seen += await self.ask(Question(samples.NEW, size))
-        for size, count in ((SMALLEST, 1), (seen[-1].parts["token"], 1), (SMALLEST, min(FEW, self.limits.max_num_seqs))):
+        for size, count in (
+            (SMALLEST, 1),
+            (seen[-1].parts["token"], 1),
+            (SMALLEST, min(FEW, self.limits.max_num_seqs)),
+        ):
             seen += await self.ask(Question(samples.DECODE, int(size), count=count, output=STEPS + 2 * count))
         return fit(seen)
 
     async def budget(self, found: Fit, seconds: float) -> tuple[int, str]:
-        """max_num_batched_tokens, seen from how often a request gets a token while another's long prompt is computed."""
+        """max_num_batched_tokens, seen from how often a request gets a token while another's long prompt is
+        computed."""
         size = SMALLEST
-        while 2 * size <= self.limits.longest and found.seconds(samples.prompt("", 0, 2 * size, 0, size).parts) < seconds / 40:
+        while (
+            2 * size <= self.limits.longest
+            and found.seconds(samples.prompt("", 0, 2 * size, 0, size).parts) < seconds / 40
+        ):
             size *= 2
         counts = []
         for _ in range(PROBES):
@@ -51,19 +59,28 @@ class Meter:
         steps = round(median(counts))
         if steps < 2:
             least = next(one for one in (2048, 8192, 16384, 1 << 62) if one >= size)
-            return min(least, max(size, 16384)), f"assumed: at least {size}, a prompt of so many tokens was done in one step"
+            return min(
+                least, max(size, 16384)
+            ), f"assumed: at least {size}, a prompt of so many tokens was done in one step"
         return size // steps, f"seen: a prompt of {size} tokens was computed in {steps} steps"
 
     async def at_once(self) -> tuple[int, str]:
         """max_num_seqs, as far as so many requests at once show it."""
-        replies = await _together(*(self.client.complete(self.client.ids(SMALLEST), STEPS + 2 * MOST) for _ in range(MOST)))
+        replies = await _together(
+            *(self.client.complete(self.client.ids(SMALLEST), STEPS + 2 * MOST) for _ in range(MOST))
+        )
         ran = most_at_once(replies)
         if ran < MOST:
             return ran, f"seen: of {MOST} requests {ran} ran at once"
         return self.limits.max_num_seqs, f"assumed: a usual default; {MOST} requests ran at once"
 
-    async def run(self, plan: Plan, seconds: float, told: Callable[[int, Fit], None] = lambda done, found: None,
-                  busy: bool = False) -> list[Sample]:
+    async def run(
+        self,
+        plan: Plan,
+        seconds: float,
+        told: Callable[[int, Fit], None] = lambda done, found: None,
+        busy: bool = False,
+    ) -> list[Sample]:
         """All rounds, or fewer when times stop changing or the time is over; at least one."""
         seen: list[Sample] = []
         began, before = monotonic(), None
@@ -86,7 +103,9 @@ class Meter:
         while (count := await at_work(self.client)) and monotonic() < deadline:
             await asyncio.sleep(0.05)
         if count:
-            raise CalibrationError(f"{count} requests of others are in the engine: take it out of traffic, or it is they that are measured")
+            raise CalibrationError(
+                f"{count} requests of others are in the engine: take it out of traffic, or it is they that are measured"
+            )
 
     # ---- one question each
 
@@ -131,7 +150,11 @@ class Meter:
         replies = await _together(*(self.client.complete(ids, question.output) for ids in prompts))
         if question.region == samples.BURST:
             last = max(reply.times[0] for reply in replies) - min(reply.sent for reply in replies)
-            return [samples.burst(last, question.count, question.tokens, self._cached(replies[0], question.tokens - 1), self._budget)]
+            return [
+                samples.burst(
+                    last, question.count, question.tokens, self._cached(replies[0], question.tokens - 1), self._budget
+                )
+            ]
         seconds, tokens = step_seconds(replies)
         context = question.count * (question.tokens + tokens)
         return [samples.decode(seconds, question.count, context, spread(replies[0]))] if seconds else []
@@ -226,5 +249,7 @@ def changed(seen: list[Sample], before: Fit, after: Fit) -> float:
     """The most that any region's times differ between two fits (median within a region)."""
     shares: dict[str, list[float]] = {}
     for sample in seen:
-        shares.setdefault(sample.region, []).append(abs(after.seconds(sample.parts) - before.seconds(sample.parts)) / sample.seconds)
+        shares.setdefault(sample.region, []).append(
+            abs(after.seconds(sample.parts) - before.seconds(sample.parts)) / sample.seconds
+        )
     return max(median(one) for one in shares.values())

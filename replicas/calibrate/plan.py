@@ -1,8 +1,9 @@
 """What will be sent, said before it is: pure, from what the engine tells and from how fast a few probes were.
 
 Every round asks the same kinds of questions in an order of its own, so that a machine that gets busier or warmer for
-a while does not speak about one of them only. Sizes grow by a factor of two or four up to what the engine's context and a
-quarter of its cache hold, and as long as a question stays below a share of the time: many rounds say more than long prompts.
+a while does not speak about one of them only. Sizes grow by a factor of two or four up to what the engine's context and
+a quarter of its cache hold, and as long as a question stays below a share of the time: many rounds say more than long
+prompts.
 """
 
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One thing to ask. `tokens` a prompt, `extra` new ones on top of it, `count` requests at once, `output` tokens each."""
+    """One thing to ask. `tokens` a prompt, `extra` new ones on top of it, `count` requests at once, `output` tokens
+    each."""
 
     region: str
     tokens: int
@@ -49,7 +51,9 @@ class Question:
     @property
     def requests(self) -> int:
         """Also those that put the prompts into the cache."""
-        return {samples.NEW: 1, samples.CACHED: 2, samples.TEXT: 2, samples.AMID: 3, samples.BESIDE: 2}.get(self.region, 2 * self.count)
+        return {samples.NEW: 1, samples.CACHED: 2, samples.TEXT: 2, samples.AMID: 3, samples.BESIDE: 2}.get(
+            self.region, 2 * self.count
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -64,7 +68,9 @@ class Question:
     def expected(self, fit: Fit, limits: Limits) -> float:
         """Seconds it will take, about."""
         budget, together = limits.max_num_batched_tokens, self.region in (samples.DECODE, samples.BURST)
-        took = fit.seconds(samples.prompt(self.region, 0, self.tokens, 0, budget).parts) * (self.count if together else 1)
+        took = fit.seconds(samples.prompt(self.region, 0, self.tokens, 0, budget).parts) * (
+            self.count if together else 1
+        )
         if together:
             took += fit.seconds(samples.burst(0, self.count, self.tokens, self.tokens - 1, budget).parts)
         elif self.region in (samples.CACHED, samples.TEXT, samples.AMID):

@@ -1,8 +1,8 @@
 """What a measured time is made of: how often each coefficient of the simulated engine's timing is in it.
 
 The names are those of `replicas.simulated.profile` (`latency`, `work`, `token`, `text`, `text_token`, `busy_token`
-of a request; the others of a step). A prompt of 4,096 new tokens in steps of 2,048, alone, is one `latency`, one `work`, 4,096 `token`,
-two `base`, two `prefill`, 4,096 `prefill_token` and 4,096 * 2,048 `attention`.
+of a request; the others of a step). A prompt of 4,096 new tokens in steps of 2,048, alone, is one `latency`, one
+`work`, 4,096 `token`, two `base`, two `prefill`, 4,096 `prefill_token` and 4,096 * 2,048 `attention`.
 """
 
 from dataclasses import dataclass, field
@@ -36,15 +36,23 @@ def burst(seconds: float, count: int, tokens: int, cached: int, budget: int) -> 
 
     The last one's step begins when its way is done, or later by as much as the step before has to go: half of one."""
     parts = _prefill(tokens - cached, cached, budget)
-    return Sample(BURST, seconds, parts | {"latency": 1, "work": count, "token": count * tokens, "base": 1.5, "prefill": 1.5})
+    return Sample(
+        BURST, seconds, parts | {"latency": 1, "work": count, "token": count * tokens, "base": 1.5, "prefill": 1.5}
+    )
 
 
 def amid(seconds: float, tokens: int, cached: int, context: float, budget: int) -> Sample:
-    """Time to the first token of a prompt of text that comes, at any moment, while a request of `context` tokens decodes.
+    """Time to the first token of a prompt of text that comes, at any moment, while a request of `context` tokens
+    decodes.
 
-    It waits for what is left of the step that is under way, half of one, and the other has its token in its own step."""
+    It waits for what is left of the step that is under way, half of one, and the other has its token in its own
+    step."""
     alone = prompt(AMID, seconds, tokens, cached, budget, text=True).parts
-    other = {"base": alone["base"] + 0.5, "decode_sequence": alone["base"] + 0.5, "decode_context_token": (alone["base"] + 0.5) * context}
+    other = {
+        "base": alone["base"] + 0.5,
+        "decode_sequence": alone["base"] + 0.5,
+        "decode_context_token": (alone["base"] + 0.5) * context,
+    }
     return Sample(AMID, seconds, alone | other | {"busy_token": tokens})
 
 

@@ -27,7 +27,9 @@ _STEP = {
 
 def profile(known: Known, limits: Limits, fit: Fit, facts: Mapping[str, str]) -> str:
     """YAML that `replicas.simulated.profile.load_profile` takes. `facts`: date, command and the like, one line each."""
-    lines = [f"# {known.engine} {known.version} with {known.model} on {known.machine}, measured by `hitherto calibrate`."]
+    lines = [
+        f"# {known.engine} {known.version} with {known.model} on {known.machine}, measured by `hitherto calibrate`."
+    ]
     lines += [f"# {name}: {value}" for name, value in facts.items()]
     lines += ["#", "# Fit against what was measured, by kind of question: how many; bias (median of fit / seen - 1), typical",
               "# error (median), and what nine in ten are below:"]  # fmt: skip
@@ -39,7 +41,9 @@ def profile(known: Known, limits: Limits, fit: Fit, facts: Mapping[str, str]) ->
     for title, meanings in (("request", _REQUEST), ("step", _STEP)):
         lines.append(f"{title}:")
         for name, meaning in meanings.items():
-            lines.append(f"  {name}: {_number(values[name])}  # {meaning}{'' if values[name] else '; too small to be seen'}")
+            lines.append(
+                f"  {name}: {_number(values[name])}  # {meaning}{'' if values[name] else '; too small to be seen'}"
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
 """EngineDialect: all that differs from one kind of inference engine to another, in one object.
 
-The rest of the house names no engine: it asks the dialect that a replica carries. What every engine has in common is not
-here: OpenAI's endpoints, /health, Prometheus' text format, msgpack over ZMQ.
+The rest of the house names no engine: it asks the dialect that a replica carries. What every engine has in common is
+not here: OpenAI's endpoints, /health, Prometheus' text format, msgpack over ZMQ.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,8 @@ from replicas.problems import Problem, Remedies
 
 
 class EventRecords(Protocol):
-    """The types that decoded KV events are made of. They are `cachemap.events.records`', which this room may not import."""
+    """The types that decoded KV events are made of. They are `cachemap.events.records`', which this room may not
+    import."""
 
     Batch: Callable[..., Any]
     Stored: Callable[..., Any]
@@ -43,7 +44,8 @@ class EngineDialect(Protocol):
     log: LogGrammar
     rank_header: str  # chooses the data-parallel rank that computes a request ...
     rank_paths: tuple[str, ...]  # ... posted to these paths; elsewhere the engine takes the rank it likes
-    chat_token_ids: tuple[bytes, bytes] | None  # what stands before and after the prompt's token ids in a chat's JSON object
+    # what stands before and after the prompt's token ids in a chat's JSON object
+    chat_token_ids: tuple[bytes, bytes] | None
     limits_path: str  # tells the scheduler's limits, where the operator allows it
     abort_marker: bytes  # is in an answer with status 200 that the engine cut short because it was asked to stop
 
@@ -54,17 +56,20 @@ class EngineDialect(Protocol):
         """Where it publishes KV events, as seen from `host`'s clients."""
 
     def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
-        """A function that makes `records.Batch` of one message's payload, and raises `records.EventError` if it is none."""
+        """A function that makes `records.Batch` of one message's payload, and raises `records.EventError` if it is
+        none."""
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:
-        """In what this version makes a prompt otherwise than the newest: fields of `gateway.prompt.quirks.VersionQuirks`."""
+        """In what this version makes a prompt otherwise than the newest: fields of
+        `gateway.prompt.quirks.VersionQuirks`."""
 
     def launch_profile(self) -> type[LaunchProfile]:
-        """The class of the profiles that start it. Imported when it is asked for: those who only adopt need not pay for it."""
+        """The class of the profiles that start it. Imported when it is asked for: those who only adopt need not pay for
+        it."""
 
     def aborted(self, path: str, answer: bytes) -> bool:
-        """Whether an answer with status 200 to a request for `path` says that the engine cut it short because it was asked to stop.
-        `answer`: its first or its last bytes, with the last event of a stream among them."""
+        """Whether an answer with status 200 to a request for `path` says that the engine cut it short because it was
+        asked to stop. `answer`: its first or its last bytes, with the last event of a stream among them."""
 
     def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         """`max_num_seqs` and `max_num_batched_tokens` out of what `limits_path` tells; {} if it does not."""

@@ -59,7 +59,13 @@ def assign(devices: list[str], each: int, count: int, share: int = 1, used: Sequ
     have = f"this machine shows {len(devices)} ({', '.join(devices)})" if devices else "this machine shows none"
     if len(free) < len(devices):
         have += f", {len(devices) - len(free)} in use"
-    remedy = f"launch {len(free) // each}" if len(free) >= each else "lower the parallel sizes" if not used else "stop what runs there"
+    remedy = (
+        f"launch {len(free) // each}"
+        if len(free) >= each
+        else "lower the parallel sizes"
+        if not used
+        else "stop what runs there"
+    )
     if each == 1 and devices:
         most = 0.9 / -(-(count + len(used)) // len(devices))
         remedy += f", or let them share with gpu_memory_utilization: {most:.2f}"

@@ -33,7 +33,8 @@ COMMON_REMEDIES = (
 class LogGrammar:
     """How one kind of engine writes its log. By default one process that writes plain lines."""
 
-    writer: re.Pattern[str] = _NOTHING  # at a line's begin; its first group is which of the engine's processes wrote the line
+    # at a line's begin; its first group is which of the engine's processes wrote the line
+    writer: re.Pattern[str] = _NOTHING
     stamp: re.Pattern[str] = _NOTHING  # what follows: when, and where in the code
     remedies: tuple[tuple[str, str], ...] = COMMON_REMEDIES  # the first that matches a line counts, latest line first
     echo: re.Pattern[str] = _NOTHING  # lines that only say that another process failed
@@ -43,15 +44,17 @@ class LogGrammar:
 
 PLAIN = LogGrammar()
 _LESS_MEMORY = "give it more, or run fewer replicas or smaller caches (kv_cache_memory_bytes, cpu_offload_gb)"
-_ERROR = re.compile(r"[\w.]*(Error|Exception)\b|.*\berror: ")  # at the line's begin: no `raise RuntimeError(` of a traceback
+# at the line's begin: no `raise RuntimeError(` of a traceback
+_ERROR = re.compile(r"[\w.]*(Error|Exception)\b|.*\berror: ")
 _DIED_SILENTLY = "one of its processes was killed or crashed (`dmesg`)"
 
 
 class Tail:
     """The last lines of a log, fed as bytes. A carriage return ends a line too: progress bars.
 
-    An engine may be several processes that write one log. The last lines of each are kept: when the one that computes fails,
-    the one that serves HTTP tells so at length, once for each request it had. An access log's lines are not kept."""
+    An engine may be several processes that write one log. The last lines of each are kept: when the one that computes
+    fails, the one that serves HTTP tells so at length, once for each request it had. An access log's lines are not
+    kept."""
 
     def __init__(self, grammar: LogGrammar = PLAIN) -> None:
         self.grammar = grammar
@@ -164,7 +167,11 @@ def _telling(lines: list[str], grammar: LogGrammar) -> tuple[str, str]:
     """The line that says most, and the remedy for it. Where the process that computes is dead, the
     bystanders' lines do not count: what they logged before is about requests, and after it an echo."""
     died = [line for line in lines if grammar.died.search(line)]
-    causes = [line for line in lines if not grammar.echo.search(line) and not (died and _writer(line, grammar) in grammar.bystanders)]
+    causes = [
+        line
+        for line in lines
+        if not grammar.echo.search(line) and not (died and _writer(line, grammar) in grammar.bystanders)
+    ]
     for line in reversed(causes):
         for pattern, remedy in grammar.remedies:
             if re.search(pattern, line, re.IGNORECASE):

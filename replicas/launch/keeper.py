@@ -39,9 +39,7 @@ def _start(command: list[str]) -> int:
         if os.getppid() != keeper:  # the keeper died before the line above
             os._exit(1)
 
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=before_exec
-    ).pid
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=before_exec).pid
 
 
 def _wakeups() -> int:

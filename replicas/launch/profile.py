@@ -1,7 +1,7 @@
 """Launch profiles: typed YAML that says how an engine is started, and the command line it makes.
 
-Each engine's dialect has a pydantic class of its own; the field `engine` says which one a file is for. Unknown fields are
-refused with the name that was probably meant.
+Each engine's dialect has a pydantic class of its own; the field `engine` says which one a file is for. Unknown fields
+are refused with the name that was probably meant.
 """
 
 import difflib

@@ -195,7 +195,10 @@ class Supervisor:
             elif word == "exit":
                 return "", int(rest)
             elif word == "error":
-                return f"cannot start {self.command.argv[0]}: {rest}; is it installed? A profile's `executable` may name its path", 0
+                return (
+                    f"cannot start {self.command.argv[0]}: {rest}; is it installed? A profile's `executable` may name its path",
+                    0,
+                )
         self._kill()
         return "its keeper process was killed, and the engine with it", 0
 

@@ -1,4 +1,5 @@
 """`python -m replicas.simulated`: see cli."""
+
 import sys
 
 from .cli import main

@@ -3,6 +3,7 @@
 With uvloop's timer a profile's 1.9 ms between tokens came out as 1 or 2 or 3. A Linux timerfd is told to the
 microsecond and watched by the loop as any file is. Elsewhere the loop's timer has to do.
 """
+
 import asyncio
 import ctypes
 import os
@@ -53,7 +54,9 @@ class Alarm:
 
     def _set(self, when: float) -> None:
         seconds = int(when)
-        _libc.timerfd_settime(self._fd, _ABSOLUTE, struct.pack("qqqq", 0, 0, seconds, int((when - seconds) * 1e9)), None)
+        _libc.timerfd_settime(
+            self._fd, _ABSOLUTE, struct.pack("qqqq", 0, 0, seconds, int((when - seconds) * 1e9)), None
+        )
 
     def _rang(self) -> None:
         if self._fd >= 0:

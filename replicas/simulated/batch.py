@@ -3,6 +3,7 @@
 While a request decodes, its length follows from the number of the step, so that a step costs nothing for those that
 neither start a block, nor fill one, nor end. Steps in which nobody does can be taken at once.
 """
+
 from collections.abc import Hashable
 
 from .steps import EngineRequest
@@ -10,33 +11,50 @@ from .steps import EngineRequest
 
 class Sequence:
     """A request inside the engine. While it decodes, its length follows from the number of the step."""
-    __slots__ = ("request", "keys", "held", "tokens", "computed", "generated", "limit", "reason", "reported",
-                 "cached", "order", "base", "due", "finish", "wanted")
+
+    __slots__ = (
+        "request",
+        "keys",
+        "held",
+        "tokens",
+        "computed",
+        "generated",
+        "limit",
+        "reason",
+        "reported",
+        "cached",
+        "order",
+        "base",
+        "due",
+        "finish",
+        "wanted",
+    )
 
     def __init__(self, request: EngineRequest, limit: int, reason: str):
         self.request = request
         self.keys = list(request.blocks)  # grows as output fills blocks
-        self.held: list[int] = []         # block ids
+        self.held: list[int] = []  # block ids
         self.tokens = request.prompt_tokens  # prompt and output; while decoding: as of step `base`
-        self.computed = 0                 # of these, with key/value computed; unused while decoding
-        self.generated = 0                # output; while decoding: as of step `base`
+        self.computed = 0  # of these, with key/value computed; unused while decoding
+        self.generated = 0  # output; while decoding: as of step `base`
         self.limit, self.reason = limit, reason
-        self.reported = 0                 # output tokens already told
-        self.cached = -1                  # hits at first admission; -1: never admitted
+        self.reported = 0  # output tokens already told
+        self.cached = -1  # hits at first admission; -1: never admitted
         self.order = 0
-        self.base = 0                     # the step that ended its prefill
-        self.due = -1                     # the next step that must look at it
-        self.finish = -1                  # the step that yields its last token
-        self.wanted = -1                  # prompt tokens to compute, as of when `outlook` first looked
+        self.base = 0  # the step that ended its prefill
+        self.due = -1  # the next step that must look at it
+        self.finish = -1  # the step that yields its last token
+        self.wanted = -1  # prompt tokens to compute, as of when `outlook` first looked
 
 
 class Batch:
     """In order of admission. Pure: the engine says when a step begins and who comes and goes."""
+
     __slots__ = ("now", "context", "sequences", "_due", "_block_size")
 
     def __init__(self, block_size: int):
-        self.now = 0       # number of the step
-        self.context = 0   # tokens of all, before the next step
+        self.now = 0  # number of the step
+        self.context = 0  # tokens of all, before the next step
         self.sequences: dict[Hashable, Sequence] = {}
         self._due: dict[int, list[Sequence]] = {}
         self._block_size = block_size

@@ -8,6 +8,7 @@ vLLM keeps both copies, reports each as stored and each as removed.
 The queue lies in three parts, which are taken in this order: blocks given back with nothing cached in them, the last
 first; blocks never used, of which only the number is kept, since a simulated fleet has millions; the rest by age.
 """
+
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 
@@ -63,8 +64,8 @@ class BlockPool:
     def take(self, count: int, removed: list[Key]) -> list[int]:
         """`count` blocks from the head of the free queue; keys they held are appended to `removed`."""
         blank = self._blank
-        taken = blank[:-count - 1:-1]
-        del blank[len(blank) - len(taken):]
+        taken = blank[: -count - 1 : -1]
+        del blank[len(blank) - len(taken) :]
         for block in taken:
             self._uses[block] = 1
         if new := min(count - len(taken), self._num_blocks - len(self._uses)):

@@ -1,4 +1,5 @@
 """Command line of one simulated engine: `hitherto replica` and `python -m replicas.simulated`."""
+
 import argparse
 import asyncio
 import logging
@@ -13,12 +14,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags; names that vLLM has too mean what they mean there."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port, 0 for a free one (default: %(default)s)")
-    parser.add_argument("--model", metavar="DIR", help="folder with tokenizer.json and a chat template "
-                                                       "(default: the bundled demo model)")
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="folder with tokenizer.json and a chat template (default: the bundled demo model)",
+    )
     parser.add_argument("--served-model-name", default="sim", metavar="NAME", help="default: %(default)s")
-    parser.add_argument("--profile", default="gpu-8b", metavar="NAME|FILE",
-                        help="how fast and how large the engine is: gpu-8b, cpu-tiny or a YAML file "
-                             "(default: %(default)s)")
+    parser.add_argument(
+        "--profile",
+        default="gpu-8b",
+        metavar="NAME|FILE",
+        help="how fast and how large the engine is: gpu-8b, cpu-tiny or a YAML file (default: %(default)s)",
+    )
     parser.add_argument("--speedup", type=float, metavar="X", help="run X times as fast as the profile says")
     parser.add_argument("--num-blocks", type=int, metavar="N", help="KV blocks, instead of the profile's")
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a block, instead of the profile's")
@@ -26,23 +33,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step")
     parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="serve an adapter; may be repeated")
-    parser.add_argument("--events-port", type=int, default=0, metavar="PORT",
-                        help="ZMQ port for KV events (default: a free one, see /kv_event_sources)")
+    parser.add_argument(
+        "--events-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="ZMQ port for KV events (default: a free one, see /kv_event_sources)",
+    )
     parser.add_argument("--replay-port", type=int, default=0, metavar="PORT", help="ZMQ port for their replay")
     parser.add_argument("--events-topic", default="", metavar="TOPIC", help="topic of the events (default: empty)")
-    parser.add_argument("--event-encoding", choices=("map", "array"), default="map",
-                        help="map as vLLM from 0.24 on, array as before (default: %(default)s)")
+    parser.add_argument(
+        "--event-encoding",
+        choices=("map", "array"),
+        default="map",
+        help="map as vLLM from 0.24 on, array as before (default: %(default)s)",
+    )
     parser.add_argument("--no-events", action="store_true", help="publish no KV events, which is vLLM's default")
-    parser.add_argument("--no-cached-tokens", action="store_true",
-                        help="leave cached_tokens out of usage, which is vLLM's default")
+    parser.add_argument(
+        "--no-cached-tokens", action="store_true", help="leave cached_tokens out of usage, which is vLLM's default"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the replies' text and of the block keys")
 
 
 def _profile(args: argparse.Namespace):
     from .profile import load_profile
-    return load_profile(args.profile, speedup=args.speedup, num_blocks=args.num_blocks, block_size=args.block_size,
-                        max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs,
-                        max_num_batched_tokens=args.max_num_batched_tokens)
+
+    return load_profile(
+        args.profile,
+        speedup=args.speedup,
+        num_blocks=args.num_blocks,
+        block_size=args.block_size,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         profile = _profile(args)
         from .model import sim_model_dir
+
         model_dir = Path(args.model) if args.model else sim_model_dir()
         if not (model_dir / "tokenizer.json").is_file():
             raise ValueError(f"--model {model_dir}: no tokenizer.json there")
@@ -59,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"hitherto replica: {error}", file=sys.stderr)
         return 2
     import uvloop
+
     return uvloop.run(_serve(args, profile, model_dir))
 
 
@@ -66,6 +92,7 @@ def _load(model_dir: Path, seed: int) -> tuple:
     """Tokenizer and replies of the model; raises ValueError if they cannot be made."""
     from .replies import Replies
     from .tokens import Tokens
+
     try:
         tokens = Tokens(model_dir)
         return tokens, Replies(tokens, seed)
@@ -82,19 +109,36 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
     from .publisher import Publisher
     from .runner import Runner
     from .server import KEEP_ALIVE, Server
+
     publisher = None
     try:
         if not args.no_events:
-            publisher = Publisher(args.host, args.events_port, args.replay_port, profile.block_size,
-                                  args.events_topic, args.event_encoding)
+            publisher = Publisher(
+                args.host,
+                args.events_port,
+                args.replay_port,
+                profile.block_size,
+                args.events_topic,
+                args.event_encoding,
+            )
         tokens, replies = await loading
         engine = Engine(profile, every_token=True)
         metrics = Metrics(engine, args.served_model_name)
         runner = Runner(engine, metrics, publisher, args.seed)
-        server = Server(runner, tokens, replies, metrics, publisher, args.served_model_name,
-                        str(model_dir), args.lora, not args.no_cached_tokens)
-        http = web.AppRunner(server.app(), handler_cancellation=True, keepalive_timeout=KEEP_ALIVE, access_log=None,
-                             shutdown_timeout=1.0)
+        server = Server(
+            runner,
+            tokens,
+            replies,
+            metrics,
+            publisher,
+            args.served_model_name,
+            str(model_dir),
+            args.lora,
+            not args.no_cached_tokens,
+        )
+        http = web.AppRunner(
+            server.app(), handler_cancellation=True, keepalive_timeout=KEEP_ALIVE, access_log=None, shutdown_timeout=1.0
+        )
         await http.setup()
         site = web.TCPSite(http, args.host, args.port, backlog=1024, reuse_address=True)
         await site.start()
@@ -102,9 +146,16 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
         print(f"hitherto replica: {error}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 2
     port = site._server.sockets[0].getsockname()[1]
-    logging.info("simulated engine %s (%s, %d blocks of %d) on http://%s:%d, events %s", args.served_model_name,
-                 profile.name, profile.num_blocks, profile.block_size, args.host, port,
-                 f"on {publisher.port}, replay on {publisher.replay_port}" if publisher else "off")
+    logging.info(
+        "simulated engine %s (%s, %d blocks of %d) on http://%s:%d, events %s",
+        args.served_model_name,
+        profile.name,
+        profile.num_blocks,
+        profile.block_size,
+        args.host,
+        port,
+        f"on {publisher.port}, replay on {publisher.replay_port}" if publisher else "off",
+    )
     return await _until_told(runner, publisher, http)
 
 

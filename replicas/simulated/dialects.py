@@ -3,6 +3,7 @@
 A dialect makes bytes, the server sends them. A streamed token is two prepared byte strings around the token's
 JSON text: with hundreds of streams a JSON encoder per token would cost more than the engine itself.
 """
+
 import base64
 import math
 import random
@@ -42,17 +43,21 @@ class Dialect:
         return event(body)
 
     def usage(self, generations: list[Generation], streamed: bool = False) -> dict:
-        """vLLM's usage object; a prompt that was asked for n times counts once. Its cached tokens are those of one sequence: in
-        a stream of the first that answered, else of the last prompt's that ended last (seen with 0.28)."""
+        """vLLM's usage object; a prompt that was asked for n times counts once. Its cached tokens are those of one
+        sequence: in a stream of the first that answered, else of the last prompt's that ended last (seen with 0.28)."""
         sent = sum(generation.sent for generation in generations)
-        prompts = generations[::self.n]
+        prompts = generations[:: self.n]
         prompt = sum(len(generation.prompt) for generation in prompts)
         if streamed:
             cached = min(generations, key=lambda one: one.begun).cached
         else:
-            cached = max(reversed(generations[-self.n:]), key=lambda one: one.last).cached
-        return {"prompt_tokens": prompt, "total_tokens": prompt + sent, "completion_tokens": sent,
-                "prompt_tokens_details": {"cached_tokens": cached} if self.show_cached else None}
+            cached = max(reversed(generations[-self.n :]), key=lambda one: one.last).cached
+        return {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + sent,
+            "completion_tokens": sent,
+            "prompt_tokens_details": {"cached_tokens": cached} if self.show_cached else None,
+        }
 
 
 class _OpenAI(Dialect):
@@ -60,8 +65,14 @@ class _OpenAI(Dialect):
     around a token's JSON text within a choice), `_text` (a choice's text) and `_choice` (a whole one)."""
 
     def _frame(self, choices: list, **more) -> dict:
-        return {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model,
-                "choices": choices, **more}
+        return {
+            "id": self.id,
+            "object": self.chunk_object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -69,16 +80,23 @@ class _OpenAI(Dialect):
 
     def _prepared(self, index: int) -> tuple[bytes, bytes]:
         frame = orjson.dumps(self._frame([]))[:-2]  # up to and with the [ of choices
-        return (b'data: %b{"index":%d,%b' % (frame, index, self.field[0]),
-                self.field[1] + b',"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n')
+        return (
+            b'data: %b{"index":%d,%b' % (frame, index, self.field[0]),
+            self.field[1] + b',"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n',
+        )
 
     def tokens(self, generation: Generation, index: int, start: int, end: int) -> bytes:
         if end == len(generation.ids):
             return self._last(generation, index, start)
         text = "".join(generation.pieces[start:end])
         if self.token_ids:
-            choice = {"index": index, **self._text(text), "logprobs": None, "finish_reason": None,
-                      "token_ids": generation.ids[start:end]}
+            choice = {
+                "index": index,
+                **self._text(text),
+                "logprobs": None,
+                "finish_reason": None,
+                "token_ids": generation.ids[start:end],
+            }
             return event(self._frame([choice]))
         around = self._around.get(index)
         if around is None:
@@ -86,9 +104,14 @@ class _OpenAI(Dialect):
         return b"%b%b%b" % (around[0], orjson.dumps(text), around[1])
 
     def _last(self, generation: Generation, index: int, start: int) -> bytes:
-        choice = {"index": index, **self._text("".join(generation.pieces[start:])), "logprobs": None,
-                  "finish_reason": generation.reason, "stop_reason": generation.stop,
-                  "token_ids": generation.ids[start:] if self.token_ids else None}
+        choice = {
+            "index": index,
+            **self._text("".join(generation.pieces[start:])),
+            "logprobs": None,
+            "finish_reason": generation.reason,
+            "stop_reason": generation.stop,
+            "token_ids": generation.ids[start:] if self.token_ids else None,
+        }
         return event(self._frame([choice]))
 
     def error(self, body: dict) -> bytes:
@@ -100,10 +123,17 @@ class _OpenAI(Dialect):
         return DONE
 
     def whole(self, generations: list[Generation]) -> dict:
-        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model,
-                "choices": [self._choice(generation, index) for index, generation in enumerate(generations)],
-                "service_tier": None, "system_fingerprint": None, "usage": self.usage(generations),
-                **self._more(generations)}
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": [self._choice(generation, index) for index, generation in enumerate(generations)],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": self.usage(generations),
+            **self._more(generations),
+        }
 
     def _more(self, generations: list[Generation]) -> dict:
         return {}
@@ -114,8 +144,12 @@ class Chat(_OpenAI):
     field = (b'"delta":{"content":', b"}")
 
     def begin(self, generation: Generation, index: int) -> bytes:
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
-                  "finish_reason": None}
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
         more = {"prompt_token_ids": generation.prompt.tolist()} if self.token_ids else {}
         return event(self._frame([choice], **more))
 
@@ -123,14 +157,31 @@ class Chat(_OpenAI):
         return {"delta": {"content": text}}
 
     def _choice(self, generation: Generation, index: int) -> dict:
-        message = {"role": "assistant", "content": "".join(generation.pieces), "refusal": None, "annotations": None,
-                   "audio": None, "function_call": None, "tool_calls": [], "reasoning": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": generation.reason,
-                "stop_reason": generation.stop, "token_ids": generation.ids if self.token_ids else None}
+        message = {
+            "role": "assistant",
+            "content": "".join(generation.pieces),
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "tool_calls": [],
+            "reasoning": None,
+        }
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": generation.reason,
+            "stop_reason": generation.stop,
+            "token_ids": generation.ids if self.token_ids else None,
+        }
 
     def _more(self, generations: list[Generation]) -> dict:
-        return {"prompt_logprobs": None, "kv_transfer_params": None,
-                "prompt_token_ids": generations[0].prompt.tolist() if self.token_ids else None}
+        return {
+            "prompt_logprobs": None,
+            "kv_transfer_params": None,
+            "prompt_token_ids": generations[0].prompt.tolist() if self.token_ids else None,
+        }
 
 
 class Completion(_OpenAI):
@@ -146,17 +197,28 @@ class Completion(_OpenAI):
     def tokens(self, generation: Generation, index: int, start: int, end: int) -> bytes:
         if not self.token_ids or start:
             return super().tokens(generation, index, start, end)
-        choice = {"index": index, **self._text("".join(generation.pieces[:end])), "logprobs": None,
-                  "finish_reason": generation.reason if end == len(generation.ids) else None,
-                  "stop_reason": generation.stop, "token_ids": generation.ids[:end],
-                  "prompt_token_ids": generation.prompt.tolist()}
+        choice = {
+            "index": index,
+            **self._text("".join(generation.pieces[:end])),
+            "logprobs": None,
+            "finish_reason": generation.reason if end == len(generation.ids) else None,
+            "stop_reason": generation.stop,
+            "token_ids": generation.ids[:end],
+            "prompt_token_ids": generation.prompt.tolist(),
+        }
         return event(self._frame([choice]))
 
     def _choice(self, generation: Generation, index: int) -> dict:
-        return {"index": index, "text": "".join(generation.pieces), "logprobs": None,
-                "finish_reason": generation.reason, "stop_reason": generation.stop, "prompt_logprobs": None,
-                "token_ids": generation.ids if self.token_ids else None,
-                "prompt_token_ids": generation.prompt.tolist() if self.token_ids else None}
+        return {
+            "index": index,
+            "text": "".join(generation.pieces),
+            "logprobs": None,
+            "finish_reason": generation.reason,
+            "stop_reason": generation.stop,
+            "prompt_logprobs": None,
+            "token_ids": generation.ids if self.token_ids else None,
+            "prompt_token_ids": generation.prompt.tolist() if self.token_ids else None,
+        }
 
     def _more(self, generations: list[Generation]) -> dict:
         return {"kv_transfer_params": None}
@@ -176,12 +238,26 @@ class Responses(Dialect):
         return event(data, name)
 
     def _response(self, status: str, output: list, counted: dict | None) -> dict:
-        return {"id": self.id, "object": "response", "created_at": self.created, "model": self.model,
-                "status": status, "output": output, "usage": counted, "error": None, "incomplete_details": None,
-                "instructions": self.body.get("instructions"), "metadata": self.body.get("metadata"),
-                "parallel_tool_calls": True, "temperature": 1.0, "tool_choice": "auto",
-                "tools": self.body.get("tools") or [], "top_p": 1.0,
-                "max_output_tokens": self.body.get("max_output_tokens"), "previous_response_id": None}
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "model": self.model,
+            "status": status,
+            "output": output,
+            "usage": counted,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": self.body.get("instructions"),
+            "metadata": self.body.get("metadata"),
+            "parallel_tool_calls": True,
+            "temperature": 1.0,
+            "tool_choice": "auto",
+            "tools": self.body.get("tools") or [],
+            "top_p": 1.0,
+            "max_output_tokens": self.body.get("max_output_tokens"),
+            "previous_response_id": None,
+        }
 
     def _message(self, status: str, text: str | None) -> dict:
         content = [] if text is None else [{"type": "output_text", "text": text, "annotations": [], "logprobs": None}]
@@ -192,10 +268,17 @@ class Responses(Dialect):
         status = "completed" if whole else "incomplete"
         counted = self.usage([generation])
         details = {"cached_tokens": generation.cached if self.show_cached else 0}
-        response = self._response(status, [self._message(status, "".join(generation.pieces))], {
-            "input_tokens": counted["prompt_tokens"], "input_tokens_details": details,
-            "output_tokens": counted["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": counted["total_tokens"]})
+        response = self._response(
+            status,
+            [self._message(status, "".join(generation.pieces))],
+            {
+                "input_tokens": counted["prompt_tokens"],
+                "input_tokens_details": details,
+                "output_tokens": counted["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counted["total_tokens"],
+            },
+        )
         if not whole:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         return response
@@ -211,21 +294,31 @@ class Responses(Dialect):
 
     def begin(self, generation: Generation, index: int) -> bytes:
         where = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        return (self._event("response.output_item.added", output_index=0, item=self._message("in_progress", None))
-                + self._event("response.content_part.added", **where,
-                              part={"type": "output_text", "text": "", "annotations": []}))
+        return self._event(
+            "response.output_item.added", output_index=0, item=self._message("in_progress", None)
+        ) + self._event(
+            "response.content_part.added", **where, part={"type": "output_text", "text": "", "annotations": []}
+        )
 
     def tokens(self, generation: Generation, index: int, start: int, end: int) -> bytes:
-        return self._event("response.output_text.delta", item_id=self._item, output_index=0, content_index=0,
-                           delta="".join(generation.pieces[start:end]), logprobs=[])
+        return self._event(
+            "response.output_text.delta",
+            item_id=self._item,
+            output_index=0,
+            content_index=0,
+            delta="".join(generation.pieces[start:end]),
+            logprobs=[],
+        )
 
     def close(self, generations: list[Generation]) -> bytes:
         text, done = "".join(generations[0].pieces), self._done(generations[0])
         where = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        return (self._event("response.output_text.done", **where, text=text, logprobs=[])
-                + self._event("response.content_part.done", **where, part=done["output"][0]["content"][0])
-                + self._event("response.output_item.done", output_index=0, item=done["output"][0])
-                + self._event("response.completed", response=done))
+        return (
+            self._event("response.output_text.done", **where, text=text, logprobs=[])
+            + self._event("response.content_part.done", **where, part=done["output"][0]["content"][0])
+            + self._event("response.output_item.done", output_index=0, item=done["output"][0])
+            + self._event("response.completed", response=done)
+        )
 
     def whole(self, generations: list[Generation]) -> dict:
         return self._done(generations[0])
@@ -238,8 +331,11 @@ class Messages(Dialect):
     def _usage(self, generation: Generation, sent: int) -> dict:
         if not self.show_cached:
             return {"input_tokens": len(generation.prompt), "output_tokens": sent}
-        return {"input_tokens": len(generation.prompt) - generation.cached, "output_tokens": sent,
-                "cache_read_input_tokens": generation.cached}
+        return {
+            "input_tokens": len(generation.prompt) - generation.cached,
+            "output_tokens": sent,
+            "cache_read_input_tokens": generation.cached,
+        }
 
     @staticmethod
     def _stop(generation: Generation) -> str:
@@ -249,33 +345,57 @@ class Messages(Dialect):
 
     def error(self, body: dict) -> bytes:
         """vLLM 0.32 calls each of them internal."""
-        return event({"type": "error", "error": {"type": "internal_error", "message": body["error"]["message"]}}, "error")
+        return event(
+            {"type": "error", "error": {"type": "internal_error", "message": body["error"]["message"]}}, "error"
+        )
 
     def begin(self, generation: Generation, index: int) -> bytes:
-        message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": [],
-                   "stop_reason": None, "stop_sequence": None, "usage": self._usage(generation, 0)}
-        return event({"type": "message_start", "message": message}, "message_start") \
-            + event({"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-                    "content_block_start")
+        message = {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(generation, 0),
+        }
+        return event({"type": "message_start", "message": message}, "message_start") + event(
+            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+            "content_block_start",
+        )
 
     def tokens(self, generation: Generation, index: int, start: int, end: int) -> bytes:
         text = "".join(generation.pieces[start:end])
-        return event({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}},
-                     "content_block_delta")
+        return event(
+            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}},
+            "content_block_delta",
+        )
 
     def close(self, generations: list[Generation]) -> bytes:
         generation = generations[0]
         delta = {"stop_reason": self._stop(generation), "stop_sequence": generation.stop}
-        return event({"type": "content_block_stop", "index": 0}, "content_block_stop") \
-            + event({"type": "message_delta", "delta": delta, "usage": self._usage(generation, generation.sent)},
-                    "message_delta") + event({"type": "message_stop"}, "message_stop")
+        return (
+            event({"type": "content_block_stop", "index": 0}, "content_block_stop")
+            + event(
+                {"type": "message_delta", "delta": delta, "usage": self._usage(generation, generation.sent)},
+                "message_delta",
+            )
+            + event({"type": "message_stop"}, "message_stop")
+        )
 
     def whole(self, generations: list[Generation]) -> dict:
         generation = generations[0]
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model,
-                "content": [{"type": "text", "text": "".join(generation.pieces)}],
-                "stop_reason": self._stop(generation), "stop_sequence": generation.stop,
-                "usage": self._usage(generation, generation.sent)}
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [{"type": "text", "text": "".join(generation.pieces)}],
+            "stop_reason": self._stop(generation),
+            "stop_sequence": generation.stop,
+            "usage": self._usage(generation, generation.sent),
+        }
 
 
 def embeddings(id: str, model: str, generations: list[Generation], size: int, encoding: str | None) -> dict:
@@ -290,6 +410,16 @@ def embeddings(id: str, model: str, generations: list[Generation], size: int, en
             vector = base64.b64encode(struct.pack(f"<{size}f", *vector)).decode()
         data.append({"index": index, "object": "embedding", "embedding": vector})
     prompt = sum(len(generation.prompt) for generation in generations)
-    return {"id": id, "object": "list", "created": int(time.time()), "model": model, "data": data,
-            "usage": {"prompt_tokens": prompt, "total_tokens": prompt, "completion_tokens": 0,
-                      "prompt_tokens_details": None}}
+    return {
+        "id": id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": data,
+        "usage": {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt,
+            "completion_tokens": 0,
+            "prompt_tokens_details": None,
+        },
+    }

@@ -25,6 +25,7 @@ gpu-8b), this model gives hit rate and TTFT mean / p99 in ms of .050 and 362 / 2
 359 / 2199 (16,384 blocks), at twice the speed .049 and 1368 / 18317 for .051 and 1376 / 18387; with 65,536
 blocks .082 and 317 / 2079 for .082 and 321 / 2049, and .083 and 348 / 2181 for .082 and 347 / 2148.
 """
+
 from collections import deque
 from collections.abc import Hashable
 
@@ -48,11 +49,11 @@ class Engine:
         self._pool = BlockPool(profile.num_blocks)
         self._all: dict[Hashable, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
-        self._partial: Sequence | None = None     # its prompt is partly done; admitted last
-        self._batch = Batch(self._size)           # those whose prompt is done
+        self._partial: Sequence | None = None  # its prompt is partly done; admitted last
+        self._batch = Batch(self._size)  # those whose prompt is done
         self._admitted = 0
         self._cleared = False
-        self._settled = False                     # the next step schedules nobody but those who decode
+        self._settled = False  # the next step schedules nobody but those who decode
         self.durations = StepDurations(profile)  # another in its place: an engine that turns slow
 
     @property
@@ -76,14 +77,14 @@ class Engine:
         return len(self._pool.find(request_blocks, (prompt_tokens - 1) // self._size))
 
     def outlook(self) -> tuple[int, int, int, int]:
-        """What a new request finds: prompt tokens to compute before its own, blocks they will take beyond those that are
-        free (negative: what is left), requests that decode, and their context in tokens."""
+        """What a new request finds: prompt tokens to compute before its own, blocks they will take beyond those that
+        are free (negative: what is left), requests that decode, and their context in tokens."""
         tokens, blocks = 0, -self._pool.free
         if (begun := self._partial) is not None:
             tokens += begun.tokens - begun.computed
             blocks += self._blocks(begun.tokens) - len(begun.held)
         for sequence in self._waiting:
-            if sequence.wanted < 0:      # looked up once: it is what the cache had when somebody first asked
+            if sequence.wanted < 0:  # looked up once: it is what the cache had when somebody first asked
                 sequence.wanted = sequence.tokens - len(self._hits(sequence)) * self._size
             tokens += sequence.wanted
             blocks += self._blocks(sequence.wanted)
@@ -97,15 +98,19 @@ class Engine:
         """Queue a request. ValueError if it could never run or its id is in use."""
         room = self.profile.context_length - request.prompt_tokens
         if room < 1:
-            raise ValueError(f"the prompt has {request.prompt_tokens} tokens; this engine holds "
-                             f"{self.profile.context_length} with at least one token of output")
+            raise ValueError(
+                f"the prompt has {request.prompt_tokens} tokens; this engine holds "
+                f"{self.profile.context_length} with at least one token of output"
+            )
         if request.id in self._all:
             raise ValueError(f"request id {request.id!r} is in use")
         if request.prompt_tokens < 1 or request.max_tokens < 1:
             raise ValueError("a request needs at least one prompt token and one token of output")
         if len(request.blocks) != request.prompt_tokens // self._size:
-            raise ValueError(f"{request.prompt_tokens} prompt tokens fill {request.prompt_tokens // self._size} blocks "
-                             f"of {self._size}, but {len(request.blocks)} keys were given")
+            raise ValueError(
+                f"{request.prompt_tokens} prompt tokens fill {request.prompt_tokens // self._size} blocks "
+                f"of {self._size}, but {len(request.blocks)} keys were given"
+            )
         limit, reason = min(request.max_tokens, room), "length"
         if request.stop_tokens is not None and request.stop_tokens <= limit:
             limit, reason = max(1, request.stop_tokens), "stop"
@@ -252,7 +257,9 @@ class Engine:
         return pairs
 
     def _hits(self, sequence: Sequence) -> list[int]:
-        return self._pool.find(sequence.keys, (sequence.tokens - 1) // self._size) if sequence.request.reads_cache else []
+        return (
+            self._pool.find(sequence.keys, (sequence.tokens - 1) // self._size) if sequence.request.reads_cache else []
+        )
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._size)
@@ -338,5 +345,12 @@ class Engine:
         self._settled = self._settled and not self._waiting  # what it leaves may be what someone waits for
         self._pool.release(sequence.held)
         del self._all[sequence.request.id]
-        step.outputs.append(Output(sequence.request.id, sequence.generated - sequence.reported,
-                                   sequence.generated == 1, sequence.reason, sequence.cached))
+        step.outputs.append(
+            Output(
+                sequence.request.id,
+                sequence.generated - sequence.reported,
+                sequence.generated == 1,
+                sequence.reason,
+                sequence.cached,
+            )
+        )

@@ -1,4 +1,5 @@
 """Faults on order: POST /faults makes the engine fail in the ways real ones do, for tests of what stands before it."""
+
 import asyncio
 import os
 import random
@@ -30,7 +31,9 @@ class Faults:
 
     def __init__(self, runner: Runner, publisher: Publisher | None):
         self._runner, self._publisher = runner, publisher
-        self.counts = dict.fromkeys(("error_503", "error_500", "error_stream", "error_mid_stream", "refuse", "die_mid_stream"), 0)
+        self.counts = dict.fromkeys(
+            ("error_503", "error_500", "error_stream", "error_mid_stream", "refuse", "die_mid_stream"), 0
+        )
         self.error_share = 0.0
         self._dice = random.Random(0)
 
@@ -51,7 +54,9 @@ class Faults:
     def _fits(name: str, value) -> bool:
         if name in ("die", "mute_events"):
             return isinstance(value, bool)
-        if isinstance(value, bool) or not isinstance(value, int | float if name in ("hang", "slow", "error_share") else int):
+        if isinstance(value, bool) or not isinstance(
+            value, int | float if name in ("hang", "slow", "error_share") else int
+        ):
             return False
         if name == "error_share":
             return 0 <= value <= 1
@@ -77,9 +82,15 @@ class Faults:
 
     def state(self) -> dict:
         publisher = self._publisher
-        return {"hang": max(0.0, self._runner.hang_until - time.monotonic()), "slow": self._runner.slow, "error_share": self.error_share, **self.counts,
-                "drop_events": publisher.drop if publisher else 0, "reorder_events": publisher.swap if publisher else 0,
-                "mute_events": publisher.mute if publisher else False}
+        return {
+            "hang": max(0.0, self._runner.hang_until - time.monotonic()),
+            "slow": self._runner.slow,
+            "error_share": self.error_share,
+            **self.counts,
+            "drop_events": publisher.drop if publisher else 0,
+            "reorder_events": publisher.swap if publisher else 0,
+            "mute_events": publisher.mute if publisher else False,
+        }
 
     def happens(self, name: str) -> bool:
         """Is one of these due now? Counts it down."""

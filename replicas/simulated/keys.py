@@ -3,13 +3,15 @@
 They are chained like vLLM's (parent, tokens, extra keys) but are deliberately not the gateway's own hashes, and
 differ between engines with different seeds: nobody may rely on recomputing them.
 """
+
 from array import array
 
 import xxhash
 
 
-def chain(ids: array, block_size: int, parent: int, adapter: str | None = None, salt: str | None = None,
-          first: int = 0) -> list[int]:
+def chain(
+    ids: array, block_size: int, parent: int, adapter: str | None = None, salt: str | None = None, first: int = 0
+) -> list[int]:
     """Keys of the full blocks of `ids` (unsigned 32 bit) from block `first` on, whose parent's key is `parent`.
 
     An adapter's name is part of every block, a cache salt of block 0 only; the chain carries it on."""
@@ -17,7 +19,7 @@ def chain(ids: array, block_size: int, parent: int, adapter: str | None = None, 
     lora = adapter.encode() if adapter else b""
     for start in range(first * width, len(data) - width + 1, width):
         extra = lora + b"\0" + salt.encode() if salt and not start else lora
-        block = data[start:start + width]
+        block = data[start : start + width]
         parent = xxhash.xxh3_64_intdigest(b"%b%b" % (block, extra) if extra else block, parent)
         keys.append(parent)
     return keys

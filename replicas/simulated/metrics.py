@@ -1,15 +1,39 @@
 """The engine's Prometheus text, under vLLM's names and with its buckets. Written by hand: a scrape costs little."""
+
 import os
 import time
 from bisect import bisect_left
 
 from .engine import Engine, Step
 
-_FIRST = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-_BETWEEN = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_WHOLE = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-_TOKENS = tuple(n * 10 ** power for power in range(6) for n in (1, 2, 5))
-_STEP = tuple(2 ** power for power in range(15))
+_FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+_BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = tuple(n * 10**power for power in range(6) for n in (1, 2, 5))
+_STEP = tuple(2**power for power in range(15))
 
 
 class _Histogram:
@@ -79,37 +103,70 @@ class Metrics:
 
         one("gauge", "vllm:num_requests_running", "Requests in the running batch.", engine.running)
         one("gauge", "vllm:num_requests_waiting", "Requests waiting to be scheduled.", engine.waiting)
-        one("gauge", "vllm:num_requests_waiting_by_reason", "Requests waiting, by reason.", engine.waiting,
-            ',reason="capacity"')
+        one(
+            "gauge",
+            "vllm:num_requests_waiting_by_reason",
+            "Requests waiting, by reason.",
+            engine.waiting,
+            ',reason="capacity"',
+        )
         one("gauge", "vllm:num_requests_waiting_by_reason", "Requests waiting, by reason.", 0, ',reason="deferred"')
         one("gauge", "vllm:engine_sleep_state", "1 for the state the engine is in.", 1, ',sleep_state="awake"')
         one("gauge", "vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", engine.kv_usage)
         for name, about, value in (
-                ("prefix_cache_queries", "Tokens looked up in the prefix cache.", counters.prefix_queries),
-                ("prefix_cache_hits", "Tokens found in the prefix cache.", counters.prefix_hits),
-                ("external_prefix_cache_queries", "Tokens looked up in a connector.", 0),
-                ("external_prefix_cache_hits", "Tokens found in a connector.", 0),
-                ("num_preemptions", "Times a request gave up its blocks.", counters.preemptions),
-                ("prompt_tokens", "Prompt tokens admitted.", counters.prompt_tokens),
-                ("prompt_tokens_cached", "Prompt tokens not computed.", counters.prefix_hits),
-                ("generation_tokens", "Tokens generated.", counters.generated_tokens)):
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", counters.prefix_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", counters.prefix_hits),
+            ("external_prefix_cache_queries", "Tokens looked up in a connector.", 0),
+            ("external_prefix_cache_hits", "Tokens found in a connector.", 0),
+            ("num_preemptions", "Times a request gave up its blocks.", counters.preemptions),
+            ("prompt_tokens", "Prompt tokens admitted.", counters.prompt_tokens),
+            ("prompt_tokens_cached", "Prompt tokens not computed.", counters.prefix_hits),
+            ("generation_tokens", "Tokens generated.", counters.generated_tokens),
+        ):
             one("counter", f"vllm:{name}_total", about, value)
-        for source, value in (("local_compute", counters.prompt_tokens - counters.prefix_hits),
-                              ("local_cache_hit", counters.prefix_hits), ("external_kv_transfer", 0)):
-            one("counter", "vllm:prompt_tokens_by_source_total", "Prompt tokens by where they came from.", value,
-                f',source="{source}"')
+        for source, value in (
+            ("local_compute", counters.prompt_tokens - counters.prefix_hits),
+            ("local_cache_hit", counters.prefix_hits),
+            ("external_kv_transfer", 0),
+        ):
+            one(
+                "counter",
+                "vllm:prompt_tokens_by_source_total",
+                "Prompt tokens by where they came from.",
+                value,
+                f',source="{source}"',
+            )
         for reason, count in self._ended.items():
-            one("counter", "vllm:request_success_total", "Requests by how they ended.", count,
-                f',finished_reason="{reason}"')
-        config = (f',block_size="{profile.block_size}",cache_dtype="auto",enable_prefix_caching="True",'
-                  f'kv_cache_size_tokens="{profile.num_blocks * profile.block_size}",'
-                  f'num_gpu_blocks="{profile.num_blocks}",num_gpu_blocks_override="None",'
-                  f'prefix_caching_hash_algo="xxhash"')
+            one(
+                "counter",
+                "vllm:request_success_total",
+                "Requests by how they ended.",
+                count,
+                f',finished_reason="{reason}"',
+            )
+        config = (
+            f',block_size="{profile.block_size}",cache_dtype="auto",enable_prefix_caching="True",'
+            f'kv_cache_size_tokens="{profile.num_blocks * profile.block_size}",'
+            f'num_gpu_blocks="{profile.num_blocks}",num_gpu_blocks_override="None",'
+            f'prefix_caching_hash_algo="xxhash"'
+        )
         one("gauge", "vllm:cache_config_info", "The cache's configuration.", 1, config)
-        for histogram in (self._first, self._between, self._each, self._whole, self._decode, self._prompt,
-                          self._output, self._step):
+        for histogram in (
+            self._first,
+            self._between,
+            self._each,
+            self._whole,
+            self._decode,
+            self._prompt,
+            self._output,
+            self._step,
+        ):
             lines += histogram.lines(labels)
         cpu = os.times()
-        lines += ["# TYPE process_start_time_seconds gauge", f"process_start_time_seconds {self._started}",
-                  "# TYPE process_cpu_seconds_total counter", f"process_cpu_seconds_total {cpu.user + cpu.system}"]
+        lines += [
+            "# TYPE process_start_time_seconds gauge",
+            f"process_start_time_seconds {self._started}",
+            "# TYPE process_cpu_seconds_total counter",
+            f"process_cpu_seconds_total {cpu.user + cpu.system}",
+        ]
         return "\n".join(lines) + "\n"

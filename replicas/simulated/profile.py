@@ -1,4 +1,5 @@
 """What a simulated engine is like: the size of its cache, its scheduler's limits, and how long steps take."""
+
 import math
 from collections import deque
 from dataclasses import dataclass, fields, replace
@@ -18,10 +19,11 @@ class StepTime:
     decoding in it costs, on top of both,
         max(decode_least, decode + decode_sequence * n + decode_context_token * k
                           + decode_usage * u + decode_usage_squared * u^2)
-    for n sequences with k tokens of context in all, u being k by the tokens that the cache has room for, 1 at most: what sequences
-    share is read for each, and what a prompt has that is still computed is read by none. `spread` is no time but a share: how far a step
-    is typically (one standard deviation, of the logarithm) from what that says.
+    for n sequences with k tokens of context in all, u being k by the tokens that the cache has room for, 1 at most:
+    what sequences share is read for each, and what a prompt has that is still computed is read by none. `spread` is no
+    time but a share: how far a step is typically (one standard deviation, of the logarithm) from what that says.
     """
+
     base: float = 0.0
     prefill: float = 0.0
     prefill_token: float = 0.0
@@ -39,12 +41,19 @@ class StepTime:
         """Duration of a step: `tokens` prompt tokens, `pairs` = sum of t_i * (c_i + t_i / 2); n, k and u as above."""
         ms = self.base
         if tokens:
-            ms += self.prefill + tokens * (self.prefill_token + self.prefill_token_squared * tokens) \
+            ms += (
+                self.prefill
+                + tokens * (self.prefill_token + self.prefill_token_squared * tokens)
                 + self.attention * pairs
+            )
         if sequences:
-            ms += max(self.decode_least, self.decode + self.decode_sequence * sequences
-                      + self.decode_context_token * context
-                      + usage * (self.decode_usage + self.decode_usage_squared * usage))
+            ms += max(
+                self.decode_least,
+                self.decode
+                + self.decode_sequence * sequences
+                + self.decode_context_token * context
+                + usage * (self.decode_usage + self.decode_usage_squared * usage),
+            )
         return ms * 1e-3
 
 
@@ -52,10 +61,11 @@ class StepTime:
 class RequestTime:
     """What a request costs beside its steps, in milliseconds: HTTP, tokenizing, the way to the scheduler and back.
 
-    The API server's `work + token * n (+ text + text_token * n, if the prompt is text)` for a prompt of n tokens is done for
-    one request after the other; `latency` is what nobody else waits for. All of it is spent before the first step.
-    `busy_token * n` is more work on text while the engine is in its steps: on a CPU both want the same cores.
+    The API server's `work + token * n (+ text + text_token * n, if the prompt is text)` for a prompt of n tokens is
+    done for one request after the other; `latency` is what nobody else waits for. All of it is spent before the first
+    step. `busy_token * n` is more work on text while the engine is in its steps: on a CPU both want the same cores.
     """
+
     latency: float = 0.0
     work: float = 0.0
     token: float = 0.0
@@ -69,7 +79,9 @@ class RequestTime:
 
 
 class StepDurations:
-    """Says how long an engine's steps take. What a profile's `spread` makes of a step is drawn once, however often that is asked."""
+    """Says how long an engine's steps take. What a profile's `spread` makes of a step is drawn once, however often that
+    is asked."""
+
     __slots__ = ("differ", "_time", "_speedup", "_in_use", "_chance", "_drawn")
 
     def __init__(self, profile: "Profile"):
@@ -78,7 +90,8 @@ class StepDurations:
         self._in_use = profile.in_use
         self._chance = Random(0)
         self._drawn: deque[float] = deque()  # for steps that were asked about and not taken yet
-        self.differ = bool(time.spread or time.decode_context_token or time.decode_usage or time.decode_usage_squared)  # also while the same requests decode
+        # also while the same requests decode
+        self.differ = bool(time.spread or time.decode_context_token or time.decode_usage or time.decode_usage_squared)
 
     def seconds(self, tokens: int, pairs: float, sequences: int, context: int, step: int = 0) -> float:
         """Of the `step`-th from now; the rest as for `StepTime.seconds`."""
@@ -97,13 +110,15 @@ class StepDurations:
 
 class FrontEnd:
     """Says when requests reach the scheduler. It has no clock: times are what the caller calls now."""
+
     __slots__ = ("_time", "_speedup", "_free")
 
     def __init__(self, profile: "Profile"):
         self._time, self._speedup, self._free = profile.request, profile.speedup, 0.0
 
     def reaches_engine(self, arrived: float, tokens: int, text: bool = False, busy: bool = False) -> float:
-        """The same time as `arrived` for a profile that knows only of steps. `busy`: the engine has requests running."""
+        """The same time as `arrived` for a profile that knows only of steps. `busy`: the engine has requests
+        running."""
         self._free = max(arrived, self._free) + self._time.work_seconds(tokens, text, busy) / self._speedup
         return self._free + self._time.latency * 1e-3 / self._speedup
 
@@ -111,6 +126,7 @@ class FrontEnd:
 @dataclass(frozen=True, slots=True)
 class Profile:
     """One kind of engine; the names and meanings are those of vLLM's flags. `speedup` divides every duration."""
+
     name: str
     step: StepTime
     request: RequestTime = RequestTime()
@@ -124,15 +140,18 @@ class Profile:
     def __post_init__(self):
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ValueError(f"profile {self.name}: {name} must be a whole number above 0, "
-                                 f"not {getattr(self, name)!r}")
+                raise ValueError(
+                    f"profile {self.name}: {name} must be a whole number above 0, not {getattr(self, name)!r}"
+                )
         if not self.speedup > 0:
             raise ValueError(f"profile {self.name}: speedup must be above 0, not {self.speedup!r}")
         if self.num_blocks < 2:
             raise ValueError(f"profile {self.name}: num_blocks must be at least 2, one is the null block")
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(f"profile {self.name}: max_num_batched_tokens ({self.max_num_batched_tokens}) must not "
-                             f"be below max_num_seqs ({self.max_num_seqs}), as in vLLM")
+            raise ValueError(
+                f"profile {self.name}: max_num_batched_tokens ({self.max_num_batched_tokens}) must not "
+                f"be below max_num_seqs ({self.max_num_seqs}), as in vLLM"
+            )
 
     def in_use(self, context: int) -> float:
         """The share of its cache that decoding sequences of so many tokens read: `u` of StepTime."""
@@ -163,7 +182,9 @@ def load_profile(name_or_path: str | Path, **changes) -> Profile:
     if not isinstance(given, dict) or not isinstance(given.get("step"), dict):
         raise ValueError(f"{path}: a profile is a mapping with a mapping `step` in it")
     _refuse_unknown(path, given, Profile)
-    times = {name: _times(path, name, given.get(name), kind) for name, kind in (("step", StepTime), ("request", RequestTime))}
+    times = {
+        name: _times(path, name, given.get(name), kind) for name, kind in (("step", StepTime), ("request", RequestTime))
+    }
     profile = Profile(**{"name": path.stem, **given, **times})
     return replace(profile, **{name: value for name, value in changes.items() if value is not None})
 

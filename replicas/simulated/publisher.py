@@ -3,6 +3,7 @@
 A batch is three frames: topic, sequence number (8 bytes, big endian, from 0), msgpack [time, events, rank].
 Events are tagged maps (vLLM 0.24 and later) or, with encoding "array", tagged arrays (before).
 """
+
 import asyncio
 import logging
 import time
@@ -27,7 +28,7 @@ class Publisher:
         self.topic, self.block_size, self.encoding = topic, block_size, encoding
         self.sequence = 0
         self.drop = self.swap = 0  # so many batches are lost; so many are sent after their successor
-        self.mute = False          # batches vanish without using a number: the engine just falls silent
+        self.mute = False  # batches vanish without using a number: the engine just falls silent
         self._held: list[bytes] | None = None
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -53,9 +54,16 @@ class Publisher:
 
     def source(self) -> dict:
         """This publisher as vLLM's /kv_event_sources tells it."""
-        return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{self.port}",
-                "replay_endpoint": f"tcp://*:{self.replay_port}", "buffer_steps": KEPT, "hwm": 100_000,
-                "max_queue_size": 100_000, "topic": self.topic}
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.port}",
+            "replay_endpoint": f"tcp://*:{self.replay_port}",
+            "buffer_steps": KEPT,
+            "hwm": 100_000,
+            "max_queue_size": 100_000,
+            "topic": self.topic,
+        }
 
     def publish(self, events: list[Stored | Removed | Cleared], tokens_of) -> None:
         """One batch. `tokens_of(owner of the request)` gives (ids, adapter's name, adapter's number, cache salt)."""
@@ -90,22 +98,39 @@ class Publisher:
             return {"type": "AllBlocksCleared"}
         if type(event) is Removed:
             return {"type": "BlockRemoved", "block_hashes": event.keys, "medium": "GPU", "group_idx": 0}
-        return {"type": "BlockStored", "block_hashes": event.keys, "parent_block_hash": event.parent,
-                "token_ids": self._tokens(event, ids), "block_size": self.block_size, "lora_id": adapter_id,
-                "medium": "GPU", "lora_name": adapter,
-                "extra_keys": extra_keys(adapter, salt, event.start, len(event.keys)), "group_idx": 0,
-                "kv_cache_spec_kind": "full_attention"}
+        return {
+            "type": "BlockStored",
+            "block_hashes": event.keys,
+            "parent_block_hash": event.parent,
+            "token_ids": self._tokens(event, ids),
+            "block_size": self.block_size,
+            "lora_id": adapter_id,
+            "medium": "GPU",
+            "lora_name": adapter,
+            "extra_keys": extra_keys(adapter, salt, event.start, len(event.keys)),
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        }
 
     def _as_array(self, event, ids=None, adapter=None, adapter_id=None, salt=None) -> list:
         if type(event) is Cleared:
             return ["AllBlocksCleared"]
         if type(event) is Removed:
             return ["BlockRemoved", event.keys, "GPU"]
-        return ["BlockStored", event.keys, event.parent, self._tokens(event, ids), self.block_size, adapter_id, "GPU",
-                adapter, extra_keys(adapter, salt, event.start, len(event.keys))]
+        return [
+            "BlockStored",
+            event.keys,
+            event.parent,
+            self._tokens(event, ids),
+            self.block_size,
+            adapter_id,
+            "GPU",
+            adapter,
+            extra_keys(adapter, salt, event.start, len(event.keys)),
+        ]
 
     def _tokens(self, event: Stored, ids) -> list[int]:
-        return ids[event.start * self.block_size:(event.start + len(event.keys)) * self.block_size].tolist()
+        return ids[event.start * self.block_size : (event.start + len(event.keys)) * self.block_size].tolist()
 
     async def serve_replay(self) -> None:
         """Answer replay requests [client, b"", start] until cancelled: a message per kept batch, then one with -1."""

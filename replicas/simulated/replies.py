@@ -5,6 +5,7 @@ this text (a reply that is to be continued), the walk goes on from there, as a r
 would: so a stream can be taken over by another replica and ends the same. The paragraph's end is the model's end
 of turn. Since the ids are those of real text, a reply sent back in the next turn tokenizes to the same ids.
 """
+
 import random
 from array import array
 
@@ -13,28 +14,105 @@ import xxhash
 from .tokens import Tokens
 
 PARAGRAPHS = 48
-# Tokens that must agree for a reply to be continued. Four tell replies apart where tokens are words; with a small vocabulary,
-# where they are letters, it takes more of them.
+# Tokens that must agree for a reply to be continued. Four tell replies apart where tokens are words; with a small
+# vocabulary, where they are letters, it takes more of them.
 CONTEXTS = (4, 8, 16, 32, 64)
 TRIES = 50  # texts for one paragraph before more tokens are looked at
 
-_WHO = ("the reader", "a patient engineer", "the old harbour master", "every new colleague", "the night train",
-        "a careful gardener", "the second violin", "the weather station", "our neighbour", "the museum guide",
-        "a quiet librarian", "the first customer", "the bicycle mechanic", "a travelling actor", "the lighthouse",
-        "the chess club", "an honest ledger", "the river", "the village baker", "a small committee")
-_DOES = ("remembers", "measures", "prefers", "repairs", "describes", "collects", "counts", "explains", "expects",
-         "compares", "carries", "paints", "borrows", "arranges", "questions", "translates", "writes down", "studies")
-_WHAT = ("the long answer", "seven kinds of rope", "a map without names", "the shortest path", "warm bread",
-         "an unfinished letter", "the price of copper", "three clean drawings", "the colour of the evening",
-         "a box of brass screws", "yesterday's forecast", "the rules of the game", "a borrowed umbrella",
-         "the sound of rain", "two contradicting reports", "an empty notebook", "the tide tables", "a good question")
-_WHEN = ("before breakfast", "when the shop closes", "on the first warm day", "after a long silence",
-         "as soon as the kettle boils", "in the middle of winter", "whenever the clock stops", "near the old bridge",
-         "between two meetings", "without looking up", "at the end of the month", "for no particular reason",
-         "while the others wait", "once the paint is dry", "under the station roof", "against all advice")
-_WHY = ("because somebody has to", "so that nothing is lost", "since it costs so little", "and nobody minds",
-        "which surprises the visitors", "although the map disagrees", "until the next delivery", "just to be certain",
-        "and that is usually enough", "as the contract says", "so the work can go on", "which takes about an hour")
+_WHO = (
+    "the reader",
+    "a patient engineer",
+    "the old harbour master",
+    "every new colleague",
+    "the night train",
+    "a careful gardener",
+    "the second violin",
+    "the weather station",
+    "our neighbour",
+    "the museum guide",
+    "a quiet librarian",
+    "the first customer",
+    "the bicycle mechanic",
+    "a travelling actor",
+    "the lighthouse",
+    "the chess club",
+    "an honest ledger",
+    "the river",
+    "the village baker",
+    "a small committee",
+)
+_DOES = (
+    "remembers",
+    "measures",
+    "prefers",
+    "repairs",
+    "describes",
+    "collects",
+    "counts",
+    "explains",
+    "expects",
+    "compares",
+    "carries",
+    "paints",
+    "borrows",
+    "arranges",
+    "questions",
+    "translates",
+    "writes down",
+    "studies",
+)
+_WHAT = (
+    "the long answer",
+    "seven kinds of rope",
+    "a map without names",
+    "the shortest path",
+    "warm bread",
+    "an unfinished letter",
+    "the price of copper",
+    "three clean drawings",
+    "the colour of the evening",
+    "a box of brass screws",
+    "yesterday's forecast",
+    "the rules of the game",
+    "a borrowed umbrella",
+    "the sound of rain",
+    "two contradicting reports",
+    "an empty notebook",
+    "the tide tables",
+    "a good question",
+)
+_WHEN = (
+    "before breakfast",
+    "when the shop closes",
+    "on the first warm day",
+    "after a long silence",
+    "as soon as the kettle boils",
+    "in the middle of winter",
+    "whenever the clock stops",
+    "near the old bridge",
+    "between two meetings",
+    "without looking up",
+    "at the end of the month",
+    "for no particular reason",
+    "while the others wait",
+    "once the paint is dry",
+    "under the station roof",
+    "against all advice",
+)
+_WHY = (
+    "because somebody has to",
+    "so that nothing is lost",
+    "since it costs so little",
+    "and nobody minds",
+    "which surprises the visitors",
+    "although the map disagrees",
+    "until the next delivery",
+    "just to be certain",
+    "and that is usually enough",
+    "as the contract says",
+    "so the work can go on",
+    "which takes about an hour",
+)
 
 
 def _paragraph(rng: random.Random, sentences: int) -> str:
@@ -50,7 +128,8 @@ def _paragraph(rng: random.Random, sentences: int) -> str:
 
 
 def _paragraphs(tokens: Tokens, seed: int, context: int | None) -> list[list[int]] | None:
-    """Ids of all paragraphs, of which the first `context` tell which one it is (None: as they come). None if that cannot be."""
+    """Ids of all paragraphs, of which the first `context` tell which one it is (None: as they come). None if that
+    cannot be."""
     rng, made, openings = random.Random(seed), [], set()
     for number in range(PARAGRAPHS):
         for _ in range(TRIES):
@@ -80,7 +159,9 @@ class Replies:
         else:
             paragraphs = _paragraphs(tokens, seed, None)
         if not all(paragraphs):
-            raise ValueError("the model's tokenizer makes no tokens of plain English, which is what a simulated engine says")
+            raise ValueError(
+                "the model's tokenizer makes no tokens of plain English, which is what a simulated engine says"
+            )
         for ids in paragraphs:
             self._starts.append(len(self.ids))
             self.ids.extend(ids)
@@ -90,7 +171,7 @@ class Replies:
         self._end_of = [end for start, end in zip(self._starts, self._ends) for _ in range(start, end)]
         self._where: dict[bytes, list[int]] = {}
         for at in range(self.context, len(self.ids) + 1):
-            self._where.setdefault(self.ids[at - self.context:at].tobytes(), []).append(at)
+            self._where.setdefault(self.ids[at - self.context : at].tobytes(), []).append(at)
 
     def begin(self, prompt: array) -> tuple[int, int]:
         """Where in the ring the reply to `prompt` (ids, unsigned 32 bit) starts, and its natural length in tokens."""
@@ -106,7 +187,7 @@ class Replies:
         The same words occur in several places. The right one is where the agreement ends, going back, at a
         paragraph's start, as replies begin there; else the longest."""
         best, found = (False, 0), None
-        for at in self._where.get(prompt[-self.context:].tobytes(), ()):
+        for at in self._where.get(prompt[-self.context :].tobytes(), ()):
             same = self.context
             while same < min(at, len(prompt)) and self.ids[at - 1 - same] == prompt[-1 - same]:
                 same += 1
@@ -128,7 +209,7 @@ def _pieces(tokens: Tokens, ids: list[int]) -> list[str]:
     """Each token's text in its place: with up to three before it, since some tokenizers drop a leading space."""
     pieces = []
     for at in range(len(ids)):
-        before = ids[max(0, at - 3):at]
+        before = ids[max(0, at - 3) : at]
         whole, known = tokens.decode([*before, ids[at]]), tokens.decode(before) if before else ""
-        pieces.append(whole[len(known):])
+        pieces.append(whole[len(known) :])
     return pieces

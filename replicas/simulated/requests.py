@@ -1,4 +1,5 @@
 """From a request's JSON to prompts and limits, per endpoint, with vLLM's checks."""
+
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,7 +8,8 @@ import orjson
 from . import translate
 from .tokens import RequestError, Tokens
 
-# vLLM's VLLM_MAX_N_SEQUENCES and VLLM_MAX_COMPLETION_PROMPTS, and its words when they are passed (0.32 asked). It ignores `best_of`.
+# vLLM's VLLM_MAX_N_SEQUENCES and VLLM_MAX_COMPLETION_PROMPTS, and its words when they are passed (0.32 asked). It
+# ignores `best_of`.
 MOST_SEQUENCES, MOST_PROMPTS = 16_384, 1024
 MOST_LOGPROBS = 20  # of --max-logprobs
 
@@ -15,6 +17,7 @@ MOST_LOGPROBS = 20  # of --max-logprobs
 @dataclass(slots=True)
 class Asked:
     """What the engine is asked for: each prompt `n` times, at most `max_tokens` (None: as many as fit) each."""
+
     prompts: list[list[int]]
     max_tokens: int | None
     n: int = 1
@@ -24,7 +27,7 @@ class Asked:
     min_tokens: int = 0
     salt: str | None = None
     clip: bool = False  # a max_tokens beyond the context is cut, not refused
-    text: bool = True   # the prompts came as text, not as token ids
+    text: bool = True  # the prompts came as text, not as token ids
     reads_cache: bool = True  # what is cached has no logprobs: where the prompt's are wanted, all of it is computed
     limit: str = "max_tokens"  # what `max_tokens` was called
 
@@ -60,16 +63,25 @@ def _common(body: dict, prompts: list[list[int]], max_tokens: int | None, stop: 
         raise RequestError("Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt")
     count = _whole_number(body, "n", 1) or 1
     if count > MOST_SEQUENCES:
-        raise RequestError(f"n must be at most {MOST_SEQUENCES}, got {count}. To increase this limit, set the "
-                           "VLLM_MAX_N_SEQUENCES environment variable.")
-    return Asked(prompts, max_tokens, count, bool(body.get("stream")),
-                 [word for word in stop or () if word], bool(body.get("ignore_eos")),
-                 _whole_number(body, "min_tokens", 0) or 0, salt)
+        raise RequestError(
+            f"n must be at most {MOST_SEQUENCES}, got {count}. To increase this limit, set the "
+            "VLLM_MAX_N_SEQUENCES environment variable."
+        )
+    return Asked(
+        prompts,
+        max_tokens,
+        count,
+        bool(body.get("stream")),
+        [word for word in stop or () if word],
+        bool(body.get("ignore_eos")),
+        _whole_number(body, "min_tokens", 0) or 0,
+        salt,
+    )
 
 
 def _check_logprobs(body: dict, wanted: str, prompt_wanted: Any, sampled: bool, tokens: Tokens) -> None:
-    """What vLLM checks of logprobs. `wanted`: the field that says how many; `prompt_wanted`: how many of the prompt where `prompt_logprobs`
-    does not say; `sampled`: whether those of the answer are asked for."""
+    """What vLLM checks of logprobs. `wanted`: the field that says how many; `prompt_wanted`: how many of the prompt
+    where `prompt_logprobs` does not say; `sampled`: whether those of the answer are asked for."""
     for name in ("prompt_logprobs", wanted):
         count = body.get(name)
         if count is None:
@@ -84,23 +96,31 @@ def _check_logprobs(body: dict, wanted: str, prompt_wanted: Any, sampled: bool, 
     if wanted == "top_logprobs" and count and not body.get("logprobs"):
         raise RequestError("when using `top_logprobs`, `logprobs` must be set to true.", param=wanted)
     prompt = body.get("prompt_logprobs")
-    for of, param, asked in (("sample", "logprobs", count if sampled else None),
-                             ("prompt", "prompt_logprobs", prompt if prompt is not None else prompt_wanted)):
+    for of, param, asked in (
+        ("sample", "logprobs", count if sampled else None),
+        ("prompt", "prompt_logprobs", prompt if prompt is not None else prompt_wanted),
+    ):
         number = tokens.vocab_size if asked == -1 else asked or 0
         if number > MOST_LOGPROBS:
-            raise RequestError(f"Requested {of} logprobs of {number}, which is greater than max allowed: {MOST_LOGPROBS}", param=param)
+            raise RequestError(
+                f"Requested {of} logprobs of {number}, which is greater than max allowed: {MOST_LOGPROBS}", param=param
+            )
 
 
 def chat(body: dict, tokens: Tokens) -> Asked:
-    _check_logprobs(body, "top_logprobs", body.get("top_logprobs") if body.get("echo") else None, bool(body.get("logprobs")), tokens)
+    _check_logprobs(
+        body, "top_logprobs", body.get("top_logprobs") if body.get("echo") else None, bool(body.get("logprobs")), tokens
+    )
     given = body.get("kv_transfer_params")
     ids = given.get("prompt_token_ids") if isinstance(given, dict) else None
     prompt = _ids(ids, "kv_transfer_params") if ids is not None else tokens.chat(body)
     most = _whole_number(body, "max_completion_tokens", 1)
-    asked = _common(body, [prompt], most if most is not None else _whole_number(body, "max_tokens", 1),
-                    body.get("stop"))
+    asked = _common(
+        body, [prompt], most if most is not None else _whole_number(body, "max_tokens", 1), body.get("stop")
+    )
     asked.text = ids is None
-    asked.reads_cache = body.get("prompt_logprobs") is None and not body.get("echo")  # with `echo`, 0 of them by default
+    # with `echo`, 0 of them by default
+    asked.reads_cache = body.get("prompt_logprobs") is None and not body.get("echo")
     if most is not None:
         asked.limit = "max_completion_tokens"
     return asked
@@ -110,12 +130,17 @@ def completion(body: dict, tokens: Tokens) -> Asked:
     _check_logprobs(body, "logprobs", body.get("logprobs") if body.get("echo") else None, True, tokens)
     most, given = _whole_number(body, "max_tokens", 1), body.get("prompt")
     if isinstance(given, list) and len(given) > MOST_PROMPTS and not isinstance(given[0], int):
-        raise RequestError(f"prompt list length {len(given)} exceeds the maximum allowed count of {MOST_PROMPTS}. To increase "
-                           "this limit, set the VLLM_MAX_COMPLETION_PROMPTS environment variable.", param="prompt")
+        raise RequestError(
+            f"prompt list length {len(given)} exceeds the maximum allowed count of {MOST_PROMPTS}. To increase "
+            "this limit, set the VLLM_MAX_COMPLETION_PROMPTS environment variable.",
+            param="prompt",
+        )
     special = body.get("add_special_tokens")
     prompts = texts(body.get("prompt"), tokens, True if special is None else bool(special))
     asked = _common(body, prompts, 16 if most is None else most, body.get("stop"))
-    asked.reads_cache = body.get("prompt_logprobs") is None and not (body.get("echo") and body.get("logprobs") is not None)
+    asked.reads_cache = body.get("prompt_logprobs") is None and not (
+        body.get("echo") and body.get("logprobs") is not None
+    )
     asked.text = isinstance(body["prompt"], str) or isinstance(body["prompt"][0], str)
     return asked
 

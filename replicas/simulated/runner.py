@@ -1,4 +1,5 @@
 """The engine on the wall clock: steps it, sleeps as long as the step took, publishes events, hands out tokens."""
+
 import asyncio
 import heapq
 import itertools
@@ -21,11 +22,39 @@ log = logging.getLogger(__name__)
 
 class Generation:
     """One sequence: what it was asked and everything it will say. `tell(generation, output)` is called with tokens."""
-    __slots__ = ("id", "prompt", "adapter", "weights", "salt", "ids", "pieces", "reason", "stop", "sent", "cached", "tell",
-                 "arrived", "text", "begun", "last", "request", "reads_cache", "_all")
 
-    def __init__(self, id: str, prompt: list[int], adapter: str | None = None, salt: str | None = None,
-                 arrived: float | None = None, text: bool = False, reads_cache: bool = True):
+    __slots__ = (
+        "id",
+        "prompt",
+        "adapter",
+        "weights",
+        "salt",
+        "ids",
+        "pieces",
+        "reason",
+        "stop",
+        "sent",
+        "cached",
+        "tell",
+        "arrived",
+        "text",
+        "begun",
+        "last",
+        "request",
+        "reads_cache",
+        "_all",
+    )
+
+    def __init__(
+        self,
+        id: str,
+        prompt: list[int],
+        adapter: str | None = None,
+        salt: str | None = None,
+        arrived: float | None = None,
+        text: bool = False,
+        reads_cache: bool = True,
+    ):
         self.id, self.prompt = id, array("I", prompt)
         self.adapter, self.salt = adapter, salt
         self.weights = adapter  # what its blocks are keyed with: vLLM's keys cover the adapter's path beside its name
@@ -43,8 +72,16 @@ class Generation:
         self.request: EngineRequest | None = None
         self._all: array | None = None
 
-    def plan(self, replies: Replies, eos: int | None, max_tokens: int, room: int, ignore_eos: bool = False,
-             min_tokens: int = 0, stop: list[str] = ()) -> None:
+    def plan(
+        self,
+        replies: Replies,
+        eos: int | None,
+        max_tokens: int,
+        room: int,
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
+        stop: list[str] = (),
+    ) -> None:
         """Decide all of its output: where the reply starts, and which of the limits ends it."""
         start, natural = replies.begin(self.prompt)
         limit = min(max_tokens, room)
@@ -103,20 +140,27 @@ class Runner:
         blocks = keys.chain(generation.prompt, size, self._root, generation.weights, generation.salt)
 
         def output_key(index: int) -> int:
-            block = generation.all_ids()[index * size:(index + 1) * size]
+            block = generation.all_ids()[index * size : (index + 1) * size]
             parent = known[index - 1] if index else self._root
-            known.append(keys.chain(block, size, parent, generation.weights,
-                                    generation.salt if not index else None)[0])
+            known.append(keys.chain(block, size, parent, generation.weights, generation.salt if not index else None)[0])
             return known[index]
 
         known = list(blocks)
-        generation.request = EngineRequest(generation.id, blocks, len(generation.prompt), len(generation.ids),
-                                           output_key, len(generation.ids) if generation.reason == "stop" else None,
-                                           generation.reads_cache, owner=generation)
+        generation.request = EngineRequest(
+            generation.id,
+            blocks,
+            len(generation.prompt),
+            len(generation.ids),
+            output_key,
+            len(generation.ids) if generation.reason == "stop" else None,
+            generation.reads_cache,
+            owner=generation,
+        )
         due = time.monotonic()
         if self._front is not None:
-            due = self._front.reaches_engine(generation.arrived, len(generation.prompt), generation.text,
-                                             self.engine.running > 0)
+            due = self._front.reaches_engine(
+                generation.arrived, len(generation.prompt), generation.text, self.engine.running > 0
+            )
         heapq.heappush(self._coming, (due, next(self._order), generation))
         self._live[generation.id] = generation
         if self._alarm is not None:

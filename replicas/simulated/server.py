@@ -4,6 +4,7 @@ As in vLLM, a stream's response head goes out as soon as the request is accepted
 token; idle connections are closed after 5 seconds; a client that leaves aborts its request. Streamed tokens are
 written straight to the transport: a coroutine per token would cost more than everything else here.
 """
+
 import asyncio
 import logging
 import time
@@ -25,9 +26,9 @@ from .runner import Generation, Runner
 from .tokens import RequestError, Tokens
 
 VERSION = "0.33.0+simulated"
-KEEP_ALIVE = 5.0          # s, as uvicorn in vLLM
+KEEP_ALIVE = 5.0  # s, as uvicorn in vLLM
 INLINE_BYTES = 256 << 10  # a body up to here is rendered and tokenized on the event loop (about 3 ms of prose)
-EMBEDDING = 64            # numbers in an embedding
+EMBEDDING = 64  # numbers in an embedding
 log = logging.getLogger(__name__)
 
 
@@ -42,10 +43,21 @@ def reply_json(data, status: int = 200) -> web.Response:
 class Server:
     """One engine's endpoints. `adapters` are LoRA names served beside `model`."""
 
-    def __init__(self, runner: Runner, tokens: Tokens, replies: Replies, metrics: Metrics, publisher: Publisher | None,
-                 model: str, root: str, adapters: list[str] = (), show_cached: bool = True):
+    def __init__(
+        self,
+        runner: Runner,
+        tokens: Tokens,
+        replies: Replies,
+        metrics: Metrics,
+        publisher: Publisher | None,
+        model: str,
+        root: str,
+        adapters: list[str] = (),
+        show_cached: bool = True,
+    ):
         self.runner, self.tokens, self.replies, self.metrics = runner, tokens, replies, metrics
-        self.publisher, self.model, self.root, self.adapters = publisher, model, root, {name: name for name in adapters}  # -> path
+        # -> path
+        self.publisher, self.model, self.root, self.adapters = publisher, model, root, {name: name for name in adapters}
         self.show_cached = show_cached
         self.faults = Faults(runner, publisher)
         self.context_length = runner.engine.profile.context_length
@@ -54,10 +66,11 @@ class Server:
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=1 << 30)
         for path, ask, dialect, prefix in (
-                ("/v1/chat/completions", requests.chat, dialects.Chat, "chatcmpl-"),
-                ("/v1/completions", requests.completion, dialects.Completion, "cmpl-"),
-                ("/v1/responses", requests.responses, dialects.Responses, "resp_"),
-                ("/v1/messages", requests.anthropic, dialects.Messages, "msg_")):
+            ("/v1/chat/completions", requests.chat, dialects.Chat, "chatcmpl-"),
+            ("/v1/completions", requests.completion, dialects.Completion, "cmpl-"),
+            ("/v1/responses", requests.responses, dialects.Responses, "resp_"),
+            ("/v1/messages", requests.anthropic, dialects.Messages, "msg_"),
+        ):
             app.router.add_post(path, partial(self._generate, ask, dialect, prefix))
         app.router.add_post("/v1/embeddings", self._embeddings)
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
@@ -124,8 +137,11 @@ class Server:
                 request.transport.abort()
             raise asyncio.CancelledError
         if self.faults.happens("error_503"):
-            raise RequestError("The engine is currently busy and cannot accept new requests. Please try again later.",
-                               503, "Service Unavailable")
+            raise RequestError(
+                "The engine is currently busy and cannot accept new requests. Please try again later.",
+                503,
+                "Service Unavailable",
+            )
         if self.faults.happens("error_500"):
             raise RequestError("Internal server error", 500, "InternalServerError")
 
@@ -155,8 +171,11 @@ class Server:
     def _generations(self, id: str, asked: Asked, adapter: str | None, arrived: float) -> list[Generation]:
         made, most = [], asked.max_tokens
         if most is not None and most > self.context_length:
-            raise RequestError(f"{asked.limit}={most} cannot be greater than max_model_len={self.context_length}. Please request "
-                               "fewer output tokens.", param=asked.limit)
+            raise RequestError(
+                f"{asked.limit}={most} cannot be greater than max_model_len={self.context_length}. Please request "
+                "fewer output tokens.",
+                param=asked.limit,
+            )
         for prompt in asked.prompts:
             room = self.context_length - len(prompt)
             if room < 1 or (not asked.clip and asked.max_tokens is not None and asked.max_tokens > room):
@@ -164,14 +183,29 @@ class Server:
                 raise RequestError(
                     f"This model's maximum context length is {self.context_length} tokens. However, your request has "
                     f"{len(prompt)} input tokens{wanted}. Please reduce the length of the input messages.",
-                    param="input_tokens")
+                    param="input_tokens",
+                )
             for _ in range(asked.n):
-                generation = Generation(f"{id}-{len(made)}-{uuid.uuid4().hex[:8]}", prompt, adapter, asked.salt,
-                                        arrived, asked.text, asked.reads_cache)
+                generation = Generation(
+                    f"{id}-{len(made)}-{uuid.uuid4().hex[:8]}",
+                    prompt,
+                    adapter,
+                    asked.salt,
+                    arrived,
+                    asked.text,
+                    asked.reads_cache,
+                )
                 if adapter and self.adapters.get(adapter, adapter) != adapter:
                     generation.weights = f"{adapter}\0{self.adapters[adapter]}"
-                generation.plan(self.replies, self.tokens.eos_id, asked.max_tokens or room, room, asked.ignore_eos,
-                                asked.min_tokens, asked.stop)
+                generation.plan(
+                    self.replies,
+                    self.tokens.eos_id,
+                    asked.max_tokens or room,
+                    room,
+                    asked.ignore_eos,
+                    asked.min_tokens,
+                    asked.stop,
+                )
                 made.append(generation)
         return made
 
@@ -191,8 +225,9 @@ class Server:
             self.runner.submit(generation)
         await done
 
-    async def _stream(self, request: web.Request, answer, generations: list[Generation],
-                      failure: RequestError | None) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, answer, generations: list[Generation], failure: RequestError | None
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         chunked = request.version >= HttpVersion11
         if chunked:
@@ -202,7 +237,9 @@ class Server:
         if transport is None:  # the client left while the head was sent
             return response
         if failure is not None:
-            await response.write(answer.announce() + answer.error(error_body(str(failure), failure.type, failure.status)))
+            await response.write(
+                answer.announce() + answer.error(error_body(str(failure), failure.type, failure.status))
+            )
             await response.write_eof()
             return response
         fails = self.faults.happens("error_mid_stream")
@@ -229,8 +266,9 @@ class Server:
                 if not done.done():
                     done.set_result(None)
             if not transport.is_closing():  # one write a step: the system call is most of what a token costs
-                transport.write(b"".join([b"%x\r\n%b\r\n" % (len(data), data) for data in told if data]
-                                         if chunked else told))
+                transport.write(
+                    b"".join([b"%x\r\n%b\r\n" % (len(data), data) for data in told if data] if chunked else told)
+                )
             if breaks and end > 1:
                 transport.abort()
 
@@ -259,8 +297,9 @@ class Server:
             self._load -= 1
             for generation in generations:
                 self.runner.abort(generation)
-        return reply_json(dialects.embeddings(id, adapter or self.model, generations, EMBEDDING,
-                                              body.get("encoding_format")))
+        return reply_json(
+            dialects.embeddings(id, adapter or self.model, generations, EMBEDDING, body.get("encoding_format"))
+        )
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = requests.parse(await request.read())
@@ -278,8 +317,9 @@ class Server:
         else:
             raise RequestError("`prompt` must be text, or give `messages`", param="prompt")
         strings = self.tokens.token_strings(ids) if body.get("return_token_strs") else None
-        return reply_json({"count": len(ids), "max_model_len": self.context_length, "tokens": ids,
-                           "token_strs": strings})
+        return reply_json(
+            {"count": len(ids), "max_model_len": self.context_length, "tokens": ids, "token_strs": strings}
+        )
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = requests.parse(await request.read())
@@ -289,10 +329,21 @@ class Server:
 
     async def _models(self, request: web.Request) -> web.Response:
         def card(name: str, root: str, parent: str | None) -> dict:
-            return {"id": name, "object": "model", "created": self.runner.started, "owned_by": "hitherto", "root": root,
-                    "parent": parent, "max_model_len": self.context_length if parent is None else None,
-                    "permission": []}
-        cards = [card(self.model, self.root, None), *(card(name, path, self.model) for name, path in self.adapters.items())]
+            return {
+                "id": name,
+                "object": "model",
+                "created": self.runner.started,
+                "owned_by": "hitherto",
+                "root": root,
+                "parent": parent,
+                "max_model_len": self.context_length if parent is None else None,
+                "permission": [],
+            }
+
+        cards = [
+            card(self.model, self.root, None),
+            *(card(name, path, self.model) for name, path in self.adapters.items()),
+        ]
         return reply_json({"object": "list", "data": cards})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:

@@ -1,4 +1,5 @@
 """What an engine is asked, and what its steps tell."""
+
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,6 +15,7 @@ class EngineRequest:
     filled it; without it, blocks filled by output are never hits and raise no events. `stop_tokens`:
     after how many tokens the model ends by itself (None: never); the output is cut at `max_tokens` and at the
     engine's context length. `reads_cache`: False computes the whole prompt, and stores it."""
+
     id: Hashable
     blocks: list[Key]
     prompt_tokens: int
@@ -26,6 +28,7 @@ class EngineRequest:
 
 class Output(NamedTuple):
     """Tokens a request got in a step. `tokens`: new since this request's last Output."""
+
     id: Hashable
     tokens: int
     first: bool
@@ -35,6 +38,7 @@ class Output(NamedTuple):
 
 class Stored(NamedTuple):
     """Blocks `start`, `start + 1`, ... of a request's sequence were filled; `parent` is the key before them."""
+
     request: EngineRequest
     start: int
     keys: list[Key]
@@ -52,6 +56,7 @@ class Cleared(NamedTuple):
 @dataclass(slots=True)
 class Step:
     """`seconds` long. `events` in the order the cache changed: apply them in this order."""
+
     seconds: float
     outputs: list[Output] = field(default_factory=list)
     events: list[Stored | Removed | Cleared] = field(default_factory=list)
@@ -71,6 +76,7 @@ class Step:
 @dataclass(slots=True)
 class Counters:
     """Totals since the start, as vLLM's metrics of these names count them (tokens unless said)."""
+
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens: int = 0

@@ -3,6 +3,7 @@
 Written apart from the gateway's `prompt` room on purpose: each is the other's check. Nothing is memoised or
 compiled here; a chat is rendered by the model's Jinja template, and the text is tokenized whole.
 """
+
 import datetime
 import json
 from pathlib import Path
@@ -27,6 +28,7 @@ class RequestError(Exception):
 
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}`: marks the assistant's own tokens for training; renders its body."""
+
     tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser):
@@ -44,7 +46,8 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
@@ -53,21 +56,30 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 def _takes_parts(template: str) -> bool:
     """Does the template loop over a message's content (it wants parts), or print it (it wants text)?"""
-    tree = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        extensions=[_Generation, jinja2.ext.loopcontrols]).parse(template)
+    tree = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[_Generation, jinja2.ext.loopcontrols]).parse(
+        template
+    )
 
     def is_content(node) -> bool:
         if isinstance(node, jinja2.nodes.Filter):
             return node.node is not None and is_content(node.node)
         if isinstance(node, jinja2.nodes.Getattr):
             return node.attr == "content"
-        return isinstance(node, jinja2.nodes.Getitem) and isinstance(node.arg, jinja2.nodes.Const) \
+        return (
+            isinstance(node, jinja2.nodes.Getitem)
+            and isinstance(node.arg, jinja2.nodes.Const)
             and node.arg.value == "content"
+        )
 
-    names = {assign.target.name for assign in tree.find_all(jinja2.nodes.Assign)
-             if isinstance(assign.target, jinja2.nodes.Name) and is_content(assign.node)}
-    return any(is_content(loop.iter) or (isinstance(loop.iter, jinja2.nodes.Name) and loop.iter.name in names)
-               for loop in tree.find_all(jinja2.nodes.For))
+    names = {
+        assign.target.name
+        for assign in tree.find_all(jinja2.nodes.Assign)
+        if isinstance(assign.target, jinja2.nodes.Name) and is_content(assign.node)
+    }
+    return any(
+        is_content(loop.iter) or (isinstance(loop.iter, jinja2.nodes.Name) and loop.iter.name in names)
+        for loop in tree.find_all(jinja2.nodes.For)
+    )
 
 
 def _text(value: Any) -> str | None:
@@ -82,8 +94,11 @@ class Tokens:
         model_dir = Path(model_dir)
         config_file = model_dir / "tokenizer_config.json"
         config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-        self._special = {name: _text(config[name]) for name in config
-                         if name.endswith("_token") and isinstance(_text(config[name]), str)}
+        self._special = {
+            name: _text(config[name])
+            for name in config
+            if name.endswith("_token") and isinstance(_text(config[name]), str)
+        }
         self._load_tokenizer(model_dir / "tokenizer.json")
         self.eos_id = self.token_id(self._special.get("eos_token"))
         self._templates, self._takes_parts = {}, {}
@@ -95,10 +110,12 @@ class Tokens:
     def _load_tokenizer(self, path: Path) -> None:
         try:
             import fastokens
+
             self._tokenizer = fastokens.Tokenizer.from_file(str(path))
             self.vocab_size = self._tokenizer.vocab_size
         except Exception:  # it does not do every kind of tokenizer.json: the reference does
             import tokenizers
+
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             self.vocab_size = self._tokenizer.get_vocab_size()
 
@@ -145,8 +162,13 @@ class Tokens:
             raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
         if go_on:
             messages = _mark_end(messages)
-        variables = {**self._special, "messages": messages, "tools": tools, "documents": body.get("documents"),
-                     "add_generation_prompt": generation_prompt}
+        variables = {
+            **self._special,
+            "messages": messages,
+            "tools": tools,
+            "documents": body.get("documents"),
+            "add_generation_prompt": generation_prompt,
+        }
         kwargs = body.get("chat_template_kwargs")
         if body.get("reasoning_effort") is not None:
             variables["reasoning_effort"] = body["reasoning_effort"]
@@ -179,8 +201,10 @@ def _cut(text: str) -> str:
     """Up to the mark. A template that strips the mark's trailing blank would have stripped the text's as well."""
     at = text.rfind(CUT.rstrip())
     if at < 0:
-        raise RequestError("`continue_final_message` is set but the final message does not appear in the chat after "
-                           "applying the chat template")
+        raise RequestError(
+            "`continue_final_message` is set but the final message does not appear in the chat after "
+            "applying the chat template"
+        )
     return text[:at] if text.startswith(CUT, at) else text[:at].rstrip()
 
 
@@ -188,9 +212,16 @@ def _tools(tools: Any) -> list[dict] | None:
     """Tools as vLLM hands them to a template: the fields it knows, in its order, absent ones as null."""
     if tools is None:
         return None
-    if not isinstance(tools, list) or not tools or not all(
-            isinstance(tool, dict) and isinstance(tool.get("function"), dict)
-            and isinstance(tool["function"].get("name"), str) for tool in tools):
+    if (
+        not isinstance(tools, list)
+        or not tools
+        or not all(
+            isinstance(tool, dict)
+            and isinstance(tool.get("function"), dict)
+            and isinstance(tool["function"].get("name"), str)
+            for tool in tools
+        )
+    ):
         raise RequestError("`tools` must be a non-empty list of objects with a named `function`", param="tools")
     return [_tool(tool, tool["function"]) for tool in tools]
 
@@ -247,8 +278,12 @@ def _texts(content: Any, system: bool) -> list[str]:
     texts = []
     for part in content:
         text = _part(part)
-        if system and text and text.startswith("x-anthropic-billing-header") and (
-                isinstance(part, str) or part["type"] == "text"):
+        if (
+            system
+            and text
+            and text.startswith("x-anthropic-billing-header")
+            and (isinstance(part, str) or part["type"] == "text")
+        ):
             text = text.partition("\n")[2] or None
         if text is not None:
             texts.append(text)

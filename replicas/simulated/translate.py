@@ -1,4 +1,5 @@
 """OpenAI's Responses and Anthropic's Messages as the chat request that vLLM makes of them."""
+
 from typing import Any
 
 from .tokens import RequestError
@@ -20,20 +21,33 @@ def responses(body: dict) -> dict:
     else:
         raise RequestError("`input` must be text or a list of items", param="input")
     last = given[-1] if isinstance(given, list) and given else {}
-    go_on = last.get("type", "message") in ("message", "reasoning") and last.get("status") in ("in_progress",
-                                                                                               "incomplete")
-    tools = [{"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
-             for tool in body.get("tools") or () if isinstance(tool, dict) and tool.get("type") == "function"]
-    return {"messages": messages, "tools": tools or None, "chat_template_kwargs": body.get("chat_template_kwargs"),
-            "add_generation_prompt": not go_on, "continue_final_message": go_on}
+    go_on = last.get("type", "message") in ("message", "reasoning") and last.get("status") in (
+        "in_progress",
+        "incomplete",
+    )
+    tools = [
+        {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
+        for tool in body.get("tools") or ()
+        if isinstance(tool, dict) and tool.get("type") == "function"
+    ]
+    return {
+        "messages": messages,
+        "tools": tools or None,
+        "chat_template_kwargs": body.get("chat_template_kwargs"),
+        "add_generation_prompt": not go_on,
+        "continue_final_message": go_on,
+    }
 
 
 def _item(item: dict, messages: list[dict]) -> None:
     """One input item; what an assistant said, called and thought in a row is one message."""
     kind = item.get("type", "message")
     if kind == "function_call":
-        call = {"id": item.get("call_id"), "type": "function",
-                "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
+        call = {
+            "id": item.get("call_id"),
+            "type": "function",
+            "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+        }
         if messages and messages[-1].get("role") == "assistant":
             messages[-1].setdefault("tool_calls", []).append(call)
         else:
@@ -66,28 +80,52 @@ def anthropic(body: dict) -> dict:
     given = body.get("messages")
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
         raise RequestError("`messages` must be a list of objects", param="messages")
-    system = [text for content in (body.get("system"), *(message.get("content") for message in given
-                                                         if message.get("role") == "system"))
-              for text in _system_texts(content)]
+    system = [
+        text
+        for content in (
+            body.get("system"),
+            *(message.get("content") for message in given if message.get("role") == "system"),
+        )
+        for text in _system_texts(content)
+    ]
     messages = [{"role": "system", "content": "".join(system)}] if system else []
     for message in given:
         if message.get("role") != "system":
             _message(message, messages)
-    tools = [{"type": "function", "function": {"name": tool.get("name"), "description": tool.get("description"),
-                                               "parameters": tool.get("input_schema"),
-                                               "defer_loading": tool.get("defer_loading")}}
-             for tool in body.get("tools") or () if isinstance(tool, dict)]
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.get("name"),
+                "description": tool.get("description"),
+                "parameters": tool.get("input_schema"),
+                "defer_loading": tool.get("defer_loading"),
+            },
+        }
+        for tool in body.get("tools") or ()
+        if isinstance(tool, dict)
+    ]
     choice = body.get("tool_choice")
-    return {"messages": messages, "tools": tools or None, "chat_template_kwargs": body.get("chat_template_kwargs"),
-            "tool_choice": choice.get("type") if isinstance(choice, dict) else None}
+    return {
+        "messages": messages,
+        "tools": tools or None,
+        "chat_template_kwargs": body.get("chat_template_kwargs"),
+        "tool_choice": choice.get("type") if isinstance(choice, dict) else None,
+    }
 
 
 def _system_texts(content: Any) -> list[str]:
     """Without the attribution block one client sends, which is never the same twice."""
     if isinstance(content, str):
         return [content] if content else []
-    return [block["text"] for block in content or () if isinstance(block, dict) and block.get("type") == "text"
-            and block.get("text") and not block["text"].startswith("x-anthropic-billing-header")]
+    return [
+        block["text"]
+        for block in content or ()
+        if isinstance(block, dict)
+        and block.get("type") == "text"
+        and block.get("text")
+        and not block["text"].startswith("x-anthropic-billing-header")
+    ]
 
 
 def _message(message: dict, messages: list[dict]) -> None:
@@ -119,11 +157,17 @@ def _block(block: dict, role: str, said: list, calls: list, thought: list, messa
     elif kind == "thinking":
         thought.append(block.get("thinking") or "")
     elif kind == "tool_use":
-        calls.append({"id": block.get("id"), "type": "function",
-                      "function": {"name": block.get("name") or "", "arguments": block.get("input") or {}}})
+        calls.append(
+            {
+                "id": block.get("id"),
+                "type": "function",
+                "function": {"name": block.get("name") or "", "arguments": block.get("input") or {}},
+            }
+        )
     elif kind == "tool_result" and role == "user":
-        messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "",
-                         "content": _result(block.get("content"))})
+        messages.append(
+            {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": _result(block.get("content"))}
+        )
     elif kind == "tool_result":
         said.append({"type": "text", "text": f"Tool result: {block.get('content') or ''}"})
     elif kind != "redacted_thinking":
@@ -132,6 +176,7 @@ def _block(block: dict, role: str, said: list, calls: list, thought: list, messa
 
 def _result(content: Any) -> str:
     if isinstance(content, list):
-        return "\n".join(part.get("text", "") for part in content if isinstance(part, dict)
-                         and part.get("type") == "text")
+        return "\n".join(
+            part.get("text", "") for part in content if isinstance(part, dict) and part.get("type") == "text"
+        )
     return content if isinstance(content, str) else ""

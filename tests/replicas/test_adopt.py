@@ -145,7 +145,10 @@ def published(port: int, replay: int | None) -> dict:
 async def test_each_rank_publishes_in_a_place_of_its_own(serve, session):
     ranks = {"1": published(5601, 5611), "0": published(5600, 5610)}  # vLLM lists them as they came up
     facts = await probe(await serve(pages({**VLLM, "/metrics": TWO_RANKS, "/kv_event_sources": ranks})), session)
-    assert facts.engines == (0, 1) and [one.endpoint[-4:] + one.replay[-5:] for one in facts.events()] == ["5600:5610", "5601:5611"]
+    assert facts.engines == (0, 1) and [one.endpoint[-4:] + one.replay[-5:] for one in facts.events()] == [
+        "5600:5610",
+        "5601:5611",
+    ]
     assert not facts.problems
 
 
@@ -168,8 +171,14 @@ async def test_an_older_vllms_ranks_publish_one_port_further_each(serve, session
 async def test_an_engine_that_is_one_of_several_ranks_keeps_its_number(serve, session):
     """External load balancing: each rank has a URL of its own, and counts as the engine's number 3."""
     page = METRICS.replace('engine="0"', 'engine="3"')
-    facts = await probe(await serve(pages({**VLLM, "/metrics": page, "/kv_event_sources": {"3": published(5603, 5613)}})), session)
-    assert facts.engines == (3,) and [one.endpoint for one in facts.events()] == ["tcp://127.0.0.1:5603"] and not facts.problems
+    facts = await probe(
+        await serve(pages({**VLLM, "/metrics": page, "/kv_event_sources": {"3": published(5603, 5613)}})), session
+    )
+    assert (
+        facts.engines == (3,)
+        and [one.endpoint for one in facts.events()] == ["tcp://127.0.0.1:5603"]
+        and not facts.problems
+    )
 
 
 async def test_a_rank_without_events_is_named(serve, session):
@@ -203,9 +212,19 @@ async def test_the_operators_word_goes_before_the_engines(serve, session):
     [
         ("python_info 1.0\n", "metrics", "no vllm: series", "--disable-log-stats"),
         (METRICS.replace("cache_config_info", "kv_config"), "metrics", "no vllm:cache_config_info", "block_size"),
-        (METRICS.replace("num_requests_waiting", "queued"), "metrics", "lacks vllm:num_requests_waiting:", "newer Hitherto"),
+        (
+            METRICS.replace("num_requests_waiting", "queued"),
+            "metrics",
+            "lacks vllm:num_requests_waiting:",
+            "newer Hitherto",
+        ),
         (METRICS.replace("num_gpu_blocks", "num_device_blocks"), "metrics", "lacks num_gpu_blocks", "newer Hitherto"),
-        (METRICS.replace('caching="True"', 'caching="False"'), "caching", "prefix caching is off", "--no-enable-prefix-caching"),
+        (
+            METRICS.replace('caching="True"', 'caching="False"'),
+            "caching",
+            "prefix caching is off",
+            "--no-enable-prefix-caching",
+        ),
     ],
 )
 async def test_metrics_that_are_not_what_they_were(serve, session, page, key, what, remedy):
@@ -219,7 +238,9 @@ async def test_event_sources_that_do_not_answer_are_not_gone(serve, session):
     assert facts.sources is None and "answers 500" in facts.problems["events"].what
 
 
-@pytest.mark.parametrize("listed", [{"0": None}, {"x": SOURCES["0"]}, {"0": {"endpoint": 5, "publisher": "zmq"}}, {"ranks": [1]}])
+@pytest.mark.parametrize(
+    "listed", [{"0": None}, {"x": SOURCES["0"]}, {"0": {"endpoint": 5, "publisher": "zmq"}}, {"ranks": [1]}]
+)
 async def test_event_sources_of_another_shape(serve, session, listed):
     facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": listed})), session)
     assert facts.serving and facts.events() == [None] and "events" in facts.problems

@@ -66,7 +66,9 @@ async def test_killed_it_fails_with_the_reason_and_comes_back_as_another_incarna
     assert replica.pid != pid and replica.incarnation != incarnation and replica.restarts == 1
 
 
-async def test_each_process_of_ours_computes_its_first_tokens_before_it_gets_traffic(fleet, fake_profile, engine, comes, monkeypatch):
+async def test_each_process_of_ours_computes_its_first_tokens_before_it_gets_traffic(
+    fleet, fake_profile, engine, comes, monkeypatch
+):
     asked = []
 
     async def computes(session, url, model, deadline):
@@ -150,7 +152,9 @@ async def test_a_taken_port_names_its_holder(fleet, fake_profile, comes, until):
     os.kill(replica.pid, signal.SIGKILL)
     await comes(replica, FAILED)
     with socket.create_server((HOST, replica.port)):
-        await until(lambda: f"port {replica.port} is taken by pid {os.getpid()}" in replica.reason, lambda: replica.reason)
+        await until(
+            lambda: f"port {replica.port} is taken by pid {os.getpid()}" in replica.reason, lambda: replica.reason
+        )
         assert replica.state is FAILED
     await comes(replica, READY)
 
@@ -270,7 +274,13 @@ def engine(serve):
 
     async def handler(request):
         page = pages.get(request.path)
-        return web.Response(status=404) if page is None else web.json_response(page) if isinstance(page, dict) else web.Response(text=page)
+        return (
+            web.Response(status=404)
+            if page is None
+            else web.json_response(page)
+            if isinstance(page, dict)
+            else web.Response(text=page)
+        )
 
     async def start(port=0, started=1.0, models=("m",)):
         pages.update({"/health": "", "/v1/models": {"data": [{"id": name} for name in models]}})
@@ -286,7 +296,9 @@ async def test_the_fleet_starts_while_an_engine_is_down_and_takes_it_when_it_com
     port = pick(1, HOST, set())[0]
     replica = fleet.add(f"http://{HOST}:{port}")
     await comes(replica, FAILED)
-    assert f"cannot connect to {HOST}:{port}: nothing listens there" in replica.reason and "asked again" in replica.reason
+    assert (
+        f"cannot connect to {HOST}:{port}: nothing listens there" in replica.reason and "asked again" in replica.reason
+    )
     await engine(port)
     await comes(replica, READY)
     assert replica.incarnation == "1.00" and not replica.managed and replica.pid is None

@@ -146,7 +146,9 @@ def test_refused_requests_are_not_a_hang():
     assert verdict(health, 100.0) is LOST and not health.hung(100.0)
 
 
-WORD = st.one_of(st.just("ok"), st.just("probe ok"), st.sampled_from(FAULTS), st.sampled_from([f"probe {f}" for f in FAULTS]))
+WORD = st.one_of(
+    st.just("ok"), st.just("probe ok"), st.sampled_from(FAULTS), st.sampled_from([f"probe {f}" for f in FAULTS])
+)
 
 
 @given(st.lists(st.tuples(WORD, st.floats(0, 5)), max_size=60))

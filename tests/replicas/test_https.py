@@ -14,7 +14,11 @@ from tests.replicas.certificates import server_context
 @pytest.fixture
 def hosts(monkeypatch):
     real = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **named: real("127.0.0.2" if host.endswith(".test") else host, *more, **named))
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *more, **named: real("127.0.0.2" if host.endswith(".test") else host, *more, **named),
+    )
 
 
 @pytest.fixture
@@ -37,13 +41,20 @@ async def port(tmp_path, hosts):
     "url, believed, state, said",
     [
         ("https://gpu.test", True, State.READY, "answers and serves m"),
-        ("https://gpu.test", False, State.FAILED, "is not believed: unable to get local issuer certificate; name the file .* with --replica-ca"),
+        (
+            "https://gpu.test",
+            False,
+            State.FAILED,
+            "is not believed: unable to get local issuer certificate; name the file .* with --replica-ca",
+        ),
         ("https://other.test", True, State.FAILED, "is not believed: Hostname mismatch, .* not valid for 'other.test'"),
         ("http://gpu.test", True, State.FAILED, ""),
     ],
 )
 async def test_a_certificate_is_checked_against_the_host_in_the_url(port, tmp_path, until, url, believed, state, said):
-    fleet = Fleet(interval=0.1, limits=Limits(fall=2, lost_after=1.0), authorities=tmp_path / "ca.pem" if believed else None)
+    fleet = Fleet(
+        interval=0.1, limits=Limits(fall=2, lost_after=1.0), authorities=tmp_path / "ca.pem" if believed else None
+    )
     try:
         replica = fleet.add(f"{url}:{port}")
         await until(lambda: replica.state is state, lambda: f"{replica.state}: {replica.reason}")

@@ -20,12 +20,22 @@ def engine(serve):
     async def handler(request):
         start.asked.append(request.path)
         page = pages.get(request.path, pages.get("*"))
-        return web.Response(status=404) if page is None else web.json_response(page) if isinstance(page, dict) else web.Response(text=page)
+        return (
+            web.Response(status=404)
+            if page is None
+            else web.json_response(page)
+            if isinstance(page, dict)
+            else web.Response(text=page)
+        )
 
     async def start(port=0, started="1.0", models=("m",), version="0.32.0", running=True):
         pages.clear()
-        pages.update({"/health": "", "/v1/models": {"data": [{"id": name} for name in models]}, "/version": {"version": version}})
-        pages["/metrics"] = (f"process_start_time_seconds {started}\n" if started else "") + "vllm:num_requests_running 0.0\n" * running
+        pages.update(
+            {"/health": "", "/v1/models": {"data": [{"id": name} for name in models]}, "/version": {"version": version}}
+        )
+        pages["/metrics"] = (
+            f"process_start_time_seconds {started}\n" if started else ""
+        ) + "vllm:num_requests_running 0.0\n" * running
         return await serve(handler, port)
 
     def html():
@@ -55,7 +65,9 @@ async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(engi
         replica = await comes(fleet.add(url), READY)
         engine.asked.clear()
         await fleet.engines[replica.id].watch.tick()
-        assert engine.asked[:1] == ["/health"] and "/v1/models" not in engine.asked, "a kept connection: the same process"
+        assert engine.asked[:1] == ["/health"] and "/v1/models" not in engine.asked, (
+            "a kept connection: the same process"
+        )
         port = int(url.rpartition(":")[2])
         await engine.stop()
         await engine(port)
@@ -72,7 +84,9 @@ async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(engi
 
 
 @pytest.mark.parametrize(("fresh", "closest"), [(0.2, 0.1), (0.0, 3600.0)], ids=["just asked", "asked long ago"])
-async def test_a_broken_connection_is_looked_at_without_waiting_for_the_next_turn(engine, comes, monkeypatch, fresh, closest):
+async def test_a_broken_connection_is_looked_at_without_waiting_for_the_next_turn(
+    engine, comes, monkeypatch, fresh, closest
+):
     """Not even for the pause between two looks, when the last one is longer ago than that."""
     fleet = Fleet(interval=3600.0)
     try:

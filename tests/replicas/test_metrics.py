@@ -66,7 +66,10 @@ vllm:prefix_cache_hits_total{engine="1",model_name="tiny"} 0.0
 def test_ranks_are_known_before_their_first_request():
     scrape = parse(IDLE, 0.0)
     assert scrape.engines == (0, 1) and scrape.running is None and scrape.started is None
-    assert [one.num_blocks for one in scrape.ranks] == [2048, 2048] and [one.prefix_hits for one in scrape.ranks] == [0, 0]
+    assert [one.num_blocks for one in scrape.ranks] == [2048, 2048] and [one.prefix_hits for one in scrape.ranks] == [
+        0,
+        0,
+    ]
     assert not missing(IDLE)
 
 
@@ -92,7 +95,9 @@ def test_a_renamed_series_is_named():
 
 
 def test_older_names():
-    page = b"vllm:gpu_cache_usage_perc{} 0.125\nvllm:gpu_prefix_cache_queries_total 10\nvllm:gpu_prefix_cache_hits_total 4"
+    page = (
+        b"vllm:gpu_cache_usage_perc{} 0.125\nvllm:gpu_prefix_cache_queries_total 10\nvllm:gpu_prefix_cache_hits_total 4"
+    )
     scrape = parse(page, 0.0)
     assert (scrape.kv_usage, scrape.prefix_queries, scrape.prefix_hits) == (0.125, 10, 4)
 

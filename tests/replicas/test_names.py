@@ -75,7 +75,10 @@ async def engines():
 @pytest.fixture
 def comes(until):
     async def comes(replica, condition):
-        return await until(lambda: condition(replica), lambda: f"{replica.state}, {replica.address}: {replica.reason}; {replica.problems}")
+        return await until(
+            lambda: condition(replica),
+            lambda: f"{replica.state}, {replica.address}: {replica.reason}; {replica.problems}",
+        )
 
     return comes
 
@@ -86,7 +89,11 @@ async def test_a_name_that_moves_is_another_incarnation_for_probes_and_events_al
     hosts["gpu.test"] = [A]
     replica = fleet.add(f"http://gpu.test:{engines.port}")
     await comes(replica, lambda one: one.state is READY)
-    assert (replica.address, replica.events.endpoint, replica.events.replay) == (A, f"tcp://{A}:5557", f"tcp://{A}:5558")
+    assert (replica.address, replica.events.endpoint, replica.events.replay) == (
+        A,
+        f"tcp://{A}:5557",
+        f"tcp://{A}:5558",
+    )
     before = replica.incarnation
     hosts["gpu.test"] = [B]  # the engine at A still answers
     await comes(replica, lambda one: one.state is READY and one.address == B)
@@ -103,7 +110,9 @@ async def test_a_name_with_two_addresses_is_one_engine_and_the_operator_is_told(
     replica = fleet.add(f"http://gpu.test:{engines.port}")
     await comes(replica, lambda one: one.state is READY)
     assert replica.address == A and asked == [], "each gateway chooses the same one"
-    assert any("leads to other addresses as well (127.0.0.3)" in one and "its own address" in one for one in replica.problems)
+    assert any(
+        "leads to other addresses as well (127.0.0.3)" in one and "its own address" in one for one in replica.problems
+    )
     before = replica.incarnation
     await engines.stop(A)
     await comes(replica, lambda one: one.state is READY and one.address == B)
@@ -125,14 +134,21 @@ async def test_a_name_whose_answers_alternate_moves_once_and_no_more(fleet, host
     await until(lambda: len(asked) > 8)
     assert replica.address == B and replica.state is READY
     assert len([new for _, old, new in fleet.seen if old is READY and new is State.WARMING]) == 1
-    await comes(replica, lambda one: any("leads to other addresses as well (127.0.0.2)" in problem for problem in one.problems))
+    await comes(
+        replica, lambda one: any("leads to other addresses as well (127.0.0.2)" in problem for problem in one.problems)
+    )
 
 
 async def test_a_name_that_moves_back_and_stays_is_followed_later_each_time(monkeypatch):
-    """Traffic is moved to another engine and back again, while both run. A name that alternates looks like that at first."""
+    """Traffic is moved to another engine and back again, while both run. A name that alternates looks like that at
+    first."""
     now, table = 1000.0, {}
     monkeypatch.setattr(names, "monotonic", lambda: now)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *args, **more: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (table[host], 0))])
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *args, **more: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (table[host], 0))],
+    )
     name = HostName("gpu.test")
 
     async def leads_to(address):

@@ -8,7 +8,9 @@ from replicas.progress import HUNG, STALLED, Progress, computes
 
 
 def scrape(running=1, waiting=0, generated=5, prompted=10, usage=0.1, ranks=()):
-    return Scrape(0.0, running, waiting, usage, 0, 0, None, 16, 100, ranks=tuple(ranks), prompted=prompted, generated=generated)
+    return Scrape(
+        0.0, running, waiting, usage, 0, 0, None, 16, 100, ranks=tuple(ranks), prompted=prompted, generated=generated
+    )
 
 
 def look(progress, seconds, *, waited=0.0, begin=0.0, **counters):

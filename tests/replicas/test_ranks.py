@@ -38,14 +38,29 @@ class Ranked:
         pages = {"/health": "", "/version": {"version": "0.32.0"}, "/metrics": self.metrics()}
         pages["/v1/models"] = {"data": [{"id": "m"}, *({"id": name, "parent": "m"} for name in self.adapters)]}
         if self.listed:
-            pages["/kv_event_sources"] = {str(r): {"publisher": "zmq", "endpoint": f"tcp://*:{5600 + r}", "replay_endpoint": f"tcp://*:{5700 + r}"} for r in range(self.count)}
+            pages["/kv_event_sources"] = {
+                str(r): {
+                    "publisher": "zmq",
+                    "endpoint": f"tcp://*:{5600 + r}",
+                    "replay_endpoint": f"tcp://*:{5700 + r}",
+                }
+                for r in range(self.count)
+            }
         page = pages.get(request.path)
-        return web.Response(status=404) if page is None else web.json_response(page) if isinstance(page, dict) else web.Response(text=page)
+        return (
+            web.Response(status=404)
+            if page is None
+            else web.json_response(page)
+            if isinstance(page, dict)
+            else web.Response(text=page)
+        )
 
     def metrics(self) -> str:
         lines = [f"process_start_time_seconds {self.started}"]
         for rank in range(self.count):
-            lines.append(f'vllm:cache_config_info{{block_size="16",engine="{rank}",num_gpu_blocks="{100 * self.count}"}} 1.0')
+            lines.append(
+                f'vllm:cache_config_info{{block_size="16",engine="{rank}",num_gpu_blocks="{100 * self.count}"}} 1.0'
+            )
             lines.append(f'vllm:num_requests_waiting{{engine="{rank}",model_name="m"}} {rank}.0')
         return "\n".join(lines) + "\n"
 
@@ -63,7 +78,12 @@ def become(fleet, until):
         def told():
             return {id: f"{one.state}: {one.reason}" for id, one in fleet.replicas.items()}
 
-        await until(lambda: sorted(fleet.replicas) == sorted(ids) and all(one.state is state for one in fleet.replicas.values()), told)
+        await until(
+            lambda: (
+                sorted(fleet.replicas) == sorted(ids) and all(one.state is state for one in fleet.replicas.values())
+            ),
+            told,
+        )
         return [fleet.replicas[id] for id in ids]
 
     return become
@@ -83,7 +103,10 @@ async def test_each_rank_is_a_replica_with_its_own_events_load_and_cache(fleet, 
     assert [replica.num_blocks for replica in (zero, one)] == [100, 100]
     assert [replica.scrape.waiting for replica in (zero, one)] == [0, 1]
     assert zero.incarnation == one.incarnation == "1.00" and zero.version == "0.32.0"
-    assert [replica.headers for replica in (zero, one)] == [{"X-data-parallel-rank": "0"}, {"X-data-parallel-rank": "1"}]
+    assert [replica.headers for replica in (zero, one)] == [
+        {"X-data-parallel-rank": "0"},
+        {"X-data-parallel-rank": "1"},
+    ]
     assert len(fleet.engines) == 1 and zero.takes_rank("/v1/completions") and not zero.takes_rank("/v1/responses")
 
 
@@ -243,7 +266,12 @@ async def test_a_second_launch_takes_other_ports_and_devices(fleet, fake_engine_
             return Command(fake_engine_argv("--port", str(ports.http)), {})
 
     first = pick(1, "127.0.0.1", set(), run=64)[0]
-    monkeypatch.setattr("replicas.fleet.pick", lambda count, host, taken, run: [port for port in range(first, first + 64) if not taken & set(range(port, port + run))][: count * run : run])
+    monkeypatch.setattr(
+        "replicas.fleet.pick",
+        lambda count, host, taken, run: [
+            port for port in range(first, first + 64) if not taken & set(range(port, port + run))
+        ][: count * run : run],
+    )
     await asyncio.gather(fleet.launch(2, Fake(engine="sim")), fleet.launch(1, Fake(engine="sim")))
     assert asked == [[], ["0", "1"]]
     ports = [port for engine in fleet.engines.values() for port in engine.ports]

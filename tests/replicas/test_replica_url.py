@@ -32,7 +32,9 @@ def test_the_fragment_carries_what_the_engine_cannot_tell():
     assert address.source == EventSource("tcp://h:5557", "tcp://h:5558", "kv@1")
     assert (address.url, address.model) == ("http://h:1", "llama")
     assert parse_url("h:1#events=tcp://h:5557").source == EventSource("tcp://h:5557", None, "")
-    assert parse_url("h:1#events=tcp://[::1]:5557,replay=ipc:///run/kv").source == EventSource("tcp://[::1]:5557", "ipc:///run/kv", "")
+    assert parse_url("h:1#events=tcp://[::1]:5557,replay=ipc:///run/kv").source == EventSource(
+        "tcp://[::1]:5557", "ipc:///run/kv", ""
+    )
 
 
 @pytest.mark.parametrize(

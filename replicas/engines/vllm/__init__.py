@@ -39,7 +39,8 @@ class Vllm:
     log = log.GRAMMAR
     rank_header = "X-data-parallel-rank"
     rank_paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
-    # It takes them out of this field before anything else looks at it, so that without a KV connector nothing else changes.
+    # It takes them out of this field before anything else looks at it, so that without a KV connector nothing else
+    # changes.
     chat_token_ids = (b'"kv_transfer_params":{"prompt_token_ids":', b"}")
     abort_marker = b'"finish_reason":"abort"'
     limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1

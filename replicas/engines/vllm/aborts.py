@@ -1,8 +1,9 @@
-"""What vLLM's answers look like whose computation was aborted (`/pause`, `/abort_requests`), read in the sources of 0.28 and 0.32.
+"""What vLLM's answers look like whose computation was aborted (`/pause`, `/abort_requests`), read in the sources of
+0.28 and 0.32.
 
-Chat and completions have the finish reason "abort". `/v1/messages` knows no such stop reason: a stream says null where every other
-end has a reason, a whole answer leaves the field out. `/v1/responses` says "cancelled" for models with Harmony's format (gpt-oss), and
-"completed" for all others, which nothing tells from an answer that is complete.
+Chat and completions have the finish reason "abort". `/v1/messages` knows no such stop reason: a stream says null where
+every other end has a reason, a whole answer leaves the field out. `/v1/responses` says "cancelled" for models with
+Harmony's format (gpt-oss), and "completed" for all others, which nothing tells from an answer that is complete.
 """
 
 import re
@@ -13,7 +14,8 @@ import orjson
 _FINISH_REASON = b'"finish_reason":"abort"'
 _MESSAGES, _RESPONSES = "/v1/messages", "/v1/responses"
 _STREAMED_MESSAGE = b'data: {"type":"message_delta","delta":{"stop_reason":null'
-# The end of a whole message, where `stop_reason` stands between these two otherwise. Anchored, since a tool's input may hold any JSON.
+# The end of a whole message, where `stop_reason` stands between these two otherwise. Anchored, since a tool's input may
+# hold any JSON.
 _WHOLE_MESSAGE = re.compile(rb'"model":"(?:[^"\\]|\\.)*","usage":\{[^{}]*\}\}\s*\Z')
 _CANCELLED = b'"status":"cancelled"'
 

@@ -87,7 +87,8 @@ def _fields(raw: dict | list, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _adapter(fields: dict[str, Any]) -> str | None:
-    """The adapter's name. Engines too old to tell it tell a number, and what they store is at least not the base model's."""
+    """The adapter's name. Engines too old to tell it tell a number, and what they store is at least not the base
+    model's."""
     number = fields.get("lora_id")
     return fields.get("lora_name") or (f"adapter {number}" if number else None)
 

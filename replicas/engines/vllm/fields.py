@@ -1,6 +1,7 @@
 """The fields of a vLLM profile: their names, types and ranges, each by itself.
 
-A field that is a flag of `vllm serve` has that flag's name with underscores. What fields must not say together is in `rules`.
+A field that is a flag of `vllm serve` has that flag's name with underscores. What fields must not say together is in
+`rules`.
 """
 
 import difflib
@@ -129,7 +130,9 @@ class Fields(Flags):
     engine: Literal["vllm"]
     description: str = ""
     executable: str = Field("vllm", description="a path, or a name on PATH or beside the gateway's own Python")
-    device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: GPUs if there are any, else `cpu.yaml`'s fields")
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        "auto", description="auto: GPUs if there are any, else `cpu.yaml`'s fields"
+    )
     kv_events: bool = True
     env: dict[str, str] = {}
     extra_args: list[str] = []

@@ -21,7 +21,9 @@ GRAMMAR = LogGrammar(
     writer=re.compile(r"\((\w+)(?: pid=\d+)?\) ?"),
     stamp=re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?"),
     remedies=_REMEDIES + COMMON_REMEDIES,
-    echo=re.compile(r"[Ss]ee (root cause|stack trace)|EngineDeadError|initialization failed|Failed core proc|leaked \w+ objects|warnings\.warn\("),
+    echo=re.compile(
+        r"[Ss]ee (root cause|stack trace)|EngineDeadError|initialization failed|Failed core proc|leaked \w+ objects|warnings\.warn\("
+    ),
     died=re.compile(r"EngineDeadError|died unexpectedly"),
     bystanders=("", "APIServer"),
 )

@@ -70,7 +70,15 @@ class VllmProfile(Fields):
     def command(self, host: str, ports: Ports, model: Model) -> Command:
         if model.directory is None:
             raise ProfileError("vLLM needs a model: give --model NAME_OR_FOLDER")
-        argv = [find_executable(self.executable), "serve", *weights(model.directory), "--host", host, "--port", str(ports.http)]
+        argv = [
+            find_executable(self.executable),
+            "serve",
+            *weights(model.directory),
+            "--host",
+            host,
+            "--port",
+            str(ports.http),
+        ]
         if model.served_name:
             argv += ["--served-model-name", model.served_name]
         argv += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", QUIET, *self.flags()]
@@ -104,7 +112,9 @@ def _flag(flag: str, value: object) -> list[str]:
     if flag == "--lora-modules":
         return [flag, *(f"{name}={path}" for name, path in value.items())]
     if isinstance(value, BaseModel):
-        value = value.model_dump(exclude_defaults=True) | ({"kv_role": value.kv_role} if isinstance(value, KvTransfer) else {})
+        value = value.model_dump(exclude_defaults=True) | (
+            {"kv_role": value.kv_role} if isinstance(value, KvTransfer) else {}
+        )
     if isinstance(value, dict):
         return [flag, json.dumps(value)]
     if isinstance(value, list):

@@ -44,13 +44,21 @@ def contradictions(profile: Fields) -> list[str]:
 
 
 def _parallel(p: Fields) -> Iterator[Rule]:
-    tp, pcp, dcp, dp = p.tensor_parallel_size, p.prefill_context_parallel_size, p.decode_context_parallel_size, p.data_parallel_size
+    tp, pcp, dcp, dp = (
+        p.tensor_parallel_size,
+        p.prefill_context_parallel_size,
+        p.decode_context_parallel_size,
+        p.data_parallel_size,
+    )
     yield (
         p.enable_expert_parallel and tp * pcp * dp == 1,
         "enable_expert_parallel: experts are spread over tensor and data parallel ranks, and both sizes are 1: set "
         "tensor_parallel_size or data_parallel_size",
     )
-    yield p.enable_eplb and not p.enable_expert_parallel, "enable_eplb balances expert parallelism: set enable_expert_parallel: true"
+    yield (
+        p.enable_eplb and not p.enable_expert_parallel,
+        "enable_eplb balances expert parallelism: set enable_expert_parallel: true",
+    )
     yield (
         p.all2all_backend and not (p.enable_expert_parallel and dp > 1),
         "all2all_backend is how data parallel ranks reach each other's experts: it needs enable_expert_parallel and "

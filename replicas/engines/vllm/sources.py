@@ -9,7 +9,9 @@ from replicas.problems import EVENTS_BY_HAND, EVENTS_OFF, NO_REPLAY, Problem, Re
 PATH = "/kv_event_sources"
 
 
-def read(answer: Answer, host: str, remedies: Remedies) -> tuple[dict[int, EventSource | None] | None, dict[str, Problem]]:
+def read(
+    answer: Answer, host: str, remedies: Remedies
+) -> tuple[dict[int, EventSource | None] | None, dict[str, Problem]]:
     """(source by data-parallel rank, problems); None in place of the sources where it could not be asked."""
     if answer.status == 0 or answer.status >= 500:
         why = f"{PATH} cannot be read ({answer.error or f'answers {answer.status}'})"
@@ -28,7 +30,8 @@ def read(answer: Answer, host: str, remedies: Remedies) -> tuple[dict[int, Event
             problems["replay"] = Problem(NO_REPLAY, remedies.replay)
     if not sources and answer.status != 200:
         problems["events"] = Problem(
-            f"{PATH} answers {answer.status} (older engines have none), so no KV events are known and the cache is guessed", remedies.unlisted
+            f"{PATH} answers {answer.status} (older engines have none), so no KV events are known and the cache is guessed",
+            remedies.unlisted,
         )
     elif not sources:
         problems["events"] = Problem(EVENTS_OFF, remedies.events)
@@ -58,7 +61,9 @@ def _source(config: dict, host: str, remedies: Remedies) -> tuple[EventSource | 
         if source.replay is not None:
             check_endpoint(source.replay)
     except ValueError as error:
-        return None, Problem(f"/kv_event_sources names an endpoint that cannot be connected to: {error}", f"give it as {EVENTS_BY_HAND}")
+        return None, Problem(
+            f"/kv_event_sources names an endpoint that cannot be connected to: {error}", f"give it as {EVENTS_BY_HAND}"
+        )
     return source, None
 
 

@@ -1,7 +1,7 @@
 """What vLLM's versions make differently of the same request.
 
-Read in the sources of 0.28 to 0.32; the two ends were compared token for token (tests/vllm/test_tokens.py). The releases of
-transformers are those that the metadata of each version's package asks for.
+Read in the sources of 0.28 to 0.32; the two ends were compared token for token (tests/vllm/test_tokens.py). The
+releases of transformers are those that the metadata of each version's package asks for.
 """
 
 import re

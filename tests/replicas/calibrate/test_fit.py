@@ -16,7 +16,8 @@ BUDGET, ROUNDS = 2048, 5
 def every_kind(truth: Fit, rng: random.Random, noise: float = 0.0, outliers: float = 0.0) -> list[samples.Sample]:
     """Samples as a calibration of five rounds takes them, with times as `truth` has them.
 
-    Not more than two of a question's five are outliers: where most answers to it are late, nothing tells that they are."""
+    Not more than two of a question's five are outliers: where most answers to it are late, nothing tells that they
+    are."""
     made = [samples.prompt(samples.NEW, 0, n, 0, BUDGET) for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192)]
     made += [samples.prompt(samples.CACHED, 0, n + extra, n, BUDGET) for n in (64, 512, 4096) for extra in (16, n // 4)]
     made += [samples.prompt(samples.TEXT, 0, n, n - 8, BUDGET, text=True) for n in (64, 512, 4096)]
@@ -26,10 +27,16 @@ def every_kind(truth: Fit, rng: random.Random, noise: float = 0.0, outliers: flo
     made += [samples.burst(0, n, 64, 48, BUDGET) for n in (4, 8, 16)]
 
     def seen(sample: samples.Sample, far: float) -> samples.Sample:
-        return samples.Sample(sample.region, truth.seconds(sample.parts) * far * (1 + rng.gauss(0, noise)), sample.parts)
+        return samples.Sample(
+            sample.region, truth.seconds(sample.parts) * far * (1 + rng.gauss(0, noise)), sample.parts
+        )
 
     off = [min(ROUNDS // 2, sum(rng.random() < outliers for _ in range(ROUNDS))) for _ in made]
-    return [seen(one, rng.uniform(1.5, 4) if number < late else 1) for one, late in zip(made, off) for number in range(ROUNDS)]
+    return [
+        seen(one, rng.uniform(1.5, 4) if number < late else 1)
+        for one, late in zip(made, off)
+        for number in range(ROUNDS)
+    ]
 
 
 COEFFICIENTS = st.fixed_dictionaries(
@@ -69,7 +76,10 @@ def test_what_does_not_occur_stays_zero():
 
 def test_the_spread_is_that_of_most_questions():
     parts = samples.decode(0, 1, 0).parts
-    found = fit([samples.Sample("", 0.002, parts, spread) for spread in (0.1, 0.11, 0.9)] + [samples.Sample("", 0.002, parts)] * 9)
+    found = fit(
+        [samples.Sample("", 0.002, parts, spread) for spread in (0.1, 0.11, 0.9)]
+        + [samples.Sample("", 0.002, parts)] * 9
+    )
     assert found.spread == 0.11
 
 

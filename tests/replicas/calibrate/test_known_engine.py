@@ -1,7 +1,7 @@
 """A simulated engine whose timing is known is measured and found again, in virtual time: so no busy machine is in it.
 
-The meter, its plan and its fit are the real ones; in place of HTTP stands the engine itself with a clock that jumps from
-one event to the next.
+The meter, its plan and its fit are the real ones; in place of HTTP stands the engine itself with a clock that jumps
+from one event to the next.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ KNOWN = {
         max_model_len=16384),
 }  # fmt: skip
 TOLERANCE = 0.05  # of any time that the profile gives
-TOLD = dict.fromkeys(("max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"), "told by the engine")
+TOLD = dict.fromkeys(
+    ("max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"), "told by the engine"
+)
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
@@ -75,7 +77,8 @@ class EngineClient(Client):
     async def _run(self):
         loop = asyncio.get_running_loop()
         while True:
-            while self.coming and self.coming[0][0] <= loop.time() + 1e-9:  # the clock has stepped to it, give or take a bit
+            # the clock has stepped to it, give or take a bit
+            while self.coming and self.coming[0][0] <= loop.time() + 1e-9:
                 self.engine.add(heapq.heappop(self.coming)[2])
             step = self.engine.step()
             if step is None:
@@ -138,8 +141,11 @@ def test_its_times_are_found_again(name):
     ):
         assert found.seconds(sample.parts) == pytest.approx(known(sample), rel=TOLERANCE), sample
     assert found.spread == pytest.approx(profile.step.spread, abs=0.02)
-    assert {sample.region for sample in seen} == set(found.residuals) == {question.region for question in work.questions}
-    assert max(one.typical for one in found.residuals.values()) < 0.08  # bursts: when the last one comes, half a step is left on average
+    assert (
+        {sample.region for sample in seen} == set(found.residuals) == {question.region for question in work.questions}
+    )
+    # bursts: when the last one comes, half a step is left on average
+    assert max(one.typical for one in found.residuals.values()) < 0.08
 
 
 def test_what_it_does_not_tell_is_seen():

@@ -98,7 +98,10 @@ def events(*data: dict) -> str:
 
 async def test_chunks_and_usage(ask):
     chunk = {"choices": [{"index": 0, "text": ""}]}
-    usage = {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}}
+    usage = {
+        "choices": [],
+        "usage": {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}},
+    }
     got = await ask(200, events(chunk, chunk, chunk, usage), "text/event-stream")
     assert (len(got.times), got.prompt, got.cached, got.tokens) == (3, 2, 1, 3) and got.ttft > 0
     got = await ask(200, events(chunk), "text/event-stream")

@@ -5,12 +5,28 @@ import pytest
 from replicas.calibrate import plan, samples
 from replicas.calibrate.fit import NAMES, Fit
 
-MS = dict.fromkeys(NAMES, 0.0) | {"latency": 4.0, "work": 1.5, "base": 2.0, "prefill_token": 0.01, "attention": 1e-5, "decode_sequence": 0.1}
-TOLD = dict.fromkeys(("max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"), "told by the engine")
+MS = dict.fromkeys(NAMES, 0.0) | {
+    "latency": 4.0,
+    "work": 1.5,
+    "base": 2.0,
+    "prefill_token": 0.01,
+    "attention": 1e-5,
+    "decode_sequence": 0.1,
+}
+TOLD = dict.fromkeys(
+    ("max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"), "told by the engine"
+)
 
 
 def limits(**changes) -> plan.Limits:
-    given = {"max_model_len": 16384, "block_size": 16, "num_blocks": 8192, "max_num_seqs": 256, "max_num_batched_tokens": 2048, **changes}
+    given = {
+        "max_model_len": 16384,
+        "block_size": 16,
+        "num_blocks": 8192,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 2048,
+        **changes,
+    }
     return plan.Limits(**given, told=TOLD)
 
 
@@ -18,10 +34,18 @@ def fit(factor: float = 1.0) -> Fit:
     return Fit({name: value * factor for name, value in MS.items()}, {})
 
 
-@pytest.mark.parametrize("given", [limits(), limits(max_model_len=1024), limits(num_blocks=256), limits(max_num_seqs=4)])
+@pytest.mark.parametrize(
+    "given", [limits(), limits(max_model_len=1024), limits(num_blocks=256), limits(max_num_seqs=4)]
+)
 def test_no_question_is_too_large_for_the_engine(given):
     work = plan.make(given, fit(), 120, text=True)
-    assert {question.region for question in work.questions} >= {samples.NEW, samples.CACHED, samples.TEXT, samples.DECODE, samples.BESIDE}
+    assert {question.region for question in work.questions} >= {
+        samples.NEW,
+        samples.CACHED,
+        samples.TEXT,
+        samples.DECODE,
+        samples.BESIDE,
+    }
     for question in work.questions:
         assert question.tokens + question.extra + question.output <= given.max_model_len
         assert question.count <= given.max_num_seqs
@@ -46,6 +70,9 @@ def test_text_is_asked_for_only_if_wanted():
     assert not any(one.region == samples.TEXT for one in plan.make(limits(), fit(), 60, text=False).questions)
 
 
-@pytest.mark.parametrize("most, factor, expected", [(14336, 4, [64, 256, 1024, 4096, 14336]), (100, 2, [64, 100]), (64, 2, [64]), (50, 2, [50])])
+@pytest.mark.parametrize(
+    "most, factor, expected",
+    [(14336, 4, [64, 256, 1024, 4096, 14336]), (100, 2, [64, 100]), (64, 2, [64]), (50, 2, [50])],
+)
 def test_sizes_end_with_the_largest(most, factor, expected):
     assert plan.sizes(most, factor) == expected

@@ -78,9 +78,9 @@ async def test_interrupted_it_writes_nothing_and_leaves_nothing_behind(engine, t
     assert process.returncode == 130 and b"nothing is written" in err
     assert [path.name for path in tmp_path.iterdir()] == ["known.yaml"]
     async with aiohttp.ClientSession() as session, asyncio.timeout(10):
-        while "num_requests_running{" not in (page := await (await session.get(engine + "/metrics")).text()) or not re.search(
-            r"^vllm:num_requests_running\{.*\} 0\.0$", page, re.M
-        ):
+        while "num_requests_running{" not in (
+            page := await (await session.get(engine + "/metrics")).text()
+        ) or not re.search(r"^vllm:num_requests_running\{.*\} 0\.0$", page, re.M):
             await asyncio.sleep(0.05)
 
 

@@ -27,7 +27,7 @@ def nvidia_smi(tmp_path, monkeypatch):
     def install(text: str, code: int = 0):
         (tmp_path / "said").write_text(text)
         program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] || exit 3\n/bin/cat {tmp_path}/said\nexit {code}\n")
+        program.write_text(f'#!/bin/sh\n[ "$1" = -L ] || exit 3\n/bin/cat {tmp_path}/said\nexit {code}\n')
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -71,7 +71,9 @@ def test_neighbours_go_together():
 
 def test_replicas_share_a_gpu_when_their_memory_fits():
     assert devices.assign(["0", "1"], 1, 4, share=2) == [["0"], ["1"], ["0"], ["1"]]
-    with pytest.raises(ProfileError, match="5 replicas of 1 GPUs need 5.*launch 2, or let them share with gpu_memory_utilization: 0.30"):
+    with pytest.raises(
+        ProfileError, match="5 replicas of 1 GPUs need 5.*launch 2, or let them share with gpu_memory_utilization: 0.30"
+    ):
         devices.assign(["0", "1"], 1, 5, share=2)
 
 
@@ -109,7 +111,9 @@ def test_devices_in_use_are_left_alone():
     assert devices.assign(eight, 1, 2, used=["0", "2"]) == [["1"], ["3"]]
     with pytest.raises(ProfileError, match="this machine shows 8 .*, 4 in use: launch 1"):
         devices.assign(eight, 4, 2, used=["0", "1", "2", "3"])
-    with pytest.raises(ProfileError, match="2 in use: stop what runs there, or let them share with gpu_memory_utilization: 0.45"):
+    with pytest.raises(
+        ProfileError, match="2 in use: stop what runs there, or let them share with gpu_memory_utilization: 0.45"
+    ):
         devices.assign(["0", "1"], 1, 1, used=["0", "1"])
 
 

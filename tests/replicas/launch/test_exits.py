@@ -40,8 +40,14 @@ def test_a_known_failure_has_a_remedy_and_shows_its_line(lines, remedy):
 
 # What vLLM 0.28 and 0.32 wrote on a CPU when they could not start: the last lines but for frames of tracebacks.
 CORE, SERVER = "(EngineCore pid=5) ERROR 11-20 13:24:01 [core.py:1346] ", "(APIServer pid=3) "
-AFTER = [SERVER + "    raise RuntimeError(", SERVER + "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"]
-LIMIT = SERVER + "WARNING 11-20 13:23:22 [system_utils.py:299] Found ulimit of 20000 and failed to automatically increase with error current limit exceeds maximum limit. This can cause fd limit errors like `OSError: [Errno 24] Too many open files`."
+AFTER = [
+    SERVER + "    raise RuntimeError(",
+    SERVER + "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+]
+LIMIT = (
+    SERVER
+    + "WARNING 11-20 13:23:22 [system_utils.py:299] Found ulimit of 20000 and failed to automatically increase with error current limit exceeds maximum limit. This can cause fd limit errors like `OSError: [Errno 24] Too many open files`."
+)
 
 
 @pytest.mark.parametrize(
@@ -95,12 +101,24 @@ def test_signals_are_told_apart():
 
 
 def test_a_core_that_died_without_a_word_is_the_reason():
-    """vLLM's API server ends by itself, with code 0 or 1, when its engine core is gone; what it logged before is about requests."""
-    dead = SERVER + "ERROR 11-20 13:45:06 [async_llm.py:744] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause."
-    lines = [SERVER + "ValueError: a client's mistake", SERVER + "INFO:     Started server process [3]", dead, SERVER + "INFO:     Finished server process [3]"]
+    """vLLM's API server ends by itself, with code 0 or 1, when its engine core is gone; what it logged before is about
+    requests."""
+    dead = (
+        SERVER
+        + "ERROR 11-20 13:45:06 [async_llm.py:744] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause."
+    )
+    lines = [
+        SERVER + "ValueError: a client's mistake",
+        SERVER + "INFO:     Started server process [3]",
+        dead,
+        SERVER + "INFO:     Finished server process [3]",
+    ]
     assert "the kernel killed one of its processes for memory" in explain(0, 5, lines, oom=True)
     reason = explain(0, 5, lines, oom=False)
-    assert 'one of its processes was killed or crashed (`dmesg`); log: "vllm.v1.engine.exceptions.EngineDeadError' in reason
+    assert (
+        'one of its processes was killed or crashed (`dmesg`); log: "vllm.v1.engine.exceptions.EngineDeadError'
+        in reason
+    )
     assert "(`dmesg`), for memory probably" in explain(0, 5, lines, oom=None)
     told = explain(1, 5, [lines[0], CORE + "ValueError: the core's own", *lines[1:]], oom=None)
     assert told == 'exited with code 1 after 5.0 s; log: "ValueError: the core\'s own"'
@@ -137,7 +155,9 @@ def test_a_tail_keeps_each_processes_last_lines_and_no_access_log():
     tail.feed(b"(EngineCore pid=7) ValueError: the cause\n")
     for number in range(3 * KEPT_LINES):
         tail.feed(b"(APIServer pid=1) EngineDeadError: See stack trace (above) for the root cause. %d\n" % number)
-        tail.feed(b'(APIServer pid=1) INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 500 Internal Server Error\n')
+        tail.feed(
+            b'(APIServer pid=1) INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 500 Internal Server Error\n'
+        )
     assert tail.lines[0] == "(EngineCore pid=7) ValueError: the cause" and len(tail.lines) == 1 + KEPT_LINES
     assert tail.lines[-1] == tail.last and tail.last.endswith(f"cause. {3 * KEPT_LINES - 1}")
     assert explain(1, 2, tail.lines, oom=False).endswith('; log: "ValueError: the cause"')

@@ -1,4 +1,5 @@
 """A simulated engine on a real socket, in this process."""
+
 import asyncio
 import contextlib
 import json
@@ -82,8 +83,19 @@ async def eventually(condition, seconds: float = 10.0) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(tokens, replies, *, events=True, encoding="map", lora=(), show_cached=True, seed=0, topic="",
-                  step=StepTime(prefill=1.0, decode=0.5), **limits):
+async def running(
+    tokens,
+    replies,
+    *,
+    events=True,
+    encoding="map",
+    lora=(),
+    show_cached=True,
+    seed=0,
+    topic="",
+    step=StepTime(prefill=1.0, decode=0.5),
+    **limits,
+):
     limits = {"num_blocks": 2048, "max_num_batched_tokens": 2048, "max_model_len": 8192, **limits}
     engine = Engine(Profile("test", step, **limits), every_token=True)
     publisher = Publisher("127.0.0.1", 0, 0, engine.profile.block_size, topic, encoding) if events else None

@@ -1,4 +1,5 @@
 """vLLM v1's scheduling rules written down token by token and block by block, with no care for speed."""
+
 from dataclasses import dataclass, field
 
 
@@ -49,7 +50,7 @@ class Reference:
         while self.waiting and budget and not preempted and len(self.running) < self.seqs:
             job = self.waiting[0]
             hits = []
-            for key in job.keys[:(job.tokens - 1) // self.size]:
+            for key in job.keys[: (job.tokens - 1) // self.size]:
                 if not self.holders.get(key):
                     break
                 hits.append(self.holders[key][0])

@@ -1,4 +1,5 @@
 """The engine as a process: starts, serves, ends."""
+
 import asyncio
 import json
 import re
@@ -9,8 +10,9 @@ import pytest
 
 async def start(*flags: str):
     """-> (process, "host:port", its start-up line); fails with its words if it does not come up."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "replicas.simulated", "--port", "0", *flags,
-                                                   stderr=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "replicas.simulated", "--port", "0", *flags, stderr=asyncio.subprocess.PIPE
+    )
     said = ""
     async with asyncio.timeout(60):
         while line := (await process.stderr.readline()).decode():
@@ -24,16 +26,30 @@ async def ask(address: str, path: str, body: dict | None = None) -> dict | bytes
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     data = json.dumps(body).encode() if body is not None else b""
-    writer.write(b"%b %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (
-        b"GET" if body is None else b"POST", path.encode(), len(data), data))
+    writer.write(
+        b"%b %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
+        % (b"GET" if body is None else b"POST", path.encode(), len(data), data)
+    )
     raw = await reader.read()
     writer.close()
     return json.loads(raw.partition(b"\r\n\r\n")[2]) if raw else raw
 
 
 async def test_it_serves_until_told_to_stop_and_closes_idle_connections():
-    process, address, line = await start("--served-model-name", "mine", "--speedup", "50", "--num-blocks", "640",
-                                         "--block-size", "32", "--lora", "extra", "--events-topic", "t")
+    process, address, line = await start(
+        "--served-model-name",
+        "mine",
+        "--speedup",
+        "50",
+        "--num-blocks",
+        "640",
+        "--block-size",
+        "32",
+        "--lora",
+        "extra",
+        "--events-topic",
+        "t",
+    )
     try:
         assert "mine (gpu-8b, 640 blocks of 32)" in line
         cards = (await ask(address, "/v1/models"))["data"]
@@ -66,12 +82,19 @@ async def test_it_dies_when_told_to():
         assert await process.wait() == 137
 
 
-@pytest.mark.parametrize("flags, about", [
-    (["--profile", "nothing"], "cpu-tiny, gpu-8b"), (["--num-blocks", "1"], "null block"),
-    (["--model", "/nowhere"], "no tokenizer.json"), (["--speedup", "-1"], "speedup")])
+@pytest.mark.parametrize(
+    "flags, about",
+    [
+        (["--profile", "nothing"], "cpu-tiny, gpu-8b"),
+        (["--num-blocks", "1"], "null block"),
+        (["--model", "/nowhere"], "no tokenizer.json"),
+        (["--speedup", "-1"], "speedup"),
+    ],
+)
 async def test_flags_that_cannot_be_end_it_with_2(flags, about):
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "replicas.simulated", *flags,
-                                                   stderr=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "replicas.simulated", *flags, stderr=asyncio.subprocess.PIPE
+    )
     _, said = await process.communicate()
     assert process.returncode == 2 and about in said.decode() and "Traceback" not in said.decode()
 
@@ -80,15 +103,29 @@ async def test_a_port_in_use_ends_it_with_1():
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "replicas.simulated", "--port", str(port),
-                                                       stderr=asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "replicas.simulated", "--port", str(port), stderr=asyncio.subprocess.PIPE
+        )
         _, said = await process.communicate()
     assert process.returncode == 1 and str(port) in said.decode() and "Traceback" not in said.decode()
 
 
 async def test_a_folder_that_holds_no_usable_tokenizer_ends_it_with_2_and_its_name(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": "nonsense"}')
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "replicas.simulated", "--port", "0", "--model", str(tmp_path), stderr=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "replicas.simulated",
+        "--port",
+        "0",
+        "--model",
+        str(tmp_path),
+        stderr=asyncio.subprocess.PIPE,
+    )
     async with asyncio.timeout(20):
         _, said = await process.communicate()
-    assert process.returncode == 2 and f"hitherto replica: --model {tmp_path}: ".encode() in said and b"Traceback" not in said
+    assert (
+        process.returncode == 2
+        and f"hitherto replica: --model {tmp_path}: ".encode() in said
+        and b"Traceback" not in said
+    )

@@ -1,4 +1,5 @@
 """The engine model, case by case against what vLLM v1 does."""
+
 import pytest
 
 from replicas.simulated.engine import Cleared, Engine, EngineRequest, Output, Removed, Stored
@@ -13,8 +14,9 @@ def make(**changes) -> Engine:
 
 def request(id: str, tokens: int, out: int = 1, text: str = "a", size: int = 4, **more) -> EngineRequest:
     """Keys are (text, block index): equal texts share their prefix, output included."""
-    return EngineRequest(id, [(text, i) for i in range(tokens // size)], tokens, out,
-                         **{"output_blocks": lambda i: (text, i), **more})
+    return EngineRequest(
+        id, [(text, i) for i in range(tokens // size)], tokens, out, **{"output_blocks": lambda i: (text, i), **more}
+    )
 
 
 def finish(engine: Engine) -> list:
@@ -30,7 +32,10 @@ def test_a_prompt_is_one_step_then_one_token_a_step():
     engine.add(request("r", 10, 3))
     steps = finish(engine)
     assert [step.outputs for step in steps] == [
-        [Output("r", 1, True, None, 0)], [Output("r", 1, False, None, 0)], [Output("r", 1, False, "length", 0)]]
+        [Output("r", 1, True, None, 0)],
+        [Output("r", 1, False, None, 0)],
+        [Output("r", 1, False, "length", 0)],
+    ]
     assert [(step.prefill_tokens, step.decode_tokens) for step in steps] == [(10, 0), (0, 1), (0, 1)]
     assert engine.step() is None and engine.kv_usage == 0
 
@@ -88,8 +93,9 @@ def test_chunked_prefill_takes_what_the_decodes_leave_of_the_budget():
     assert [step.prefill_tokens for step in steps] == [15, 15, 14]  # the last: 10 of long and all of next
     assert [output.id for output in steps[2].outputs] == ["d", "long", "next"]
     # Blocks are stored chunk by chunk as they fill.
-    assert [(event.start, len(event.keys)) for step in steps for event in step.stored if event.request.id == "long"] \
-        == [(0, 3), (3, 4), (7, 3)]
+    assert [
+        (event.start, len(event.keys)) for step in steps for event in step.stored if event.request.id == "long"
+    ] == [(0, 3), (3, 4), (7, 3)]
 
 
 def test_first_come_first_served_up_to_max_num_seqs():
@@ -149,8 +155,9 @@ def test_the_last_admitted_gives_way_when_blocks_run_out_and_loses_nothing():
     engine.add(request("b", 11, 12, text="b"))
     steps = finish(engine)
     assert sum(step.preempted for step in steps) == engine.counters.preemptions == 1
-    tokens = {name: sum(output.tokens for step in steps for output in step.outputs if output.id == name)
-              for name in "ab"}
+    tokens = {
+        name: sum(output.tokens for step in steps for output in step.outputs if output.id == name) for name in "ab"
+    }
     assert tokens == {"a": 12, "b": 12}
     ends = [output.id for step in steps for output in step.outputs if output.finished]
     assert ends == ["a", "b"]
@@ -172,8 +179,16 @@ def test_tokens_are_the_same_whether_reported_one_by_one_or_at_the_end():
     assert totals(True)[0] == {str(i): 15 for i in range(6)} and totals(True)[2].preemptions > 0
 
 
-@pytest.mark.parametrize("stop, out, expected", [(None, 5, (5, "length")), (3, 5, (3, "stop")), (5, 5, (5, "stop")),
-                                                  (9, 5, (5, "length")), (None, 500, (30, "length"))])
+@pytest.mark.parametrize(
+    "stop, out, expected",
+    [
+        (None, 5, (5, "length")),
+        (3, 5, (3, "stop")),
+        (5, 5, (5, "stop")),
+        (9, 5, (5, "length")),
+        (None, 500, (30, "length")),
+    ],
+)
 def test_how_a_request_ends(stop, out, expected):
     engine = make(max_model_len=40)
     engine.add(request("r", 10, out, stop_tokens=stop))

@@ -1,4 +1,5 @@
 """The engine, which looks at requests only when something happens to them, against the rules step by step."""
+
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -12,9 +13,14 @@ spec = spec_from_file_location("reference", Path(__file__).with_name("reference.
 reference = module_from_spec(spec)
 spec.loader.exec_module(reference)
 
-limits = st.fixed_dictionaries({
-    "num_blocks": st.integers(9, 40), "block_size": st.integers(1, 5), "max_num_seqs": st.integers(1, 6),
-    "max_num_batched_tokens": st.integers(6, 30)})
+limits = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(9, 40),
+        "block_size": st.integers(1, 5),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(6, 30),
+    }
+)
 # What arrives before a step: (text, where it turns into its own, prompt tokens, output tokens), or an abort of the nth.
 arrivals = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, 40), st.integers(1, 25)), max_size=2)
 script = st.lists(st.tuples(arrivals, st.one_of(st.none(), st.integers(0, 30))), min_size=1, max_size=40)
@@ -39,8 +45,9 @@ def events_of(step) -> list:
 @given(limits, script, st.booleans())
 def test_every_step_is_as_the_rules_say(limits, script, every_token):
     engine = Engine(Profile("test", StepTime(), max_model_len=10_000, **limits), every_token)
-    rules = reference.Reference(limits["num_blocks"], *(limits[name] for name in (
-        "block_size", "max_num_seqs", "max_num_batched_tokens")))
+    rules = reference.Reference(
+        limits["num_blocks"], *(limits[name] for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"))
+    )
     size, ids, jobs, got = limits["block_size"], [], {}, {}
     room = engine.profile.context_length
 
@@ -72,7 +79,7 @@ def test_every_step_is_as_the_rules_say(limits, script, every_token):
             keys = keys_of(text, turn, len(ids), (prompt + output) // size + 1)
             jobs[id] = reference.Job(id, keys, prompt, output)
             ids.append(id)
-            engine.add(EngineRequest(id, keys[:prompt // size], prompt, output, keys.__getitem__))
+            engine.add(EngineRequest(id, keys[: prompt // size], prompt, output, keys.__getitem__))
             rules.waiting.append(jobs[id])
         if aborted is not None and aborted < len(ids):
             engine.abort(ids[aborted])

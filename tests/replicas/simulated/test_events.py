@@ -1,4 +1,5 @@
 """KV events on real ZMQ sockets: what is published, when, and how it is replayed."""
+
 import asyncio
 import contextlib
 
@@ -72,15 +73,24 @@ async def complete(stack, prompt=PROMPT, **more):
 async def test_stored_blocks_carry_tokens_and_parents(run_stack):
     async with run_stack(topic="kv@x") as stack, subscribed(stack, b"kv@x") as read:
         await complete(stack, PROMPT[:40])
-        said = (await complete(stack, PROMPT, max_tokens=20, ignore_eos=True, return_token_ids=True))
+        said = await complete(stack, PROMPT, max_tokens=20, ignore_eos=True, return_token_ids=True)
         (first, one), (second, two), (third, three) = await read(3)
         assert [first, second, third] == [0, 1, 2]
         (event,) = one[1]
         assert one[2] == 0 and one[0] > 1.7e9
         assert {**event, "block_hashes": None} == {
-            "type": "BlockStored", "block_hashes": None, "parent_block_hash": None, "token_ids": PROMPT[:32],
-            "block_size": 16, "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": [None, None],
-            "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+            "type": "BlockStored",
+            "block_hashes": None,
+            "parent_block_hash": None,
+            "token_ids": PROMPT[:32],
+            "block_size": 16,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": None,
+            "extra_keys": [None, None],
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        }
         # The second request hits two blocks: only its third is new, then one that its output fills.
         assert two[1][0]["parent_block_hash"] == event["block_hashes"][1]
         assert two[1][0]["token_ids"] == PROMPT[32:48]
@@ -131,7 +141,14 @@ async def test_arrays_as_older_versions_send_them(run_stack):
         (_, one), (_, two) = await read(2)
         kind, hashes, parent, ids, size, lora_id, medium, lora, extra = one[1][0]
         assert (kind, parent, ids, size, lora_id, medium, lora) == (
-            "BlockStored", None, list(range(64)), 16, None, "GPU", None)
+            "BlockStored",
+            None,
+            list(range(64)),
+            16,
+            None,
+            "GPU",
+            None,
+        )
         assert two[1][0] == ["BlockRemoved", [hashes[3]], "GPU"] and extra == [None] * 4
 
 
@@ -147,6 +164,7 @@ async def test_replay_from_any_number(run_stack):
 
 async def test_lost_reordered_and_muted_batches(run_stack):
     async with run_stack() as stack, subscribed(stack) as read:
+
         async def each(numbers) -> None:
             for number in numbers:
                 await complete(stack, list(range(100 * number, 100 * number + 40)))

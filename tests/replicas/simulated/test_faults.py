@@ -1,4 +1,5 @@
 """Faults on order happen, so often as ordered, and then no more."""
+
 import asyncio
 
 import aiohttp
@@ -11,8 +12,9 @@ async def chat(stack, **more):
     return await stack.post("/v1/chat/completions", **{**CHAT, **more})
 
 
-@pytest.mark.parametrize("fault, status, type", [("error_503", 503, "Service Unavailable"),
-                                                 ("error_500", 500, "InternalServerError")])
+@pytest.mark.parametrize(
+    "fault, status, type", [("error_503", 503, "Service Unavailable"), ("error_500", 500, "InternalServerError")]
+)
 async def test_errors_so_many_times(stack, fault, status, type):
     assert (await stack.post("/faults", **{fault: 2}))[fault] == 2
     for _ in range(2):
@@ -44,8 +46,12 @@ async def test_a_stream_that_breaks_off_has_no_end(stack):
     assert (await stack.stream("/v1/chat/completions", **CHAT))[-1] == (None, "[DONE]")
 
 
-STREAMS = [("/v1/chat/completions", CHAT, None), ("/v1/completions", {"prompt": "What came in today?"}, None),
-           ("/v1/responses", {"input": "What came in today?"}, "error"), ("/v1/messages", CHAT, "error")]
+STREAMS = [
+    ("/v1/chat/completions", CHAT, None),
+    ("/v1/completions", {"prompt": "What came in today?"}, None),
+    ("/v1/responses", {"input": "What came in today?"}, "error"),
+    ("/v1/messages", CHAT, "error"),
+]
 
 
 @pytest.mark.parametrize("path, body, name", STREAMS)
@@ -53,9 +59,15 @@ STREAMS = [("/v1/chat/completions", CHAT, None), ("/v1/completions", {"prompt": 
 async def test_a_stream_that_fails_says_so_behind_a_200(stack, path, body, name, fault):
     await stack.post("/faults", **{fault: 1})
     events = await stack.stream(path, **body)
-    said = [(kind, data) for kind, data in events if data != "[DONE]" and (kind == "error" if name else "error" in data)]
+    said = [
+        (kind, data) for kind, data in events if data != "[DONE]" and (kind == "error" if name else "error" in data)
+    ]
     assert len(said) == 1 and said[0][0] == name and "Internal server error" in str(said[0][1])
-    tokens = [data for kind, data in events if kind in (None, "content_block_delta", "response.output_text.delta") and data != "[DONE]"]
+    tokens = [
+        data
+        for kind, data in events
+        if kind in (None, "content_block_delta", "response.output_text.delta") and data != "[DONE]"
+    ]
     assert (len(tokens) > 1) == (fault == "error_mid_stream")
     await stack.idle()
     assert "Internal server error" not in str(await stack.stream(path, **body))
@@ -86,6 +98,7 @@ async def test_a_hanging_engine_answers_nothing_and_then_goes_on(stack):
 
 async def test_a_slow_engine_is_that_much_slower(run_stack):
     async with run_stack() as stack:
+
         async def seconds() -> float:
             begun = asyncio.get_running_loop().time()
             await chat(stack, max_tokens=40, ignore_eos=True)
@@ -98,8 +111,18 @@ async def test_a_slow_engine_is_that_much_slower(run_stack):
         assert slow >= 0.58 and await seconds() < slow
 
 
-@pytest.mark.parametrize("order", [{"sleep": 3}, {"slow": 0}, {"hang": -1}, {"hang": True}, {"die": 1},
-                                   {"error_503": "many"}, {"refuse": 1, "typo": 2}])
+@pytest.mark.parametrize(
+    "order",
+    [
+        {"sleep": 3},
+        {"slow": 0},
+        {"hang": -1},
+        {"hang": True},
+        {"die": 1},
+        {"error_503": "many"},
+        {"refuse": 1, "typo": 2},
+    ],
+)
 async def test_what_is_not_understood_is_refused_and_changes_nothing(stack, order):
     status, error = await stack.refused("/faults", order)
     assert status == 400 and error["message"]

@@ -1,4 +1,5 @@
 """The demo model's folder: complete, built once, also when several build it at the same time."""
+
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,11 @@ def test_processes_that_start_together_find_one_whole_folder(tmp_path):
         folders = set(pool.map(lambda _: sim_model_dir(tmp_path), range(8)))
     (folder,) = folders
     assert sorted(path.name for path in folder.iterdir()) == [
-        "chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json"]
+        "chat_template.jinja",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert list(folder.parent.iterdir()) == [folder]  # nothing half-built is left
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 1
     assert sim_model_dir(tmp_path) == folder
@@ -37,4 +42,6 @@ def test_its_tokenizer_is_the_start_of_the_whole_one():
     assert part.encode(text).ids == whole.encode(text).ids
     rare = "otorhinolaryngology \u4f60\u597d <\uff5cUser\uff5c>"
     assert part.decode(part.encode(rare).ids, skip_special_tokens=False) == rare
-    assert part.token_to_id("<\uff5cUser\uff5c>") < part.get_vocab_size() == len(set(part.get_vocab().values())) < 34_000
+    assert (
+        part.token_to_id("<\uff5cUser\uff5c>") < part.get_vocab_size() == len(set(part.get_vocab().values())) < 34_000
+    )

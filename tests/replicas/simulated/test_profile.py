@@ -1,4 +1,5 @@
 """Profiles: the bundled ones say what their sources say, and a wrong file is told what is wrong with it."""
+
 import pytest
 
 from replicas.simulated.profile import PROFILES, Profile, StepTime, load_profile
@@ -13,7 +14,7 @@ def test_bundled_profiles_load(name):
 
 def test_gpu_8b_is_dynamos_polynomial():
     step = load_profile("gpu-8b").step
-    assert step.seconds(2000, 0.0, 0, 0, 0.0) * 1e3 == pytest.approx(4.21e-7 * 2000 ** 2 + 0.01518 * 2000 + 16.5)
+    assert step.seconds(2000, 0.0, 0, 0, 0.0) * 1e3 == pytest.approx(4.21e-7 * 2000**2 + 0.01518 * 2000 + 16.5)
     assert step.seconds(0, 0.0, 9, 999, 0.5) * 1e3 == pytest.approx(-25.74 * 0.25 + 54.01 * 0.5 + 5.74)
 
 
@@ -38,12 +39,24 @@ def test_changes_and_own_files(tmp_path):
     assert profile.context_length == 49 * 16  # what the cache can hold
 
 
-@pytest.mark.parametrize("text, about", [
-    ("a: [", "not YAML"), ("[]", "mapping"), ("num_blocks: 5", "step"), ("step: {decoed: 1}", "decoed"),
-    ("step: {decode: fast}", "fast"), ("blocks: 5\nstep: {}", "blocks"), ("num_blocks: many\nstep: {}", "num_blocks"),
-    ("num_blocks: 1\nstep: {}", "null block"), ("speedup: 0\nstep: {}", "speedup"),
-    ("max_num_seqs: 300\nmax_num_batched_tokens: 200\nstep: {}", "max_num_seqs"),
-    ("step: {}\nrequest: {latencey: 1}", "latencey"), ("step: {}\nrequest: 5", "request must be a mapping"), ("step: {}\nrequest: {work: slow}", "request: .*slow")])
+@pytest.mark.parametrize(
+    "text, about",
+    [
+        ("a: [", "not YAML"),
+        ("[]", "mapping"),
+        ("num_blocks: 5", "step"),
+        ("step: {decoed: 1}", "decoed"),
+        ("step: {decode: fast}", "fast"),
+        ("blocks: 5\nstep: {}", "blocks"),
+        ("num_blocks: many\nstep: {}", "num_blocks"),
+        ("num_blocks: 1\nstep: {}", "null block"),
+        ("speedup: 0\nstep: {}", "speedup"),
+        ("max_num_seqs: 300\nmax_num_batched_tokens: 200\nstep: {}", "max_num_seqs"),
+        ("step: {}\nrequest: {latencey: 1}", "latencey"),
+        ("step: {}\nrequest: 5", "request must be a mapping"),
+        ("step: {}\nrequest: {work: slow}", "request: .*slow"),
+    ],
+)
 def test_what_is_wrong_is_said(tmp_path, text, about):
     path = tmp_path / "bad.yaml"
     path.write_text(text)

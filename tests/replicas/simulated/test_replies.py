@@ -1,4 +1,5 @@
 """What the engine says can be said again: same prompt same reply, same ids from its text, same end if continued."""
+
 import random
 from array import array
 
@@ -54,12 +55,12 @@ def test_stop_strings_cut_the_text_there(tokens, replies, seed):
     whole.plan(replies, tokens.eos_id, 500, 5000)
     text = "".join(whole.pieces)
     at = rng.randrange(len(text) - 8)
-    stops = [text[at:at + rng.randrange(1, 8)], "nowhere in it"]
+    stops = [text[at : at + rng.randrange(1, 8)], "nowhere in it"]
     cut = Generation("r", PROMPTS[seed])
     cut.plan(replies, tokens.eos_id, 500, 5000, stop=stops)
     first = text.index(stops[0])
     assert "".join(cut.pieces) == text[:first] and (cut.reason, cut.stop) == ("stop", stops[0])
-    assert cut.ids == whole.ids[:len(cut.ids)] and len(cut.ids) == len(cut.pieces)
+    assert cut.ids == whole.ids[: len(cut.ids)] and len(cut.ids) == len(cut.pieces)
     assert stops[0] in tokens.decode(cut.ids) and stops[0] not in tokens.decode(cut.ids[:-1])
 
 

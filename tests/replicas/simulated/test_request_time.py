@@ -1,4 +1,5 @@
 """A request's way to the scheduler takes as long as the profile says, neither more nor less; and so do steps."""
+
 import asyncio
 import math
 import time
@@ -84,6 +85,7 @@ async def test_the_servers_own_time_is_part_of_a_requests(run_stack):
     step = StepTime(base=2)
     profile_request = RequestTime(latency=200, text_token=1.0)
     async with run_stack(step=step, request=profile_request) as stack:
+
         async def seconds(prompt) -> float:
             begun = time.monotonic()
             await stack.post("/v1/completions", model="sim", prompt=prompt, max_tokens=1)
@@ -99,6 +101,8 @@ async def test_a_client_that_leaves_before_the_scheduler_has_its_request(run_sta
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await stack.post("/v1/completions", model="sim", prompt=[5] * 100, max_tokens=1)
-        assert (await stack.post("/v1/completions", model="sim", prompt=[6] * 100, max_tokens=2))["usage"]["completion_tokens"] == 2
+        assert (await stack.post("/v1/completions", model="sim", prompt=[6] * 100, max_tokens=2))["usage"][
+            "completion_tokens"
+        ] == 2
         await stack.idle()
         assert stack.server.runner.live == 0 and stack.engine.counters.prompt_tokens == 100

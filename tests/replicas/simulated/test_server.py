@@ -1,4 +1,5 @@
 """The endpoints, over real sockets: what vLLM's clients expect of them."""
+
 import asyncio
 import json
 import random
@@ -13,8 +14,9 @@ CHAT = {"model": "sim", "messages": [*LONG, {"role": "user", "content": "What ca
 
 
 def text_of(events: list) -> str:
-    return "".join(choice["delta"].get("content") or "" for _, data in events if data != "[DONE]"
-                   for choice in data["choices"])
+    return "".join(
+        choice["delta"].get("content") or "" for _, data in events if data != "[DONE]" for choice in data["choices"]
+    )
 
 
 async def test_a_chat_whole_and_streamed_say_the_same(stack):
@@ -53,28 +55,34 @@ async def test_a_stop_string_ends_the_reply_and_is_not_shown(stack):
     cut = await stack.post("/v1/chat/completions", **CHAT, stop=[stop, "never said"])
     choice = cut["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
-    assert choice["message"]["content"] == whole[:whole.index(stop)]
-    assert text_of(await stack.stream("/v1/chat/completions", **CHAT, stop=stop)) == whole[:whole.index(stop)]
+    assert choice["message"]["content"] == whole[: whole.index(stop)]
+    assert text_of(await stack.stream("/v1/chat/completions", **CHAT, stop=stop)) == whole[: whole.index(stop)]
 
 
 async def test_the_next_turn_finds_prompt_and_reply_in_the_cache(stack):
     first = await stack.post("/v1/chat/completions", **CHAT, return_token_ids=True)
     answer = first["choices"][0]["message"]
-    messages = [*CHAT["messages"], {"role": "assistant", "content": answer["content"]},
-                {"role": "user", "content": "And yesterday, and the day before, and in the whole week before that?"}]
+    messages = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": answer["content"]},
+        {"role": "user", "content": "And yesterday, and the day before, and in the whole week before that?"},
+    ]
     second = await stack.post("/v1/chat/completions", model="sim", messages=messages, max_tokens=1)
     computed = first["usage"]["total_tokens"] - 1
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == computed // 16 * 16
 
 
-@pytest.mark.parametrize("path, wanted, read", [
-    ("/v1/chat/completions", {"prompt_logprobs": 0}, False),
-    ("/v1/chat/completions", {"echo": True}, False),
-    ("/v1/chat/completions", {"echo": False, "logprobs": True}, True),
-    ("/v1/completions", {"prompt_logprobs": 1}, False),
-    ("/v1/completions", {"echo": True, "logprobs": 0}, False),
-    ("/v1/completions", {"echo": True}, True),
-])
+@pytest.mark.parametrize(
+    "path, wanted, read",
+    [
+        ("/v1/chat/completions", {"prompt_logprobs": 0}, False),
+        ("/v1/chat/completions", {"echo": True}, False),
+        ("/v1/chat/completions", {"echo": False, "logprobs": True}, True),
+        ("/v1/completions", {"prompt_logprobs": 1}, False),
+        ("/v1/completions", {"echo": True, "logprobs": 0}, False),
+        ("/v1/completions", {"echo": True}, True),
+    ],
+)
 async def test_a_request_for_the_prompts_logprobs_reads_nothing_cached(stack, path, wanted, read):
     """As vLLM: what is cached has none. The next request finds what it stored."""
     prompt = {"messages": CHAT["messages"]} if "chat" in path else {"prompt": "Once upon a time. " * 20}
@@ -96,17 +104,22 @@ async def test_another_engine_continues_a_reply_from_its_tokens(run_stack):
 async def test_prompts_of_every_kind_and_n(stack, tokens):
     text = "The harbour at night"
     ids = tokens.encode(text, True)
-    one = (await stack.post("/v1/completions", prompt=text))
+    one = await stack.post("/v1/completions", prompt=text)
     assert one["usage"]["completion_tokens"] == 16 and one["object"] == "text_completion"
     assert (await stack.post("/v1/completions", prompt=ids))["choices"] == one["choices"]
     for prompts in ([text, "Elsewhere"], [ids, tokens.encode("Elsewhere", True)]):
         many = await stack.post("/v1/completions", prompt=prompts, n=2, max_tokens=4)
         assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
-        assert many["usage"] == {**many["usage"], "completion_tokens": 16, "prompt_tokens": len(ids) + len(
-            tokens.encode("Elsewhere", True))}
+        assert many["usage"] == {
+            **many["usage"],
+            "completion_tokens": 16,
+            "prompt_tokens": len(ids) + len(tokens.encode("Elsewhere", True)),
+        }
         events = await stack.stream("/v1/completions", prompt=prompts, n=2, max_tokens=4)
-        texts = ["".join(data["choices"][0]["text"] for _, data in events[:-1] if data["choices"][0]["index"] == index)
-                 for index in range(4)]
+        texts = [
+            "".join(data["choices"][0]["text"] for _, data in events[:-1] if data["choices"][0]["index"] == index)
+            for index in range(4)
+        ]
         assert texts == [choice["text"] for choice in many["choices"]]
 
 
@@ -123,8 +136,13 @@ async def test_token_ids_in_a_stream_add_up(stack):
 
 async def test_ids_given_with_a_chat_are_taken_as_they_are(stack):
     ids = list(range(1000, 1040))
-    answer = await stack.post("/v1/chat/completions", **CHAT, max_tokens=1, return_token_ids=True,
-                              kv_transfer_params={"prompt_token_ids": ids})
+    answer = await stack.post(
+        "/v1/chat/completions",
+        **CHAT,
+        max_tokens=1,
+        return_token_ids=True,
+        kv_transfer_params={"prompt_token_ids": ids},
+    )
     assert answer["prompt_token_ids"] == ids
 
 
@@ -146,30 +164,52 @@ async def test_responses(stack):
     assert whole["usage"]["output_tokens"] == 4
     events = await stack.stream("/v1/responses", **body)
     assert [name for name, _ in events] == [
-        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
-        *["response.output_text.delta"] * 4, "response.output_text.done", "response.content_part.done",
-        "response.output_item.done", "response.completed"]
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * 4,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
     assert [data["sequence_number"] for _, data in events] == list(range(12))
     said = "".join(data["delta"] for name, data in events if name == "response.output_text.delta")
     assert said == item["content"][0]["text"] == events[-1][1]["response"]["output"][0]["content"][0]["text"]
-    chat = await stack.post("/v1/chat/completions", max_tokens=4, messages=[
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": body["input"]}])
+    chat = await stack.post(
+        "/v1/chat/completions",
+        max_tokens=4,
+        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": body["input"]}],
+    )
     assert chat["usage"]["prompt_tokens"] == whole["usage"]["input_tokens"]
     assert chat["choices"][0]["message"]["content"] == said
 
 
 async def test_messages(stack):
-    body = {"model": "sim", "system": "Be brief.", "max_tokens": 4,
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "What came in today?"}]}]}
+    body = {
+        "model": "sim",
+        "system": "Be brief.",
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "What came in today?"}]}],
+    }
     whole = await stack.post("/v1/messages", **body)
     assert (whole["type"], whole["stop_reason"], whole["usage"]["output_tokens"]) == ("message", "max_tokens", 4)
     counted = await stack.post("/v1/messages/count_tokens", **body)
     assert counted["input_tokens"] == whole["usage"]["input_tokens"]
     events = await stack.stream("/v1/messages", **body)
-    assert [name for name, _ in events] == ["message_start", "content_block_start", *["content_block_delta"] * 4,
-                                            "content_block_stop", "message_delta", "message_stop"]
-    assert "".join(data["delta"]["text"] for name, data in events if name == "content_block_delta") \
+    assert [name for name, _ in events] == [
+        "message_start",
+        "content_block_start",
+        *["content_block_delta"] * 4,
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert (
+        "".join(data["delta"]["text"] for name, data in events if name == "content_block_delta")
         == whole["content"][0]["text"]
+    )
     assert events[-2][1]["usage"] == whole["usage"]
 
 
@@ -197,69 +237,109 @@ async def test_adapters_and_salts_share_nothing(stack):
         base, adapter = (await response.json())["data"]
     assert (base["id"], base["parent"], base["max_model_len"]) == ("sim", None, 8192)
     assert (adapter["id"], adapter["parent"]) == ("tuned", "sim")
-    for extra in ({}, {"model": "tuned"}, {"cache_salt": "a"}, {"cache_salt": "b"},
-                  {"model": "tuned", "cache_salt": "a"}):
-        cached = [(await stack.post("/v1/chat/completions", **{**CHAT, "max_tokens": 1, **extra}))["usage"][
-            "prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    for extra in (
+        {},
+        {"model": "tuned"},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"model": "tuned", "cache_salt": "a"},
+    ):
+        cached = [
+            (await stack.post("/v1/chat/completions", **{**CHAT, "max_tokens": 1, **extra}))["usage"][
+                "prompt_tokens_details"
+            ]["cached_tokens"]
+            for _ in range(2)
+        ]
         assert cached[0] == 0 and cached[1] > 100, extra
 
 
 async def test_cached_tokens_can_be_left_out(run_stack):
     async with run_stack(show_cached=False) as stack:
         assert (await stack.post("/v1/chat/completions", **CHAT, max_tokens=1))["usage"][
-            "prompt_tokens_details"] is None
+            "prompt_tokens_details"
+        ] is None
 
 
-@pytest.mark.parametrize("path, body, status, type, param", [
-    ("/v1/chat/completions", b"{not json", 400, "BadRequestError", None),
-    ("/v1/chat/completions", b"[1]", 400, "BadRequestError", None),
-    ("/v1/chat/completions", {"messages": []}, 400, "BadRequestError", "messages"),
-    ("/v1/chat/completions", {"messages": "hello"}, 400, "BadRequestError", "messages"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": 7}]}, 400, "BadRequestError", "messages"),
-    ("/v1/chat/completions", {"messages": [{"role": "owl", "content": ""}]}, 400, "BadRequestError", None),
-    ("/v1/chat/completions", {**CHAT, "model": "other"}, 404, "NotFoundError", "model"),
-    ("/v1/chat/completions", {**CHAT, "max_tokens": 0}, 400, "BadRequestError", "max_tokens"),
-    ("/v1/chat/completions", {**CHAT, "max_tokens": "7"}, 400, "BadRequestError", "max_tokens"),
-    ("/v1/chat/completions", {**CHAT, "max_tokens": 8192}, 400, "BadRequestError", "input_tokens"),
-    ("/v1/chat/completions", {**CHAT, "max_tokens": 1 << 40}, 400, "BadRequestError", "max_tokens"),
-    ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 1 << 40}, 400, "BadRequestError", "max_completion_tokens"),
-    ("/v1/responses", {"input": "x", "max_output_tokens": 1 << 40}, 400, "BadRequestError", "max_output_tokens"),
-    ("/v1/chat/completions", {**CHAT, "n": 16_385}, 400, "BadRequestError", None),
-    ("/v1/completions", {"prompt": ["x"] * 1025}, 400, "BadRequestError", "prompt"),
-    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "BadRequestError", "logprobs"),
-    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -1}, 400, "BadRequestError", "logprobs"),
-    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -2}, 400, "BadRequestError", "top_logprobs"),
-    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": "5"}, 400, "BadRequestError", "top_logprobs"),
-    ("/v1/chat/completions", {**CHAT, "top_logprobs": 5}, 400, "BadRequestError", "top_logprobs"),
-    ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 21}, 400, "BadRequestError", "prompt_logprobs"),
-    ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1, "stream": True}, 400, "BadRequestError", "prompt_logprobs"),
-    ("/v1/completions", {"prompt": "x", "logprobs": 21}, 400, "BadRequestError", "logprobs"),
-    ("/v1/completions", {"prompt": "x", "prompt_logprobs": -2}, 400, "BadRequestError", "prompt_logprobs"),
-    ("/v1/completions", {"prompt": [99_999_999]}, 400, "BadRequestError", None),
-    ("/v1/chat/completions", {**CHAT, "cache_salt": ""}, 400, "BadRequestError", "cache_salt"),
-    ("/v1/chat/completions", {**CHAT, "continue_final_message": True}, 400, "BadRequestError", None),
-    ("/v1/completions", {"prompt": [5] * 8192}, 400, "BadRequestError", "input_tokens"),
-    ("/v1/completions", {"prompt": ""}, 400, "BadRequestError", "prompt"),
-    ("/v1/completions", {"prompt": [1, -1]}, 400, "BadRequestError", "prompt"),
-    ("/v1/completions", {}, 400, "BadRequestError", "prompt"),
-    ("/v1/responses", {}, 400, "BadRequestError", "input"),
-    ("/v1/messages", {"messages": []}, 400, "BadRequestError", "max_tokens"),
-    ("/v1/embeddings", {"input": {}}, 400, "BadRequestError", "input"),
-    ("/tokenize", {}, 400, "BadRequestError", "prompt"),
-    ("/detokenize", {"tokens": ["a"]}, 400, "BadRequestError", "tokens"),
-    ("/nothing/here", {}, 404, "NotFound", None),
-])
+@pytest.mark.parametrize(
+    "path, body, status, type, param",
+    [
+        ("/v1/chat/completions", b"{not json", 400, "BadRequestError", None),
+        ("/v1/chat/completions", b"[1]", 400, "BadRequestError", None),
+        ("/v1/chat/completions", {"messages": []}, 400, "BadRequestError", "messages"),
+        ("/v1/chat/completions", {"messages": "hello"}, 400, "BadRequestError", "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 7}]}, 400, "BadRequestError", "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "owl", "content": ""}]}, 400, "BadRequestError", None),
+        ("/v1/chat/completions", {**CHAT, "model": "other"}, 404, "NotFoundError", "model"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 0}, 400, "BadRequestError", "max_tokens"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": "7"}, 400, "BadRequestError", "max_tokens"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 8192}, 400, "BadRequestError", "input_tokens"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 1 << 40}, 400, "BadRequestError", "max_tokens"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "max_completion_tokens": 1 << 40},
+            400,
+            "BadRequestError",
+            "max_completion_tokens",
+        ),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1 << 40}, 400, "BadRequestError", "max_output_tokens"),
+        ("/v1/chat/completions", {**CHAT, "n": 16_385}, 400, "BadRequestError", None),
+        ("/v1/completions", {"prompt": ["x"] * 1025}, 400, "BadRequestError", "prompt"),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "BadRequestError", "logprobs"),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -1}, 400, "BadRequestError", "logprobs"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "logprobs": True, "top_logprobs": -2},
+            400,
+            "BadRequestError",
+            "top_logprobs",
+        ),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "logprobs": True, "top_logprobs": "5"},
+            400,
+            "BadRequestError",
+            "top_logprobs",
+        ),
+        ("/v1/chat/completions", {**CHAT, "top_logprobs": 5}, 400, "BadRequestError", "top_logprobs"),
+        ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 21}, 400, "BadRequestError", "prompt_logprobs"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "prompt_logprobs": 1, "stream": True},
+            400,
+            "BadRequestError",
+            "prompt_logprobs",
+        ),
+        ("/v1/completions", {"prompt": "x", "logprobs": 21}, 400, "BadRequestError", "logprobs"),
+        ("/v1/completions", {"prompt": "x", "prompt_logprobs": -2}, 400, "BadRequestError", "prompt_logprobs"),
+        ("/v1/completions", {"prompt": [99_999_999]}, 400, "BadRequestError", None),
+        ("/v1/chat/completions", {**CHAT, "cache_salt": ""}, 400, "BadRequestError", "cache_salt"),
+        ("/v1/chat/completions", {**CHAT, "continue_final_message": True}, 400, "BadRequestError", None),
+        ("/v1/completions", {"prompt": [5] * 8192}, 400, "BadRequestError", "input_tokens"),
+        ("/v1/completions", {"prompt": ""}, 400, "BadRequestError", "prompt"),
+        ("/v1/completions", {"prompt": [1, -1]}, 400, "BadRequestError", "prompt"),
+        ("/v1/completions", {}, 400, "BadRequestError", "prompt"),
+        ("/v1/responses", {}, 400, "BadRequestError", "input"),
+        ("/v1/messages", {"messages": []}, 400, "BadRequestError", "max_tokens"),
+        ("/v1/embeddings", {"input": {}}, 400, "BadRequestError", "input"),
+        ("/tokenize", {}, 400, "BadRequestError", "prompt"),
+        ("/detokenize", {"tokens": ["a"]}, 400, "BadRequestError", "tokens"),
+        ("/nothing/here", {}, 404, "NotFound", None),
+    ],
+)
 async def test_errors_are_openai_objects(stack, path, body, status, type, param):
     got, error = await stack.refused(path, body)
     assert (got, error["code"], error["type"], error["param"]) == (status, status, type, param)
     assert error["message"]
 
 
-@pytest.mark.parametrize("path, body", [
-    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 20, "prompt_logprobs": 20}),
-    ("/v1/chat/completions", {**CHAT, "best_of": 99_999}),  # ignored
-    ("/v1/completions", {"prompt": "x", "logprobs": 20, "best_of": 99_999}),
-])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 20, "prompt_logprobs": 20}),
+        ("/v1/chat/completions", {**CHAT, "best_of": 99_999}),  # ignored
+        ("/v1/completions", {"prompt": "x", "logprobs": 20, "best_of": 99_999}),
+    ],
+)
 async def test_what_is_within_vllms_limits_is_answered(stack, path, body):
     assert (await stack.post(path, **body, max_tokens=2))["usage"]["completion_tokens"] == 2
 
@@ -299,8 +379,11 @@ async def test_metrics_are_vllms_and_count(stack):
         await stack.post("/v1/chat/completions", **CHAT, max_tokens=5)
     async with stack.session.get(stack.url + "/metrics") as response:
         families = {family.name: family for family in text_string_to_metric_families(await response.text())}
-    samples = {(sample.name, sample.labels.get("finished_reason")): sample for family in families.values()
-               for sample in family.samples}
+    samples = {
+        (sample.name, sample.labels.get("finished_reason")): sample
+        for family in families.values()
+        for sample in family.samples
+    }
 
     def value(name, reason=None):
         return samples[name, reason].value
@@ -348,8 +431,9 @@ async def test_http_1_0_gets_a_stream_without_chunks(stack):
 async def test_many_streams_at_once_are_whole(stack):
     async def ask(number: int) -> tuple:
         body = {"model": "sim", "max_tokens": 20, "messages": [{"role": "user", "content": f"Ship {number}?"}]}
-        return text_of(await stack.stream("/v1/chat/completions", **body)), \
-            (await stack.post("/v1/chat/completions", **body))["choices"][0]["message"]["content"]
+        return text_of(await stack.stream("/v1/chat/completions", **body)), (
+            await stack.post("/v1/chat/completions", **body)
+        )["choices"][0]["message"]["content"]
 
     for streamed, whole in await asyncio.gather(*map(ask, range(40))):
         assert streamed == whole
@@ -371,7 +455,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(stack):
         body = json.dumps({**CHAT, "stream": number % 3 > 0, "ignore_eos": True, "max_tokens": 200}).encode()
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         raw = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-        writer.write(raw[:rng.choice((len(raw), len(raw), len(raw) // 2))])
+        writer.write(raw[: rng.choice((len(raw), len(raw), len(raw) // 2))])
         await asyncio.sleep(rng.choice((0, 0.001, 0.01, 0.05)))
         writer.transport.abort()
 

@@ -1,4 +1,5 @@
 """Requests to token ids: as vLLM does it, and with HF `tokenizers` as the judge of the ids."""
+
 import json
 
 import pytest
@@ -23,8 +24,9 @@ def build(folder, template=None) -> Tokens:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "</s>": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "chat_template": template}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "chat_template": template})
+    )
     return Tokens(folder)
 
 
@@ -34,17 +36,26 @@ def test_a_tokenizer_that_fastokens_cannot_load_is_loaded_by_the_reference(tmp_p
 
 
 def test_a_conversation_is_its_messages_one_after_another(tokens):
-    assert tokens.render({"tools": [TOOL], "messages": [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weigh it"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "c1", "content": "2 kg"}, {"role": "assistant", "content": "Two."},
-        {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": "this?"}]}]}) == (
-        '<｜begin▁of▁sentence｜><｜begin▁sys｜>You may call these functions:\n'
+    assert tokens.render(
+        {
+            "tools": [TOOL],
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Weigh it"},
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c1", "content": "2 kg"},
+                {"role": "assistant", "content": "Two."},
+                {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": "this?"}]},
+            ],
+        }
+    ) == (
+        "<｜begin▁of▁sentence｜><｜begin▁sys｜>You may call these functions:\n"
         '{"type": "function", "function": {"name": "weigh", "description": null, "parameters": {"type": "object", '
         '"properties": {}}}}<｜end▁sys｜><｜begin▁sys｜>Be brief.<｜end▁sys｜><｜User｜>Weigh it<｜Assistant｜>'
         '<｜tool▁call▁begin｜>weigh<｜tool▁sep｜>{"what": "fish"}<｜tool▁call▁end｜><｜end▁of▁sentence｜>'
-        '<｜tool▁output▁begin｜>2 kg<｜tool▁output▁end｜><｜Assistant｜>Two.<｜end▁of▁sentence｜>'
-        '<｜User｜>And\nthis?<｜Assistant｜>')
+        "<｜tool▁output▁begin｜>2 kg<｜tool▁output▁end｜><｜Assistant｜>Two.<｜end▁of▁sentence｜>"
+        "<｜User｜>And\nthis?<｜Assistant｜>"
+    )
 
 
 contents = st.text(st.characters(codec="utf-8"), max_size=60)
@@ -63,8 +74,9 @@ def test_ids_are_those_of_the_reference_tokenizer(tokens, reference, turns):
 def test_the_demo_template_extends_turn_by_turn(tokens, turns, more):
     messages = [{"role": role, "content": content} for role, content in turns]
     asked = tokens.render({"messages": messages})
-    answered = tokens.render({"messages": [*messages, {"role": "assistant", "content": more}],
-                              "add_generation_prompt": False})
+    answered = tokens.render(
+        {"messages": [*messages, {"role": "assistant", "content": more}], "add_generation_prompt": False}
+    )
     assert answered == asked + more + "<｜end▁of▁sentence｜>"
 
 
@@ -83,23 +95,43 @@ def test_a_template_that_strips_is_continued_without_the_blank(tmp_path):
 
 
 def test_a_template_that_loops_over_parts_gets_parts(tmp_path):
-    tokens = build(tmp_path, "{{ bos_token }}{% for m in messages %}{{ m.role }}:"
-                   "{% if m.content is string %}{{ m.content }}{% else %}"
-                   "{% for part in m['content'] %}({{ part.text }}){% endfor %}{% endif %}{% endfor %}")
-    assert tokens.render({"messages": [
-        {"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"},
-                                                                       {"type": "input_text", "text": "c"}]},
-        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "d"}]}]}) \
+    tokens = build(
+        tmp_path,
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}:"
+        "{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m['content'] %}({{ part.text }}){% endfor %}{% endif %}{% endfor %}",
+    )
+    assert (
+        tokens.render(
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "input_text", "text": "c"}]},
+                    {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "d"}]},
+                ]
+            }
+        )
         == "<s>user:(a)user:(b)(c)tool:d"
+    )
 
 
 def test_what_a_template_may_use(tmp_path):
-    tokens = build(tmp_path, "{%- for m in messages %}\n    {%- if loop.last %}{% continue %}{% endif %}\n"
-                   "{% generation %}{{ m.content }}{% endgeneration %}\n{%- endfor %}{{ thinking }}|"
-                   "{{ {'a': 'é', 'b': '<'} | tojson }}|{{ strftime_now('%Y') | length }}|{{ documents | length }}")
-    assert tokens.render({"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}],
-                          "chat_template_kwargs": {"thinking": True}, "documents": [{}]}) \
+    tokens = build(
+        tmp_path,
+        "{%- for m in messages %}\n    {%- if loop.last %}{% continue %}{% endif %}\n"
+        "{% generation %}{{ m.content }}{% endgeneration %}\n{%- endfor %}{{ thinking }}|"
+        "{{ {'a': 'é', 'b': '<'} | tojson }}|{{ strftime_now('%Y') | length }}|{{ documents | length }}",
+    )
+    assert (
+        tokens.render(
+            {
+                "messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}],
+                "chat_template_kwargs": {"thinking": True},
+                "documents": [{}],
+            }
+        )
         == 'xTrue|{"a": "é", "b": "<"}|4|1'
+    )
 
 
 def test_named_templates_and_one_in_the_request(tmp_path):
@@ -116,47 +148,90 @@ def test_without_a_template_chats_are_refused(tmp_path):
         build(tmp_path).chat({"messages": [{"role": "user", "content": "x"}]})
 
 
-@pytest.mark.parametrize("body", [
-    {"messages": [{"role": "user", "content": "x"}], "tools": []},
-    {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
-    {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 3},
-    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-    {"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, {"messages": ["x"]}, {"messages": [{}]}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "x"}], "tools": []},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 3},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": ["x"]}]},
+        {"messages": ["x"]},
+        {"messages": [{}]},
+    ],
+)
 def test_bodies_that_are_no_conversation(tokens, body):
     with pytest.raises(RequestError):
         tokens.chat(body)
 
 
 def test_responses_become_the_chat_they_stand_for(tokens):
-    items = [{"role": "user", "content": [{"type": "input_text", "text": "Weigh it"}]},
-             {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
-             {"type": "function_call", "call_id": "c1", "name": "weigh", "arguments": '{"what": "fish"}'},
-             {"type": "function_call_output", "call_id": "c1", "output": "2 kg"},
-             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Two."}]},
-             {"role": "user", "content": "And this?"}]
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Weigh it"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weigh", "arguments": '{"what": "fish"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "2 kg"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Two."}]},
+        {"role": "user", "content": "And this?"},
+    ]
     flat = {"type": "function", **TOOL["function"]}
-    chat = tokens.chat({"tools": [TOOL], "messages": [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weigh it"},
-        {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "2 kg"},
-        {"role": "assistant", "content": "Two."}, {"role": "user", "content": "And this?"}]})
+    chat = tokens.chat(
+        {
+            "tools": [TOOL],
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Weigh it"},
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "2 kg"},
+                {"role": "assistant", "content": "Two."},
+                {"role": "user", "content": "And this?"},
+            ],
+        }
+    )
     assert requests.responses({"instructions": "Be brief.", "input": items, "tools": [flat]}, tokens).prompts == [chat]
     unfinished = [items[0], {**items[4], "status": "incomplete"}]
     assert tokens.decode(requests.responses({"input": unfinished}, tokens).prompts[0]).endswith("<｜Assistant｜>Two.")
 
 
 def test_messages_become_the_chat_they_stand_for(tokens):
-    body = {"max_tokens": 5, "system": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
-            "tools": [{"name": "weigh", "input_schema": {"type": "object", "properties": {}}}],
-            "messages": [{"role": "user", "content": "Weigh it"},
-                         {"role": "assistant", "content": [
-                             {"type": "thinking", "thinking": "Hm."},
-                             {"type": "tool_use", "id": "c1", "name": "weigh", "input": {"what": "fish"}}]},
-                         {"role": "user", "content": [
-                             {"type": "tool_result", "tool_use_id": "c1", "content": [
-                                 {"type": "text", "text": "2"}, {"type": "text", "text": "kg"}]},
-                             {"type": "text", "text": "And this?"}]},
-                         {"role": "system", "content": " Really."}]}
-    assert requests.anthropic(body, tokens).prompts == [tokens.chat({"tools": [TOOL], "messages": [
-        {"role": "system", "content": "Be brief. Really."}, {"role": "user", "content": "Weigh it"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2\nkg"},
-        {"role": "user", "content": "And this?"}]})]
+    body = {
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
+        "tools": [{"name": "weigh", "input_schema": {"type": "object", "properties": {}}}],
+        "messages": [
+            {"role": "user", "content": "Weigh it"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm."},
+                    {"type": "tool_use", "id": "c1", "name": "weigh", "input": {"what": "fish"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "c1",
+                        "content": [{"type": "text", "text": "2"}, {"type": "text", "text": "kg"}],
+                    },
+                    {"type": "text", "text": "And this?"},
+                ],
+            },
+            {"role": "system", "content": " Really."},
+        ],
+    }
+    assert requests.anthropic(body, tokens).prompts == [
+        tokens.chat(
+            {
+                "tools": [TOOL],
+                "messages": [
+                    {"role": "system", "content": "Be brief. Really."},
+                    {"role": "user", "content": "Weigh it"},
+                    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                    {"role": "tool", "content": "2\nkg"},
+                    {"role": "user", "content": "And this?"},
+                ],
+            }
+        )
+    ]

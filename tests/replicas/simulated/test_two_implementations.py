@@ -1,4 +1,5 @@
 """The engine's way from a request to token ids against the gateway's: written apart, they must agree."""
+
 import json
 import random
 
@@ -7,7 +8,19 @@ import pytest
 from gateway.prompt.pipeline import Pipeline
 from replicas.simulated import requests
 
-WORDS = ("hello", " world", "\n\n", "  ", "12345", "\u00e9t\u00e9", "\u65e5\u672c", "<think>", "don't", "<\uff5cUser\uff5c>", "")
+WORDS = (
+    "hello",
+    " world",
+    "\n\n",
+    "  ",
+    "12345",
+    "\u00e9t\u00e9",
+    "\u65e5\u672c",
+    "<think>",
+    "don't",
+    "<\uff5cUser\uff5c>",
+    "",
+)
 
 
 def text(rng: random.Random) -> str:
@@ -35,19 +48,28 @@ def chat(rng: random.Random) -> dict:
 
 
 def anthropic(rng: random.Random) -> dict:
-    blocks = {"user": ({"type": "text", "text": "Hi"}, {"type": "tool_result", "tool_use_id": "1", "content": "ok"}),
-              "assistant": ({"type": "text", "text": "Yes"}, {"type": "thinking", "thinking": "Hm"},
-                            {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}})}
-    messages = [{"role": role, "content": rng.choice((text(rng) + ".", rng.sample(blocks[role], 2)))}
-                for role in rng.choices(("user", "assistant"), k=rng.randrange(1, 5))]
+    blocks = {
+        "user": ({"type": "text", "text": "Hi"}, {"type": "tool_result", "tool_use_id": "1", "content": "ok"}),
+        "assistant": (
+            {"type": "text", "text": "Yes"},
+            {"type": "thinking", "thinking": "Hm"},
+            {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+        ),
+    }
+    messages = [
+        {"role": role, "content": rng.choice((text(rng) + ".", rng.sample(blocks[role], 2)))}
+        for role in rng.choices(("user", "assistant"), k=rng.randrange(1, 5))
+    ]
     return {"model": "sim", "max_tokens": 1, "system": text(rng), "messages": messages}
 
 
 def responses(rng: random.Random) -> dict:
-    items = ({"role": "user", "content": [{"type": "input_text", "text": text(rng)}]},
-             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text(rng)}]},
-             {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
-             {"type": "function_call_output", "call_id": "1", "output": text(rng)})
+    items = (
+        {"role": "user", "content": [{"type": "input_text", "text": text(rng)}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text(rng)}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "1", "output": text(rng)},
+    )
     return {"model": "sim", "instructions": text(rng), "input": [*rng.choices(items, k=3), items[0]]}
 
 
@@ -56,9 +78,14 @@ def pipeline(model_dir):
     return Pipeline(model_dir, "sim", 16)
 
 
-@pytest.mark.parametrize("path, make, ask", [
-    ("/v1/chat/completions", chat, requests.chat), ("/v1/messages", anthropic, requests.anthropic),
-    ("/v1/responses", responses, requests.responses)])
+@pytest.mark.parametrize(
+    "path, make, ask",
+    [
+        ("/v1/chat/completions", chat, requests.chat),
+        ("/v1/messages", anthropic, requests.anthropic),
+        ("/v1/responses", responses, requests.responses),
+    ],
+)
 def test_both_give_the_same_ids(tokens, pipeline, path, make, ask):
     rng = random.Random(path)
     for _ in range(300):

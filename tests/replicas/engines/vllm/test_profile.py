@@ -125,7 +125,10 @@ def test_engines_that_hand_over_kv_meet_on_ports_of_their_own():
     "fields, said",
     [
         ("tensor_paralel_size: 2", "unknown field 'tensor_paralel_size', did you mean 'tensor_parallel_size'?"),
-        ("speculative_config: {mehtod: ngram}", "unknown field 'speculative_config.mehtod', did you mean 'speculative_config.method'?"),
+        (
+            "speculative_config: {mehtod: ngram}",
+            "unknown field 'speculative_config.mehtod', did you mean 'speculative_config.method'?",
+        ),
         ("kv_transfer_config: {kv_connectr: x}", "did you mean 'kv_transfer_config.kv_connector'?"),
         ("attention_backend: FLASHMAL", "attention_backend: 'FLASHMAL' is not known; did you mean 'FLASHMLA'?"),
         ("kv_cache_dtype: int8", "kv_cache_dtype: Input should be 'auto'"),
@@ -137,7 +140,10 @@ def test_engines_that_hand_over_kv_meet_on_ports_of_their_own():
         ("enable_eplb: true", "set enable_expert_parallel: true"),
         ("all2all_backend: pplx", "needs enable_expert_parallel"),
         ("tensor_parallel_size: 4\ndecode_context_parallel_size: 3", "tensor_parallel_size 4 must be a multiple"),
-        ("prefill_context_parallel_size: 2\ntensor_parallel_size: 4\ndecode_context_parallel_size: 4", "must be one of 1, 2, 8"),
+        (
+            "prefill_context_parallel_size: 2\ntensor_parallel_size: 4\ndecode_context_parallel_size: 4",
+            "must be one of 1, 2, 8",
+        ),
         ("distributed_executor_backend: uni\ntensor_parallel_size: 2", "use mp"),
         ("kv_cache_dtype: fp8_ds_mla", "attention_backend is not set"),
         ("kv_cache_dtype: fp8_ds_mla\nattention_backend: FLASHINFER", "attention_backend is FLASHINFER"),
@@ -149,7 +155,10 @@ def test_engines_that_hand_over_kv_meet_on_ports_of_their_own():
         ("kv_offloading_size: 8\nkv_transfer_config: {kv_connector: NixlConnector}", "would replace NixlConnector"),
         ("kv_offloading_backend: native", "needs kv_offloading_size"),
         ("enable_sleep_mode: true\nenv: {PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}", "leave it out"),
-        ("enable_chunked_prefill: false\nmax_num_batched_tokens: 2048\nmax_model_len: 8192", "2048 is less than max_model_len 8192"),
+        (
+            "enable_chunked_prefill: false\nmax_num_batched_tokens: 2048\nmax_model_len: 8192",
+            "2048 is less than max_model_len 8192",
+        ),
         ("enable_chunked_prefill: false\nlong_prefill_token_threshold: 512", "cuts prompts into chunks"),
         ("max_num_batched_tokens: 64\nmax_num_seqs: 128", "at least max_num_seqs 128"),
         ("long_prefill_token_threshold: 9000\nmax_model_len: 8192", "above max_model_len 8192"),
@@ -159,10 +168,18 @@ def test_engines_that_hand_over_kv_meet_on_ports_of_their_own():
         ("speculative_config: {num_speculative_tokens: 2}", "name a method"),
         ("speculative_config: {method: eagle3, num_speculative_tokens: 2}", "needs a model that drafts"),
         ("speculative_config: {method: ngram}", "num_speculative_tokens is missing"),
-        ("speculative_config: {method: mtp, num_speculative_tokens: 1, prompt_lookup_max: 3}", "belong to method ngram"),
-        ("speculative_config: {method: ngram, num_speculative_tokens: 1, prompt_lookup_max: 3, prompt_lookup_min: 4}", "is above"),
-        ("tensor_parallel_size: 4\nspeculative_config: {method: draft_model, model: m, num_speculative_tokens: 1, draft_tensor_parallel_size: 2}",
-         "must be 1 or tensor_parallel_size 4"),
+        (
+            "speculative_config: {method: mtp, num_speculative_tokens: 1, prompt_lookup_max: 3}",
+            "belong to method ngram",
+        ),
+        (
+            "speculative_config: {method: ngram, num_speculative_tokens: 1, prompt_lookup_max: 3, prompt_lookup_min: 4}",
+            "is above",
+        ),
+        (
+            "tensor_parallel_size: 4\nspeculative_config: {method: draft_model, model: m, num_speculative_tokens: 1, draft_tensor_parallel_size: 2}",
+            "must be 1 or tensor_parallel_size 4",
+        ),
         ("async_scheduling: true\nspeculative_config: {method: ngram, num_speculative_tokens: 4}", "has not seen yet"),
         ("max_lora_rank: 16", "without adapters"),
         ("enable_lora: true\nmax_loras: 4\nmax_cpu_loras: 2", "at least max_loras 4"),
@@ -276,4 +293,12 @@ def test_the_executable_is_found_as_the_shell_would_or_beside_our_python(tmp_pat
 def test_an_example_for_every_kind_of_machine():
     assert set(EXAMPLES) == {"vllm", "cpu", "small-gpu", "8-gpu", "moe-expert-parallel", "mla", "long-context"}
     worlds = {name: profile.load(name).world for name in EXAMPLES}
-    assert worlds == {"vllm": 1, "cpu": 1, "small-gpu": 1, "8-gpu": 4, "moe-expert-parallel": 8, "mla": 8, "long-context": 4}
+    assert worlds == {
+        "vllm": 1,
+        "cpu": 1,
+        "small-gpu": 1,
+        "8-gpu": 4,
+        "moe-expert-parallel": 8,
+        "mla": 8,
+        "long-context": 4,
+    }

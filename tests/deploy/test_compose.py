@@ -25,7 +25,9 @@ DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 
 def schema() -> dict:
     """The compose specification's own schema, as the package check-jsonschema carries it."""
-    return json.loads(resources.files("check_jsonschema").joinpath("builtin_schemas/vendor/compose-spec.json").read_text())
+    return json.loads(
+        resources.files("check_jsonschema").joinpath("builtin_schemas/vendor/compose-spec.json").read_text()
+    )
 
 
 def test_valid_by_the_compose_specification():
@@ -67,7 +69,9 @@ def test_the_admin_sides_token_is_made_once_and_everybody_may_read_it_who_has_th
     token = file.read_text()
     make_token(file)
     assert file.read_text() == token and len(token) == 64 and file.stat().st_mode & 0o777 == 0o444
-    readers = {name for name, service in SERVICES.items() if "admin-token:/run/hitherto:ro" in service.get("volumes", [])}
+    readers = {
+        name for name, service in SERVICES.items() if "admin-token:/run/hitherto:ro" in service.get("volumes", [])
+    }
     assert readers == {"gateway", "prometheus"}
     for name in readers:
         assert SERVICES[name]["depends_on"] == {"admin-token": {"condition": "service_completed_successfully"}}
@@ -75,7 +79,11 @@ def test_the_admin_sides_token_is_made_once_and_everybody_may_read_it_who_has_th
 
 def test_the_admin_side_answers_to_the_name_that_prometheus_asks_and_with_what_it_sends(monkeypatch, tmp_path):
     settings = gateway_settings(monkeypatch, tmp_path)
-    (job,) = (job for job in yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())["scrape_configs"] if job["job_name"] == "hitherto")
+    (job,) = (
+        job
+        for job in yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())["scrape_configs"]
+        if job["job_name"] == "hitherto"
+    )
     (target,) = job["static_configs"][0]["targets"]
     assert target.partition(":")[0] in settings.admin_allow_host
     assert "@" + job["authorization"]["credentials_file"] in SERVICES["gateway"]["command"] and read_token(settings)

@@ -52,13 +52,22 @@ def test_each_expression_uses_what_the_gateway_exports(title, expression):
 async def test_no_query_is_empty_before_the_first_request():
     """Each series a query selects is on the page of a gateway that was asked nothing yet, so that rates begin at 0."""
     async with running("--launch", "1", "--profile", "sim", "--shadow", "round_robin") as gateway:
-        await gateway.until(lambda status: all(one["waiting"] is not None and one["state"] == "ready" for one in status["replicas"]) and status["replicas"])
+        await gateway.until(
+            lambda status: (
+                all(one["waiting"] is not None and one["state"] == "ready" for one in status["replicas"])
+                and status["replicas"]
+            )
+        )
         page = (await gateway.admin.get("/metrics")).text
-    shown = [(sample.name, sample.labels) for family in text_string_to_metric_families(page) for sample in family.samples]
+    shown = [
+        (sample.name, sample.labels) for family in text_string_to_metric_families(page) for sample in family.samples
+    ]
     for title, expression in EXPRESSIONS:
         for name, matchers in re.findall(r"\b((?:hitherto|process)_\w+)(?:{([^}]*)})?", expression):
             wanted = {label: value for label, value in re.findall(r'(\w+)="([^"]*)"', matchers) if label != "job"}
-            assert any(one == name and wanted.items() <= labels.items() for one, labels in shown), f"{title}: {name} {wanted}"
+            assert any(one == name and wanted.items() <= labels.items() for one, labels in shown), (
+                f"{title}: {name} {wanted}"
+            )
 
 
 def test_legends_use_labels_their_expression_keeps():
@@ -101,7 +110,9 @@ def test_prometheus_scrapes_the_services_of_compose():
     jobs = {job["job_name"]: [target.split(":") for one in job["static_configs"] for target in one["targets"]]
             for job in config["scrape_configs"]}  # fmt: skip
     assert jobs["hitherto"] == [["gateway", str(Settings().admin_port)]]
-    assert sorted(host for host, _ in jobs["replicas"]) == sorted(name for name in services if name.startswith("replica-"))
+    assert sorted(host for host, _ in jobs["replicas"]) == sorted(
+        name for name in services if name.startswith("replica-")
+    )
     used = {job for _, expression in EXPRESSIONS for job in re.findall(r'job="(\w+)"', expression)}
     assert used <= set(jobs)
 
@@ -118,11 +129,17 @@ def test_panels_have_a_place_of_their_own_and_the_provisioned_source():
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24
-        for cell in ((x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])):
+        for cell in (
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        ):
             assert cell not in taken, f"{panel['title']} lies on {taken[cell]}"
             taken[cell] = panel["title"]
     for panel in PANELS:
-        assert {target["datasource"]["uid"] for target in panel["targets"]} | {panel["datasource"]["uid"]} == {source["uid"]}
+        assert {target["datasource"]["uid"] for target in panel["targets"]} | {panel["datasource"]["uid"]} == {
+            source["uid"]
+        }
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids))
 
@@ -133,4 +150,7 @@ def test_grafana_finds_the_dashboard_where_compose_mounts_it():
     mounts = dict(mount.split(":")[:2][::-1] for mount in compose["volumes"])
     assert mounts[provider["options"]["path"]] == "./deploy/grafana/dashboards"
     assert mounts["/etc/grafana/provisioning"] == "./deploy/grafana/provisioning"
-    assert compose["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == provider["options"]["path"] + "/hitherto.json"
+    assert (
+        compose["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+        == provider["options"]["path"] + "/hitherto.json"
+    )

@@ -37,7 +37,8 @@ def model(vllm_python, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def start_engine(model, tmp_path_factory):
-    """`start_engine(*flags, model=..., blocks=..., ...)` starts one and does not wait; all are ended with the session."""
+    """`start_engine(*flags, model=..., blocks=..., ...)` starts one and does not wait; all are ended with the
+    session."""
     started: list[Engine] = []
 
     def start(*flags: str, model: Path = model, **options) -> Engine:

@@ -96,7 +96,12 @@ class Engine:
         self._ended = False
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, env={**os.environ, **self.env}, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_us
+                self.command,
+                env={**os.environ, **self.env},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_us,
             )
         return self
 

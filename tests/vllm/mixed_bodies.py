@@ -22,7 +22,10 @@ class Mixer:
 
     def text(self, empty: bool = True) -> str:
         words = ["hello world", "I am", " the quick", "Don't", " 3.14", "def f(x):", "\n", " ", "x"]
-        pieces = [self._one(ODD_TEXTS[:-1] if self._chance(0.3) else words) for _ in range(self._random.randrange(0 if empty else 1, 7))]
+        pieces = [
+            self._one(ODD_TEXTS[:-1] if self._chance(0.3) else words)
+            for _ in range(self._random.randrange(0 if empty else 1, 7))
+        ]
         made = "".join(piece[: self._random.randrange(1, 40)] for piece in pieces)
         return made if empty or made.strip() else made + "x"
 
@@ -34,7 +37,9 @@ class Mixer:
     def arguments(self) -> str:
         keys, values = ["city", "n", "\u00e9", "<b>"], [1, 2.5, None, True, 'Paris "x"', [1, "a"], {"b": 1e-7}]
         made = {self._one(keys): self._one([*values, self.text()]) for _ in range(self._random.randrange(4))}
-        return self._one([json.dumps(made), json.dumps(made, ensure_ascii=False, indent=1), "", '{"a": 1e3,  "b":-0.0}'])
+        return self._one(
+            [json.dumps(made), json.dumps(made, ensure_ascii=False, indent=1), "", '{"a": 1e3,  "b":-0.0}']
+        )
 
     def chat(self) -> tuple[str, Body]:
         messages: list[Body] = []
@@ -49,7 +54,11 @@ class Mixer:
             body["tools"] = self._random.sample(TOOLS, self._random.randrange(1, 4))
             body["tool_choice"] = self._one(["auto", "none", "required"])
         fields = {
-            "chat_template_kwargs": {self._one(["enable_thinking", "foo", "date_string", "thinking"]): self._one([True, False, "26 Jul 2024", None])},
+            "chat_template_kwargs": {
+                self._one(["enable_thinking", "foo", "date_string", "thinking"]): self._one(
+                    [True, False, "26 Jul 2024", None]
+                )
+            },
             "reasoning_effort": self._one(["none", "low", "high"]),
             "add_generation_prompt": False,
             "add_special_tokens": True,
@@ -72,7 +81,11 @@ class Mixer:
         return [answer, *(result(self.content(), tool_call_id=name) for name in names)]
 
     def completion(self) -> tuple[str, Body]:
-        body = {"prompt": self._one([self.text(False), [self.text(False), self.text(False)], [1, 2, 3], [[1, 2], [3, 4, 5]]])}
+        body = {
+            "prompt": self._one(
+                [self.text(False), [self.text(False), self.text(False)], [1, 2, 3], [[1, 2], [3, 4, 5]]]
+            )
+        }
         if self._chance(0.3):
             body["add_special_tokens"] = self._chance(0.5)
         if self._chance(0.2):
@@ -93,18 +106,47 @@ class Mixer:
         if self._chance(0.4):
             body["instructions"] = self.text()
         if self._chance(0.3):
-            body["tools"] = [{"type": "function", "name": "get_weather", "description": "d", "parameters": {"type": "object"}, "strict": True}]
+            body["tools"] = [
+                {
+                    "type": "function",
+                    "name": "get_weather",
+                    "description": "d",
+                    "parameters": {"type": "object"},
+                    "strict": True,
+                }
+            ]
         return RESPONSES, body
 
     def message(self) -> tuple[str, Body]:
         messages: list[Body] = []
         for _ in range(self._random.randrange(1, 4)):
-            told = {"type": "tool_result", "tool_use_id": "toolu_001", "content": self._one([self.text(), [text(self.text())]])}
-            messages.append(user(self._one([self.text(), [text(self.text())], [text(self.text()), text(self.text())], [told, text(self.text())]])))
+            told = {
+                "type": "tool_result",
+                "tool_use_id": "toolu_001",
+                "content": self._one([self.text(), [text(self.text())]]),
+            }
+            messages.append(
+                user(
+                    self._one(
+                        [
+                            self.text(),
+                            [text(self.text())],
+                            [text(self.text()), text(self.text())],
+                            [told, text(self.text())],
+                        ]
+                    )
+                )
+            )
             if self._chance(0.8):
                 used = {"type": "tool_use", "id": "toolu_001", "name": "get_weather", "input": {"city": self.text()}}
                 thought = {"type": "thinking", "thinking": self.text(), "signature": "s"}
-                messages.append(said(self._one([self.text(), [text(self.text()), used], [thought, text(self.text())], [thought, used]])))
+                messages.append(
+                    said(
+                        self._one(
+                            [self.text(), [text(self.text()), used], [thought, text(self.text())], [thought, used]]
+                        )
+                    )
+                )
         body: Body = {"messages": messages, "max_tokens": 16}
         if self._chance(0.5):
             body["system"] = self._one([self.text(), [text(self.text()), text(self.text())]])

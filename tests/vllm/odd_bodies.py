@@ -27,7 +27,9 @@ TOO_LONG: dict[str, tuple[str, Body]] = {
     "ids, a hundred tokens": complete(_MANY, truncate_prompt_tokens=-1, max_tokens=100),
     "text": complete("x y " * 12_000, truncate_prompt_tokens=-1, max_tokens=8),
     "chat, one token": chat(user("x y " * 12_000), truncate_prompt_tokens=-1, max_tokens=1),
-    "chat, a hundred tokens": chat(user("x y " * 12_000), truncate_prompt_tokens=-1, max_completion_tokens=100, max_tokens=7),
+    "chat, a hundred tokens": chat(
+        user("x y " * 12_000), truncate_prompt_tokens=-1, max_completion_tokens=100, max_tokens=7
+    ),
     "truncation auto": respond("x y " * 12_000, truncation="auto", max_output_tokens=50),
 }
 
@@ -35,8 +37,12 @@ _IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"
 # What cannot be known from the body alone.
 LOAD: dict[str, tuple[str, Body]] = {
     "an image": chat(user([text("What is this?"), _IMAGE])),
-    "an image in Messages": message(user([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}])),
-    "an image in Responses": respond([user([{"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}])]),
+    "an image in Messages": message(
+        user([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}])
+    ),
+    "an image in Responses": respond(
+        [user([{"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}])]
+    ),
     "sound": chat(user([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}])),
     "a suffix": complete("def f(", suffix="return x"),
     "embeds": complete("x", prompt_embeds="AAAA"),

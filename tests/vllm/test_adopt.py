@@ -37,10 +37,24 @@ def publishing(first: int, **more) -> tuple[str, ...]:
 def started(start_engine, model):
     """{"ranks": two data-parallel ranks, "mute": an engine that tells little}; they load side by side."""
     first = ports.pick(1, "127.0.0.1", set(), run=4)[0]
-    flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
-    ranks = start_engine(*flags, *publishing(first, replay_endpoint=f"tcp://*:{first + 2}"), events=None, blocks=256, env=MANY)
+    flags = (
+        "--data-parallel-size",
+        "2",
+        "--api-server-count",
+        "1",
+        "--enable-lora",
+        "--max-lora-rank",
+        "8",
+        "--max-loras",
+        "2",
+    )
+    ranks = start_engine(
+        *flags, *publishing(first, replay_endpoint=f"tcp://*:{first + 2}"), events=None, blocks=256, env=MANY
+    )
     # vLLM 0.32 tells where its events are, 0.28 has to be believed
-    ranks.replica_url = f"{ranks.url}#events=tcp://127.0.0.1:{first},replay=tcp://127.0.0.1:{first + 2}" if OLD else ranks.url
+    ranks.replica_url = (
+        f"{ranks.url}#events=tcp://127.0.0.1:{first},replay=tcp://127.0.0.1:{first + 2}" if OLD else ranks.url
+    )
     quiet = ("--no-enable-prompt-tokens-details", "--disable-log-stats", "--api-key", KEY)
     mute = start_engine(*quiet, *publishing(ports.pick(1, "127.0.0.1", set())[0]), events=None, blocks=128)
     yield {"ranks": ranks, "mute": mute}
@@ -89,13 +103,25 @@ async def settled(running) -> None:
 
 async def test_an_engine_tells_what_it_is(engine):
     facts = await told_by(engine)
-    assert facts.serving and facts.models == {"tiny": None, **dict.fromkeys(ADAPTERS, "tiny")} and facts.root == str(engine.model)
+    assert (
+        facts.serving
+        and facts.models == {"tiny": None, **dict.fromkeys(ADAPTERS, "tiny")}
+        and facts.root == str(engine.model)
+    )
     assert facts.version == ".".join(map(str, version())) and facts.engines == (0,)
-    assert (facts.block_size, facts.num_blocks) == (engine.block_size, engine.blocks) and facts.scrape.prefix_caching is True
+    assert (facts.block_size, facts.num_blocks) == (
+        engine.block_size,
+        engine.blocks,
+    ) and facts.scrape.prefix_caching is True
     assert facts.max_model_len == SHARED_TOKENS - block_size() and facts.scrape.started > 1e9
     assert None not in facts.scrape[:8]
     (replica,) = described(parse_url(engine.replica_url), facts)
-    assert (replica.id, replica.rank, replica.events.endpoint, replica.events.replay) == (f"127.0.0.1:{engine.port}", None, engine.events, engine.replay)
+    assert (replica.id, replica.rank, replica.events.endpoint, replica.events.replay) == (
+        f"127.0.0.1:{engine.port}",
+        None,
+        engine.events,
+        engine.replay,
+    )
     assert replica.problems == ()
     if OLD:
         assert set(facts.problems) == {"events"} and "#events=" in facts.problems["events"].remedy
@@ -107,7 +133,9 @@ async def test_an_engine_that_serves_a_folder_by_another_name_is_matched_by_toke
     """Nobody has told the gateway where the model is; "tiny" leads nowhere."""
     async with gateway_process("--replica-url", engine.replica_url) as process:
         await process.until(lambda status: status["ready"])
-        answer = await process.client.post("/v1/completions", json={"model": "tiny", "prompt": text("folder"), "max_tokens": 1})
+        answer = await process.client.post(
+            "/v1/completions", json={"model": "tiny", "prompt": text("folder"), "max_tokens": 1}
+        )
         assert answer.status_code == 200 and (await process.status())["totals"]["prompts"] == {"exact": 1}
 
 
@@ -118,7 +146,10 @@ async def test_ranks_tell_their_figures_apart(ranks):
     assert zero.num_blocks == one.num_blocks == 256 and not zero.problems
     for first, second in ((zero.events.endpoint, one.events.endpoint), (zero.events.replay, one.events.replay)):
         assert int(second.rpartition(":")[2]) == int(first.rpartition(":")[2]) + 1
-    assert [one.scrape.prefix_hits is not None and one.scrape.kv_usage is not None for one in (zero, one)] == [True, True]
+    assert [one.scrape.prefix_hits is not None and one.scrape.kv_usage is not None for one in (zero, one)] == [
+        True,
+        True,
+    ]
 
 
 async def test_predictions_equal_what_each_rank_reports(ranks):
@@ -129,14 +160,22 @@ async def test_predictions_equal_what_each_rank_reports(ranks):
         if name in "abcd":
             path, body["prompt"] = "/v1/completions", text(name) + text("again") * turn
         else:
-            messages = [{"role": "user", "content": text(name)}, {"role": "assistant", "content": "So?"}, {"role": "user", "content": text("again")}]
-            path, body["messages"] = "/v1/messages" if name in "gh" else "/v1/chat/completions", messages[: 1 + 2 * turn]
+            messages = [
+                {"role": "user", "content": text(name)},
+                {"role": "assistant", "content": "So?"},
+                {"role": "user", "content": text("again")},
+            ]
+            path, body["messages"] = (
+                "/v1/messages" if name in "gh" else "/v1/chat/completions",
+                messages[: 1 + 2 * turn],
+            )
         return client.post(path, json=body, headers={"X-data-parallel-rank": "9"})
 
     async with gateway(ranks, ready=False) as running:
         await running.until(two_live, 60)
         homes: dict[str, set[str]] = {}
-        for turn in range(2):  # at first all at once, so that both ranks get some; then one by one, so that none has to make way
+        # at first all at once, so that both ranks get some; then one by one, so that none has to make way
+        for turn in range(2):
             asked = [ask(running.client, name, turn) for name in "abcdefgh"]
             answers = [await one for one in asked] if turn else await asyncio.gather(*asked)
             for name, answer in zip("abcdefgh", answers):
@@ -153,7 +192,10 @@ async def test_predictions_equal_what_each_rank_reports(ranks):
         async with httpx.AsyncClient(base_url=ranks.url, timeout=30) as direct:
             home = int(homes["a"].pop()[-1])
             body = {"model": "tiny", "prompt": text("a"), "max_tokens": 1}
-            found = [cached(await direct.post("/v1/completions", json=body, headers={"X-data-parallel-rank": str(rank)})) for rank in (home, 1 - home)]
+            found = [
+                cached(await direct.post("/v1/completions", json=body, headers={"X-data-parallel-rank": str(rank)}))
+                for rank in (home, 1 - home)
+            ]
         assert found[0] > 0 == found[1]
         figures = (await running.admin.get("/metrics")).text
         assert [counted(figures, "hitherto_predictions_total", outcome=wrong) for wrong in ("over", "under")] == [0, 0]
@@ -165,7 +207,9 @@ async def test_a_drained_rank_gets_nothing_and_the_other_goes_on(ranks):
         await running.admin.post(f"/replicas/127.0.0.1:{ranks.port}-dp1/drain")
         before = (await told_by(ranks)).scrape.ranks[1].prefix_queries
         for number in range(6):
-            answer = await running.client.post("/v1/completions", json={"model": "tiny", "prompt": text(f"n{number}"), "max_tokens": 1})
+            answer = await running.client.post(
+                "/v1/completions", json={"model": "tiny", "prompt": text(f"n{number}"), "max_tokens": 1}
+            )
             assert answer.headers["x-hitherto-replica"].endswith("-dp0")
         assert (await told_by(ranks)).scrape.ranks[1].prefix_queries == before
 
@@ -174,25 +218,36 @@ async def test_adapters_loaded_and_unloaded_at_run_time(ranks, engine, tmp_path)
     """`green` only on the ranks, `red` only on the other engine, and the base model on all three."""
     folder = lora(tmp_path / "green", seed=7)
     here, there = {f"127.0.0.1:{ranks.port}-dp{rank}" for rank in (0, 1)}, {f"127.0.0.1:{engine.port}"}
-    async with gateway(ranks, engine, ready=False) as running, httpx.AsyncClient(base_url=ranks.url, timeout=60) as direct:
+    async with (
+        gateway(ranks, engine, ready=False) as running,
+        httpx.AsyncClient(base_url=ranks.url, timeout=60) as direct,
+    ):
 
         def green(status):
             return {one["id"] for one in status["replicas"] if one["adapters"].get("green") == "tiny"}
 
         await running.until(lambda status: sum(one["events"] == "live" for one in status["replicas"]) == 3, 60)
-        assert (await direct.post("/v1/load_lora_adapter", json={"lora_name": "green", "lora_path": str(folder)})).status_code == 200
+        assert (
+            await direct.post("/v1/load_lora_adapter", json={"lora_name": "green", "lora_path": str(folder)})
+        ).status_code == 200
         await running.until(lambda status: green(status) == here)
         seen: dict[str, set[str]] = {"green": set(), "red": set()}
         for turn in range(2):
             for name in ("green", "red"):
                 for prompt in "xyz":
-                    answer = await running.client.post("/v1/completions", json={"model": name, "prompt": text(prompt), "max_tokens": 1})
+                    answer = await running.client.post(
+                        "/v1/completions", json={"model": name, "prompt": text(prompt), "max_tokens": 1}
+                    )
                     assert answer.status_code == 200, answer.text
                     assert predicted(answer) == cached(answer) and bool(turn) == bool(cached(answer))
                     seen[name].add(answer.headers["x-hitherto-replica"])
             await settled(running)
         assert seen["green"] <= here and seen["red"] == there
-        explained = (await running.admin.post("/explain", params={"path": "/v1/completions"}, json={"model": "green", "prompt": text("x")})).json()
+        explained = (
+            await running.admin.post(
+                "/explain", params={"path": "/v1/completions"}, json={"model": "green", "prompt": text("x")}
+            )
+        ).json()
         assert explained["adapter"] == "green" and {one["id"] for one in explained["replicas"]} == here
         assert max(one["overlap_tokens"] for one in explained["replicas"]) > 0
         assert (await direct.post("/v1/unload_lora_adapter", json={"lora_name": "green"})).status_code == 200
@@ -206,14 +261,19 @@ async def examined(engine: Engine, model, monkeypatch, tmp_path) -> dict[str, do
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gateway.ops.trial.EVENT_SECONDS", 2.0)
     free = ports.pick(2, "127.0.0.1", set())
-    config = load({"replica_url": (engine.replica_url,), "model": str(model), "port": free[0], "admin_port": free[1]}, file=None)
+    config = load(
+        {"replica_url": (engine.replica_url,), "model": str(model), "port": free[0], "admin_port": free[1]}, file=None
+    )
     return {finding.subject.split(" 127.")[0]: finding async for finding in doctor.examine(config)}
 
 
 async def test_the_doctor_finds_nothing_amiss_with_a_whole_engine(engine, model, monkeypatch, tmp_path):
     found = await examined(engine, model, monkeypatch, tmp_path)
     assert {one.level for one in found.values()} == {"ok"}, found
-    assert "adapters red, blue" in found["replica"].text and f"{engine.blocks} blocks of {engine.block_size}" in found["replica"].text
+    assert (
+        "adapters red, blue" in found["replica"].text
+        and f"{engine.blocks} blocks of {engine.block_size}" in found["replica"].text
+    )
 
 
 async def test_the_doctor_tries_each_rank(ranks, model, monkeypatch, tmp_path):

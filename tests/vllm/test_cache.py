@@ -28,7 +28,9 @@ def explained(outcomes: list[Outcome], witnesses: dict[str, Witness]) -> None:
     for one in outcomes:
         witness = witnesses[one.replica]
         assert one.cached in one.held(witness), one
-        late = next((early for early in (0, 0.1, 0.25, 0.5, 1, 2, 4, 60) if one.predicted in one.held(witness, early)), None)
+        late = next(
+            (early for early in (0, 0.1, 0.25, 0.5, 1, 2, 4, 60) if one.predicted in one.held(witness, early)), None
+        )
         assert late is not None and late <= LATE_SECONDS, f"last true {late} s before it was asked, if ever: {one}"
 
 
@@ -50,9 +52,10 @@ async def test_every_prediction_is_exact_once_events_have_come(engines, witnesse
 
 @pytest.mark.parametrize("clients, least_equal, most_wrong", [(1, 0.96, 0.01), (4, 0.85, 0.05), (8, 0.8, 0.1)])
 async def test_what_differs_changed_on_the_way(engines, witnesses, clients, least_equal, most_wrong):
-    """Without waiting for events. Between choice and admission pass a few steps of the engine, in which running requests
-    take blocks (8 requests alone fill both caches); nobody can know which before they do, and events tell it a step later.
-    Seen with 0.28.0 on 2 cores with other work: 100 % equal with one client, 95 to 97 % with 4, 90 to 91 % with 8."""
+    """Without waiting for events. Between choice and admission pass a few steps of the engine, in which running
+    requests take blocks (8 requests alone fill both caches); nobody can know which before they do, and events tell it a
+    step later. Seen with 0.28.0 on 2 cores with other work: 100 % equal with one client, 95 to 97 % with 4, 90 to 91 %
+    with 8."""
     async with gateway(*engines) as process:
         outcomes = await drive(process, REQUESTS, mixed, talks=16, clients=clients, seed=clients)
         print(await events(process))
@@ -74,7 +77,9 @@ async def test_tenants_and_adapters_share_nothing(engine):
             body = {"model": model, "prompt": prompt, "max_tokens": 1} | ({"cache_salt": salt} if salt else {})
             answer = await process.client.post("/v1/completions", json=body)
             usage = answer.json()["usage"]
-            told.append((int(answer.headers["x-hitherto-cached-tokens"]), usage["prompt_tokens_details"]["cached_tokens"]))
+            told.append(
+                (int(answer.headers["x-hitherto-cached-tokens"]), usage["prompt_tokens_details"]["cached_tokens"])
+            )
     full = (usage["prompt_tokens"] - 1) // engine.block_size * engine.block_size
     assert told == [(0, 0)] * len(combinations) + [(full, full)] * len(combinations)
 
@@ -90,6 +95,8 @@ async def test_several_choices_leave_the_map_exact(engine, witnesses, way):
 
         await drive(process, 12, several, talks=3, seed=5)
         await caught_up(process, witness)
-        outcomes = await drive(process, 6, lambda dice: Talk(dice, way), talks=2, seed=6, between=lambda _: caught_up(process, witness))
+        outcomes = await drive(
+            process, 6, lambda dice: Talk(dice, way), talks=2, seed=6, between=lambda _: caught_up(process, witness)
+        )
     assert share_equal(outcomes) == 1, wrong(outcomes)
     assert any(one.cached for one in outcomes)

@@ -81,8 +81,12 @@ def words(one: VllmProfile) -> list[str]:
 def judged(vllm_python):
     """{"examples": {name: verdict}, "fields": [verdict], "nonsense": verdict, "choices": {flag: values}}: vLLM is
     imported once, which takes 5 s and more."""
-    fields = [profile.parse("engine: vllm\n" + "\n".join(line.strip() for line in text.splitlines())) for text in FIELDS]
-    lines = [words(profile.load(name)) for name in EXAMPLES] + [words(one) for one in fields] + [["/m", "--no-such-flag"]]
+    fields = [
+        profile.parse("engine: vllm\n" + "\n".join(line.strip() for line in text.splitlines())) for text in FIELDS
+    ]
+    lines = (
+        [words(profile.load(name)) for name in EXAMPLES] + [words(one) for one in fields] + [["/m", "--no-such-flag"]]
+    )
     run = subprocess.run([vllm_python, PARSER], input=json.dumps(lines), capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr[-2000:]
     said = json.loads(run.stdout[run.stdout.index('{"verdicts"') :])
@@ -100,7 +104,11 @@ def test_vllm_accepts_every_example(judged, name):
     verdict, wanted = judged["examples"][name], profile.load(name)
     assert "refused" not in verdict, verdict["refused"]
     values = verdict["accepted"]
-    assert values["served_model_name"] == ["tiny"] and values["enable_prompt_tokens_details"] and values["enable_prefix_caching"]
+    assert (
+        values["served_model_name"] == ["tiny"]
+        and values["enable_prompt_tokens_details"]
+        and values["enable_prefix_caching"]
+    )
     assert values["tensor_parallel_size"] == wanted.tensor_parallel_size
     assert values["kv_events_config"]["endpoint"] == "tcp://*:20001"
     if wanted.attention_backend:

@@ -22,7 +22,11 @@ pytestmark = pytest.mark.exact
 
 TEXT = " ".join(WORDS) * 6
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-TALK = [{"role": "system", "content": TEXT}, {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+TALK = [
+    {"role": "system", "content": TEXT},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "So."},
+]
 BODIES = [
     ("/v1/completions", {"prompt": TEXT}),
     ("/v1/completions", {"prompt": TEXT + " ünïcødé 漢字 🙂" * 9}),
@@ -33,19 +37,31 @@ BODIES = [
     ("/v1/completions", {"prompt": TEXT, "model": "red", "cache_salt": "red"}),
     ("/v1/chat/completions", {"messages": [*TALK, {"role": "user", "content": TEXT}]}),
     ("/v1/chat/completions", {"messages": TALK, "add_generation_prompt": False, "continue_final_message": True}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}], "stream": True}),
-    ("/v1/chat/completions", {"messages": [*TALK, {"role": "user", "content": TEXT}], "tools": [TOOL], "tool_choice": "none", "model": "blue"}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}], "stream": True},
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [*TALK, {"role": "user", "content": TEXT}],
+            "tools": [TOOL],
+            "tool_choice": "none",
+            "model": "blue",
+        },
+    ),
 ]
 
 
 def names(events: list[dict], model: str) -> set[int]:
-    """What blocks are called by what the events say of them, block by block, with the engine's hashes for links only."""
+    """What blocks are called by what the events say of them, block by block, with the engine's hashes for links
+    only."""
     called: dict[int | bytes, int] = {}
     for event in events:
         if event["type"] != "BlockStored":
             continue
         size, adapter, parent = event["block_size"], event["lora_name"], event["parent_block_hash"]
-        salts = ((event["extra_keys"] or [None])[0] or [])[1 if adapter else 0:]
+        salts = ((event["extra_keys"] or [None])[0] or [])[1 if adapter else 0 :]
         name = chain_seed(model, size, adapter, salts[0] if salts else None) if parent is None else called[parent]
         for i, key in enumerate(event["block_hashes"]):
             tokens = event["token_ids"][i * size : (i + 1) * size]
@@ -70,7 +86,9 @@ async def test_blocks_have_the_same_name_in_events_and_prompts(engines, which, w
     told = names(stored, "tiny")
     asked = set()
     for path, body in BODIES:
-        prompt = pipeline.prepare(path, json.dumps({"model": "tiny", "max_tokens": 2, **body}).encode(), {}, frozenset(("red", "blue")))
+        prompt = pipeline.prepare(
+            path, json.dumps({"model": "tiny", "max_tokens": 2, **body}).encode(), {}, frozenset(("red", "blue"))
+        )
         assert prompt.mode == "exact" and len(prompt.hashes) >= 3, (body, prompt.note)
         missing = [i for i, block in enumerate(prompt.hashes) if block not in told]
         assert not missing, (body, missing, len(prompt.hashes))
@@ -91,8 +109,8 @@ OLD, OLDER = {
 
 
 class Translator:
-    """Says again what a witness heard, from sockets of its own, live and with replay: as vLLM did until 0.23, each event
-    an array that begins with its type."""
+    """Says again what a witness heard, from sockets of its own, live and with replay: as vLLM did until 0.23, each
+    event an array that begins with its type."""
 
     def __init__(self, witness: Witness, fields: dict[str, tuple[str, ...]]):
         self.witness, self.fields, self.publisher = witness, fields, Publisher()
@@ -101,7 +119,9 @@ class Translator:
 
     def as_arrays(self, payload: bytes) -> bytes:
         at, events, rank = msgspec.msgpack.decode(payload)
-        return msgspec.msgpack.encode([at, [[event["type"], *(event[name] for name in self.fields[event["type"]])] for event in events], rank])
+        return msgspec.msgpack.encode(
+            [at, [[event["type"], *(event[name] for name in self.fields[event["type"]])] for event in events], rank]
+        )
 
     async def _translate(self) -> None:
         publisher = self.publisher
@@ -122,7 +142,9 @@ async def reset(engine) -> None:
     """Empty its cache, and make it say so: it does with its next step."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as client:
         (await client.post("/reset_prefix_cache")).raise_for_status()
-        (await client.post("/v1/completions", json={"model": "tiny", "prompt": "next step", "max_tokens": 1})).raise_for_status()
+        (
+            await client.post("/v1/completions", json={"model": "tiny", "prompt": "next step", "max_tokens": 1})
+        ).raise_for_status()
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["integers", "bytes"])
@@ -155,7 +177,9 @@ async def test_a_gateway_that_comes_late_knows_what_was_cached_before(engines):
     assert answer.headers["x-hitherto-replica"] == engines[0].url.removeprefix("http://")
 
 
-@pytest.mark.parametrize("noticed, found_by", [(False, b"and replayed"), (True, b"events come again")], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "noticed, found_by", [(False, b"and replayed"), (True, b"events come again")], ids=["short", "long"]
+)
 async def test_batches_lost_with_a_connection_are_replayed(engine, witness_of, noticed, found_by):
     """After a short time the next batch shows a gap. Before a long one is over the replica is known to be silent, and
     its cache is guessed until batches come again."""
@@ -193,7 +217,9 @@ async def test_a_cache_that_was_reset_holds_nothing(engine, witness_of):
 
         async def ask(body) -> tuple[int, int]:
             answer = await process.client.post("/v1/completions", json=body)
-            return int(answer.headers["x-hitherto-cached-tokens"]), answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return int(answer.headers["x-hitherto-cached-tokens"]), answer.json()["usage"]["prompt_tokens_details"][
+                "cached_tokens"
+            ]
 
         for body in bodies:
             await ask(body)

@@ -14,8 +14,8 @@ async def complete(process, prompt, **fields):
 
 
 async def test_streams_that_are_the_clients_fault_teach_nothing(engines):
-    """vLLM 0.32 answers them 200 with an error event, in a millisecond. Forty of them sent all of the next 360 requests to one of
-    two equal engines, and made their events `unobserved`."""
+    """vLLM 0.32 answers them 200 with an error event, in a millisecond. Forty of them sent all of the next 360 requests
+    to one of two equal engines, and made their events `unobserved`."""
     async with gateway(*engines) as process:
         begun = monotonic()
         for number in range(40):
@@ -25,13 +25,19 @@ async def test_streams_that_are_the_clients_fault_teach_nothing(engines):
         await complete(process, [OUTSIDE] * 100)
         page = (await process.admin.get("/metrics")).text
         assert 'hitherto_requests_total{path="completions",status="4xx"} 41.0' in page
-        assert all(line.endswith(" 0.0") for line in page.splitlines() if line.startswith("hitherto_ttft_seconds_count"))
+        assert all(
+            line.endswith(" 0.0") for line in page.splitlines() if line.startswith("hitherto_ttft_seconds_count")
+        )
         status = await process.status()
-        assert {one["events"] for one in status["replicas"]} == {"live"} and {one["state"] for one in status["replicas"]} == {"ready"}
+        assert {one["events"] for one in status["replicas"]} == {"live"} and {
+            one["state"] for one in status["replicas"]
+        } == {"ready"}
         assert {one["errors"] for one in status["replicas"]} == {0} and status["totals"]["errors"] == 0
         counts: dict[str, int] = {}
         for start in range(0, 120, 6):
-            answers = await asyncio.gather(*(complete(process, [300 + start + number, 400] * 50) for number in range(6)))
+            answers = await asyncio.gather(
+                *(complete(process, [300 + start + number, 400] * 50) for number in range(6))
+            )
             for answer in answers:
                 where = answer.headers["x-hitherto-replica"]
                 counts[where] = counts.get(where, 0) + 1
@@ -44,14 +50,20 @@ async def test_numbers_beyond_the_engines_limits_are_refused_as_it_does(engines)
         for path, body in (
             ("/v1/completions", {"prompt": "hello", "n": 16_385}),
             ("/v1/completions", {"prompt": "hello", "max_tokens": 100_000}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 100_000}),
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 100_000},
+            ),
             ("/v1/responses", {"input": "hi", "max_output_tokens": 100_000}),
             ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100_000}),
         ):
             ours = await process.client.post(path, json={"model": "tiny", **body})
             theirs = await process.client.post(engines[0].url + path, json={"model": "tiny", **body})
             assert (ours.status_code, theirs.status_code) == (400, 400)
-            words = [answer.json()["error"]["message"].replace("max_completion_tokens", "max_tokens") for answer in (ours, theirs)]
+            words = [
+                answer.json()["error"]["message"].replace("max_completion_tokens", "max_tokens")
+                for answer in (ours, theirs)
+            ]
             assert words[1].startswith(words[0]), words
 
 

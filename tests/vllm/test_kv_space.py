@@ -31,21 +31,29 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def logged(vllm_python, tmp_path_factory) -> dict[str, dict]:
-    """By name, what vLLM says of a cache of MEMORY bytes: one process for all models, each left to fit its context itself."""
+    """By name, what vLLM says of a cache of MEMORY bytes: one process for all models, each left to fit its context
+    itself."""
     cases = {}
     for name, config in MODELS.items():
         if name == "latent" and version() < (0, 29):
             continue  # its CPU build can't load one
         folder = tmp_path_factory.mktemp(name)
         (folder / "config.json").write_text(json.dumps(config))
-        cases[name] = {"folder": str(folder), "kv_cache_memory_bytes": MEMORY, "max_model_len": -1, "max_num_batched_tokens": 2048}
+        cases[name] = {
+            "folder": str(folder),
+            "kv_cache_memory_bytes": MEMORY,
+            "max_model_len": -1,
+            "max_num_batched_tokens": 2048,
+        }
     ran = subprocess.run([vllm_python, Path(__file__).parent / "kv_sizes.py"], input=json.dumps(cases), text=True, timeout=280,
                          capture_output=True, env={**os.environ, **ENVIRONMENT})  # fmt: skip
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-5000:]
     sizes = [json.loads(line.removeprefix("SIZE ")) for line in ran.stdout.splitlines() if line.startswith("SIZE ")]
     tokens = re.findall(r"KV cache size: ([\d,]+) tokens", ran.stdout + ran.stderr)
     assert len(sizes) == len(tokens) == len(cases)
-    return {size["name"]: {**size, "tokens": int(said.replace(",", ""))} for size, said in zip(sizes, tokens, strict=True)}
+    return {
+        size["name"]: {**size, "tokens": int(said.replace(",", ""))} for size, said in zip(sizes, tokens, strict=True)
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -57,5 +65,6 @@ def test_blocks_tokens_and_context_are_those_of_vllms_log(name, logged):
     blocks = space.blocks(MEMORY)
     assert blocks == said["blocks"]
     assert space.size(blocks, said["context"]) == said["tokens"]
-    forgotten = version() < (0, 29)  # the block that vLLM keeps for itself: it would accept that much and never finish it
+    # the block that vLLM keeps for itself: it would accept that much and never finish it
+    forgotten = version() < (0, 29)
     assert space.longest(blocks + forgotten) == said["context"]

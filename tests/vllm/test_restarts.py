@@ -48,7 +48,12 @@ async def test_a_gap_that_cannot_be_replayed_empties_the_replica(lone, witness_o
             await caught_up(process, witness)
             proxy.cut()
             for i in range(2):  # each block that is generated is a batch
-                body = {"model": "tiny", "prompt": f"{i} and on", "max_tokens": KEPT * lone.block_size, "ignore_eos": True}
+                body = {
+                    "model": "tiny",
+                    "prompt": f"{i} and on",
+                    "max_tokens": KEPT * lone.block_size,
+                    "ignore_eos": True,
+                }
                 (await process.client.post("/v1/completions", json=body)).raise_for_status()
             proxy.mend()
             async with asyncio.timeout(30):
@@ -81,7 +86,9 @@ async def test_an_engine_that_was_killed_holds_nothing(lone, witness_of):
         lone.kill()
         await process.until(lambda status: status["replicas"][0]["state"] != "ready")
         lone.start().wait()
-        status = await process.until(lambda status: status["replicas"][0]["state"] == "ready" and status["replicas"][0]["events"] == "live", 60)
+        status = await process.until(
+            lambda status: status["replicas"][0]["state"] == "ready" and status["replicas"][0]["events"] == "live", 60
+        )
         witness = witness_of(lone)
         assert status["replicas"][0]["map_blocks"] == 0
         # the same talks: nothing of them is left

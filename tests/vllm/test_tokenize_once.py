@@ -132,7 +132,9 @@ def joined(chunks: list[dict]):
     whole: dict = {}
     for chunk in map(alike, chunks):
         for choice in chunk.pop("choices"):
-            merge(whole.setdefault(choice["index"], {}), {key: value for key, value in choice.items() if key != "index"})
+            merge(
+                whole.setdefault(choice["index"], {}), {key: value for key, value in choice.items() if key != "index"}
+            )
         whole |= {key: value for key, value in chunk.items() if value is not None}
     return 200, whole
 
@@ -144,7 +146,11 @@ def merge(into: dict, more: dict) -> None:
         elif key == "tool_calls":
             for call in value or ():
                 merge(into.setdefault(f"call {call.get('index')}", {}), call)
-        elif isinstance(value, str | list) and isinstance(into.get(key), str | list) and key not in ("role", "finish_reason", "type", "id"):
+        elif (
+            isinstance(value, str | list)
+            and isinstance(into.get(key), str | list)
+            and key not in ("role", "finish_reason", "type", "id")
+        ):
             into[key] = into[key] + value
         elif value is not None:
             into[key] = value
@@ -184,7 +190,10 @@ async def test_an_engine_sent_ids_answers_what_it_answers_to_the_text(engine, mo
         for name, (path, body) in AS_IDS.items():
             request = asked(path, body)
             await answer(direct, path, request)  # from here on its prompt is cached
-            if await answer(direct, path, request) != (got := await answer(process.client, path, request)) or got[0] != 200:
+            if (
+                await answer(direct, path, request) != (got := await answer(process.client, path, request))
+                or got[0] != 200
+            ):
                 different.append((name, await answer(direct, path, request), got))
         assert different == []
         assert await sent(process) == before | {"ids": before.get("ids", 0) + len(AS_IDS)}

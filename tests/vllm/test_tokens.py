@@ -1,7 +1,8 @@
-"""The gateway's token ids are the engine's: four real tokenizers and templates, every endpoint, named and random bodies.
+"""The gateway's token ids are the engine's: four real tokenizers and templates, every endpoint, named and random
+bodies.
 
-The engine says its ids itself (`return_token_ids`, `enable_response_messages`, the /render endpoints), and where it says
-nothing (Messages of older versions) its KV events hold them. What an engine refuses is left out of the
+The engine says its ids itself (`return_token_ids`, `enable_response_messages`, the /render endpoints), and where it
+says nothing (Messages of older versions) its KV events hold them. What an engine refuses is left out of the
 comparison; what it takes the gateway must make exactly.
 """
 
@@ -61,7 +62,9 @@ def models(vllm_python, start_engine, tmp_path_factory):
         folder = tiny_model(tmp_path_factory.mktemp("models") / name, model_dir(name if name in NAMES else "llama3_2"))
         if name == "deepseek_v3":
             say_what_tokenizer_it_is(folder)
-        flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"] + ["--enable-scale-out"] * (version() >= (0, 30))
+        flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"] + ["--enable-scale-out"] * (
+            version() >= (0, 30)
+        )
         if name not in NAMES:
             flags = ["--runner", "pooling", "--convert", "embed"]
         made[name] = Model(name, folder, start_engine(*flags, model=folder, buffer_steps=100_000))
@@ -117,7 +120,9 @@ async def render(client: httpx.AsyncClient, path: str, body: dict) -> list[list[
 async def answer(client: httpx.AsyncClient, path: str, body: dict) -> list[list[int]]:
     """The ids of a prompt that was really computed."""
     if path == RESPONSES:
-        told = await ask(client, path, {"max_output_tokens": 1, **body, "enable_response_messages": True, "store": False})
+        told = await ask(
+            client, path, {"max_output_tokens": 1, **body, "enable_response_messages": True, "store": False}
+        )
         return [one["tokens"] for one in told["input_messages"]]
     told = await ask(client, path, {**body, "max_tokens": 1, "return_token_ids": True})
     if path == CHAT:
@@ -162,7 +167,10 @@ async def compare(model: Model, bodies: dict[object, tuple[str, dict]], theirs=r
 
 def tell(model: Model, what: str, counts: Counter) -> None:
     """Shown by `pytest -s` or -rP."""
-    said = ", ".join(f"{path} {counts[path, 'equal']} (refused {counts[path, 'refused']})" for path in sorted({path for path, _ in counts}))
+    said = ", ".join(
+        f"{path} {counts[path, 'equal']} (refused {counts[path, 'refused']})"
+        for path in sorted({path for path, _ in counts})
+    )
     print(f"\nvLLM {'.'.join(map(str, version()))} {model.name}, {what}: {said}")
 
 
@@ -184,7 +192,9 @@ async def test_what_cannot_be_made_exactly_goes_by_load(first):
 
 async def test_the_gateway_refuses_nothing_that_the_engine_takes(first):
     wrong = []
-    async with httpx.AsyncClient(base_url=first.engine.url, timeout=60, headers={"content-type": "application/json"}) as client:
+    async with httpx.AsyncClient(
+        base_url=first.engine.url, timeout=60, headers={"content-type": "application/json"}
+    ) as client:
         for name, (path, raw, taken) in LOOSE.items():
             reply = await client.post(path, content=raw)
             if (reply.status_code == 200) is not taken:
@@ -201,12 +211,16 @@ async def test_the_gateway_refuses_nothing_that_the_engine_takes(first):
 async def test_what_the_gateway_refuses_the_engine_refuses(first):
     wrong = []
     hello = {"messages": [{"role": "user", "content": "hi"}]}
-    async with httpx.AsyncClient(base_url=first.engine.url, timeout=60, headers={"content-type": "application/json"}) as client:
+    async with httpx.AsyncClient(
+        base_url=first.engine.url, timeout=60, headers={"content-type": "application/json"}
+    ) as client:
         for path, body, _ in FAULTS:
             if path == EMBEDDINGS:
-                continue                   # a model that generates has none
+                continue  # a model that generates has none
             if isinstance(body, dict):
-                body = json.dumps({"model": "tiny", "max_tokens": 4, **(hello if path in (CHAT, MESSAGES) else {}), **body}).encode()
+                body = json.dumps(
+                    {"model": "tiny", "max_tokens": 4, **(hello if path in (CHAT, MESSAGES) else {}), **body}
+                ).encode()
             with pytest.raises(ApiError):
                 first.pipeline.prepare(path, body)
             if (await client.post(path, content=body)).status_code == 200:
@@ -230,7 +244,9 @@ async def test_through_the_gateway(first):
             answer = reply.json()
             choices = answer["choices"][:: body.get("n", 1)]
             lists = [answer["prompt_token_ids"]] if path == CHAT else [one["prompt_token_ids"] for one in choices]
-            assert told["mode"] == "exact" and told["tokens"] == sum(map(len, lists)) == answer["usage"]["prompt_tokens"], name
+            assert (
+                told["mode"] == "exact" and told["tokens"] == sum(map(len, lists)) == answer["usage"]["prompt_tokens"]
+            ), name
             ours = first.ours(path, body)
             assert array("I", max(lists, key=len)).tobytes() == ours.token_ids, name
             again = await process.client.post(path, json=body)
@@ -269,7 +285,9 @@ async def test_messages_as_events_tell_them(served):
     """Enough output to fill the prompt's last block, so that it is told, too."""
     bodies = [body for path, body in [*CORPUS.values(), *random_bodies(5, 100)] if path == MESSAGES]
     more = served.engine.block_size + 1
-    told = await compare_with_events(served, MESSAGES, [{**body, "max_tokens": max(more, body["max_tokens"])} for body in bodies])
+    told = await compare_with_events(
+        served, MESSAGES, [{**body, "max_tokens": max(more, body["max_tokens"])} for body in bodies]
+    )
     tell(served, "in events", Counter({(MESSAGES, "equal"): told, (MESSAGES, "refused"): len(bodies) - told}))
     assert told >= (20 if served.name in PICKY else 35)
 
@@ -294,8 +312,14 @@ async def compare_with_events(model: Model, path: str, bodies: list[dict]) -> in
                     usage = (await ask(client, path, {**body, "cache_salt": salt}))["usage"]
                 except Refused:
                     return
-                counted[salt] = usage["prompt_tokens"] if path == EMBEDDINGS else sum(
-                    usage.get(key) or 0 for key in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"))
+                counted[salt] = (
+                    usage["prompt_tokens"]
+                    if path == EMBEDDINGS
+                    else sum(
+                        usage.get(key) or 0
+                        for key in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+                    )
+                )
 
         async with asyncio.TaskGroup() as group:
             for number, body in enumerate(bodies):

@@ -87,7 +87,13 @@ class Load:
     async def _ask(self, client: httpx.AsyncClient, client_number: int) -> None:
         number = self.asked[client_number]
         streams = self.streams and (client_number + number) % 2 == 0
-        body = {"model": self.model, "prompt": f"{PROMPT}{client_number}.{number}", "max_tokens": 16, "ignore_eos": True, "stream": streams}
+        body = {
+            "model": self.model,
+            "prompt": f"{PROMPT}{client_number}.{number}",
+            "max_tokens": 16,
+            "ignore_eos": True,
+            "stream": streams,
+        }
         async with client.stream("POST", "/v1/completions", json=body) as answer:
             text = await answer.aread()
         if answer.status_code != 200:
@@ -173,12 +179,16 @@ async def test_own_engines_that_die_or_hang_come_back_and_no_request_fails(launc
             assert not [pid for pid in processes if alive(pid)]
             if number == signal.SIGSTOP:
                 await load.all_move_on()
-                print(f"{name}: seen after {seen:.1f} s, restarted after {time.monotonic() - began:.1f} s, slowest request {load.slowest:.1f} s")
+                print(
+                    f"{name}: seen after {seen:.1f} s, restarted after {time.monotonic() - began:.1f} s, slowest request {load.slowest:.1f} s"
+                )
                 break  # what follows is a start like the others: the gateway will be killed in the midst of it
             await becomes(launched, id, "ready", seconds=BACK)
             back = time.monotonic() - began
             await load.gets(id)
-            print(f"{name}: seen after {seen:.1f} s, back after {back:.1f} s, slowest request {load.slowest:.1f} s, {load.cut} streams cut")
+            print(
+                f"{name}: seen after {seen:.1f} s, back after {back:.1f} s, slowest request {load.slowest:.1f} s, {load.cut} streams cut"
+            )
             assert not load.failed, (name, load.failed)
         assert not load.failed, load.failed
     assert load.cut <= 4 * len(faults)  # those that had begun, one a client at most
@@ -216,7 +226,9 @@ async def test_starts_that_fail_say_why_in_vllms_own_words_and_what_to_do(model,
             while replica.state is not State.FAILED:
                 assert replica.state is State.STARTING and time.monotonic() < end, (replica.state, replica.reason)
                 await asyncio.sleep(0.05)
-            assert remedy in replica.reason and words in replica.reason and "next start in" in replica.reason, replica.reason
+            assert remedy in replica.reason and words in replica.reason and "next start in" in replica.reason, (
+                replica.reason
+            )
             await fleet.remove(replica.id)
     finally:
         await fleet.stop()
@@ -237,7 +249,9 @@ async def stopped(*pids: int):
             os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("whom", "word"), [("server", "did not answer within"), ("core", "answers /health, but has computed nothing for")])
+@pytest.mark.parametrize(
+    ("whom", "word"), [("server", "did not answer within"), ("core", "answers /health, but has computed nothing for")]
+)
 async def test_an_adopted_engine_that_hangs_is_passed_over_until_it_goes_on(engines, whom, word):
     """Its API server, or the process that computes: then /health is answered all the time."""
     async with gateway(*engines) as one, loaded(one, "tiny", streams=False) as load:
@@ -256,7 +270,9 @@ async def test_an_adopted_engine_that_hangs_is_passed_over_until_it_goes_on(engi
         await becomes(one, ill, "ready")
         back = time.monotonic() - began
         await load.gets(ill)
-        print(f"{whom} stopped: seen after {seen:.1f} s, all clients served after {moved:.1f} s, ready {back:.1f} s after it went on")
+        print(
+            f"{whom} stopped: seen after {seen:.1f} s, all clients served after {moved:.1f} s, ready {back:.1f} s after it went on"
+        )
         assert not load.failed
 
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from ..gateway.running import Running
 from .witness import Witness
 
-WORDS = "the a of to and block cache token prefix route holds when engine it asks long short then why answer seven".split()
+WORDS = (
+    "the a of to and block cache token prefix route holds when engine it asks long short then why answer seven".split()
+)
 WAYS = ("chat", "stream", "text", "ids")
 # How long before a request was sent the map may have last been right: events lie in queues and sockets for a few
 # milliseconds, for longer on a machine that has other work.
@@ -42,7 +44,8 @@ class Outcome:
         return self.predicted == self.cached
 
     def held(self, witness: Witness, early: float = 0.0) -> set[int]:
-        """Tokens of its prompt that the replica held, at some moment from `early` seconds before asking to the answer."""
+        """Tokens of its prompt that the replica held, at some moment from `early` seconds before asking to the
+        answer."""
         size = witness.block_size
         chains = witness.chains.of(self.ids, size, None if self.model == "tiny" else self.model, self.salt)
         most = (self.prompt - 1) // size  # the last token is always computed
@@ -67,7 +70,12 @@ class Talk:
     def ask(self) -> tuple[str, dict]:
         """The next request's path and body."""
         # no seed: vLLM 0.32 on a CPU dies of one when a prompt is computed in parts (torch has no set_offset there)
-        body = {"model": self.model, "max_tokens": self.dice.choice((1, 4, 20, 40)), "ignore_eos": True, "return_token_ids": True}
+        body = {
+            "model": self.model,
+            "max_tokens": self.dice.choice((1, 4, 20, 40)),
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         body |= {"cache_salt": self.salt} if self.salt else {}
         body |= {"n": self.choices} if self.choices > 1 else {}
         if self.way in ("chat", "stream"):
@@ -120,9 +128,11 @@ async def turn(gateway: Running, talk: Talk) -> Outcome:
     )  # fmt: skip
 
 
-async def drive(gateway: Running, requests: int, make, talks: int = 12, clients: int = 1, seed: int = 1, between=None) -> list[Outcome]:
-    """`clients` at a time take turns in `talks` conversations, each made by `make(dice)`, until `requests` are answered.
-    `between(outcome)` is awaited after each."""
+async def drive(
+    gateway: Running, requests: int, make, talks: int = 12, clients: int = 1, seed: int = 1, between=None
+) -> list[Outcome]:
+    """`clients` at a time take turns in `talks` conversations, each made by `make(dice)`, until `requests` are
+    answered. `between(outcome)` is awaited after each."""
     dice = random.Random(seed)
     idle = [make(dice) for _ in range(talks)]
     outcomes: list[Outcome] = []
@@ -169,7 +179,8 @@ async def caught_up(gateway: Running, witness: Witness, seconds: float = 10) -> 
     """Until the gateway's map has as many blocks of the replica as the engine, by all its events, has."""
     async with asyncio.timeout(seconds):
         while True:
-            await asyncio.to_thread(witness.settled, 0.03)  # a thread of the engine's tells of a step's blocks, perhaps after it has answered
+            # a thread of the engine's tells of a step's blocks, perhaps after it has answered
+            await asyncio.to_thread(witness.settled, 0.03)
             (found,) = [one for one in (await gateway.status())["replicas"] if one["url"] == witness.url]
             if found["map_blocks"] == witness.held:
                 return

@@ -68,7 +68,8 @@ class Witness:
         self._thread.start()
 
     def _ask(self, endpoint: str) -> None:
-        """All the engine has recorded until now. Its socket drops what is 1,000 messages ahead of the network: the rest is asked for."""
+        """All the engine has recorded until now. Its socket drops what is 1,000 messages ahead of the network: the rest
+        is asked for."""
         while not self._answered(endpoint, len(self.batches)):
             pass
 
@@ -112,7 +113,7 @@ class Witness:
         size, tokens, adapter = event["block_size"], event["token_ids"], event["lora_name"]
         parent = event["parent_block_hash"]
         if parent is None:
-            first = ((event["extra_keys"] or [None])[0] or [])[1 if adapter else 0:]
+            first = ((event["extra_keys"] or [None])[0] or [])[1 if adapter else 0 :]
             chain = self.chains.name("start", adapter, first[0] if first else None)
         else:
             chain = self._of_key[parent]

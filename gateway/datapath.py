@@ -12,29 +12,32 @@ from typing import TYPE_CHECKING, Any
 from policies import CostGroup, Ledger, Router, make
 
 from .config import Settings
-from .proxy.exchange import Exchange
-from .proxy.proxy import Proxy
-from .proxy.answers import Usage
-from .prompt.pipeline import SWITCH_SECONDS, Pipeline
+from .http.messages import Limits
 from .ops import log as lines
 from .ops.metrics import Metrics
-from .http.messages import Limits
+from .prompt.pipeline import SWITCH_SECONDS, Pipeline
+from .proxy.answers import Usage
+from .proxy.exchange import Exchange
+from .proxy.proxy import Proxy
 
 if TYPE_CHECKING:
     from cachemap import CacheMap
     from cachemap.background import Background
 
-    from .proxy.shared import SharedLedger
     from .ops.spans import Spans
+    from .proxy.shared import SharedLedger
 
 log = logging.getLogger("hitherto")
 
-# The largest body of a model that takes text alone, where the operator says nothing. Text has 4 to 5 bytes a token, with every
-# character escaped 12. The least is for lists of prompts, whose sum no context bounds; images and sound have any size.
+# The largest body of a model that takes text alone, where the operator says nothing. Text has 4 to 5 bytes a token,
+# with every character escaped 12. The least is for lists of prompts, whose sum no context bounds; images and sound
+# have any size.
 BYTES_PER_TOKEN, LEAST_BODY, MOST_BODY = 32, 16 * 2**20, 64 * 2**20
 
 
-def proxy(settings: Settings, spans: Spans | None, *, cachemap: CacheMap, ledger: Ledger, costs: CostGroup, **rooms: Any) -> Proxy:
+def proxy(
+    settings: Settings, spans: Spans | None, *, cachemap: CacheMap, ledger: Ledger, costs: CostGroup, **rooms: Any
+) -> Proxy:
     if spans is not None:
         from .proxy.traces import Traces
 
@@ -58,7 +61,10 @@ def largest_body(settings: Settings, pipelines: Iterable[Pipeline]) -> int:
     """Bytes of the largest body that is taken: as --max-body-bytes says, else as prompts of these models need."""
     if settings.max_body_bytes is not None:
         return settings.max_body_bytes
-    needed = [MOST_BODY if one.takes_media or one.max_model_len is None else BYTES_PER_TOKEN * one.max_model_len for one in pipelines]
+    needed = [
+        MOST_BODY if one.takes_media or one.max_model_len is None else BYTES_PER_TOKEN * one.max_model_len
+        for one in pipelines
+    ]
     return min(MOST_BODY, max(LEAST_BODY, *needed))
 
 
@@ -67,14 +73,17 @@ def limits(settings: Settings, pipelines: Iterable[Pipeline]) -> Limits:
     largest = largest_body(settings, pipelines)
     return Limits(
         body_bytes=largest,
-        requests_bytes=max(settings.request_budget, 2 * largest + 2**20),  # whatever the budget, one request of the largest size must fit
+        # Whatever the budget, one request of the largest size must fit
+        requests_bytes=max(settings.request_budget, 2 * largest + 2**20),
         head_seconds=settings.header_timeout_s,
         body_seconds=settings.upload_timeout_s,
         keep_alive_seconds=settings.idle_timeout_s,
     )
 
 
-def shared_ledger(settings: Settings, metrics: Metrics, ledger: Ledger, background: Background | None = None) -> SharedLedger | None:
+def shared_ledger(
+    settings: Settings, metrics: Metrics, ledger: Ledger, background: Background | None = None
+) -> SharedLedger | None:
     """Where the load of all gateways is counted; none without Redis."""
     if settings.redis_url is None:
         return None
@@ -87,7 +96,14 @@ def shared_ledger(settings: Settings, metrics: Metrics, ledger: Ledger, backgrou
         if outcome == "shared":
             metrics.shared_decision_seconds.observe(outcome, seconds)
 
-    return SharedLedger(Ways(parse(settings.redis_url)), settings.deployment, ledger, getattr(make(settings.policy), "cost", None), observe=observe, background=background)
+    return SharedLedger(
+        Ways(parse(settings.redis_url)),
+        settings.deployment,
+        ledger,
+        getattr(make(settings.policy), "cost", None),
+        observe=observe,
+        background=background,
+    )
 
 
 def started() -> None:

@@ -29,12 +29,20 @@ KINDS: dict[int, tuple[str, str, str]] = {
 
 
 class ApiError(Exception):
-    """Why a request is answered with an error of ours. `status` is HTTP's; `type`, `param` and `code` are fields of the error
-    object, where None says that the status decides. `allow`: for a 405. `again`: False tells clients that repeat a request
-    by themselves after a 5xx (OpenAI's and Anthropic's do) not to."""
+    """Why a request is answered with an error of ours. `status` is HTTP's; `type`, `param` and `code` are fields of the
+    error object, where None says that the status decides. `allow`: for a 405. `again`: False tells clients that repeat
+    a request by themselves after a 5xx (OpenAI's and Anthropic's do) not to."""
 
     def __init__(
-        self, status: int, message: str, type: str | None = None, param: str | None = None, code: str | None = None, *, allow: bytes = b"", again: bool = True
+        self,
+        status: int,
+        message: str,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        *,
+        allow: bytes = b"",
+        again: bool = True,
     ):
         super().__init__(message)
         self.status, self.message = status, message
@@ -48,7 +56,9 @@ class ApiError(Exception):
         return orjson.dumps(self.object(path))
 
 
-def error_object(path: str, status: int, message: str, *, type: str | None = None, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_object(
+    path: str, status: int, message: str, *, type: str | None = None, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """The error as the API at `path` spells it."""
     openai_type, default_code, anthropic_type = KINDS.get(status, KINDS[500 if status >= 500 else 400])
     if path.startswith("/v1/messages"):

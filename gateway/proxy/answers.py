@@ -1,12 +1,12 @@
-"""What the bytes of an answer say about it: that it is an error in spite of its status, that no engine wrote it, what it used.
+"""What an answer's bytes say about it: that it is an error in spite of its status, that no engine wrote it, its usage.
 
-An engine that streams sends its 200 before it computes anything, so a failure after that is an event in the stream: vLLM
-0.32 answers a prompt with a token id outside the vocabulary, or the death of its core, with 200, one error event and
-`[DONE]`. Such an answer takes a millisecond and must not be taken for a fast one.
+An engine that streams sends its 200 before it computes anything, so a failure after that is an event in the stream:
+vLLM 0.32 answers a prompt with a token id outside the vocabulary, or the death of its core, with 200, one error event
+and `[DONE]`. Such an answer takes a millisecond and must not be taken for a fast one.
 
-Nothing here is called per chunk. The first bytes are looked at when they come, the last ones when the answer is over and
-its usage is read. A line break or a quote inside generated text is escaped in JSON, so a line that begins like an event is
-one, and a key with plain quotes around it is a key of the answer itself.
+Nothing here is called per chunk. The first bytes are looked at when they come, the last ones when the answer is over
+and its usage is read. A line break or a quote inside generated text is escaped in JSON, so a line that begins like an
+event is one, and a key with plain quotes around it is a key of the answer itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,23 @@ _BEGINS = re.compile(rb"(?:[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z))?\s*")
 _FIELD = re.compile(rb":|data:|event:|id:|retry:")
 # What an answer of each API cannot be without: a member of its JSON object, and its stream's first event. Quotes inside
 # generated text are escaped, so this is never part of one.
-_MEMBERS = {"chat": b'"choices"', "completions": b'"choices"', "responses": b'"output"', "messages": b'"content"', "embeddings": b'"embedding"', "tokenize": b'"tokens"'}
-_EVENTS = {"chat": b'"choices"', "completions": b'"choices"', "responses": b'"response.', "messages": b'"message_start"'}
+_MEMBERS = {
+    "chat": b'"choices"',
+    "completions": b'"choices"',
+    "responses": b'"output"',
+    "messages": b'"content"',
+    "embeddings": b'"embedding"',
+    "tokenize": b'"tokens"',
+}
+_EVENTS = {
+    "chat": b'"choices"',
+    "completions": b'"choices"',
+    "responses": b'"response.',
+    "messages": b'"message_start"',
+}
 # What else an engine's answer may have instead: those of one API are often given for another's.
 _ANY_MEMBER = re.compile(rb'"(?:choices|output|content|embedding|results|tokens|prompt|text|usage)"\s*:')
-# OpenAI's chat and completions (`{"error": ...}`; before vLLM 0.10 `{"object": "error", ...}`), Responses, and Messages.
+# OpenAI's chat and completions (`{"error": ...}`; before vLLM 0.10 `{"object": "error", ...}`), Responses and Messages.
 _ERROR_OBJECT = rb'\{\s*"(?:error"\s*:\s*[{"]|(?:object|type)"\s*:\s*"(?:error|response\.failed)")'
 _ERROR_EVENT = re.compile(rb"\n(?:event: ?(?:error|response\.failed)\s|data: ?" + _ERROR_OBJECT + rb")")
 _ERROR_BODY = re.compile(_BEGINS.pattern + _ERROR_OBJECT)
@@ -43,19 +55,29 @@ _OTHER_ANSWER = re.compile(
 _DONE = b"data: [DONE]"
 # What some event of a stream of each API has, the last ones included. A quote inside generated text is escaped.
 _EVENT_MARKS = re.compile(rb'"(?:choices|usage|delta|finish_reason)"\s*:|"(?:response|message|content_block)[._\w]*"')
-_SHORT_TAIL = 256  # the last bytes of an answer that say nothing only for being cut from the middle of a long event are fewer
+# The last bytes of an answer that say nothing only for being cut from the middle of a long event are fewer
+_SHORT_TAIL = 256
 _CODE = re.compile(rb'"(?:code|status)"\s*:\s*"?([45]\d\d)\b')
-_CLIENTS_FAULT = re.compile(rb'"(?:type|code)"\s*:\s*"\w*(?:bad_?request|invalid|not_?found|unprocessable|too_large|authentication|permission|rate_limit)', re.I)
+_CLIENTS_FAULT = re.compile(
+    rb'"(?:type|code)"\s*:\s*"\w*(?:bad_?request|invalid|not_?found|unprocessable|too_large|authentication|permission|rate_limit)',
+    re.I,
+)
 
 # Events of /v1/responses and /v1/messages that come before the first token, and chat's chunk that has only a role.
-_ANNOUNCEMENTS = (b"event: response.queued", b"event: response.created", b"event: response.in_progress", b"event: message_start", b"event: ping")
+_ANNOUNCEMENTS = (
+    b"event: response.queued",
+    b"event: response.created",
+    b"event: response.in_progress",
+    b"event: message_start",
+    b"event: ping",
+)
 _ONLY_ROLE = re.compile(
     rb'"delta"\s*:\s*\{\s*"role"\s*:\s*"assistant"\s*(?:,\s*"(?:content|reasoning|reasoning_content|refusal|tool_calls|function_call)"\s*:\s*(?:""|null|\[\s*\])\s*)*\}'
 )
 _KEEPS_ALIVE = re.compile(rb"(?:^|\n)(?::|event: ping)")
 
-# Statuses that a server which is no inference engine gives to a prompt. Others (401, 413, 429, 502) may come from a proxy
-# before an engine, in whatever format it has.
+# Statuses that a server which is no inference engine gives to a prompt. Others (401, 413, 429, 502) may come from a
+# proxy before an engine, in whatever format it has.
 FOREIGN_STATUSES = frozenset((200, 404, 405, 501))
 # Embeddings can be asked for as raw numbers.
 _TYPES = (b"text/event-stream", b"application/json", b"application/octet-stream", b"multipart/")
@@ -63,7 +85,9 @@ _TYPES = (b"text/event-stream", b"application/json", b"application/octet-stream"
 
 def foreign_head(status: int, content_type: bytes) -> bool:
     """Whether no engine answers a prompt with this head. Without a content type its body decides."""
-    return 200 < status < 400 or status in FOREIGN_STATUSES and bool(content_type) and not content_type.startswith(_TYPES)
+    return 200 < status < 400 or (
+        status in FOREIGN_STATUSES and bool(content_type) and not content_type.startswith(_TYPES)
+    )
 
 
 class Sight(Enum):
@@ -76,7 +100,7 @@ class Sight(Enum):
 
 
 def begins(label: str, data: bytes, streams: bool) -> bool:
-    """Whether an answer has begun. False: `look` tells why not. Called for each answer, so it is one search for nearly all."""
+    """Whether an answer has begun. False: `look` tells why not. Called for each answer: one search for nearly all."""
     if not streams:
         return _MEMBERS.get(label, b"") in data
     if _EVENTS.get(label, b"") not in data:
@@ -85,8 +109,8 @@ def begins(label: str, data: bytes, streams: bool) -> bool:
 
 
 def _is_announcement(label: str, data: bytes) -> bool:
-    """Whether the last complete event tells only that an answer is going to be made. vLLM begins each stream of /v1/responses
-    like that, before it computes anything: measured with 0.32 at 21 ms, the first token at 200."""
+    """Whether the last complete event tells only that an answer is going to be made. vLLM begins each stream of
+    /v1/responses like that, before it computes anything: measured with 0.32 at 21 ms, the first token at 200."""
     if label == "chat":
         at = data.rfind(b'"role"')
         if at < 0:
@@ -96,7 +120,9 @@ def _is_announcement(label: str, data: bytes) -> bool:
             return _last_end(data) < behind
         return _last_end(data) < at or _ONLY_ROLE.search(data, data.rfind(b"data:", 0, at)) is not None
     if label == "responses" or label == "messages":
-        return data.startswith(_ANNOUNCEMENTS, data.rfind(b"\nevent: ", 0, max(_last_end(data), 0)) + 1 or _body_at(data))
+        return data.startswith(
+            _ANNOUNCEMENTS, data.rfind(b"\nevent: ", 0, max(_last_end(data), 0)) + 1 or _body_at(data)
+        )
     return False
 
 
@@ -121,7 +147,8 @@ def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: boo
     if content_type.startswith(_TYPES[2:]):
         return Sight.ANSWER
     if data[at] != 0x7B:  # {
-        return Sight.FOREIGN if content_type or data[at] == 0x3C else Sight.ANSWER  # <, of markup; else nothing says what it should be
+        # <, of markup; else nothing says what it should be
+        return Sight.FOREIGN if content_type or data[at] == 0x3C else Sight.ANSWER
     if _OTHER_ANSWER.match(data, at):
         return Sight.FOREIGN
     if _MEMBERS.get(label, b"") in data or _ERROR_BODY.match(data) or _ANY_MEMBER.search(data):
@@ -158,8 +185,8 @@ def speaks_api(tail: bytes, whole: bool) -> bool:
 
 
 def error_status(data: bytes, streams: bool) -> int:
-    """The HTTP status that an error in a 200 amounts to, 0 if there is none. `data`: the first or last bytes of a stream's
-    body, or the first ones of another answer's."""
+    """The HTTP status that an error in a 200 amounts to, 0 if there is none. `data`: the first or last bytes of a
+    stream's body, or the first ones of another answer's."""
     if not streams:
         return _status(data) if b'rror"' in data[:48] and _ERROR_BODY.match(data) else 0
     if data.count(b"\r\n") != 2 * data.count(b"\n\r\n"):  # some event begins in one chunk and ends in another
@@ -170,11 +197,13 @@ def error_status(data: bytes, streams: bool) -> int:
     found = _ERROR_EVENT.search(data)
     if found is not None:
         return _status(data[found.start() :])
-    return next((_status(line) for line in data.split(b"\n") if _is_error(line)), 0) if _ERROR_MEMBER.search(data) else 0
+    return (
+        next((_status(line) for line in data.split(b"\n") if _is_error(line)), 0) if _ERROR_MEMBER.search(data) else 0
+    )
 
 
 def _is_error(line: bytes) -> bool:
-    """Whether this line of a stream is an event whose object says that it is an error, in whatever order its members are."""
+    """Whether this line of a stream is an event whose object says that it is an error, whatever its members' order."""
     if not line.startswith(b"data:") or len(line) > LONGEST_ERROR or not _ERROR_MEMBER.search(line):
         return False
     try:
@@ -183,7 +212,9 @@ def _is_error(line: bytes) -> bool:
         return False
     if not isinstance(event, dict):
         return False
-    return bool(event.get("error")) or event.get("object") == "error" or event.get("type") in ("error", "response.failed")
+    return (
+        bool(event.get("error")) or event.get("object") == "error" or event.get("type") in ("error", "response.failed")
+    )
 
 
 def _status(error: bytes) -> int:
@@ -194,7 +225,9 @@ def _status(error: bytes) -> int:
 
 
 # OpenAI chat, completions and responses; Anthropic messages. No engine counts as far as 19 digits.
-COUNT = re.compile(rb'"((?:prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens)"\s*:\s*(\d{1,18})(?!\d)')
+COUNT = re.compile(
+    rb'"((?:prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens)"\s*:\s*(\d{1,18})(?!\d)'
+)
 
 
 class Usage(NamedTuple):
@@ -222,7 +255,8 @@ def read_usage(tail: bytes) -> Usage:
         elif name == b"completion_tokens" or name == b"output_tokens":
             completion = count if completion is None else completion
         else:
-            if name != b"cached_tokens":  # Anthropic's input_tokens are what is neither of these, and vLLM's Messages keep to that
+            # Anthropic's input_tokens are what is neither of these, and vLLM's Messages keep to that
+            if name != b"cached_tokens":
                 besides += count
             if name != b"cache_creation_input_tokens":
                 cached = count if cached is None else cached

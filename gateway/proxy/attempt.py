@@ -57,7 +57,17 @@ class Attempt:
         "error", "context",
     )  # fmt: skip
 
-    def __init__(self, backend: Backend, placement: Placement, prompt: Prompt | None, streams: bool, begun_at: float, *, fresh: bool = False, as_text: bool = False):
+    def __init__(
+        self,
+        backend: Backend,
+        placement: Placement,
+        prompt: Prompt | None,
+        streams: bool,
+        begun_at: float,
+        *,
+        fresh: bool = False,
+        as_text: bool = False,
+    ):
         """`fresh`: not on a kept connection. `as_text`: without token ids, whatever the replica takes."""
         self.backend, self.placement, self.prompt = backend, placement, prompt
         self.fresh, self.as_text, self.streams = fresh, as_text, streams
@@ -90,7 +100,15 @@ class Attempt:
     def again(self, *, fresh: bool = False, as_text: bool = False) -> Attempt:
         """The next one, to the same replica and on the same reservation."""
         streams = self.prompt is not None and self.prompt.stream
-        return Attempt(self.backend, self.placement, self.prompt, streams, monotonic(), fresh=fresh or self.fresh, as_text=as_text or self.as_text)
+        return Attempt(
+            self.backend,
+            self.placement,
+            self.prompt,
+            streams,
+            monotonic(),
+            fresh=fresh or self.fresh,
+            as_text=as_text or self.as_text,
+        )
 
     # --- what the replica's side calls
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from replicas import Replica
     from replicas.event_source import EventSource
 
-# An observation costs 15 to 20 us, and at a hundred a second a coefficient follows any change. What comes at once is all taken:
-# the first of a batch alone, or those alone that end when nothing begins, tell of an emptier replica than there is.
+# An observation costs 15 to 20 us, and at a hundred a second a coefficient follows any change. What comes at once is
+# all taken: the first of a batch alone, or those alone that end when nothing begins, tell of an emptier replica than
+# there is.
 LEARN_SECONDS, LEARN_AT_ONCE = 0.01, 100
 # A collected body is sent with its length; Host is the replica's.
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
@@ -28,7 +29,27 @@ MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that
 
 
 class Backend:
-    __slots__ = ("replica", "id", "slot", "candidate", "on_broken", "pool", "drift", "record", "forwarding", "learn_at", "source", "intake", "listening", "adapter_roots", "host_line", "not_forwarded", "incarnation", "gone", "event_block_size")
+    __slots__ = (
+        "replica",
+        "id",
+        "slot",
+        "candidate",
+        "on_broken",
+        "pool",
+        "drift",
+        "record",
+        "forwarding",
+        "learn_at",
+        "source",
+        "intake",
+        "listening",
+        "adapter_roots",
+        "host_line",
+        "not_forwarded",
+        "incarnation",
+        "gone",
+        "event_block_size",
+    )
 
     def __init__(self, replica: Replica, candidate: Candidate):
         """`candidate`: as the router knows the replica."""
@@ -62,7 +83,7 @@ class Backend:
         return b"host: %b\r\n%b" % (self.replica.url.partition("://")[2].encode(), lines), NOT_FORWARDED.union(chosen)
 
     def follow_incarnation(self) -> None:
-        """The replica is another process than before, maybe at another address: what was learned of the last one is void."""
+        """The replica is another process than before, maybe at another address: what the last one taught is void."""
         self.incarnation = self.replica.incarnation
         self.host_line, self.not_forwarded = self._head_parts()
         self.adapter_roots = dict(self.replica.adapter_roots)
@@ -73,7 +94,7 @@ class Backend:
             self.pool = self._new_pool()
 
     def adapters_moved(self) -> list[str]:
-        """Adapters whose names stand for another folder than when this was last asked, also if they were away meanwhile."""
+        """Adapters whose names stand for another folder than at the last call, also if they were away meanwhile."""
         told = self.replica.adapter_roots
         moved = [name for name, root in told.items() if self.adapter_roots.get(name, root) != root]
         self.adapter_roots |= told
@@ -92,8 +113,8 @@ class Backend:
         return True
 
     def listen(self, intake: EventIntake | None, begin: Callable[[], None], background: Background) -> None:
-        """Follow `intake` from now on, after `begin`. Both wait until whatever was followed before has ended, since until
-        then it may write to the same slot of the map."""
+        """Follow `intake` from now on, after `begin`. Both wait until whatever was followed before has ended, since
+        until then it may write to the same slot of the map."""
         self.intake = intake
 
         def start() -> None:
@@ -118,4 +139,3 @@ class Backend:
         self._stop_listening(then)
         if self.forwarding.checking is not None:
             self.forwarding.checking.cancel()
-

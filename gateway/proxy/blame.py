@@ -7,8 +7,9 @@ raises. The next replica's answer tells:
   it refuses the request (400, 413, 422) the request is at fault
   it fails the request in the same way   the request is at fault, so it counts against neither and no third is asked
 
-So it is with 401, 403, 404 and 429: a client's key or model may be wrong, and the replica's own may be, or a proxy before it
-has had enough. A replica that refuses all it is asked within a millisecond would else look idle and get everything.
+So it is with 401, 403, 404 and 429: a client's key or model may be wrong, and the replica's own may be, or a proxy
+before it has had enough. A replica that refuses all it is asked within a millisecond would else look idle and get
+everything.
 
 Where nobody else could be asked, nothing is known, and nothing counts against the replica. Each such failure is told
 to the replica's watcher, which asks the engine something of its own after a few (`replicas.health`, rule 6).
@@ -33,7 +34,7 @@ REFUSED_ALIKE = frozenset(f"status {status}" for status in DOUBTFUL)
 
 
 class Suspicion(NamedTuple):
-    """One answer that was an error. `engine`: ranks of one engine are one witness. `witness`: whether its word counts."""
+    """One answer that was an error. Ranks of one `engine` are one witness. `witness`: whether its word counts."""
 
     replica: str
     engine: str
@@ -42,7 +43,7 @@ class Suspicion(NamedTuple):
 
 
 class Record:
-    """Of one replica: how many requests in a row it has failed. `answered`, here, is how many it has answered in all."""
+    """How many requests in a row one replica has failed. `answered`, here, is how many it has answered in all."""
 
     __slots__ = ("_answered", "_failed")
 

@@ -1,6 +1,6 @@
 """Does what follows from each event in an exchange and in its attempts.
 
-The tables in `states` say what that is; the state itself is in the `Exchange` and the `Attempt`. There is one conductor.
+The tables in `states` say what that is; the state itself is in `Exchange` and `Attempt`. There is one conductor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..ops.metrics import Metrics
     from .traces import Traces
 
-# Comments that keep a connection alive are held back for so long, and then passed on: proxies give up after 60 s of silence.
+# Comments that keep a connection alive are held back so long, then passed on: proxies give up after 60 s of silence.
 KEEP_ALIVE_SECONDS = 30.0
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
@@ -70,8 +70,8 @@ class Conductor:
             exchange.run_isolated(self._connect, exchange, attempt)
 
     def head(self, attempt: Attempt, body: bytes) -> None:
-        """Held back until the body shows that something was computed: engines send the head before the prefill, and while
-        the client has nothing, the request can still go elsewhere."""
+        """Held back until the body shows that something was computed: engines send the head before the prefill, and
+        while the client has nothing, the request can still go elsewhere."""
         error = self.judge.head(attempt.exchange, attempt)
         if error is not None:
             self._failed(attempt, error)
@@ -132,7 +132,12 @@ class Conductor:
             data, attempt.announced = attempt.announced, b""
             self._answered(exchange, attempt, data)
         elif self._better_elsewhere(exchange, attempt, now):
-            self._failed(attempt, UpstreamError(HUNG, f"is {attempt.backend.replica.state} and sent no byte for {now - attempt.sent_at:.0f} s"))
+            self._failed(
+                attempt,
+                UpstreamError(
+                    HUNG, f"is {attempt.backend.replica.state} and sent no byte for {now - attempt.sent_at:.0f} s"
+                ),
+            )
         elif not attempt.streams:
             self.settling.assume_prefilled(attempt, now)
 
@@ -147,7 +152,11 @@ class Conductor:
     def _silence(self, backend: Backend) -> float:
         """Seconds without a byte after which a stream is given up. An engine that was asked to stop may have ended its
         core and wait for its connections: for ever, if nobody gives up."""
-        return min(self._idle_timeout, LOST_SILENCE) if backend.replica.state is ReplicaState.FAILED else self._idle_timeout
+        return (
+            min(self._idle_timeout, LOST_SILENCE)
+            if backend.replica.state is ReplicaState.FAILED
+            else self._idle_timeout
+        )
 
     def _stalled(self, exchange: Exchange, seconds: float) -> None:
         if exchange.client.writing_paused:  # it is the client that does not take what is there
@@ -250,7 +259,11 @@ class Conductor:
         self._close(exchange)
         message = f"the answer broke off: replica {attempt.backend.id} {error}"
         # Only where the chunk before is whole can another one follow; else the cut itself must tell.
-        if attempt.streams and attempt.tail[-1].endswith(b"\n\n\r\n") and attempt.held.get(b"transfer-encoding") == b"chunked":
+        if (
+            attempt.streams
+            and attempt.tail[-1].endswith(b"\n\n\r\n")
+            and attempt.held.get(b"transfer-encoding") == b"chunked"
+        ):
             event = error_event(path, 502, message)
             client.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
             client.finish()  # whole to HTTP: closing would fail the next request of a client that keeps connections

@@ -1,8 +1,8 @@
 """Decisions for somebody else's proxy: a request gets a replica and is counted there, and its bytes pass elsewhere.
 
-What an `Exchange` learns from its own sockets, the caller tells: the first byte, the end. Load is counted from the choice on,
-so whoever asks next sees it. Each report renews a lease; a request not heard of within it is taken off the ledger, so a
-caller that dies leaves nothing behind.
+What an `Exchange` learns from its own sockets, the caller tells: the first byte, the end. Load is counted from the
+choice on, so whoever asks next sees it. Each report renews a lease; a request not heard of within it is taken off the
+ledger, so a caller that dies leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 LEASE = 60.0  # seconds without a word, unless the caller asks for another time
 LEASES = (1.0, 3600.0)
-MOST, MOST_BYTES = 16_384, 256 * 2**20  # under way at once: 16,384 of 30,000 tokens each. Bodies that wait to be read count as well
+# Under way at once: 16,384 of 30,000 tokens each. Bodies that wait to be read count as well
+MOST, MOST_BYTES = 16_384, 256 * 2**20
 MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
 
 
@@ -82,12 +83,16 @@ class Decisions:
         self._open: dict[str, Leased] = {}
         self._bytes = 0  # of what is under way, and of bodies that are being prepared
 
-    async def decide(self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str] = (), lease: float = LEASE) -> dict[str, Any]:
+    async def decide(
+        self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str] = (), lease: float = LEASE
+    ) -> dict[str, Any]:
         """Choose and reserve. Raises ApiError for the client's faults, and where nobody can take the request."""
         if self._proxy.draining:
             raise ApiError(503, "the gateway is shutting down; ask another one", code="shutting_down")
         if len(self._open) >= MOST or self._bytes >= MOST_BYTES:
-            what = f"{len(self._open)} requests" + (f" and bodies of others, in all {self._bytes >> 20} MiB" if self._bytes >= MOST_BYTES else "")
+            what = f"{len(self._open)} requests" + (
+                f" and bodies of others, in all {self._bytes >> 20} MiB" if self._bytes >= MOST_BYTES else ""
+            )
             raise ApiError(429, f"{what} are under way of which no end was told; tell it with POST /decide/ID/done")
         tried = tuple(self._proxy.backends[id] for id in exclude if id in self._proxy.backends)
         self._bytes += len(body)
@@ -108,7 +113,9 @@ class Decisions:
         self._bytes += leased.size
         self._renew(leased)
         if not attempt.streams:  # no first byte to tell of: as `assume_prefilled`
-            asyncio.get_running_loop().call_later(attempt.placement.ttft, self._router.first_token, attempt.placement, None)
+            asyncio.get_running_loop().call_later(
+                attempt.placement.ttft, self._router.first_token, attempt.placement, None
+            )
         return self._told(leased, attempt)
 
     async def _prepared(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
@@ -121,14 +128,19 @@ class Decisions:
 
     def _told(self, leased: Leased, attempt: Attempt) -> dict[str, Any]:
         backend, prompt, placement = attempt.backend, leased.prompt, attempt.placement
-        held = f"{placement.overlap} of {prompt.tokens} prompt tokens held" if prompt.hashes else f"by load alone ({prompt.note or 'no full block'})"
+        held = (
+            f"{placement.overlap} of {prompt.tokens} prompt tokens held"
+            if prompt.hashes
+            else f"by load alone ({prompt.note or 'no full block'})"
+        )
         return {
             "id": leased.id,
             "replica": backend.id,
             "url": backend.replica.url,
             "address": f"{bracketed(backend.pool.host)}:{backend.pool.port}",
             "headers": backend.replica.headers,
-            "reason": f"{self._router.policy.name}: {held}, {placement.reservation.before.requests} requests there, first token in {1e3 * placement.ttft:.1f} ms as predicted",
+            "reason": f"{self._router.policy.name}: {held}, {placement.reservation.before.requests} requests there, "
+            f"first token in {1e3 * placement.ttft:.1f} ms as predicted",
             "tokens": prompt.tokens,
             "cached_tokens": placement.overlap,
             "ttft_seconds": placement.ttft,
@@ -201,4 +213,8 @@ def _is_error(answer: bytes) -> bool:
 
 
 def unknown(id: str) -> ApiError:
-    return ApiError(404, f"no decision {id[:100]!r} is under way: its end was told, or nothing within its lease", code="unknown_decision")
+    return ApiError(
+        404,
+        f"no decision {id[:100]!r} is under way: its end was told, or nothing within its lease",
+        code="unknown_decision",
+    )

@@ -1,8 +1,8 @@
 """A client's request, from its last byte in to the last byte of its answer out.
 
-An exchange is driven by calls from the client's side, from whoever prepares its prompt and finds it a replica, and from the
-sweep's deadlines. Each becomes an event; the table in `states` says what follows, and the conductor does it. Nothing
-waits here, and no task is made for a request unless its prompt is long or a connection has to be opened.
+An exchange is driven by calls from the client's side, from whoever prepares its prompt and finds it a replica, and from
+the sweep's deadlines. Each becomes an event; the table in `states` says what follows, and the conductor does it.
+Nothing waits here, and no task is made for a request unless its prompt is long or a connection has to be opened.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Exchange:
     __slots__ = (
         # given
         "conductor", "client", "request", "id", "label",
-        # found out: its prompt, or the model that a request without one names; the stored response it is about, if any, which
-        # only one replica has
+        # found out: its prompt, or the model that a request without one names; the stored response it is about, if any,
+        # which only one replica has
         "state", "prompt", "model", "response",
         # the legs, the last one at the end; the status of an answer that is ours
         "attempts", "status",
@@ -149,7 +149,11 @@ class Exchange:
         """Nobody can take it."""
         error.__traceback__ = None  # it has this request in its frames, and a trace keeps the error: a cycle
         if self.tried:
-            self.conductor.dispatch(self, Event.EXHAUSTED, ApiError(502, f"no replica is left after {len(self.tried)} attempt(s); the last: {self.last_failure}"))
+            self.conductor.dispatch(
+                self,
+                Event.EXHAUSTED,
+                ApiError(502, f"no replica is left after {len(self.tried)} attempt(s); the last: {self.last_failure}"),
+            )
         else:
             self.conductor.dispatch(self, Event.REFUSED, error)
 

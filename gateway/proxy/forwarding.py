@@ -1,17 +1,19 @@
 """Forward token ids in place of text, to replicas that were shown to make the same ids themselves.
 
-An engine that is sent ids cannot tell that they are wrong: with another template or tokenizer than the gateway's, or after
-a mistake of the gateway's, it would answer a prompt that nobody wrote. So nothing is forwarded that the engine has not
-confirmed, and what it confirmed is void when the gateway makes ids in another way. Bodies are sorted into kinds (`prompt.forward.kind_of`: template, tools or none, shape of the content). The
-first body of a kind only makes it known: one that never comes again is not worth a check. Of each kind CONFIRMATIONS different bodies are sent to a replica as received; once answered, the replica is asked about them again, for one token and
-for the ids it made itself (the prompt is cached by then, so this costs it a rendering), and those must be the gateway's.
-From then on bodies of that kind are forwarded as ids, and one in CHECK_EVERY is sent as received and checked like the first ones. Besides,
-wherever usage is told it must count the gateway's number of tokens.
+An engine that is sent ids cannot tell that they are wrong: with another template or tokenizer than the gateway's, or
+after a mistake of the gateway's, it would answer a prompt that nobody wrote. So nothing is forwarded that the engine
+has not confirmed, and what it confirmed is void when the gateway makes ids in another way. Bodies are sorted into kinds
+(`prompt.forward.kind_of`: template, tools or none, shape of the content). The first body of a kind only makes it known:
+one that never comes again is not worth a check. Of each kind CONFIRMATIONS different bodies are sent to a replica as
+received; once answered, the replica is asked about them again, for one token and for the ids it made itself (the prompt
+is cached by then, so this costs it a rendering), and those must be the gateway's. From then on bodies of that kind are
+forwarded as ids, and one in CHECK_EVERY is sent as received and checked like the first ones. Besides, wherever usage is
+told it must count the gateway's number of tokens.
 
-The first difference ends it for the whole model, for all replicas: whose mistake it is cannot be seen from here, and if it
-is the gateway's it reaches every replica. It begins again, with nothing confirmed, once the replica that differed is removed or another process is
-behind it. A replica that does not take ids, or does not tell those it makes, gets text at that path until another
-process is behind it.
+The first difference ends it for the whole model, for all replicas: whose mistake it is cannot be seen from here, and if
+it is the gateway's it reaches every replica. It begins again, with nothing confirmed, once the replica that differed is
+removed or another process is behind it. A replica that does not take ids, or does not tell those it makes, gets text at
+that path until another process is behind it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,20 @@ from replicas.access import session_to
 from ..prompt.forward import with_ids
 from .attempt import Attempt
 from .backend import Backend
-from .token_ids import ANSWER_SECONDS, CHECK_EVERY, CONFIRMATIONS, PATHS, PAUSE_SECONDS, Different, Forwarding, Kind, Unanswered, check_ids, poster, takes_ids
+from .token_ids import (
+    ANSWER_SECONDS,
+    CHECK_EVERY,
+    CONFIRMATIONS,
+    PATHS,
+    PAUSE_SECONDS,
+    Different,
+    Forwarding,
+    Kind,
+    Unanswered,
+    check_ids,
+    poster,
+    takes_ids,
+)
 
 if TYPE_CHECKING:
     from ..http.messages import Request
@@ -50,8 +65,8 @@ class TokenIdForwarding:
         self._differed: dict[str, tuple[Forwarding, str]] = {}  # by replica: the process that made other ids, and how
 
     def body(self, attempt: Attempt, body: bytes, first: bool) -> bytes:
-        """What is sent of this body; on any but the first attempt it is as received. Ids that nobody will ask for again are
-        dropped: they are as large as the body, and the answer may take minutes."""
+        """What is sent of this body; on any but the first attempt it is as received. Ids that nobody will ask for again
+        are dropped: they are as large as the body, and the answer may take minutes."""
         prompt, backend = attempt.prompt, attempt.backend
         if prompt is None:
             return body
@@ -63,7 +78,12 @@ class TokenIdForwarding:
         kind = None
         if not self._off(backend) and prompt.path not in (known := self._known(backend)).rejected_because:
             kind = known.seen(prompt.path, prompt.kind)
-        if first and kind is not None and self._may_forward(attempt, prompt, kind) and (spliced := with_ids(body, prompt, backend.replica.dialect.chat_token_ids)) is not None:
+        if (
+            first
+            and kind is not None
+            and self._may_forward(attempt, prompt, kind)
+            and (spliced := with_ids(body, prompt, backend.replica.dialect.chat_token_ids)) is not None
+        ):
             kind.left -= 1
             attempt.sent_ids, body = True, spliced
         if attempt.sent_ids or kind is None or not self._wants_check(backend, known, kind, prompt):
@@ -78,8 +98,16 @@ class TokenIdForwarding:
             return
         if attempt.as_text:
             self._reject(backend, prompt.path, "it refused a request with ids that it answered without")
-        elif usage.prompt is not None and usage.prompt != prompt.tokens and prompt.mode == "exact" and not prompt.several and not self._outdated(backend, prompt):
-            self._differ(backend, prompt.path, f"its usage says {usage.prompt} tokens of a prompt that has {prompt.tokens} here")
+        elif (
+            usage.prompt is not None
+            and usage.prompt != prompt.tokens
+            and prompt.mode == "exact"
+            and not prompt.several
+            and not self._outdated(backend, prompt)
+        ):
+            self._differ(
+                backend, prompt.path, f"its usage says {usage.prompt} tokens of a prompt that has {prompt.tokens} here"
+            )
         if prompt.kind and prompt.token_ids:
             known = self._known(backend)
             kind = known.kinds.get((prompt.path, prompt.kind))
@@ -91,13 +119,19 @@ class TokenIdForwarding:
     def _may_forward(self, attempt: Attempt, prompt: Prompt, kind: Kind) -> bool:
         if kind.left <= 0 or not prompt.token_ids or self._outdated(attempt.backend, prompt):
             return False
-        # An engine that makes the ids refuses what is too long for its context; one that gets them would cut the answer.
+        # An engine that makes the ids refuses what is too long for its context; one that gets them cuts the answer.
         limit = attempt.backend.replica.max_model_len
         return limit is not None and prompt.tokens + max(1, prompt.max_tokens or 1) <= limit
 
     def _wants_check(self, backend: Backend, known: Forwarding, kind: Kind, prompt: Prompt) -> bool:
         """Whether this body, sent as received, is to be checked once it is answered."""
-        if known.checking is not None or prompt.path in known.rejected_because or monotonic() < kind.pause or self._off(backend) or self._outdated(backend, prompt):
+        if (
+            known.checking is not None
+            or prompt.path in known.rejected_because
+            or monotonic() < kind.pause
+            or self._off(backend)
+            or self._outdated(backend, prompt)
+        ):
             return False
         if len(kind.bodies) >= CONFIRMATIONS:
             return not kind.left
@@ -107,7 +141,9 @@ class TokenIdForwarding:
         known, path, ids = self._known(backend), prompt.path, prompt.token_ids
         try:
             replica, timeout = backend.replica, aiohttp.ClientTimeout(ANSWER_SECONDS)
-            async with session_to(replica.address, replica.tls, base_url=replica.url, headers=headers, timeout=timeout) as session:
+            async with session_to(
+                replica.address, replica.tls, base_url=replica.url, headers=headers, timeout=timeout
+            ) as session:
                 why = await check_ids(poster(session), path, body, ids)
                 if not why and path not in known.accepts:
                     why = await takes_ids(poster(session), path, prompt.model, ids[:4], replica.dialect.chat_token_ids)
@@ -120,11 +156,21 @@ class TokenIdForwarding:
         except Different as error:
             if not backend.gone and known is backend.forwarding and not self._outdated(backend, prompt):
                 self.metrics.token_id_checks.inc(backend.id, "different")
-                self._differ(backend, path, f"{error} ({prompt.kind}): another tokenizer or chat template, or a mistake of the gateway's")
+                self._differ(
+                    backend,
+                    path,
+                    f"{error} ({prompt.kind}): another tokenizer or chat template, or a mistake of the gateway's",
+                )
             return
         finally:
             known.checking = None
-        if backend.gone or known is not backend.forwarding or self._outdated(backend, prompt) or self._off(backend) or path in known.rejected_because:
+        if (
+            backend.gone
+            or known is not backend.forwarding
+            or self._outdated(backend, prompt)
+            or self._off(backend)
+            or path in known.rejected_because
+        ):
             return
         if why:
             self._reject(backend, path, why)
@@ -164,16 +210,21 @@ class TokenIdForwarding:
 
     def look(self) -> None:
         """Some replica has come, gone or become another process."""
-        gone = [id for id, (known, _) in self._differed.items() if (one := self._backends.get(id)) is None or _forwarding(one) is not known]
+        gone = [
+            id
+            for id, (known, _) in self._differed.items()
+            if (one := self._backends.get(id)) is None or _forwarding(one) is not known
+        ]
         for id in gone:
             del self._differed[id]
         if gone and not self._differed:
             self._begin_anew()
 
     def _off(self, backend: Backend) -> bool:
-        """Whether a replica whose prompts are made like this one's has, in its present process, made other ids than the gateway."""
+        """Whether the present process of a replica whose prompts are made alike has made other ids than the gateway."""
         return bool(self._differed) and any(
-            (one := self._backends.get(id)) is not None and one.candidate.space == backend.candidate.space for id in self._differed
+            (one := self._backends.get(id)) is not None and one.candidate.space == backend.candidate.space
+            for id in self._differed
         )
 
     def _begin_anew(self) -> None:
@@ -188,8 +239,9 @@ class TokenIdForwarding:
         known = self._known(backend)
         self._differed[backend.id] = known, why
         self.metrics.ids_refused.inc(backend.id)
-        log.error("no replica of this model gets token ids from now on, all prompts go as text: replica %s, %s: %s. Compare --model and --chat-template with the "
-                  "engine's (`hitherto doctor` does); it begins again when another process is behind that replica", backend.id, path, why)  # fmt: skip
+        log.error("no replica of this model gets token ids from now on, all prompts go as text: replica %s, %s: %s. "
+                  "Compare --model and --chat-template with the engine's (`hitherto doctor` does); it begins again "
+                  "when another process is behind that replica", backend.id, path, why)  # fmt: skip
         for one in self._backends.values():
             if one.candidate.space != backend.candidate.space:
                 continue

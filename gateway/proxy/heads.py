@@ -9,7 +9,7 @@ from .exchange import Exchange
 
 
 class Parent(NamedTuple):
-    """The span that the replica's own are to be below: the header's value, and the client's headers that it replaces."""
+    """The span that the replica's own are to be below: the header's value, and which of the client's it replaces."""
 
     value: bytes
     replaces: frozenset[bytes]
@@ -22,7 +22,13 @@ def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Pare
     dropped = backend.not_forwarded
     if parent is not None:
         dropped |= parent.replaces
-    head = b"%b %b HTTP/%b\r\n%b%b" % (request.method.encode(), request.target, version, backend.host_line, request.end_to_end(dropped))
+    head = b"%b %b HTTP/%b\r\n%b%b" % (
+        request.method.encode(),
+        request.target,
+        version,
+        backend.host_line,
+        request.end_to_end(dropped),
+    )
     if parent is not None:
         head += b"traceparent: %b\r\n" % parent.value
     if request.header(b"x-request-id") is None:
@@ -33,8 +39,8 @@ def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Pare
 
 
 class Added:
-    """The header lines that the gateway adds to a replica's answer. `replica`: which one it was; `cached_tokens`: how many tokens of
-    the prompt it was predicted to hold."""
+    """The header lines that the gateway adds to a replica's answer. `replica`: which one it was; `cached_tokens`: how
+    many tokens of the prompt it was predicted to hold."""
 
     def __init__(self, replica: bool, cached_tokens: bool):
         self._replica, self._cached_tokens = replica, cached_tokens

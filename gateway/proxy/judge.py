@@ -33,7 +33,9 @@ class Judge:
         has_prompt = exchange.prompt is not None
         if has_prompt and not attempt.streams and foreign_head(status, content_type):
             return _foreign(f"answered {status} with {content_type.decode('latin-1')[:100]}")
-        if (status in RETRYABLE or (status in DOUBTFUL and has_prompt and exchange.response is None)) and self._unsettled(exchange, attempt, of_status(status)):
+        if (
+            status in RETRYABLE or (status in DOUBTFUL and has_prompt and exchange.response is None)
+        ) and self._unsettled(exchange, attempt, of_status(status)):
             return UpstreamError(of_status(status), f"answered {status}")
         if status == 404 and exchange.response is not None and self.others(exchange, attempt):
             return UpstreamError(ELSEWHERE, "answered 404")
@@ -41,14 +43,18 @@ class Judge:
             return UpstreamError(IDS, f"answered {status}")
         return None
 
-    def first(self, exchange: Exchange, attempt: Attempt, data: bytes, whole: bool = False) -> bytes | UpstreamError | None:
-        """The first bytes of an answer's body, or all of it: what the client gets, why it gets nothing of this answer, or None while nothing
-        of an answer is in them."""
+    def first(
+        self, exchange: Exchange, attempt: Attempt, data: bytes, whole: bool = False
+    ) -> bytes | UpstreamError | None:
+        """The first bytes of an answer's body, or all of it: what the client gets, why it gets nothing of this answer,
+        or None while nothing of an answer is in them."""
         held_back = attempt.announced
         if held_back:
             data, attempt.announced = held_back + data, b""
         if attempt.status == 200 and exchange.prompt is not None:
-            if (held_back or not begins(exchange.label, data, attempt.streams)) and attempt.held.get(b"content-encoding") is None:
+            if (held_back or not begins(exchange.label, data, attempt.streams)) and attempt.held.get(
+                b"content-encoding"
+            ) is None:
                 sight = look(exchange.label, data, attempt.streams, attempt.held.get(b"content-type") or b"", whole)
                 if sight is Sight.FOREIGN:
                     return _foreign(f"answered 200 with {data[:40]!r}")

@@ -1,8 +1,8 @@
 """Models that no replica is known to serve: before a client is told so, the engines are asked.
 
-What an engine serves is looked at every 10 s, and an adapter can be loaded at any time. A 404 is final to clients, so none
-is given for what was loaded before the request came. Who asks for names that do not exist shall not keep the engines busy
-with it: all that come meanwhile share the next question, and questions keep their distance.
+What an engine serves is looked at every 10 s, and an adapter can be loaded at any time. A 404 is final to clients, so
+none is given for what was loaded before the request came. Who asks for names that do not exist shall not keep the
+engines busy with it: all that come meanwhile share the next question, and questions keep their distance.
 """
 
 from __future__ import annotations

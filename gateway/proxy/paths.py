@@ -40,7 +40,8 @@ OTHER_PATHS = frozenset((
 ))  # fmt: skip
 # What a path says of one stored response, and its id.
 STORED_RESPONSE = re.compile(
-    rf"/v1/responses/(?!(?:\.+|render)(?:/|\Z))([\w.:-]{{1,{LONGEST_RESPONSE_ID}}})(?:/(?:cancel|input_items))?", re.ASCII
+    rf"/v1/responses/(?!(?:\.+|render)(?:/|\Z))([\w.:-]{{1,{LONGEST_RESPONSE_ID}}})(?:/(?:cancel|input_items))?",
+    re.ASCII,
 )
 # What may follow the beginning of a path that was allowed with `/*`.
 PLAIN_REST = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[\w.~:@!$&'()+,=-]+(?:/|\Z))*", re.ASCII)

@@ -58,7 +58,9 @@ class Asker(Protocol):
 
 
 class Placing:
-    def __init__(self, serving: Serving, router: Router, responses: Responses, metrics: Metrics, shadows: Shadows | None = None):
+    def __init__(
+        self, serving: Serving, router: Router, responses: Responses, metrics: Metrics, shadows: Shadows | None = None
+    ):
         self.serving, self.router, self.responses = serving, router, responses
         self._metrics, self.shadows = metrics, shadows
         self.shared: SharedLedger | None = None  # with Redis
@@ -109,13 +111,23 @@ class Placing:
             return targets.only(maker) or targets
         return targets
 
-    def _take(self, asker: Asker, asked: Asked, seen: Seen | None, now: float, decision: Decision | None = None) -> None:
+    def _take(
+        self, asker: Asker, asked: Asked, seen: Seen | None, now: float, decision: Decision | None = None
+    ) -> None:
         """Here, or as the shared ledger has decided."""
         placement = self.router.take(asked, now, decision)
         prompt = asker.prompt
         if asked.spaces is not None and prompt is not None:
             prompt = as_variant(prompt, placement.candidate.space)
-        asker.add_attempt(Attempt(self.serving.backends[placement.candidate.replica], placement, prompt, prompt is not None and prompt.stream, now))
+        asker.add_attempt(
+            Attempt(
+                self.serving.backends[placement.candidate.replica],
+                placement,
+                prompt,
+                prompt is not None and prompt.stream,
+                now,
+            )
+        )
         if self.shadows is not None and seen is not None:
             self.shadows.acted(seen, asked.choice.index if decision is None else decision.index)
 
@@ -125,13 +137,23 @@ class Placing:
         else:
             self._found.append(asker)
 
-    def _decided(self, shared: SharedLedger, asker: Asker, asked: Asked, seen: Seen | None, begun: float, decision: Decision | None) -> None:
+    def _decided(
+        self,
+        shared: SharedLedger,
+        asker: Asker,
+        asked: Asked,
+        seen: Seen | None,
+        begun: float,
+        decision: Decision | None,
+    ) -> None:
         """What the shared ledger answers; None: too late, or not at all, and the choice made here stands."""
         self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
         waiting = asker.waiting  # else the client left meanwhile
         candidate = asked.candidates[decision.index if decision is not None else asked.choice.index]
         backend = self.serving.backends.get(candidate.replica)
-        there = waiting and backend is not None and backend.candidate is candidate and backend.replica.state in TAKE_TRAFFIC
+        there = (
+            waiting and backend is not None and backend.candidate is candidate and backend.replica.state in TAKE_TRAFFIC
+        )
         if decision is not None and not there:
             shared.undo(decision)
         if there:
@@ -147,7 +169,15 @@ def as_variant(prompt: Prompt, space: int) -> Prompt:
     if prompt.space == space:
         return prompt
     if also is None or also.space != space:
-        return replace(prompt, mode="load", note="a third variant of its model has it", hashes=(), token_ids=b"", space=space, also=prompt)
+        return replace(
+            prompt,
+            mode="load",
+            note="a third variant of its model has it",
+            hashes=(),
+            token_ids=b"",
+            space=space,
+            also=prompt,
+        )
     prompt.also, also.also = None, prompt
     return also
 

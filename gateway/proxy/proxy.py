@@ -1,7 +1,7 @@
 """The proxy: where requests, prompts, replicas and answers meet.
 
-It answers what is the gateway's own (`/v1/models`, `/health`), makes an `Exchange` of everything else, and puts together
-those that carry it: preparation, placing, the conductor, settling.
+It answers what is the gateway's own (`/v1/models`, `/health`), makes an `Exchange` of everything else, and puts
+together those that carry it: preparation, placing, the conductor, settling.
 """
 
 from __future__ import annotations
@@ -136,11 +136,21 @@ class Proxy:
     def handle(self, client: Downstream, request: Request) -> None:
         path = request.path
         local = self._local.get(path)
-        if local is not None and request.method in ("GET", "HEAD") and (self.serving.names or local != self._list_models):
+        if (
+            local is not None
+            and request.method in ("GET", "HEAD")
+            and (self.serving.names or local != self._list_models)
+        ):
             local(client, request)
             return
         given = request.header(b"x-request-id")
-        exchange = Exchange(self.conductor, client, request, given.encode("latin-1") if given else next(self._ids).encode(), PROMPT_PATHS.get(path, "other"))
+        exchange = Exchange(
+            self.conductor,
+            client,
+            request,
+            given.encode("latin-1") if given else next(self._ids).encode(),
+            PROMPT_PATHS.get(path, "other"),
+        )
         if path.startswith(RESPONSES):
             exchange.response = referred_to(request)
         client.exchange = exchange
@@ -189,8 +199,9 @@ class Proxy:
     # --- answers of the gateway's own
 
     def _list_models(self, client: Downstream, request: Request) -> None:
-        """Only where some name is known: an empty list would be taken for an answer. Until a replica is ready it is 503, as
-        for prompts; one that tells the gateway no names (it wants an API key) is asked with what the client brought."""
+        """Only where some name is known: an empty list would be taken for an answer. Until a replica is ready it is
+        503, as for prompts; one that tells the gateway no names (it wants an API key) is asked with what the client
+        brought."""
         data = [
             {
                 "id": name, "object": "model", "created": 0, "owned_by": "hitherto", "root": parent or name, "parent": parent,
@@ -202,4 +213,6 @@ class Proxy:
 
     def _health(self, client: Downstream, request: Request) -> None:
         ready = bool(self.serving.of_model(None)) and not self.draining
-        client.reply(200 if ready else 503, b"" if ready else error_body("", 503, "no replica is ready"), [] if ready else JSON)
+        client.reply(
+            200 if ready else 503, b"" if ready else error_body("", 503, "no replica is ready"), [] if ready else JSON
+        )

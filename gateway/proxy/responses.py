@@ -1,7 +1,7 @@
 """Stored responses (`/v1/responses`): only the engine that made one can tell it, cancel it, or go on from it.
 
-Who made which is noted as answers pass. What is not known here, since it passed another worker or gateway or is long ago, is
-found by asking: an engine without it answers 404 before it computes anything, and the next one is tried.
+Who made which is noted as answers pass. What is not known here, since it passed another worker or gateway or is long
+ago, is found by asking: an engine without it answers 404 before it computes anything, and the next one is tried.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from ..prompt.prompt import LONGEST_RESPONSE_ID
 from ..http.messages import Request
+from ..prompt.prompt import LONGEST_RESPONSE_ID
 from .paths import STORED_RESPONSE
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class Responses:
         return self._makers.get(response) if response is not None else None
 
     def answered(self, attempt: Attempt, about: str | None, makes: bool, begin: bytes) -> None:
-        """`begin`: the first bytes of its answer's body. `about`: the stored response that it is about; `makes`: it may make one."""
+        """`begin`: the first bytes of its answer's body. `about`: the stored response that it is about; `makes`: it may
+        make one."""
         if attempt.status != 200:
             return
         if about is not None:

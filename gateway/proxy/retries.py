@@ -14,10 +14,11 @@ from typing import NamedTuple
 CONNECT, CLOSED, PROTOCOL, REMOVED = "connect", "closed", "protocol", "removed"
 # A replica that is unwell has sent nothing for too long; a stream stopped; no byte came within the request's time.
 HUNG, STALLED, TIMEOUT = "hung", "stalled", "timeout"
-# What an answer shows: an error behind a status 200, what no engine wrote, that the engine gave up, that it takes no ids,
-# and that the stored response which is asked for is another replica's.
+# What an answer shows: an error behind a status 200, what no engine wrote, that the engine gave up, that it takes no
+# ids, and that the stored response which is asked for is another replica's.
 ERROR_ANSWER, FOREIGN_ANSWER, ABORTED, IDS, ELSEWHERE = "error answer", "foreign answer", "aborted", "ids", "elsewhere"
-# Statuses after which another replica is asked, whatever the request. 501 means the engine can't do it at all, and neither can its siblings.
+# Statuses after which another replica is asked, whatever the request. 501 means the engine can't do it at all, and
+# neither can its siblings.
 RETRYABLE = frozenset((500, 502, 503, 504))
 # An error that is not known yet to be the replica's fault is told to its watcher as this.
 UNCONFIRMED = "unconfirmed"
@@ -76,8 +77,8 @@ def is_loss(failed: Failed) -> bool:
 
 
 def after(failed: Failed, tried: int, losses: int, retries: int) -> Next:
-    """`tried`: replicas that had failed the request before, and `losses` those among them that went down or hung; `retries`: how many
-    more than one may be tried."""
+    """`tried`: replicas that had failed the request before, and `losses` those among them that went down or hung;
+    `retries`: how many more than one may be tried."""
     if failed.kind == IDS or (failed.kind == CLOSED and failed.stale and not failed.repeated):
         return Next.SAME
     if losses + is_loss(failed) >= MOST_LOSSES:

@@ -63,7 +63,7 @@ class Serving:
         return found
 
     def untried(self, prompt: Prompt | None, tried: tuple[Backend, ...], named: str | None = None) -> list[Backend]:
-        """Replicas that a request may go to next: ready ones, and degraded ones once all that are ready have failed it."""
+        """Replicas that a request may go to next: ready ones, and degraded ones once all ready ones have failed it."""
         model = (prompt.model if prompt is not None else named) or None
         found = self._taking(model, tried)
         if prompt is not None and self.models.differ_in_context(model):
@@ -77,15 +77,18 @@ class Serving:
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
         for state in TAKE_TRAFFIC:
-            found = [b for b in self.backends.values() if b.replica.state is state and b not in tried and b.serves(model)]
+            found = [
+                b for b in self.backends.values() if b.replica.state is state and b not in tried and b.serves(model)
+            ]
             if found:
                 return found
         return []
 
     def _least_context(self, model: str | None, prompt: Prompt) -> int:
-        """Whom a prompt may be sent to, where the model's replicas differ in the length of their context: those that have room for it
-        and its answer, else those that have room for the prompt, which refuse its answer in their own words. Which of them are
-        ready does not matter here: a replica that is too small refuses for good what another would answer later."""
+        """Whom a prompt may be sent to, where the model's replicas differ in the length of their context: those that
+        have room for it and its answer, else those that have room for the prompt, which refuse its answer in their own
+        words. Which of them are ready does not matter here: a replica that is too small refuses for good what another
+        would answer later."""
         contexts = self.models.contexts.get(model) or self.models.contexts[None]
         wanted = prompt.tokens + (prompt.max_tokens or 1)
         return next((one for one in contexts if one >= wanted), contexts[-1])
@@ -93,9 +96,14 @@ class Serving:
     def _roomy(self, model: str | None, least: int) -> Targets:
         found = self._with_room.get((model, least))
         if found is None:
-            found = self._router.targets([one.candidate for one in self._taking(model) if self.models.has_room(one.id, least)])
+            found = self._router.targets(
+                [one.candidate for one in self._taking(model) if self.models.has_room(one.id, least)]
+            )
             if not found:
-                raise ApiError(503, f"the prompt has room only in replicas with a context of {least} tokens, and none of them is ready")
+                raise ApiError(
+                    503,
+                    f"the prompt has room only in replicas with a context of {least} tokens, and none of them is ready",
+                )
             if model is None or model in self.names:
                 self._with_room[model, least] = found
         return found
@@ -103,6 +111,11 @@ class Serving:
     def _nobody(self, model: str | None) -> ApiError:
         known = self.names
         if model is not None and known and model not in known:
-            return ApiError(404, f"the model {model[:200]!r} does not exist; served here: {', '.join(sorted(known))}", param="model", code="model_not_found")
+            return ApiError(
+                404,
+                f"the model {model[:200]!r} does not exist; served here: {', '.join(sorted(known))}",
+                param="model",
+                code="model_not_found",
+            )
         states = "; ".join(f"{one.id} is {one.state}: {one.reason}" for one in self._replicas.values())
         return ApiError(503, f"no replica is ready ({states or 'none is known'})")

@@ -38,9 +38,10 @@ OnEnd = Callable[[Exchange, str, Usage | None], None]
 
 
 def _of_copies(prompt: Prompt, overlap: int, cached: int | None, size: int) -> int:
-    """What is predicted of the one sequence that usage speaks of, where several have the same prompt. The first finds what the
-    replica held, the others what the first has left, all but the last token's block. In a stream it is the first that is
-    told of; else the one that ended last, whichever that is: the prediction is the one that it agrees with."""
+    """What is predicted of the one sequence that usage speaks of, where several have the same prompt. The first finds
+    what the replica held, the others what the first has left, all but the last token's block. In a stream it is the
+    first that is told of; else the one that ended last, whichever that is: the prediction is the one that it agrees
+    with."""
     each = prompt.tokens * prompt.n // prompt.copies
     left = min(hittable(each, size), len(prompt.hashes)) * size if prompt.reads_cache else 0
     return left if cached == left and not prompt.stream else overlap
@@ -58,8 +59,8 @@ class Settling:
         on_traffic: OnTraffic,
         on_end: Sequence[OnEnd] = (),
     ):
-        """`on_traffic(replica, kind)`: what health learns from traffic; None for an answer, else the kind of a failure, or
-        "reconnect": a kept connection broke."""
+        """`on_traffic(replica, kind)`: what health learns from traffic; None for an answer, else the kind of a failure,
+        or "reconnect": a kept connection broke."""
         self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
         self.on_traffic, self._on_end = on_traffic, on_end
         self.complete: Together[Exchange] = Together(self._settle_all)
@@ -76,7 +77,9 @@ class Settling:
         """The replica answered with an error: `blame` has the rules for whose fault that is."""
         backend = attempt.backend
         answered = int(self.metrics.replica_requests.total(replica=backend.id, status="2xx"))
-        exchange.suspicions += (Suspicion(backend.id, backend.replica.engine, kind, backend.record.is_witness(answered)),)
+        exchange.suspicions += (
+            Suspicion(backend.id, backend.replica.engine, kind, backend.record.is_witness(answered)),
+        )
         if kind != FULL and not backend.gone:
             backend.record.failed(answered)
             if kind not in REFUSED_ALIKE:  # a client's key may be wrong: no reason to look whether the engine computes
@@ -100,7 +103,9 @@ class Settling:
     def _count(self, suspicions: Sequence[Suspicion], agreed: bool) -> None:
         for one in suspicions:
             if one.replica in self._backends:
-                self.metrics.upstream_errors.inc(one.replica, REQUEST if agreed and one.kind in SAME | REFUSED_ALIKE else one.kind)
+                self.metrics.upstream_errors.inc(
+                    one.replica, REQUEST if agreed and one.kind in SAME | REFUSED_ALIKE else one.kind
+                )
 
     def turned_away(self, error: ApiError) -> None:
         """No replica was asked."""
@@ -130,8 +135,17 @@ class Settling:
         """`since`: when its client began to wait."""
         backend, at = attempt.backend, attempt.first_at
         ours = attempt.sent_at < self.held_up_at  # part of that time we did not look
-        learns = not attempt.fault and attempt.streams and attempt.status == 200 and attempt.prompt is not None and not ours and backend.may_learn(at)
-        self._router.first_token(attempt.placement, at if attempt.streams else None, at - attempt.sent_at if learns else None)
+        learns = (
+            not attempt.fault
+            and attempt.streams
+            and attempt.status == 200
+            and attempt.prompt is not None
+            and not ours
+            and backend.may_learn(at)
+        )
+        self._router.first_token(
+            attempt.placement, at if attempt.streams else None, at - attempt.sent_at if learns else None
+        )
         # An error took this long, and no first token; and the first byte of an answer in one piece is its last as well.
         if not attempt.fault and attempt.streams and not backend.gone:
             self.metrics.ttft.observe(backend.id, at - since)
@@ -163,7 +177,8 @@ class Settling:
             router.abandon(placement)
             if fault >= 500:
                 self.failed(backend, ERROR_ANSWER)
-        elif tail.find(backend.replica.dialect.abort_marker, -TAIL_BYTES) >= 0:  # the engine stopped in the middle of it
+        elif tail.find(backend.replica.dialect.abort_marker, -TAIL_BYTES) >= 0:
+            # The engine stopped in the middle of it
             attempt.fault = 503
             router.abandon(placement)
             self.failed(backend, ABORTED)
@@ -202,7 +217,9 @@ class Settling:
     def _compare(self, placement: Placement, backend: Backend, prompt: Prompt, usage: Usage) -> None:
         metrics, name, overlap = self.metrics, backend.id, placement.overlap
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
-        predicted = overlap if prompt.copies < 2 else _of_copies(prompt, overlap, usage.cached, placement.demand.block_size)
+        predicted = (
+            overlap if prompt.copies < 2 else _of_copies(prompt, overlap, usage.cached, placement.demand.block_size)
+        )
         metrics.predicted_cached_tokens.inc(name, by=predicted)
         if prompt.mode == "exact" and not prompt.several and usage.prompt not in (None, prompt.tokens):
             self._counted_otherwise(backend, prompt, usage.prompt)
@@ -211,7 +228,11 @@ class Settling:
         guessed = prompt.mode == "text" and backend.intake is not None
         if prompt.several or guessed or not backend.replica.takes_rank(prompt.path):
             backend.drift.aside()
-        if not prompt.copies or not backend.replica.takes_rank(prompt.path) or (prompt.several and usage.cached is None):
+        if (
+            not prompt.copies
+            or not backend.replica.takes_rank(prompt.path)
+            or (prompt.several and usage.cached is None)
+        ):
             pass  # there is nothing to compare with
         elif usage.cached is None:
             backend.drift.unreported(overlap, prompt.tokens)
@@ -227,7 +248,12 @@ class Settling:
             metrics.predictions.inc(name, outcome)
             if error:
                 metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
-            if prompt.hashes and not prompt.several and not guessed and backend.drift.reported(overlap, saved, prompt.tokens):
+            if (
+                prompt.hashes
+                and not prompt.several
+                and not guessed
+                and backend.drift.reported(overlap, saved, prompt.tokens)
+            ):
                 self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
         metrics.prefill_saved_tokens.inc(name, by=saved)
 
@@ -243,7 +269,11 @@ class Settling:
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None = None) -> None:
         metrics, attempt = self.metrics, exchange.attempt
-        status = outcome if outcome in ("aborted", "cut") else STATUS_CLASS[(exchange.fault or exchange.answered_with) // 100]
+        status = (
+            outcome
+            if outcome in ("aborted", "cut")
+            else STATUS_CLASS[(exchange.fault or exchange.answered_with) // 100]
+        )
         metrics.requests.inc(exchange.label, status)
         if attempt is not None and not attempt.backend.gone:
             metrics.replica_requests.inc(attempt.backend.id, status)
@@ -259,6 +289,12 @@ class Settling:
 
 def _is_foreign(label: str, attempt: Attempt, tail: bytes, usage: Usage) -> bool:
     """Whether its client was given a stream in which no event of an inference API was."""
-    if attempt.first_at or not attempt.streams or attempt.status != 200 or usage.prompt is not None or label not in STREAMING_APIS:
+    if (
+        attempt.first_at
+        or not attempt.streams
+        or attempt.status != 200
+        or usage.prompt is not None
+        or label not in STREAMING_APIS
+    ):
         return False
     return not speaks_api(tail, attempt.pieces <= TAIL) and attempt.held.get(b"content-encoding") is None

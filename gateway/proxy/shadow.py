@@ -2,10 +2,10 @@
 
 After each choice the shadows are asked about the same candidates, and what the request would have met where they say
 is compared with what it meets where it went: prompt tokens to compute, and seconds to its first token as `least_time`
-predicts them (its terms `prefill` to `room`, with the learned costs). A shadow has its own turns and memory, but the caches
-and the load are those that the acting policy made. So each figure is about one request that goes another way while
-all others stay, which is not what the fleet would come to if they all did: a policy that would pile requests up never
-meets its own pile.
+predicts them (its terms `prefill` to `room`, with the learned costs). A shadow has its own turns and memory, but the
+caches and the load are those that the acting policy made. So each figure is about one request that goes another way
+while all others stay, which is not what the fleet would come to if they all did: a policy that would pile requests up
+never meets its own pile.
 
 Before the choice is sent, a copy of the candidates is made (1 us each); the rest waits for the next turn of the event
 loop, when the request's bytes have left.
@@ -37,7 +37,9 @@ class Shadows:
         self._metrics = metrics
 
     def see(self, demand: Demand, candidates: Sequence[Candidate]) -> Seen:
-        return Seen(demand, [Candidate(one.replica, one.overlap, one.load.copy(), one.costs, one.lower) for one in candidates])
+        return Seen(
+            demand, [Candidate(one.replica, one.overlap, one.load.copy(), one.costs, one.lower) for one in candidates]
+        )
 
     def acted(self, seen: Seen, index: int) -> None:
         """The acting policy's choice is `index`."""

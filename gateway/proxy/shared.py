@@ -5,17 +5,17 @@
     shared.decide(asked, answer)     # answer(Decision) or answer(None)
 
 Whatever waits goes there together: the requests of one turn of the event loop, and what this gateway now has on the
-replicas where that has changed (`Ledger.moved`). One call of a script states the latter, decides the former one after the
-other, and says what others have there, which is added to the loads that policies see; heartbeats say the same of all
-replicas. All that a gateway has stands under its token. Whenever it is not certain what arrived (an error, a lease that
-ran out), the token is given up, which takes everything under it out of the sums, and all that is outstanding is counted
-anew under another one. What Redis itself loses or somebody damages is mended by heartbeats: each restates all that the
-gateway has outstanding and compares sums with their parts.
+replicas where that has changed (`Ledger.moved`). One call of a script states the latter, decides the former one after
+the other, and says what others have there, which is added to the loads that policies see; heartbeats say the same of
+all replicas. All that a gateway has stands under its token. Whenever it is not certain what arrived (an error, a lease
+that ran out), the token is given up, which takes everything under it out of the sums, and all that is outstanding is
+counted anew under another one. What Redis itself loses or somebody damages is mended by heartbeats: each restates all
+that the gateway has outstanding and compares sums with their parts.
 
 Nothing waits for Redis: a decision that takes longer than its deadline is made by the local view and what Redis
 reserved for it is taken back; while Redis is away all decisions are local at once.
 
-The rule there is the rule here: the script computes the policy's own statement of its cost, from the load of all gateways.
+The rule there is the rule here: the script computes the policy's own statement of its cost, from all gateways' load.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ LOG_SECONDS = 10.0  # between two lines that say the same
 
 
 class _Heartbeat:
-    """One on its way. `stated` is what this gateway has outstanding, by the name that all gateways have for a replica."""
+    """One on its way. `stated`: what this gateway has outstanding, by the name that all gateways have for a replica."""
 
     __slots__ = ("done", "stated")
 
@@ -146,7 +146,8 @@ class SharedLedger:
         self._logged_at = self._away_logged_at = float("-inf")
         self._log_when_joined = True
         self.joined = False
-        self.repairs = {"part": 0, "sum": 0}  # loads in Redis that were not what this gateway has there, or what their parts add up to
+        # Loads in Redis that were not what this gateway has there, or what their parts add up to
+        self.repairs = {"part": 0, "sum": 0}
         self.reason = "not connected yet"
         self.begin_answers: Callable[[], None] = _nothing
         self.end_answers: Callable[[], None] = _nothing
@@ -155,8 +156,8 @@ class SharedLedger:
     # --- decisions
 
     def decide(self, asked: Asked, answer: Answer) -> None:
-        """Choose one of the candidates and count the request there. `answer` is called once: with None, the choice that was made
-        by the loads known here stands."""
+        """Choose one of the candidates and count the request there. `answer` is called once: with None, the choice that
+        was made by the loads known here stands."""
         if not self.joined:
             self._observe("away", 0.0)
             answer(None)
@@ -178,7 +179,7 @@ class SharedLedger:
         self._start_pump()
 
     def _names_of(self, candidates: Sequence[Candidate]) -> list[str]:
-        """As all gateways call them; of the same candidates the same list, so that it is packed once for many requests."""
+        """As all gateways call them; of the same candidates the same list, so it is packed once for many requests."""
         latest, names = self._targets
         if candidates is not latest:
             names = [self._name(one.replica) for one in candidates]
@@ -186,7 +187,7 @@ class SharedLedger:
         return names
 
     def _among(self, choice: Choice, demand: Demand, candidates: Sequence[Candidate]) -> Sequence[int]:
-        """Who is to be decided among, as indices. A choice that is not the least of a cost is made here, and counted there."""
+        """Among whom to decide, as indices. A choice that is not the least of a cost is made here, counted there."""
         if self._cost is None or choice.among is None:
             return (choice.index,)
         if len(choice.among) <= MOST:
@@ -195,14 +196,15 @@ class SharedLedger:
         return sorted(choice.among, key=totals.__getitem__)[:MOST]
 
     def _held(self, candidates: Sequence[Candidate], overlaps: Sequence[int]) -> bytes:
-        """What they hold of the prompt, packed: in their first tiers, and if any holds more, in slower ones, and that by its worth."""
-        if self._cost is None or not any([one.lower for one in candidates]):
+        """What they hold of the prompt, packed: in their first tiers, and if any holds more, in slower ones, and that
+        by its worth."""
+        if self._cost is None or not any(one.lower for one in candidates):
             return struct.pack(f"<{len(overlaps)}d", *overlaps)
         return struct.pack(f"<{3 * len(overlaps)}d", *chain(*zip(*map(self._cost.held, candidates), strict=True)))
 
     def _prefixes(self, demand: Demand, overlaps: Sequence[int]) -> tuple[bytes, bytes]:
-        """Prefixes of the prompt by which gateways tell each other where it went: their lengths in blocks and their hashes,
-        packed. What every candidate holds anyway is left out."""
+        """Prefixes of the prompt by which gateways tell each other where it went: their lengths in blocks and their
+        hashes, packed. What every candidate holds anyway is left out."""
         hashes = demand.hashes if demand.reads_cache else ()
         blocks = len(hashes)
         if not blocks:
@@ -317,9 +319,11 @@ class SharedLedger:
                 if heartbeat is not None:
                     heartbeat.done.set()
 
-    async def _send(self, token: str, heartbeat: _Heartbeat | None, batch: list[_Pending]) -> tuple[bool, Any, list[Any]]:
-        """Whether the token is alive, the reply to the heartbeat, and that to each request; raises what the script or the
-        connection raised. Nothing else is under way under this token, so what is outstanding now is what Redis must
+    async def _send(
+        self, token: str, heartbeat: _Heartbeat | None, batch: list[_Pending]
+    ) -> tuple[bool, Any, list[Any]]:
+        """Whether the token is alive, the reply to the heartbeat, and that to each request; raises what the script or
+        the connection raised. Nothing else is under way under this token, so what is outstanding now is what Redis must
         have once this is counted."""
         begin = ("EVALSHA", self.script.sha, 1, self._key)
         changed, self._changed = self._changed, set()
@@ -332,7 +336,9 @@ class SharedLedger:
             loads = b"".join([_LOAD.pack(*counts) for counts in heartbeat.stated.values()])
             commands.append((*begin, "beat", token, int(LEASE * 1000), "\n".join(heartbeat.stated), loads))
         for at in range(0, len(batch), MOST_TOGETHER):
-            commands.append((*begin, "turn", token, *self._turn(changed if at == 0 else (), batch[at : at + MOST_TOGETHER])))
+            commands.append(
+                (*begin, "turn", token, *self._turn(changed if at == 0 else (), batch[at : at + MOST_TOGETHER]))
+            )
         async with asyncio.timeout(PATIENCE):
             replies = await self._line.ask(commands)
         beaten = replies[1] if heartbeat is not None else None
@@ -348,7 +354,10 @@ class SharedLedger:
             replicas.update(zip(pending.names, pending.candidates))
         standing = b"".join([_standing(one) if one is not None else _NO_STANDING for one in replicas.values()])
         positions = dict(zip(replicas, count()))
-        packed = {key: struct.pack(f"<{len(one.names)}H", *map(positions.__getitem__, one.names)) for key, one in alike.items()}
+        packed = {
+            key: struct.pack(f"<{len(one.names)}H", *map(positions.__getitem__, one.names))
+            for key, one in alike.items()
+        }
         requests: list[bytes] = []
         for pending in batch:
             held, lengths, hashes = pending.packed
@@ -359,7 +368,13 @@ class SharedLedger:
         demand, candidates, choice, *_ = asked
         slack = self._cost.slack if self._cost is not None else (1.0, 0.0)
         size = demand.block_size
-        return _HEADER.pack(demand.draw, *slack, size, hittable(demand.tokens, size), *Cost.request(demand, candidates[0].costs.group, choice.future))
+        return _HEADER.pack(
+            demand.draw,
+            *slack,
+            size,
+            hittable(demand.tokens, size),
+            *Cost.request(demand, candidates[0].costs.group, choice.future),
+        )
 
     def _own(self, name: str) -> tuple[int, ...]:
         """What this gateway has on the replicas of that name."""
@@ -388,13 +403,17 @@ class SharedLedger:
         now = asyncio.get_running_loop().time()
         if (parts or sums) and now - self._logged_at > LOG_SECONDS:
             self._logged_at = now
-            log.warning("the ledger in Redis was lost or damaged and is mended: %d loads of this gateway, %d sums", parts, sums)
+            log.warning(
+                "the ledger in Redis was lost or damaged and is mended: %d loads of this gateway, %d sums", parts, sums
+            )
 
     # --- the token
 
     def start(self) -> None:
         """Join as soon as Redis answers, and renew the lease."""
-        self._beats = self._background.spawn(HEARTBEAT, self._keep, on_failure=lambda: self._lost("its heartbeat failed"))
+        self._beats = self._background.spawn(
+            HEARTBEAT, self._keep, on_failure=lambda: self._lost("its heartbeat failed")
+        )
 
     async def stop(self) -> None:
         """Take this gateway's load out of the sums, and close the connections."""
@@ -469,14 +488,23 @@ def _ends_of_prefixes(first: int, end: int) -> Callable[[Sequence[int]], tuple[i
 
 def _standing(candidate: Candidate) -> bytes:
     load, costs = candidate.load, candidate.costs
-    return _STANDING.pack(costs.ttft.value, costs.step.value, load.waiting, load.kv_usage, load.capacity_tokens, load.recent)
+    return _STANDING.pack(
+        costs.ttft.value, costs.step.value, load.waiting, load.kv_usage, load.capacity_tokens, load.recent
+    )
 
 
 def _decision(pending: _Pending, reply: Sequence[float], counted: bool) -> Decision:
     """What Redis decided."""
     at, held, *others = map(int, reply)
     overlap = max(pending.overlaps[at], held)
-    return Decision(pending.chosen[at], pending.candidates[at].replica, overlap, pending.asked.demand.tokens - overlap, tuple(others), counted)
+    return Decision(
+        pending.chosen[at],
+        pending.candidates[at].replica,
+        overlap,
+        pending.asked.demand.tokens - overlap,
+        tuple(others),
+        counted,
+    )
 
 
 def _less(load: bytes, mine: Sequence[float]) -> tuple[int, ...]:

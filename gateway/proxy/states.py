@@ -11,9 +11,9 @@ An exchange is what a client asked for; an attempt is one leg of it, to one repl
     CONNECTING --connected--> AWAITING --answered--> ANSWERING --finished--> ENDED
 
 Until the first byte of an answer has gone to the client, a failed attempt is followed by another one; from then on the
-exchange can only be cut, and the client must be able to tell. `gone` (the client left) ends every state. An attempt ends
-when its replica's answer is complete, when it fails, and when its exchange does not want it any more (`dropped`). A pair
-that is not in its table can't happen; if it does, it is a bug and raises.
+exchange can only be cut, and the client must be able to tell. `gone` (the client left) ends every state. An attempt
+ends when its replica's answer is complete, when it fails, and when its exchange does not want it any more (`dropped`).
+A pair that is not in its table can't happen; if it does, it is a bug and raises.
 """
 
 from __future__ import annotations

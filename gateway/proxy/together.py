@@ -14,10 +14,10 @@ MOST = 12
 
 
 class Together(Generic[Item]):
-    """Items that are worked on by the dozen, so that whoever has several stages for them can do one after the other for all.
+    """Items that are worked on by the dozen, so that of several stages each can be done for all before the next one.
 
-    A busy loop wakes up to a dozen requests. From the socket to the socket, one by one, each finds the kernel's code and the
-    stages before and after its own in the core's caches, instead of its own.
+    A busy loop wakes up to a dozen requests. From the socket to the socket, one by one, each finds the kernel's code
+    and the stages before and after its own in the core's caches, instead of its own.
     """
 
     __slots__ = ("_work", "_items")

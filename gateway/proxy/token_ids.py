@@ -13,12 +13,26 @@ import orjson
 from ..prompt.forward import written
 
 CONFIRMATIONS = 3  # different bodies of a kind that a replica must have made the same ids of
-CHECK_EVERY = 100  # bodies of a confirmed kind, of which one is checked: its text and the check cost a hundredth of what is saved
-MOST_KINDS = 256  # known of a replica, of 600 characters at most each; the one that was not seen for longest is forgotten
+# Bodies of a confirmed kind, of which one is checked: its text and the check cost a hundredth of what is saved
+CHECK_EVERY = 100
+# Known of a replica, of 600 characters at most each; the one that was not seen for longest is forgotten
+MOST_KINDS = 256
 PAUSE_SECONDS = 30.0  # before a check that was not answered is made again, of that kind
 ANSWER_SECONDS = 60.0
 # How long an answer gets and what it is made of; one token is asked for in their place.
-_OUTPUT = frozenset({"max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "stream", "stream_options", "request_id", "priority"})
+_OUTPUT = frozenset(
+    {
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "n",
+        "best_of",
+        "stream",
+        "stream_options",
+        "request_id",
+        "priority",
+    }
+)
 _COMPLETIONS = "/v1/completions"
 PATHS = ("/v1/chat/completions", _COMPLETIONS)
 
@@ -43,8 +57,8 @@ class _Usage(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    """Of a reply as much as shows what the engine did. Ids stay as they came: 100,000 as Python ints take 10 ms, in which
-    no other thread has a turn."""
+    """Of a reply as much as shows what the engine did. Ids stay as they came: 100,000 as Python ints take 10 ms, in
+    which no other thread has a turn."""
 
     choices: list[_Choice] | None = None
     prompt_token_ids: msgspec.Raw = _NOTHING
@@ -63,8 +77,8 @@ async def check_ids(post: Post, path: str, body: bytes, ids: bytes) -> str:
 
 
 async def takes_ids(post: Post, path: str, model: str, first: bytes, around: tuple[bytes, bytes] | None) -> str:
-    """Send an engine one id (uint32 LE) in place of a text: "", or what shows that it does not use it. Raises Unanswered.
-    `around`: as of `with_ids`."""
+    """Send an engine one id (uint32 LE) in place of a text: "", or what shows that it does not use it. Raises
+    Unanswered. `around`: as of `with_ids`."""
     one: dict[str, Any] = {**({"model": model} if model else {}), "max_tokens": 1}
     ids = [int.from_bytes(first, "little")]
     if path == _COMPLETIONS:

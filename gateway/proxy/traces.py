@@ -10,11 +10,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..ops.spans import Spans, traceparent
+from .answers import NOTHING, Usage
 from .attempt import Attempt
 from .exchange import Exchange
 from .heads import Parent
 from .retries import TIMEOUT
-from .answers import NOTHING, Usage
 
 if TYPE_CHECKING:
     from ..ops.spans import Moment, Trace
@@ -78,13 +78,25 @@ class Traces:
             "hitherto.request_id": exchange.id.decode("latin-1")[:LONGEST],
             **_tokens(exchange, usage or NOTHING),
         }
-        self._spans.end(trace, trace.root, _name(exchange), exchange.begun, monotonic(), told, moments, str(error or "") if failed else None)
+        self._spans.end(
+            trace,
+            trace.root,
+            _name(exchange),
+            exchange.begun,
+            monotonic(),
+            told,
+            moments,
+            str(error or "") if failed else None,
+        )
 
-    def _attempt(self, exchange: Exchange, attempt: Attempt, number: int, before: str | None, usage: Usage | None) -> None:
+    def _attempt(
+        self, exchange: Exchange, attempt: Attempt, number: int, before: str | None, usage: Usage | None
+    ) -> None:
         """`before`: how the attempt before it failed."""
         replica, placement, kind = attempt.backend.replica, attempt.placement, _kind(attempt)
         fault = exchange.fault if attempt is exchange.attempts[-1] else 0
         refused = (fault or attempt.status) >= 400
+        ttft = attempt.first_at - attempt.sent_at if attempt.first_at and attempt.streams else None
         told = {
             "http.request.method": exchange.trace.attributes["http.request.method"],
             "url.full": replica.url + exchange.request.path[:LONGEST],
@@ -97,13 +109,17 @@ class Traces:
             "hitherto.policy": self._policy,
             "hitherto.retry_reason": before,
             "hitherto.cached_tokens.observed": usage.cached if usage is not None else None,
-            "hitherto.ttft.observed": attempt.first_at - attempt.sent_at if attempt.first_at and attempt.streams else None,
+            "hitherto.ttft.observed": ttft,
         }
         if attempt.prompt is not None and attempt.prompt.tokens:
             told |= {"hitherto.cached_tokens.predicted": placement.overlap, "hitherto.ttft.predicted": placement.ttft}
-        moments: list[Moment] = [(name, at, {}) for name, at in (("sent", attempt.sent_at), ("first_byte", attempt.first_at)) if at]
+        moments: list[Moment] = [
+            (name, at, {}) for name, at in (("sent", attempt.sent_at), ("first_byte", attempt.first_at)) if at
+        ]
         error = str(attempt.error or "") if kind or refused else None
-        self._spans.end(exchange.trace, attempt.context, _name(exchange), attempt.begun_at, attempt.ended_at, told, moments, error)
+        self._spans.end(
+            exchange.trace, attempt.context, _name(exchange), attempt.begun_at, attempt.ended_at, told, moments, error
+        )
 
 
 def _kind(attempt: Attempt) -> str | None:

@@ -4,12 +4,14 @@ import json
 
 from ..http.talk import read_request
 
-
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
 
 
 def post(body=BODY, path=b"/v1/chat/completions", extra=b""):
-    return b"POST %b HTTP/1.1\r\nHost: client.example\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n%b" % (path, extra, len(body), body)
+    return (
+        b"POST %b HTTP/1.1\r\nHost: client.example\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n%b"
+        % (path, extra, len(body), body)
+    )
 
 
 def chunk(data):
@@ -27,7 +29,12 @@ ANSWER = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"hi"},
 
 
 def reply(body=ANSWER, status=b"200 OK", headers=b""):
-    return b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%b\r\n%b" % (status, len(body), headers, body)
+    return b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%b\r\n%b" % (
+        status,
+        len(body),
+        headers,
+        body,
+    )
 
 
 def answers(body=ANSWER, status=b"200 OK", headers=b"", seen=None, close_after=False):

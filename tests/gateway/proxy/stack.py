@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from cachemap import CacheMap
-from gateway.proxy.backend import Backend
-from gateway.proxy.proxy import Proxy
-from gateway.models import Models
-from gateway.prompt.pipeline import Pipeline
-from gateway.ops.metrics import Counter, Metrics
 from gateway.http.messages import Limits
 from gateway.http.server import Server
+from gateway.models import Models
+from gateway.ops.metrics import Counter, Metrics
+from gateway.prompt.pipeline import Pipeline
+from gateway.proxy.backend import Backend
+from gateway.proxy.proxy import Proxy
 from policies import CostGroup, Ledger, Router, make
 from replicas import Replica, State
 
@@ -21,7 +21,8 @@ from ..http.talk import Talker, scripted
 class Stack:
     def __init__(self, proxy, server, port, faults, unconfirmed):
         self.proxy, self.server, self.port = proxy, server, port
-        self.faults, self.unconfirmed = faults, unconfirmed  # kinds of failures; replicas of which an error was told that may be the request's fault
+        # Kinds of failures; replicas of which an error was told that may be the request's fault
+        self.faults, self.unconfirmed = faults, unconfirmed
         self.metrics = proxy.metrics
         self.talkers = []
 
@@ -32,7 +33,9 @@ class Stack:
     def idle(self) -> bool:
         """Nothing reserved, nothing in flight."""
         total = self.proxy.router.ledger.total()
-        return not self.proxy.exchanges and not any((total.requests, total.prefilling, total.prefill_tokens, total.decoding, total.context_tokens))
+        return not self.proxy.exchanges and not any(
+            (total.requests, total.prefilling, total.prefill_tokens, total.decoding, total.context_tokens)
+        )
 
 
 def backend_for(proxy: Proxy, port: int, models=("m",)) -> Backend:
@@ -50,7 +53,12 @@ def unforeseen(metrics: Metrics) -> list[tuple[str, str]]:
     found = []
     for metric in metrics.all():
         if isinstance(metric, Counter):
-            found += [(metric.name, value) for key in metric.values for values, value in zip(metric.known.values(), key, strict=True) if values and value not in values]
+            found += [
+                (metric.name, value)
+                for key in metric.values
+                for values, value in zip(metric.known.values(), key, strict=True)
+                if values and value not in values
+            ]
         else:
             found += [(metric.name, value) for value in metric.series if metric.known and value not in metric.known]
     return found
@@ -61,7 +69,17 @@ async def nothing_new() -> None:
 
 
 @asynccontextmanager
-async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_timeout=5.0, idle_timeout=5.0, pipeline=None, limits=Limits(), **options):
+async def stack(
+    *scripts,
+    ports=(),
+    policy="round_robin",
+    retries=2,
+    request_timeout=5.0,
+    idle_timeout=5.0,
+    pipeline=None,
+    limits=Limits(),
+    **options,
+):
     """One replica per script, plus replicas at `ports` (where perhaps nobody listens)."""
     faults, unconfirmed = [], []
 
@@ -86,7 +104,9 @@ async def stack(*scripts, ports=(), policy="round_robin", retries=2, request_tim
         made = Stack(proxy, server, port, faults, unconfirmed)
         try:
             yield made
-            assert not unforeseen(made.metrics), "a label's value that is not stated beforehand is first seen at 1, which rate() misses"
+            assert not unforeseen(made.metrics), (
+                "a label's value that is not stated beforehand is first seen at 1, which rate() misses"
+            )
         finally:
             for talker in made.talkers:
                 await talker.close()

@@ -1,4 +1,5 @@
-"""Answers that are errors behind a status 200, or no engine's: what they teach, whom they count against, what a client gets."""
+"""Answers that are errors behind a status 200, or no engine's: what they teach, whom they count against, what a client
+gets."""
 
 import asyncio
 import json
@@ -18,12 +19,14 @@ TOKEN = b'data: {"choices":[{"index":0,"text":"x"}]}\n\n'
 DIED = b'data: {"error":{"message":"died","type":"InternalServerError","code":500}}\n\n'
 # As real engines write them; (format, event, status it amounts to).
 ERRORS = [
-    (b"/v1/completions", b'data: {"error": {"message": "Token id 99999999 is out of vocabulary", "type": "BadRequestError", "param": null, "code": 400}}\n\n', 400),
+    (b"/v1/completions", b'data: {"error": {"message": "Token id 99999999 is out of vocabulary", "type": "BadRequestError", '
+                         b'"param": null, "code": 400}}\n\n', 400),
     (b"/v1/chat/completions", b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "param": null, "code": 500}}\n\n', 500),
     (b"/v1/chat/completions", b'data: {"object":"error","message":"too bad","type":"BadRequestError","param":null,"code":400}\n\n', 400),
     (b"/v1/chat/completions", b'data: {"error":{"message":"the model says \\"code\\": 400","type":"server_error"}}\n\n', 500),
     (b"/v1/responses", b'event: error\ndata: {"type":"error","code":"server_error","message":"died","param":null,"sequence_number":2}\n\n', 500),
-    (b"/v1/responses", b'event: response.failed\ndata: {"type":"response.failed","response":{"status":"failed","error":{"code":"invalid_prompt","message":"x"}}}\n\n', 400),
+    (b"/v1/responses", b'event: response.failed\ndata: {"type":"response.failed","response":{"status":"failed",'
+                       b'"error":{"code":"invalid_prompt","message":"x"}}}\n\n', 400),
     (b"/v1/messages", b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"x"}}\n\n', 500),
     (b"/v1/messages", b'event: error\ndata: {"type":"error","error":{"type":"invalid_request_error","message":"x"}}\n\n', 400),
 ]  # fmt: skip
@@ -38,7 +41,15 @@ def test_an_error_is_found_in_every_format_first_and_last_whatever_the_framing(p
     assert error_status(chunk(json.dumps({"content": event.decode()}).encode()), True) == 0  # only quoted
 
 
-@pytest.mark.parametrize("body", [b'{"choices":[{"text":"{\\"error\\": {"}]}', b'{"id":"resp_1","status":"completed","error":null}', b"", b'{"error":null}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"choices":[{"text":"{\\"error\\": {"}]}',
+        b'{"id":"resp_1","status":"completed","error":null}',
+        b"",
+        b'{"error":null}',
+    ],
+)
 def test_a_good_answer_is_no_error(body):
     assert error_status(body, False) == 0 and error_status(b"data: " + body + b"\n\n" + DONE, True) == 0
 
@@ -50,15 +61,38 @@ def test_an_error_object_with_status_200_is_an_error():
 
 
 def test_what_no_engine_writes_is_told_by_its_type():
-    assert foreign_head(200, b"text/html") and foreign_head(404, b"text/html; charset=utf-8") and foreign_head(302, b"text/plain")
-    assert not foreign_head(200, b"application/json; charset=utf-8") and not foreign_head(502, b"text/html") and not foreign_head(200, b"")
+    assert (
+        foreign_head(200, b"text/html")
+        and foreign_head(404, b"text/html; charset=utf-8")
+        and foreign_head(302, b"text/plain")
+    )
+    assert (
+        not foreign_head(200, b"application/json; charset=utf-8")
+        and not foreign_head(502, b"text/html")
+        and not foreign_head(200, b"")
+    )
 
 
 ANSWERS = {
-    "chat": b'{"id":"1","choices":[]}', "completions": b'{ "choices" : []}', "responses": b'{"id":"r","output":[]}', "messages": b'{"type":"message","content":[]}',
+    "chat": b'{"id":"1","choices":[]}', "completions": b'{ "choices" : []}',
+    "responses": b'{"id":"r","output":[]}', "messages": b'{"type":"message","content":[]}',
     "embeddings": b'{"object":"list","data":[{"object":"embedding","embedding":[0.1]}]}', "tokenize": b'{"count":1,"tokens":[1]}', "detokenize": b'{"any":1}',
 }  # fmt: skip
-JUNK = [b"{}", b'{"ok":true}', b'{"status":"ok"}', b'{"error":null}', b'"ok"', b"ok", b"[]", b"<html>", b"  <html>", b"6\r\n<html>\r\n", b"", b"0\r\n\r\n", b"2\r\n{}\r\n0\r\n\r\n"]
+JUNK = [
+    b"{}",
+    b'{"ok":true}',
+    b'{"status":"ok"}',
+    b'{"error":null}',
+    b'"ok"',
+    b"ok",
+    b"[]",
+    b"<html>",
+    b"  <html>",
+    b"6\r\n<html>\r\n",
+    b"",
+    b"0\r\n\r\n",
+    b"2\r\n{}\r\n0\r\n\r\n",
+]
 
 
 def sight(label, data, streams=False, whole=True, content_type=b"application/json"):
@@ -81,7 +115,10 @@ def test_an_object_whose_members_are_still_to_come_is_waited_for():
     for part in (b"", b"1f", b"1f\r\n", b"{", b'{"id":"1","mod', b'{"status":"ok"'):
         assert sight("chat", part, whole=False) is Sight.EARLY, part
     assert sight("chat", b'{"instructions":"' + b"x" * 2**18, whole=False) is Sight.ANSWER, "not for ever"
-    assert sight("chat", b"ok", content_type=b"") is Sight.ANSWER and sight("chat", b"<html>", content_type=b"") is Sight.FOREIGN
+    assert (
+        sight("chat", b"ok", content_type=b"") is Sight.ANSWER
+        and sight("chat", b"<html>", content_type=b"") is Sight.FOREIGN
+    )
 
 
 STREAM = b"text/event-stream"
@@ -94,8 +131,23 @@ def test_a_stream_begins_with_something_of_the_answer(frame):
     def seen(*events, whole=False, label="chat"):
         return sight(label, b"".join(map(frame, events)), True, whole, STREAM)
 
-    assert seen(TOKEN) is seen(ROLE, TOKEN) is seen(PINGS[0], TOKEN) is seen(DIED) is seen(ROLE, DIED) is seen(b"data: {\"choices\":[") is Sight.ANSWER
-    assert {seen(ping) for ping in PINGS} | {seen(ROLE), seen(PINGS[0], ROLE), seen(b'data: {"ok":1}\n\n'), seen(b"da"), seen(DIED[:30]), seen(ROLE, DIED[:30])} == {Sight.EARLY}
+    assert (
+        seen(TOKEN)
+        is seen(ROLE, TOKEN)
+        is seen(PINGS[0], TOKEN)
+        is seen(DIED)
+        is seen(ROLE, DIED)
+        is seen(b'data: {"choices":[')
+        is Sight.ANSWER
+    )
+    assert {seen(ping) for ping in PINGS} | {
+        seen(ROLE),
+        seen(PINGS[0], ROLE),
+        seen(b'data: {"ok":1}\n\n'),
+        seen(b"da"),
+        seen(DIED[:30]),
+        seen(ROLE, DIED[:30]),
+    } == {Sight.EARLY}
     assert seen(ROLE, whole=True) is Sight.ANSWER, "whatever it means, it is all there is"
     assert {seen(*events, whole=True) for events in ([PINGS[0]], [b'data: {"ok":1}\n\n'], [])} == {Sight.FOREIGN}
     assert {seen(first) for first in (DONE, b"<html>\n\n", b"error: what\n\n", b"deadbeef!\n\n")} == {Sight.FOREIGN}
@@ -105,7 +157,12 @@ def test_a_stream_begins_with_something_of_the_answer(frame):
 
 @pytest.mark.parametrize("label", ["chat", "completions", "responses", "messages"])
 def test_a_message_with_a_role_and_a_text_is_a_first_token(label):
-    for delta in (b'{"role":"assistant","content":"x"}', b'{"content":"\\"role\\""}', b'{"role":"assistant","content":"","reasoning":"x"}', b'{"role":"assistant","tool_calls":[{"id":"1"}]}'):
+    for delta in (
+        b'{"role":"assistant","content":"x"}',
+        b'{"content":"\\"role\\""}',
+        b'{"role":"assistant","content":"","reasoning":"x"}',
+        b'{"role":"assistant","tool_calls":[{"id":"1"}]}',
+    ):
         assert sight(label, b'data: {"choices":[{"delta":%b}]}\n\n' % delta, True, False, STREAM) is Sight.ANSWER
 
 
@@ -114,11 +171,30 @@ def test_what_comes_before_the_first_token_of_a_response():
     progress = b"event: response.in_progress\ndata: {}\n\n"
     item = b'event: response.output_item.added\ndata: {"type":"response.output_item.added"}\n\n'
     started = b'event: message_start\ndata: {"type":"message_start"}\n\n'
-    for early in (created, created + progress, chunk(created) + chunk(progress), created[:50], created.replace(b'"}}', b"x" * 100_000 + b'"}}')):
+    for early in (
+        created,
+        created + progress,
+        chunk(created) + chunk(progress),
+        created[:50],
+        created.replace(b'"}}', b"x" * 100_000 + b'"}}'),
+    ):
         assert sight("responses", early, True, False, STREAM) is Sight.EARLY
     assert sight("responses", created + progress + item, True, False, STREAM) is Sight.ANSWER
-    assert sight("messages", started, True, False, STREAM) is sight("messages", started + PINGS[2], True, False, STREAM) is Sight.EARLY
-    assert sight("messages", started + b'event: content_block_start\ndata: {"type":"content_block_start"}\n\n', True, False, STREAM) is Sight.ANSWER
+    assert (
+        sight("messages", started, True, False, STREAM)
+        is sight("messages", started + PINGS[2], True, False, STREAM)
+        is Sight.EARLY
+    )
+    assert (
+        sight(
+            "messages",
+            started + b'event: content_block_start\ndata: {"type":"content_block_start"}\n\n',
+            True,
+            False,
+            STREAM,
+        )
+        is Sight.ANSWER
+    )
 
 
 class Intake:
@@ -131,7 +207,10 @@ class Intake:
 
 
 def body_for(path):
-    given = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "hi " * 100}]}, "/v1/completions": {"prompt": "hi " * 100}}
+    given = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi " * 100}]},
+        "/v1/completions": {"prompt": "hi " * 100},
+    }
     given |= {"/v1/messages": given["/v1/chat/completions"], "/v1/responses": {"input": "hi " * 100}}
     return json.dumps({"model": "m", "stream": True, "max_tokens": 5, **given[path.decode()]}).encode()
 
@@ -152,13 +231,22 @@ async def test_a_stream_that_is_an_error_teaches_nothing_and_counts_as_what_it_i
         backend.intake = Intake()
         got, _, body = await ask(s, path)
         assert (got, body) == (200, event + DONE)  # the last replica's word stands
-        assert backend.candidate.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0 and s.metrics.predictions.total() == 0
+        assert (
+            backend.candidate.costs.count == 0
+            and s.metrics.ttft.count(backend.id) == 0
+            and s.metrics.predictions.total() == 0
+        )
         assert backend.intake.finished == 0, "nothing was computed, so no event must come"
         prompt = s.proxy.models.pipelines[0].prepare(path.decode(), body_for(path))
         assert s.proxy.router.map.match(prompt.hashes, 0.0).held[backend.slot] == 0
         kind = f"{status // 100}xx"
-        assert s.metrics.requests.total(status=kind) == 1 and s.metrics.replica_requests.total(replica=backend.id, status=kind) == 1
-        assert s.faults == [] and s.unconfirmed == s.metrics.upstream_errors.total(kind="error answer") * [backend.id] == (status >= 500) * [backend.id]
+        assert (
+            s.metrics.requests.total(status=kind) == 1
+            and s.metrics.replica_requests.total(replica=backend.id, status=kind) == 1
+        )
+        assert s.faults == [] and s.unconfirmed == s.metrics.upstream_errors.total(kind="error answer") * [
+            backend.id
+        ] == (status >= 500) * [backend.id]
 
 
 @pytest.mark.parametrize(("path", "event", "status"), ERRORS, ids=NAMES)
@@ -211,7 +299,8 @@ HTML = b"<html><body>It works!</body></html>"
      (b"200 OK\r\nContent-Type: application/json", b'{"status":"ok"}'), (b"200 OK\r\nContent-Type: application/json", b"{}"),
      (b"200 OK\r\nContent-Type: application/json", b'{"ok":true}'), (b"200 OK\r\nContent-Type: text/event-stream", b"error: no such page\n\n"),
      (b"200 OK\r\nContent-Type: application/json", b'{"object":"list","data":[{"id":"m","object":"model","created":1}]}'),
-     (b"404 Not Found\r\nContent-Type: text/html", HTML), (b"405 Not Allowed\r\nContent-Type: text/html", HTML), (b"302 Found\r\nContent-Type: text/html", b"")],
+     (b"404 Not Found\r\nContent-Type: text/html", HTML), (b"405 Not Allowed\r\nContent-Type: text/html", HTML),
+     (b"302 Found\r\nContent-Type: text/html", b"")],
 )  # fmt: skip
 async def test_what_no_engine_wrote_reaches_no_client_and_counts_as_a_failure(head, body):
     async def other(reader, writer):
@@ -324,7 +413,11 @@ async def test_numbers_beyond_the_engines_limits_are_refused_in_its_words(path, 
         await talk.say(post(json.dumps({**given, **fields}).encode(), path.encode()))
         status, _, body = await talk.response()
         said = json.loads(body)
-        assert status == 400 and said["error"]["message"].startswith(words) and (said.get("type") == "error") == path.endswith("messages")
+        assert (
+            status == 400
+            and said["error"]["message"].startswith(words)
+            and (said.get("type") == "error") == path.endswith("messages")
+        )
         assert s.metrics.replica_requests.total() == 1
 
 
@@ -347,15 +440,17 @@ async def test_an_error_event_for_ids_of_ours_is_no_word_to_the_client():
         assert sent == [True, False] and s.metrics.retries.values == {("ids",): 1}
 
 
-
-
 async def test_a_replica_found_slow_is_tried_again_within_seconds_while_others_are_used():
     async with stack(streams(chunk(TOKEN)), streams(chunk(TOKEN)), policy="least_time") as s:
         slow, quick = s.proxy.backends.values()
         slow.candidate.costs.ttft.value, now = 5.0, monotonic() + 1000
         talk, chosen = await s.talk(), []
         for number in range(100):  # four a second, that share nothing
-            await talk.say(post(json.dumps({"model": "m", "prompt": f"{number} " * 20, "stream": True}).encode(), b"/v1/completions"))
+            await talk.say(
+                post(
+                    json.dumps({"model": "m", "prompt": f"{number} " * 20, "stream": True}).encode(), b"/v1/completions"
+                )
+            )
             chosen.append((await talk.response())[1]["x-hitherto-replica"])
             await eventually(s.idle)
             now += 0.25
@@ -376,7 +471,13 @@ async def test_a_stream_that_fails_in_any_shape_is_tried_elsewhere(name, pieces)
     begun = asyncio.Event()
 
     async def next_read():
-        await eventually(lambda: begun.is_set() or any(x.attempt is not None and x.attempt.announced for x in s.proxy.exchanges) or not s.proxy.exchanges)
+        await eventually(
+            lambda: (
+                begun.is_set()
+                or any(x.attempt is not None and x.attempt.announced for x in s.proxy.exchanges)
+                or not s.proxy.exchanges
+            )
+        )
         begun.set()
 
     async with stack(streams(*pieces, pause=next_read if len(pieces) > 1 else None), streams(chunk(TOKEN))) as s:
@@ -393,9 +494,15 @@ async def test_an_error_behind_what_only_announces_an_answer_is_tried_elsewhere(
     """Each in a read of its own: the first is held back, so the client has nothing yet."""
 
     async def until_it_is_held_back():
-        await eventually(lambda: any(x.attempt is not None and x.attempt.announced for x in s.proxy.exchanges) or not s.proxy.exchanges)
+        await eventually(
+            lambda: (
+                any(x.attempt is not None and x.attempt.announced for x in s.proxy.exchanges) or not s.proxy.exchanges
+            )
+        )
 
-    async with stack(streams(chunk(first), chunk(DIED), pause=until_it_is_held_back), streams(chunk(first), chunk(TOKEN))) as s:
+    async with stack(
+        streams(chunk(first), chunk(DIED), pause=until_it_is_held_back), streams(chunk(first), chunk(TOKEN))
+    ) as s:
         talk = await s.talk()
         bodies = [(await ask(s, path, talk))[2] for _ in range(2)]
         assert bodies == [first + TOKEN + DONE] * 2 and len(set(s.faults)) == 1
@@ -425,7 +532,11 @@ async def test_an_endless_stream_of_junk_teaches_nothing():
     async with stack(streams(junk)) as s:
         (backend,) = s.proxy.backends.values()
         await ask(s, b"/v1/chat/completions")
-        assert s.faults == ["foreign answer"] and backend.candidate.costs.count == 0 and s.metrics.ttft.count(backend.id) == 0
+        assert (
+            s.faults == ["foreign answer"]
+            and backend.candidate.costs.count == 0
+            and s.metrics.ttft.count(backend.id) == 0
+        )
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -440,7 +551,11 @@ async def test_an_answer_that_the_engine_gave_up_is_no_complete_one(streamed):
         seen.set()
         assert last in (await talk.response())[2]
         await eventually(lambda: s.metrics.requests.total() == 1)
-        assert s.metrics.requests.total(status="5xx") == 1 and s.faults == ["aborted"] and s.metrics.predictions.total() == 0
+        assert (
+            s.metrics.requests.total(status="5xx") == 1
+            and s.faults == ["aborted"]
+            and s.metrics.predictions.total() == 0
+        )
 
 
 async def test_an_empty_stream_is_no_answer():
@@ -454,7 +569,11 @@ async def test_an_empty_stream_is_no_answer():
 async def test_a_stream_without_an_event_of_the_api_counts_as_no_engines(junk):
     async with stack(streams(chunk(junk))) as s:
         await ask(s, b"/v1/chat/completions")
-        assert s.faults == ["foreign answer"] and s.metrics.predictions.total() == 0 and s.metrics.requests.total(status="5xx") == 1
+        assert (
+            s.faults == ["foreign answer"]
+            and s.metrics.predictions.total() == 0
+            and s.metrics.requests.total(status="5xx") == 1
+        )
 
 
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/responses", b"/v1/messages"])
@@ -473,5 +592,7 @@ async def test_an_error_that_is_split_after_the_first_token_counts(path):
 def test_text_about_errors_is_none():
     said = json.dumps({"choices": [{"delta": {"content": '"error": {"code": 500}'}}], "error": None}).encode()
     assert error_status(b"data: " + said + b"\n\n", True) == 0
-    item = json.dumps({"type": "response.completed", "response": {"output": [{"type": "mcp_call", "error": "no such tool"}]}}).encode()
+    item = json.dumps(
+        {"type": "response.completed", "response": {"output": [{"type": "mcp_call", "error": "no such tool"}]}}
+    ).encode()
     assert error_status(b"data: " + item + b"\n\n", True) == 0

@@ -27,7 +27,9 @@ def test_two_engines_that_fail_a_request_alike_blame_the_request(answers, blamed
     assert agree(said(*answers)) is blamed and settled(said(*answers)) is blamed
 
 
-@pytest.mark.parametrize(("first", "second", "enough"), [(True, True, True), (False, True, False), (True, False, False)])
+@pytest.mark.parametrize(
+    ("first", "second", "enough"), [(True, True, True), (False, True, False), (True, False, False)]
+)
 def test_an_engine_that_only_fails_is_no_witness_so_a_third_is_asked(first, second, enough):
     answers = said(("a", "status 500", first), ("b", "status 500", second))
     assert settled(answers) is enough and agree(answers), "if there is no third, it is the request all the same"

@@ -1,16 +1,16 @@
 """Decisions for another proxy: the ledger is right whatever is told, in whatever order, or not at all."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.errors import ApiError
 from gateway.proxy import decisions as module
 from gateway.proxy.decisions import Decisions
-from gateway.errors import ApiError
 
 from .stack import backend_for, stack
 
@@ -34,7 +34,10 @@ async def refused(awaitable) -> ApiError:
     return caught.value
 
 
-steps = st.lists(st.tuples(st.sampled_from(["decide", "whole", "first", "done", "expire", "lost", "back"]), st.integers(0, 5)), max_size=30)
+steps = st.lists(
+    st.tuples(st.sampled_from(["decide", "whole", "first", "done", "expire", "lost", "back"]), st.integers(0, 5)),
+    max_size=30,
+)
 
 
 @settings(max_examples=60)
@@ -48,7 +51,9 @@ def test_nothing_is_left_whatever_happens(steps):
                 try:
                     if what in ("decide", "whole", "expire"):
                         lease = 0.0 if what == "expire" else 60.0
-                        made.append((await d.decide(PATH, chat(f"{number} " * 50, stream=what != "whole"), {}, (), lease))["id"])
+                        made.append(
+                            (await d.decide(PATH, chat(f"{number} " * 50, stream=what != "whole"), {}, (), lease))["id"]
+                        )
                         await asyncio.sleep(0)
                     elif what == "first":
                         await d.first_byte(id)
@@ -61,10 +66,8 @@ def test_nothing_is_left_whatever_happens(steps):
                 except ApiError as failure:
                     assert failure.code == "unknown_decision"
             for id in made:
-                try:
+                with suppress(ApiError):
                     await d.done(id, b"")
-                except ApiError:
-                    pass
             await asyncio.sleep(0)
             assert s.idle() and not d.on()
 
@@ -158,7 +161,9 @@ async def test_a_rank_is_named_by_its_header_and_a_session_stays():
         assert len({one["replica"] for one in made}) == 1
         rank = list(s.proxy.backends).index(made[0]["replica"])
         assert made[0]["headers"] == {"X-data-parallel-rank": str(rank)}
-        assert len({(await d.decide(PATH, chat(), {"x-session-id": str(number)}))["replica"] for number in range(30)}) > 1
+        assert (
+            len({(await d.decide(PATH, chat(), {"x-session-id": str(number)}))["replica"] for number in range(30)}) > 1
+        )
 
 
 async def test_candidates_are_in_the_order_of_the_policy():
@@ -171,4 +176,5 @@ async def test_candidates_are_in_the_order_of_the_policy():
         assert again["candidates"][0] == first["replica"] and len(set(again["candidates"])) == module.MOST_CANDIDATES
         await d.decide(PATH, chat("another " * 50), {})
         other = await d.decide(PATH, chat("yet another " * 50), {})
-        assert not {again["replica"], second["replica"]} & set(other["candidates"])  # the busy ones come last, and ten are too many
+        # The busy ones come last, and ten are too many
+        assert not {again["replica"], second["replica"]} & set(other["candidates"])

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from gateway.prompt.pipeline import Pipeline
 from gateway.http.messages import Limits
+from gateway.prompt.pipeline import Pipeline
 from replicas import State
 from replicas.simulated.model import sim_model_dir
 
@@ -19,7 +19,9 @@ async def test_a_plain_answer_passes_and_says_where_it_came_from():
     seen = []
     async with stack(answers(seen=seen), cached_tokens_header=True) as s:
         talk = await s.talk()
-        await talk.say(post(extra=b"Authorization: Bearer secret\r\nX-Custom: 1\r\nConnection: x-gone\r\nX-Gone: 1\r\n"))
+        await talk.say(
+            post(extra=b"Authorization: Bearer secret\r\nX-Custom: 1\r\nConnection: x-gone\r\nX-Gone: 1\r\n")
+        )
         status, headers, body = await talk.response()
         assert (status, body) == (200, ANSWER)
         assert headers["x-hitherto-replica"] in s.proxy.backends
@@ -81,7 +83,9 @@ async def test_connections_to_a_replica_are_kept_and_used_again():
 
 
 async def test_interim_responses_stay_between_replica_and_gateway():
-    async with stack(says(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")) as s:
+    async with stack(
+        says(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+    ) as s:
         talk = await s.talk()
         await talk.say(post())
         status, headers, body = await talk.response()
@@ -89,7 +93,9 @@ async def test_interim_responses_stay_between_replica_and_gateway():
 
 
 async def test_hop_by_hop_headers_of_the_replica_are_stripped():
-    async with stack(answers(headers=b"Connection: keep-alive, X-Hop\r\nKeep-Alive: timeout=5\r\nX-Hop: 1\r\nX-End: 2\r\n")) as s:
+    async with stack(
+        answers(headers=b"Connection: keep-alive, X-Hop\r\nKeep-Alive: timeout=5\r\nX-Hop: 1\r\nX-End: 2\r\n")
+    ) as s:
         talk = await s.talk()
         await talk.say(post())
         _, headers, _ = await talk.response()
@@ -101,7 +107,9 @@ async def test_head_passes_without_a_body_and_the_connection_lives_on():
     async def script(reader, writer):
         while True:
             head, _ = await read_request(reader)
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n" + (b"" if head.startswith(b"HEAD") else b"hello"))
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n" + (b"" if head.startswith(b"HEAD") else b"hello")
+            )
 
     async with stack(script) as s:
         talk = await s.talk()
@@ -129,7 +137,12 @@ async def test_chunked_request_bodies_arrive_with_their_length():
     seen = []
     async with stack(answers(seen=seen)) as s:
         talk = await s.talk()
-        await talk.say(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(BODY[:7]) + chunk(BODY[7:]) + b"0\r\n\r\n")
+        await talk.say(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            + chunk(BODY[:7])
+            + chunk(BODY[7:])
+            + b"0\r\n\r\n"
+        )
         assert (await talk.response())[0] == 200
         head, body = seen[0]
         assert body == BODY and b"transfer-encoding" not in head
@@ -207,7 +220,8 @@ async def test_what_has_no_prompt_passes_by_load_alone():
 
 
 async def test_usage_is_found_though_what_ends_the_stream_comes_apart_from_it():
-    end = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'  # as vLLM does: each its own write, often its own read
+    # As vLLM does: each its own write, often its own read
+    end = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
     pieces = [chunk(EVENT), chunk(b"data: " + USAGE + b"\n\n"), chunk(end)]
     async with stack(streams(*pieces, end=b"0\r\n\r\n", pause=lambda: asyncio.sleep(0.02))) as s:
         talk = await s.talk()
@@ -220,7 +234,12 @@ async def test_usage_is_found_though_what_ends_the_stream_comes_apart_from_it():
 async def test_predictions_count_only_where_the_usage_speaks_of_the_same_prompt():
     async with stack(answers(USAGE)) as s:
         talk = await s.talk()
-        for body, compared in ((b'{"prompt":"a"}', 1), (b'{"prompt":"a","n":2}', 2), (b'{"prompt":["a","b"]}', 2), (b'{"prompt":"a"}', 3)):
+        for body, compared in (
+            (b'{"prompt":"a"}', 1),
+            (b'{"prompt":"a","n":2}', 2),
+            (b'{"prompt":["a","b"]}', 2),
+            (b'{"prompt":"a"}', 3),
+        ):
             await talk.say(post(body, path=b"/v1/completions"))
             assert (await talk.response())[0] == 200
             await eventually(s.idle)
@@ -242,10 +261,20 @@ async def test_errors_of_the_wire_have_the_shape_of_the_api_that_was_asked():
         talk = await s.talk()
         await talk.say(post(path=b"/v1/messages"))
         status, _, body = await talk.response()
-        assert status == 413 and json.loads(body) == {"type": "error", "error": {"type": "request_too_large", "message": json.loads(body)["error"]["message"]}}
+        assert status == 413 and json.loads(body) == {
+            "type": "error",
+            "error": {"type": "request_too_large", "message": json.loads(body)["error"]["message"]},
+        }
 
 
-@pytest.mark.parametrize(("line", "allow"), [(b"GET /v1/chat/completions", "POST, OPTIONS"), (b"POST /v1/models", "GET, HEAD"), (b"TRACE /version", "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT")])
+@pytest.mark.parametrize(
+    ("line", "allow"),
+    [
+        (b"GET /v1/chat/completions", "POST, OPTIONS"),
+        (b"POST /v1/models", "GET, HEAD"),
+        (b"TRACE /version", "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT"),
+    ],
+)
 async def test_405_says_what_would_do(line, allow):
     async with stack(answers()) as s:
         talk = await s.talk()
@@ -271,7 +300,9 @@ async def test_blocks_in_a_slower_tier_reach_the_policy_for_that_request_only():
         size = proxy.models.pipelines[0].block_size
         assert (candidates[0].overlap, candidates[0].lower) == (2 * size, (("cpu", (len(keys) - 2) * size),))
         assert candidates[1].lower == ()
-        candidates = candidates_for(proxy.models.pipelines[0].prepare("/v1/chat/completions", LONG.replace(b"hi ", b"ho ")))
+        candidates = candidates_for(
+            proxy.models.pipelines[0].prepare("/v1/chat/completions", LONG.replace(b"hi ", b"ho "))
+        )
         assert candidates[0].lower == ()
 
 
@@ -285,4 +316,8 @@ async def test_a_replica_that_counts_other_tokens_is_told_of(caplog):
             await eventually(s.idle)
             assert s.metrics.prompt_mismatches.total() == found
     told = [record.message for record in caplog.records if "counted" in record.message]
-    assert len(told) == 1 and "counted 9 prompt tokens where the gateway made 8" in told[0] and "--chat-template" in told[0]
+    assert (
+        len(told) == 1
+        and "counted 9 prompt tokens where the gateway made 8" in told[0]
+        and "--chat-template" in told[0]
+    )

@@ -1,10 +1,12 @@
-"""Requests that go wrong before their client has a byte: what is retried, what the client is told, that nothing is left behind."""
+"""Requests that go wrong before their client has a byte: what is retried, what the client is told, that nothing is left
+behind."""
 
 import asyncio
 import json
 import random
 import socket
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -100,7 +102,10 @@ async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state,
         await talk.say(post())
         await eventually(lambda: any(x.attempt is not None and x.attempt.held for x in s.proxy.exchanges))
         (exchange,) = s.proxy.exchanges
-        assert s.proxy.waited(ill.id, exchange.attempt.sent_at + 3) == 3 and s.proxy.waited(well.id, exchange.attempt.sent_at + 3) == 0
+        assert (
+            s.proxy.waited(ill.id, exchange.attempt.sent_at + 3) == 3
+            and s.proxy.waited(well.id, exchange.attempt.sent_at + 3) == 0
+        )
         assert s.proxy.oldest_unanswered() == {ill.id: exchange.attempt.sent_at}
         ill.replica.state = state
         s.proxy.changed()
@@ -151,7 +156,14 @@ async def test_a_request_stays_where_it_is_only_waited_for():
         assert s.metrics.retries.total() == 0 and s.faults == []
 
 
-@pytest.mark.parametrize("garbage", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000,
+    ],
+)
 async def test_a_replica_that_does_not_speak_http_is_passed_over(garbage):
     async with stack(says(garbage), answers()) as s:
         talk = await s.talk()
@@ -161,14 +173,23 @@ async def test_a_replica_that_does_not_speak_http_is_passed_over(garbage):
 
 
 @pytest.mark.parametrize("evil", [b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil", b"evil", b"\r\n"])
-@pytest.mark.parametrize("framing", [b"Content-Length: 2\r\n\r\nok", b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n", b"Content-Length: 2\r\nConnection: close\r\n\r\nok"])
+@pytest.mark.parametrize(
+    "framing",
+    [
+        b"Content-Length: 2\r\n\r\nok",
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+        b"Content-Length: 2\r\nConnection: close\r\n\r\nok",
+    ],
+)
 async def test_bytes_after_the_end_of_an_answer_never_reach_another_request(framing, evil):
     async with stack(says(b"HTTP/1.1 200 OK\r\n" + framing + evil)) as s:
         talk = await s.talk()
         await talk.say(post())
         status, _, body = await talk.response()
         # of chunks it can't be told where the last one ends, so such an answer counts as broken
-        assert (status, body) == (200, b"ok") or (status == 502 and framing.startswith(b"Transfer") and b"evil" not in body)
+        assert (status, body) == (200, b"ok") or (
+            status == 502 and framing.startswith(b"Transfer") and b"evil" not in body
+        )
         await eventually(s.idle)
         assert not any(backend.pool.idle for backend in s.proxy.backends.values())
 
@@ -261,10 +282,8 @@ async def test_after_any_mix_of_requests_nothing_is_left():
                 if rng.random() < 0.5:
                     await talk.until(b"\r\n")
             else:
-                try:
+                with suppress(asyncio.IncompleteReadError, ConnectionError):
                     await talk.response()
-                except (asyncio.IncompleteReadError, ConnectionError):
-                    pass
             await talk.close()
 
     async with stack(chaos, chaos, chaos, ports=[free_port()]) as s:
@@ -279,7 +298,10 @@ async def test_a_replica_removed_under_a_request_lets_it_end_and_leaves_no_trace
     async def script(reader, writer):
         while True:
             await read_request(reader)
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(USAGE) + USAGE[:10])
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(USAGE)
+                + USAGE[:10]
+            )
             await go.wait()
             writer.write(USAGE[10:])
 
@@ -378,10 +400,18 @@ async def test_a_number_that_no_engine_could_hold_is_refused_before_a_replica_is
     async with stack(answers(seen=seen)) as s:
         talk = await s.talk()
         for path in (b"/v1/chat/completions", b"/v1/messages"):
-            await talk.say(post(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": %b}' % number, path))
+            await talk.say(
+                post(
+                    b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": %b}' % number, path
+                )
+            )
             status, _, body = await talk.response()
             error = json.loads(body)
-            assert status == 400 and "64 bits" in error["error"]["message"] and (error.get("type") == "error") is (path == b"/v1/messages")
+            assert (
+                status == 400
+                and "64 bits" in error["error"]["message"]
+                and (error.get("type") == "error") is (path == b"/v1/messages")
+            )
         assert not seen and not s.faults
 
 

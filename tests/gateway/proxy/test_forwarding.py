@@ -6,12 +6,12 @@ from array import array
 
 import pytest
 
-from gateway.proxy import forwarding, token_ids
-from gateway.proxy.forwarding import CONFIRMATIONS
 from gateway.prompt.forward import LEAST_TOKENS
 from gateway.prompt.pipeline import Pipeline
-from replicas.simulated.model import sim_model_dir
+from gateway.proxy import forwarding, token_ids
+from gateway.proxy.forwarding import CONFIRMATIONS
 from replicas.engines.vllm.versions import version_quirks
+from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request
 from .replies import post
@@ -41,7 +41,10 @@ class Engine:
             head, body = await self.request(reader)
             status, reply = self.answer(head.split()[1].decode(), body, head)
             data = json.dumps(reply).encode()
-            writer.write(b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (status, len(data), data))
+            writer.write(
+                b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+                % (status, len(data), data)
+            )
             await writer.drain()
 
     async def request(self, reader) -> tuple[bytes, bytes]:
@@ -49,9 +52,13 @@ class Engine:
 
     def answer(self, path: str, body: bytes, head: bytes):
         said = json.loads(body)
-        given = said["prompt"] if path == COMPLETIONS else (said.pop("kv_transfer_params", None) or {}).get("prompt_token_ids")
+        given = (
+            said["prompt"]
+            if path == COMPLETIONS
+            else (said.pop("kv_transfer_params", None) or {}).get("prompt_token_ids")
+        )
         given = given if isinstance(given, list) else None
-        trial = "return_token_ids" in said or given is not None and len(given) == 1
+        trial = "return_token_ids" in said or (given is not None and len(given) == 1)
         self.headers.append(head)
         if trial:
             self.trials += 1
@@ -146,9 +153,20 @@ async def test_ids_are_sent_once_a_sample_of_bodies_was_shown_to_be_taken_and_th
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-SAID = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Go on."}]
-CALLED = [*SAID[:1], {"role": "assistant", "content": None, "tool_calls": [
-    {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+SAID = [
+    {"role": "user", "content": WORDS},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Go on."},
+]
+CALLED = [
+    *SAID[:1],
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "x"},
+]
 KINDS = [
     (CHAT, {}), (COMPLETIONS, {}), (COMPLETIONS, {"add_special_tokens": False}), (CHAT, {"tools": TOOLS}), (CHAT, {"messages": SAID}),
     (CHAT, {"messages": CALLED}), (CHAT, {"messages": CALLED, "tools": TOOLS}), (CHAT, {"messages": [{**SAID[0], "name": "n"}]}),
@@ -252,7 +270,9 @@ async def test_one_in_so_many_is_checked(pipeline, monkeypatch):
         assert s.metrics.token_id_checks.values == {(served(s).id, "same"): CONFIRMATIONS + 2}
 
 
-async def test_the_first_difference_ends_it_for_all_replicas_until_that_one_is_another_process(pipeline, monkeypatch, caplog):
+async def test_the_first_difference_ends_it_for_all_replicas_until_that_one_is_another_process(
+    pipeline, monkeypatch, caplog
+):
     """Whose mistake it is cannot be told, and the gateway's would reach them all."""
     monkeypatch.setattr(forwarding, "CHECK_EVERY", 4)
     first, second = Engine(pipeline), Engine(pipeline)
@@ -325,7 +345,10 @@ async def test_the_clients_own_fault_is_told_by_the_request_as_received_and_ends
     engine = Engine(pipeline)
     async with behind(engine) as s:
         await confirmed(s)
-        honest, engine.answer = engine.answer, lambda path, body, head: (engine.bodies.append(body), (400, {"error": {}}))[1]
+        honest, engine.answer = (
+            engine.answer,
+            lambda path, body, head: (engine.bodies.append(body), (400, {"error": {}}))[1],
+        )
         assert await ask(s, request(turn=1, temperature=-1)) == 400
         assert engine.bodies[-1] == request(turn=1, temperature=-1)
         engine.answer = honest
@@ -355,6 +378,7 @@ async def test_a_retry_elsewhere_is_as_received(pipeline):
             await settled(s)
         assert first.sent_ids == second.sent_ids == [*TEXT, IDS]
         for engine in (first, second):  # whichever is asked first fails
+
             def fail_once(path, body, head, engine=engine):
                 if len(first.bodies) + len(second.bodies) == 2 * (FIRST + 1):
                     engine.bodies.append(body)
@@ -453,7 +477,8 @@ async def test_a_trial_in_flight_ends_with_the_replica(pipeline):
 
 
 def with_a_date(turn: int) -> bytes:
-    """vLLM since 0.32 drops this line of Claude Code's, which changes with each request; before, it was a part of the prompt."""
+    """vLLM since 0.32 drops this line of Claude Code's, which changes with each request; before, it was a part of the
+    prompt."""
     system = {"role": "system", "content": f"x-anthropic-billing-header: cc_version={turn}\nBe kind."}
     return request(turn=turn, messages=[system, {"role": "user", "content": f"{turn} {WORDS}"}])
 

@@ -10,14 +10,22 @@ from ..http.talk import read_request
 from .replies import post
 from .stack import stack
 
-USAGE = json.dumps({"object": "chat.completion", "choices": [], "usage": {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 900}}}).encode()
+USAGE = json.dumps(
+    {
+        "object": "chat.completion",
+        "choices": [],
+        "usage": {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 900}},
+    }
+).encode()
 
 
 async def reports(reader, writer):
     """An engine that finds most of every prompt cached."""
     while True:
         await read_request(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(USAGE), USAGE))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(USAGE), USAGE)
+        )
 
 
 class Events:
@@ -39,7 +47,13 @@ async def test_only_a_map_of_guesses_is_mended_by_guesses(events):
         backend.intake = events
         talk = await s.talk()
         for number in range(2 * WINDOW):
-            await talk.say(post(json.dumps({"model": "m", "messages": [{"role": "user", "content": f"{number} word" * 100}]}).encode()))
+            await talk.say(
+                post(
+                    json.dumps(
+                        {"model": "m", "messages": [{"role": "user", "content": f"{number} word" * 100}]}
+                    ).encode()
+                )
+            )
             assert (await talk.response())[0] == 200
         assert s.metrics.prompts.total(mode="text") == 2 * WINDOW
         assert (s.metrics.heals.total() > 0) == (events is None) and (events is None or events.resyncs == 0)

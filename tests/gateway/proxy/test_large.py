@@ -8,10 +8,10 @@ from array import array
 import orjson
 import pytest
 
-from gateway.proxy import decisions, preparation
 from gateway.errors import ApiError
-from gateway.proxy.preparation import LARGE
 from gateway.prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS, Pipeline
+from gateway.proxy import decisions, preparation
+from gateway.proxy.preparation import LARGE
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually
@@ -122,7 +122,8 @@ async def test_a_short_body_that_takes_long_is_prepared_in_a_thread():
             await talk.say(post(body))
             assert (await talk.response())[0] == 200
         assert len(threads) == 1 and threads[0] is not threading.current_thread()
-        assert [s.metrics.stage_seconds.count(stage) for stage in ("prepare", "prepare_offloaded")] == [1, 1]  # the second time it is known
+        # The second time it is known
+        assert [s.metrics.stage_seconds.count(stage) for stage in ("prepare", "prepare_offloaded")] == [1, 1]
         d = decisions.Decisions(s.proxy)
         external = await d.decide("/v1/chat/completions", chat("y" * 39_000), {})
         assert len(threads) == 2 and threads[1] is not threading.current_thread()
@@ -197,7 +198,9 @@ async def test_bodies_to_decide_on_that_wait_are_bounded_and_not_prepared_for_ca
     monkeypatch.setattr(decisions, "MOST_BYTES", len(HUGE) * OFFLOAD_THREADS + 1)
     async with stack(answers(), pipeline=gated) as s:
         d = decisions.Decisions(s.proxy)
-        callers = [asyncio.ensure_future(d.decide("/v1/chat/completions", HUGE, {})) for _ in range(OFFLOAD_THREADS + 1)]
+        callers = [
+            asyncio.ensure_future(d.decide("/v1/chat/completions", HUGE, {})) for _ in range(OFFLOAD_THREADS + 1)
+        ]
         await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS)
         with pytest.raises(ApiError, match="under way") as full:
             await d.decide("/v1/chat/completions", HUGE, {})

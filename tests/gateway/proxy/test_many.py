@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from cachemap import CacheMap
-from gateway.proxy.proxy import Proxy
 from gateway.models import Models
 from gateway.prompt import Prompt
+from gateway.proxy.proxy import Proxy
 from policies import CostGroup, Ledger, Roster, Router, make, router
 
 from .stack import backend_for, nothing_new

@@ -85,7 +85,8 @@ async def test_a_request_for_an_adapter_waits_until_engines_were_asked_and_goes_
         assert (status, headers["x-hitherto-replica"], len(seen)) == (200, backends[1].id, 1)
         await eventually(s.idle)
         hashes = s.proxy.models.pipelines[0].prepare("/v1/chat/completions", ADAPTER, adapters={"sql"}).hashes
-        assert s.proxy.router.map.match(hashes, 0.0).held[backends[1].slot] == len(hashes) > 0  # not those of a model of that name
+        # Not those of a model of that name
+        assert s.proxy.router.map.match(hashes, 0.0).held[backends[1].slot] == len(hashes) > 0
 
 
 async def test_what_nobody_has_after_the_question_is_404():

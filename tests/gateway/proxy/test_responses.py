@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from gateway.http.messages import Request
+from gateway.prompt.pipeline import Pipeline
 from gateway.proxy import responses
 from gateway.proxy.responses import referred_to
-from gateway.prompt.pipeline import Pipeline
-from gateway.http.messages import Request
 
 from ..http.talk import eventually, read_request
 from .replies import chunk, post
@@ -38,9 +38,16 @@ class Engine:
             else:
                 status, answer = b"200 OK", b'{"id":"%b"}' % about
             if self.stream and method == b"POST":
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(CREATED) + b"0\r\n\r\n")
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+                    + chunk(CREATED)
+                    + b"0\r\n\r\n"
+                )
             else:
-                writer.write(b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (status, len(answer), answer))
+                writer.write(
+                    b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+                    % (status, len(answer), answer)
+                )
 
 
 def get(path=b"/v1/responses/resp_1"):
@@ -63,14 +70,21 @@ async def test_what_is_said_of_a_response_goes_to_its_maker(stream):
     async with stack(*(one.script for one in engines)) as s:
         talk = await s.talk()
         _, maker, _ = await ask(talk, create())
-        for request in (get(), get(b"/v1/responses/resp_1?stream=true"), create(previous_response_id="resp_1"), post(b"", path=b"/v1/responses/resp_1/cancel")):
+        for request in (
+            get(),
+            get(b"/v1/responses/resp_1?stream=true"),
+            create(previous_response_id="resp_1"),
+            post(b"", path=b"/v1/responses/resp_1/cancel"),
+        ):
             status, replica, _ = await ask(talk, request)
             assert (status, replica) == (200, maker)
         assert sorted(len(one.seen) for one in engines) == [0, 0, 5]
         await eventually(s.idle)
 
 
-@pytest.mark.parametrize("request_", [get(), create(previous_response_id="resp_1"), post(b"", path=b"/v1/responses/resp_1/cancel")])
+@pytest.mark.parametrize(
+    "request_", [get(), create(previous_response_id="resp_1"), post(b"", path=b"/v1/responses/resp_1/cancel")]
+)
 async def test_a_response_that_passed_elsewhere_is_found_and_noted(request_):
     engines = [Engine() for _ in range(6)]
     engines[4].kept.add(b"resp_1")

@@ -5,7 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.proxy.blame import DOUBTFUL, REFUSED_ALIKE
-from gateway.proxy.retries import CLOSED, CONNECT, ELSEWHERE, HUNG, IDS, KINDS, RETRYABLE, Failed, Next, after, is_loss, of_status
+from gateway.proxy.retries import (
+    CLOSED,
+    CONNECT,
+    ELSEWHERE,
+    HUNG,
+    IDS,
+    KINDS,
+    RETRYABLE,
+    Failed,
+    Next,
+    after,
+    is_loss,
+    of_status,
+)
 
 failures = st.builds(Failed, st.sampled_from([*KINDS, IDS]), st.booleans(), st.booleans())
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.ops.metrics import Metrics
 from gateway.proxy import shadow
 from gateway.proxy.shadow import Shadows, told
 from gateway.proxy.states import Leg
-from gateway.ops.metrics import Metrics
 from policies import NAMES, Candidate, Choice, CostGroup, Demand, Load, make
 
 from ..http.talk import eventually
@@ -27,9 +27,14 @@ LOADS = st.builds(
 @st.composite
 def decisions(draw):
     """A demand, and what some replicas hold and have to do."""
-    demand, group = Demand(draw(st.integers(1, 8000)), 16, draw(st.integers(1, 9)), draw(st.sampled_from([None, "a", "b"]))), CostGroup()
+    demand, group = (
+        Demand(draw(st.integers(1, 8000)), 16, draw(st.integers(1, 9)), draw(st.sampled_from([None, "a", "b"]))),
+        CostGroup(),
+    )
     held = st.integers(0, (demand.tokens - 1) // 16).map(lambda blocks: 16 * blocks)
-    return demand, [Candidate(f"r{n}", draw(held), draw(LOADS), group.add(f"r{n}")) for n in range(draw(st.integers(1, 5)))]
+    return demand, [
+        Candidate(f"r{n}", draw(held), draw(LOADS), group.add(f"r{n}")) for n in range(draw(st.integers(1, 5)))
+    ]
 
 
 def counts(metrics: Metrics) -> dict[str, dict]:
@@ -39,7 +44,10 @@ def counts(metrics: Metrics) -> dict[str, dict]:
 def two(held: int, busy: int) -> tuple[Demand, list[Candidate]]:
     """A prompt of 1,600 tokens, a replica that holds some of it and has some to compute first, and an idle one."""
     group = CostGroup()
-    return Demand(1600, 16, 1), [Candidate("r0", held, Load(1, 1, busy), group.add("r0")), Candidate("r1", 0, Load(), group.add("r1"))]
+    return Demand(1600, 16, 1), [
+        Candidate("r0", held, Load(1, 1, busy), group.add("r0")),
+        Candidate("r1", 0, Load(), group.add("r1")),
+    ]
 
 
 def test_what_another_choice_would_have_saved_and_cost():
@@ -54,7 +62,13 @@ def test_what_another_choice_would_have_saved_and_cost():
         "shadow_ttft_seconds": {("least_load", "saved"): pytest.approx(here - there)},
     }
     assert told(metrics, ["least_load"]) == [
-        {"policy": "least_load", "decisions": 1, "same": 0, "saved_prefill_tokens": -800, "saved_ttft_seconds": pytest.approx(here - there)}
+        {
+            "policy": "least_load",
+            "decisions": 1,
+            "same": 0,
+            "saved_prefill_tokens": -800,
+            "saved_ttft_seconds": pytest.approx(here - there),
+        }
     ]
 
 
@@ -68,7 +82,11 @@ def test_the_same_policy_in_shadow_agrees(made, name):
         if hasattr(acting, "placed"):
             acting.placed(demand, candidates, choice)
         shadows.judge(shadows.see(demand, candidates), choice.index)
-    assert counts(metrics) == {"shadow_decisions": {(name, "same"): len(made)}, "shadow_prefill_tokens": {}, "shadow_ttft_seconds": {}}
+    assert counts(metrics) == {
+        "shadow_decisions": {(name, "same"): len(made)},
+        "shadow_prefill_tokens": {},
+        "shadow_ttft_seconds": {},
+    }
 
 
 @given(decisions(), st.data())
@@ -111,11 +129,16 @@ async def test_shadows_are_asked_when_the_request_is_on_its_way_and_act_on_nothi
         for _ in range(6):
             await talk.say(post())
             assert (await talk.response())[0] == 200
-        # the first two open a connection to a replica of their own; the others find it open and are sent in the same step
+        # the first two open a connection to a replica of their own; the others find it open and are sent in the same
+        # step
         assert len(watched.states) == 6 and set(watched.states[2:]) == {Leg.AWAITING}
         await eventually(s.idle)
         assert sorted(s.metrics.replica_requests.values.values()) == [3, 3]
-        assert s.metrics.shadow_decisions.values == {("least_time", "same"): 3, ("least_time", "other"): 3, ("round_robin", "same"): 6}
+        assert s.metrics.shadow_decisions.values == {
+            ("least_time", "same"): 3,
+            ("least_time", "other"): 3,
+            ("round_robin", "same"): 6,
+        }
 
 
 async def test_without_shadows_nothing_is_counted():

@@ -1,11 +1,12 @@
 """The ledger of all gateways: several gateways' ledgers against one real Redis."""
+
 import asyncio
 import random
 import re
 import struct
 import time
 from collections import Counter
-from contextlib import asynccontextmanager, AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,20 @@ class Gateway:
 
     def __init__(self, url, replicas=8, policy="least_time", deadline=5.0, deployment="test"):
         self.ledger, group = Ledger(), CostGroup()
-        self.candidates = [Candidate(f"10.0.0.{i}:80", 0, self.ledger.add(f"10.0.0.{i}:80"), group.add(f"10.0.0.{i}:80")) for i in range(replicas)]
+        self.candidates = [
+            Candidate(f"10.0.0.{i}:80", 0, self.ledger.add(f"10.0.0.{i}:80"), group.add(f"10.0.0.{i}:80"))
+            for i in range(replicas)
+        ]
         self.outcomes: Counter = Counter()
         self.policy = make(policy)
-        self.shared = SharedLedger(Ways(parse(url)), deployment, self.ledger, getattr(self.policy, "cost", None), observe=lambda outcome, _: self.outcomes.update([outcome]), deadline=deadline)
+        self.shared = SharedLedger(
+            Ways(parse(url)),
+            deployment,
+            self.ledger,
+            getattr(self.policy, "cost", None),
+            observe=lambda outcome, _: self.outcomes.update([outcome]),
+            deadline=deadline,
+        )
         self.open = []
 
     def start(self):
@@ -87,7 +98,10 @@ def prompt(seed):
 def together(server):
     """The sums in Redis: replica -> its counters."""
     with server.client() as client:
-        return {name.decode(): tuple(map(int, struct.unpack("<5d", packed))) for name, packed in client.hgetall(LOAD).items()}
+        return {
+            name.decode(): tuple(map(int, struct.unpack("<5d", packed)))
+            for name, packed in client.hgetall(LOAD).items()
+        }
 
 
 @asynccontextmanager
@@ -139,9 +153,10 @@ async def test_a_burst_of_one_new_prompt_follows_its_first_as_far_as_that_is_soo
 
 
 def computed_if_decided_then_counted(gateways, requests):
-    """How many of the same burst compute the prompt if gateways tell each other afterwards: each knows its own load and prefixes."""
+    """How many of the same burst compute the prompt if gateways tell each other afterwards: each knows its own load and
+    prefixes."""
     computed = 0
-    for number in range(gateways):
+    for _ in range(gateways):
         ledger, group, policy = Ledger(), CostGroup(), make("least_time")
         candidates = [Candidate(f"r{i}", 0, ledger.add(f"r{i}"), group.add(f"r{i}")) for i in range(8)]
         for _ in range(requests // gateways):
@@ -272,7 +287,8 @@ async def test_deployments_know_nothing_of_each_other(redis_server):
 async def test_a_redis_that_forgot_the_script_is_given_it_again(redis_server):
     async with gateways(redis_server, 1) as (one,):
         with redis_server.client() as client:
-            assert client.script_exists(one.shared.script.sha) == [True]  # under the hash that this gateway has worked out
+            # Under the hash that this gateway has worked out
+            assert client.script_exists(one.shared.script.sha) == [True]
             client.script_flush()
             await one.route(prompt(1))
             await until(lambda: client.script_exists(one.shared.script.sha) == [True] and one.shared.joined)
@@ -283,7 +299,7 @@ async def test_only_hashes_and_counters_are_stored(redis_server):
     async with gateways(redis_server, 1) as (one,):
         await one.route(prompt(5))
         with redis_server.client() as client:
-            sent = [key for key in client.keys("*sent*")]
+            sent = list(client.keys("*sent*"))
             fields = [field for key in sent for field in client.hkeys(key)]
             assert fields and all(len(field) == 8 for field in fields)
             assert {client.ttl(key) > 0 for key in sent} == {True}
@@ -291,10 +307,22 @@ async def test_only_hashes_and_counters_are_stored(redis_server):
 
 async def test_behind_tls_as_the_acl_user_of_the_docs(start_redis, tmp_path):
     context, authority = certificate(tmp_path)
-    commands = re.search(r"An ACL user needs `~hitherto:\*` and `(.*?)`", (Path(__file__).parents[3] / "docs/scaling.md").read_text(), re.S)[1]
+    commands = re.search(
+        r"An ACL user needs `~hitherto:\*` and `(.*?)`",
+        (Path(__file__).parents[3] / "docs/scaling.md").read_text(),
+        re.S,
+    )[1]
     server = start_redis()
     with server.client() as client:
-        client.execute_command("ACL", "SETUSER", "gateway", "on", ">secret", "~hitherto:*", *(f"+{name.lower()}" for name in commands.split()))
+        client.execute_command(
+            "ACL",
+            "SETUSER",
+            "gateway",
+            "on",
+            ">secret",
+            "~hitherto:*",
+            *(f"+{name.lower()}" for name in commands.split()),
+        )
         client.execute_command("ACL", "SETUSER", "outsider", "on", ">secret", "~other:*", "+@all")
     async with Proxy(server.port, tls=context) as proxy:
         one = Gateway(f"rediss://gateway:secret@127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority}").start()
@@ -313,6 +341,7 @@ async def test_behind_tls_as_the_acl_user_of_the_docs(start_redis, tmp_path):
 
 async def test_in_a_cluster(tmp_path):
     from tests.redis_server import binaries
+
     if not binaries():
         pytest.skip("there is no redis-server")
     with running(Cluster(tmp_path)) as cluster:
@@ -346,19 +375,26 @@ async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(
                         sums[replica] = tuple(map(sum, zip(sums.get(replica, NOTHING), counts)))
                 loads = {replica: tuple(getattr(candidate.load, name) for name in ("requests", "prefilling", "prefill_tokens", "decoding", "context_tokens"))
                          for gateway in fleet for replica, candidate in ((c.replica, c) for c in gateway.candidates)}  # fmt: skip
-                stored = {name: client.hget(LOAD, name) for name in client.hkeys(LOAD)} if client.type(LOAD) == b"hash" else None
+                stored = (
+                    {name: client.hget(LOAD, name) for name in client.hkeys(LOAD)}
+                    if client.type(LOAD) == b"hash"
+                    else None
+                )
                 return (
                     all(gateway.shared.joined for gateway in fleet)
-                    and stored == {name.encode(): struct.pack("<5d", *counts) for name, counts in sums.items() if any(counts)}
+                    and stored
+                    == {name.encode(): struct.pack("<5d", *counts) for name, counts in sums.items() if any(counts)}
                     and loads == sums
                 )
 
             kinds = {re.sub(rb"of:.*", b"of:", re.sub(rb"sent:.*", b"sent:", key)) for key in known(server)}
             assert len(kinds) == 4
             for number in range(20):
-                await asyncio.gather(one.route(prompt(number + 300)), other.route(prompt(number + 400)))  # so that every kind is there
+                # So that every kind is there
+                await asyncio.gather(one.route(prompt(number + 300)), other.route(prompt(number + 400)))
                 keys = [next(key for key in known(server) if key.startswith(kind)) for kind in sorted(kinds)]
-                applied = [(key, *one) for key in keys for one in list(poisons(client, key))[number : number + 1]]  # one of each at once
+                # One of each at once
+                applied = [(key, *one) for key in keys for one in list(poisons(client, key))[number : number + 1]]
                 for *_, apply in applied:
                     apply()
                 async with asyncio.timeout(2):  # nobody waits for Redis
@@ -366,10 +402,14 @@ async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(
                 try:
                     await until(right, 4)
                 except TimeoutError:
-                    raise AssertionError(f"{applied}: {together(server)}, joined: {[gateway.shared.reason for gateway in fleet]}") from None
+                    raise AssertionError(
+                        f"{applied}: {together(server)}, joined: {[gateway.shared.reason for gateway in fleet]}"
+                    ) from None
             assert not applied  # all there are
         assert not any(gateway.shared._background.recent() for gateway in fleet)
-        assert all(gateway.shared.repairs["sum"] for gateway in fleet) and any(gateway.shared.repairs["part"] for gateway in fleet)
+        assert all(gateway.shared.repairs["sum"] for gateway in fleet) and any(
+            gateway.shared.repairs["part"] for gateway in fleet
+        )
         for gateway in fleet:
             gateway.end_all()
         await until(lambda: not together(server))
@@ -404,7 +444,9 @@ async def test_what_is_left_on_a_replica_that_was_removed_is_counted_until_it_en
         one.ledger.remove(replica)
         leaving = [reservation for reservation in one.open if reservation.replica == replica]
         one.ledger.first_byte(leaving[0])
-        await until(lambda: together(redis_server)[replica] == (held[0], held[1] - 1, held[2] - leaving[0].uncached, 1, TOKENS))
+        await until(
+            lambda: together(redis_server)[replica] == (held[0], held[1] - 1, held[2] - leaving[0].uncached, 1, TOKENS)
+        )
         one.end_all()
         await until(lambda: not together(redis_server))
 

@@ -1,4 +1,5 @@
-"""Clients that stop reading a stream hold back that stream alone: its replica waits, the gateway keeps little, others go on."""
+"""Clients that stop reading a stream hold back that stream alone: its replica waits, the gateway keeps little, others
+go on."""
 
 import asyncio
 
@@ -64,7 +65,9 @@ async def test_slow_readers_hold_back_only_themselves():
 
         assert len(replica.taken) == 4 and max(replica.taken.values()) < 3 * PIECES // 4
         bodies = await asyncio.gather(*(talk.response(60) for talk in slow))
-        assert all(body == b"".join(b":%07d" % number * (PIECE // 8) for number in range(PIECES)) for _, _, body in bodies)
+        assert all(
+            body == b"".join(b":%07d" % number * (PIECE // 8) for number in range(PIECES)) for _, _, body in bodies
+        )
         await eventually(s.idle)
 
 

@@ -33,7 +33,11 @@ def test_a_client_that_leaves_ends_every_state():
 
 
 def test_nothing_is_retried_once_the_client_has_a_byte():
-    assert not [event for (state, event), (_, action) in TRANSITIONS.items() if state is State.ANSWERING and action is Action.RETRY]
+    assert not [
+        event
+        for (state, event), (_, action) in TRANSITIONS.items()
+        if state is State.ANSWERING and action is Action.RETRY
+    ]
 
 
 def test_every_action_is_done():

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
+from gateway.prompt.pipeline import OFFLOAD_BYTES, Pipeline
 from gateway.proxy import together
 from gateway.proxy.together import Together
-from gateway.prompt.pipeline import OFFLOAD_BYTES, Pipeline
 
 from ..http.talk import eventually
 from .replies import answers, post

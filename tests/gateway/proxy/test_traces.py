@@ -1,4 +1,5 @@
-"""Exchanges as traces: what a real collector gets of requests that go well, fail, retry, stream and are left, and what replicas are told."""
+"""Exchanges as traces: what a real collector gets of requests that go well, fail, retry, stream and are left, and what
+replicas are told."""
 
 import asyncio
 import json
@@ -35,10 +36,10 @@ def patient(monkeypatch):
 
 
 @asynccontextmanager
-async def traced(monkeypatch, *scripts, env={}, **options):
+async def traced(monkeypatch, *scripts, env=None, **options):
     """A stack with traces; all spans are there once `await collected()` returns."""
     async with collecting() as collector:
-        for name, value in {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, **env}.items():
+        for name, value in {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, **(env or {})}.items():
             monkeypatch.setenv(name, value)
         spans = Spans()
 
@@ -118,7 +119,11 @@ async def test_what_the_client_does_not_sample_is_not_sent_and_its_header_stays(
 
 async def test_what_we_do_not_sample_the_replica_does_not_either(monkeypatch):
     seen = []
-    async with traced(monkeypatch, answers(seen=seen), env={"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}) as made:
+    async with traced(
+        monkeypatch,
+        answers(seen=seen),
+        env={"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"},
+    ) as made:
         await ask(made, post())
         await ask(made, post(extra=b"traceparent: " + traceparent() + b"\r\n"))
         collector = await made.collected()
@@ -146,14 +151,20 @@ async def test_a_header_that_is_not_valid_begins_a_new_trace(monkeypatch, header
 
 async def test_a_retry_is_a_second_attempt_and_says_why(monkeypatch):
     first, second = [], []
-    async with traced(monkeypatch, answers(status=b"503 Service Unavailable", seen=first), answers(USAGE, seen=second)) as made:
+    async with traced(
+        monkeypatch, answers(status=b"503 Service Unavailable", seen=first), answers(USAGE, seen=second)
+    ) as made:
         await ask(made, post())
         collector = await made.collected()
     (server,), (failed, went) = collector.of("SERVER"), collector.of("CLIENT")
     assert failed.parent == went.parent == server.id
     assert (failed.told["http.response.status_code"], failed.told["error.type"], failed.failed) == (503, "503", True)
     assert "http.request.resend_count" not in failed.told and "hitherto.cached_tokens.observed" not in failed.told
-    assert (went.told["http.request.resend_count"], went.told["hitherto.retry_reason"], went.failed) == (1, "status 503", False)
+    assert (went.told["http.request.resend_count"], went.told["hitherto.retry_reason"], went.failed) == (
+        1,
+        "status 503",
+        False,
+    )
     assert failed.told["hitherto.replica"] != went.told["hitherto.replica"]
     assert (server.told["http.response.status_code"], server.failed) == (200, False)
     assert [name for name, _, _ in server.events] == ["prepared", "chosen", "chosen"]
@@ -168,7 +179,11 @@ async def test_an_attempt_without_a_connection(monkeypatch):
     assert status == 502
     assert (client.told["error.type"], client.failed, client.events) == ("connect", True, [])
     assert "no connection to" in client.message and "http.response.status_code" not in client.told
-    assert (server.told["http.response.status_code"], server.told["error.type"], server.told["hitherto.outcome"]) == (502, "502", "refused")
+    assert (server.told["http.response.status_code"], server.told["error.type"], server.told["hitherto.outcome"]) == (
+        502,
+        "502",
+        "refused",
+    )
     assert server.failed and "no replica answered after 1 attempt" in server.message
 
 
@@ -286,10 +301,14 @@ async def test_a_port_that_no_collector_could_hold_is_not_told(monkeypatch):
 
 async def test_no_word_of_prompt_or_answer_leaves(monkeypatch):
     said = [b"Ozymandias", b"trunkless"]
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": said[0].decode()}], "user": said[0].decode()}).encode()
+    body = json.dumps(
+        {"model": "m", "messages": [{"role": "user", "content": said[0].decode()}], "user": said[0].decode()}
+    ).encode()
     stream = streams(chunk(b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % said[1]), end=None)
     broken = says(b"HTTP/1.1 200 OK\r\nContent-Length: %b\r\n\r\n" % said[1])
-    async with traced(monkeypatch, stream, broken, answers(said[1], status=b"500 Internal Server Error"), retries=0) as made:
+    async with traced(
+        monkeypatch, stream, broken, answers(said[1], status=b"500 Internal Server Error"), retries=0
+    ) as made:
         for _ in range(3):
             talker = await made.talk()
             await talker.say(post(body))
@@ -303,7 +322,13 @@ async def test_no_word_of_prompt_or_answer_leaves(monkeypatch):
 async def test_names_that_no_text_can_hold_do_not_stop_the_rest(monkeypatch):
     """A lone surrogate fails the encoding of the whole batch."""
     async with traced(monkeypatch, answers()) as made:
-        await ask(made, post(b'{"model": "\\ud800", "messages": [{"role": "user", "content": "hi"}]}', extra=b"x-request-id: \xff\xfe\r\n"))
+        await ask(
+            made,
+            post(
+                b'{"model": "\\ud800", "messages": [{"role": "user", "content": "hi"}]}',
+                extra=b"x-request-id: \xff\xfe\r\n",
+            ),
+        )
         await ask(made, post())
         collector = await made.collected()
     assert [span.told["http.response.status_code"] for span in collector.of("SERVER")] == [404, 200]
@@ -313,7 +338,11 @@ async def test_a_streams_times(monkeypatch):
     async def script(reader, writer):
         await read_request(reader)
         writer.write(SSE_HEAD + chunk(EVENT))
-        writer.write(chunk(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n') + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+        writer.write(
+            chunk(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n')
+            + chunk(b"data: [DONE]\n\n")
+            + b"0\r\n\r\n"
+        )
         await reader.read()
 
     body = json.dumps({"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -332,7 +361,8 @@ async def test_requests_of_one_connection_are_traces_of_their_own(monkeypatch, e
     seen = []
     async with traced(monkeypatch, answers(seen=seen), env=env) as made:
         talker = await made.talk()
-        for extra in (b"", b"x-a: b\r\n", b"x-a: b\r\n"):  # the second is parsed with a connection at hand, the third known
+        # The second is parsed with a connection at hand, the third known
+        for extra in (b"", b"x-a: b\r\n", b"x-a: b\r\n"):
             await talker.say(post(extra=extra))
             assert (await talker.response())[0] == 200
         collector = await made.collected()

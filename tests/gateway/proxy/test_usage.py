@@ -17,11 +17,23 @@ def test_usage_is_read_from_the_last_event_of_a_stream():
 
 
 def test_anthropic_and_responses_spell_it_their_way():
-    assert read_usage(b'{"usage":{"input_tokens":10,"output_tokens":3,"cache_creation_input_tokens":32,"cache_read_input_tokens":96}}') == Usage(138, 3, 96)
-    assert read_usage(b'{"usage":{"input_tokens":10,"input_tokens_details":{"cached_tokens":8},"output_tokens":3}}') == Usage(10, 3, 8)
+    assert read_usage(
+        b'{"usage":{"input_tokens":10,"output_tokens":3,"cache_creation_input_tokens":32,"cache_read_input_tokens":96}}'
+    ) == Usage(138, 3, 96)
+    assert read_usage(
+        b'{"usage":{"input_tokens":10,"input_tokens_details":{"cached_tokens":8},"output_tokens":3}}'
+    ) == Usage(10, 3, 8)
 
 
-@pytest.mark.parametrize("tail", [b"", b'{"choices":[]}', b'"usage":null', b'\\"usage\\": {\\"cached_tokens\\": 5}',
-                                  b'{"usage":{"prompt_tokens":' + b"9" * 5000 + b"}}"])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"",
+        b'{"choices":[]}',
+        b'"usage":null',
+        b'\\"usage\\": {\\"cached_tokens\\": 5}',
+        b'{"usage":{"prompt_tokens":' + b"9" * 5000 + b"}}",
+    ],
+)
 def test_what_is_not_said_is_not_guessed(tail):
     assert read_usage(tail) == NOTHING

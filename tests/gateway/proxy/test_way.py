@@ -14,8 +14,13 @@ from .stack import stack
 ROOT = Path(__file__).parents[3]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("gateway", "cachemap", "policies", "replicas"))
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Which way did the white rabbit go? " * 40}]}
-ANSWER = {"id": "a", "choices": [{"message": {"role": "assistant", "content": "Down."}}], "usage": {"prompt_tokens": 0, "completion_tokens": 2}}
-# It was 34 when this was one object in nine files; what an engine learns from usage, once its client has the answer, is not counted.
+ANSWER = {
+    "id": "a",
+    "choices": [{"message": {"role": "assistant", "content": "Down."}}],
+    "usage": {"prompt_tokens": 0, "completion_tokens": 2},
+}
+# It was 34 when this was one object in nine files; what an engine learns from usage, once its client has the answer, is
+# not counted.
 MOST_FILES = 39
 
 

@@ -78,7 +78,11 @@ async def test_a_5xx_of_the_only_replica_is_counted_and_held_against_nobody_yet(
         await talk.say(post())
         got, headers, _ = await talk.response()
         assert got == status and "x-should-retry" not in headers
-        assert s.faults == [] and s.unconfirmed == [backend.id] and s.metrics.upstream_errors.values == {(backend.id, kind): 1}
+        assert (
+            s.faults == []
+            and s.unconfirmed == [backend.id]
+            and s.metrics.upstream_errors.values == {(backend.id, kind): 1}
+        )
 
 
 async def test_what_one_replica_fails_and_another_answers_counts_against_the_first():
@@ -88,13 +92,18 @@ async def test_what_one_replica_fails_and_another_answers_counts_against_the_fir
         for _ in range(2):
             await talk.say(post())
             assert (await talk.response())[0] == 200
-        assert set(s.faults) == {"status 500"} and s.metrics.upstream_errors.values == {(bad.id, "status 500"): len(s.faults)}
+        assert set(s.faults) == {"status 500"} and s.metrics.upstream_errors.values == {
+            (bad.id, "status 500"): len(s.faults)
+        }
 
 
 ENGINES_ERROR = b'{"error":{"message":"no filter named \'x\'","type":"InternalServerError","code":500}}'
 
 
-@pytest.mark.parametrize("failing", [answers(ENGINES_ERROR, b"500 Internal Server Error"), streams(chunk(b"data: " + ENGINES_ERROR + b"\n\n"))])
+@pytest.mark.parametrize(
+    "failing",
+    [answers(ENGINES_ERROR, b"500 Internal Server Error"), streams(chunk(b"data: " + ENGINES_ERROR + b"\n\n"))],
+)
 async def test_what_two_engines_fail_is_the_requests_fault_and_no_third_is_asked(failing):
     async with stack(failing, failing, failing, retries=5) as s:
         talk = await s.talk()
@@ -104,7 +113,12 @@ async def test_what_two_engines_fail_is_the_requests_fault_and_no_third_is_asked
             assert ENGINES_ERROR in body and headers["x-should-retry"] == "false"
             assert s.faults == [] and s.metrics.retries.total() == number
         await eventually(lambda: s.metrics.requests.total(status="5xx") == 3)
-        assert sum(s.metrics.upstream_errors.values.values()) == s.metrics.upstream_errors.total(kind="request") == len(s.unconfirmed) == 6
+        assert (
+            sum(s.metrics.upstream_errors.values.values())
+            == s.metrics.upstream_errors.total(kind="request")
+            == len(s.unconfirmed)
+            == 6
+        )
         await eventually(s.idle)
 
 
@@ -121,12 +135,17 @@ async def test_two_broken_engines_do_not_keep_requests_from_a_third_for_long():
 
 
 async def test_a_request_that_another_replica_refuses_is_at_fault():
-    async with stack(answers(ENGINES_ERROR, b"500 Internal Server Error"), answers(b'{"error":{"message":"bad"}}', b"400 Bad Request")) as s:
+    async with stack(
+        answers(ENGINES_ERROR, b"500 Internal Server Error"),
+        answers(b'{"error":{"message":"bad"}}', b"400 Bad Request"),
+    ) as s:
         talk = await s.talk()
         for _ in range(2):
             await talk.say(post())
             assert (await talk.response())[0] == 400
-        assert s.faults == [] and s.metrics.upstream_errors.total(kind="request") == s.metrics.upstream_errors.total() > 0
+        assert (
+            s.faults == [] and s.metrics.upstream_errors.total(kind="request") == s.metrics.upstream_errors.total() > 0
+        )
 
 
 async def test_full_replicas_agree_on_nothing():

@@ -44,16 +44,24 @@ CARE = "care for replicas"  # of background work
 
 
 class Gateway:
-    """One gateway: `await start()`, `await stop()`; between them it serves. A worker is one as well, and starts it in parts."""
+    """One gateway: `await start()`, `await stop()`; between them it serves. A worker is one as well, and starts it in
+    parts."""
 
     def __init__(self, settings: Settings, costs: dict[str, Any] | None = None, decision_prefix: str = ""):
-        """`costs`: what another gateway has learned (`CostGroup.state`); `decision_prefix` begins the ids of its decisions."""
+        """`costs`: what another gateway has learned (`CostGroup.state`); `decision_prefix` begins the ids of its
+        decisions."""
         self.settings = settings
         self.background = Background()
         self.map = CacheMap(settings.cache_budget)
         self.ledger = Ledger()
         self.costs = CostGroup(costs)
-        self.fleet = Fleet(self._inflight, self._waited, drain_timeout=settings.drain_timeout_s, model=settings.served_model_name, authorities=settings.replica_ca)
+        self.fleet = Fleet(
+            self._inflight,
+            self._waited,
+            drain_timeout=settings.drain_timeout_s,
+            model=settings.served_model_name,
+            authorities=settings.replica_ca,
+        )
         self.metrics = Metrics({"replica": self.fleet.replicas, "policy": settings.shadow})
         self.fleet.on_change.append(self._replica_changed)
         self.kept = kept_replicas(settings)
@@ -87,7 +95,10 @@ class Gateway:
         self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
         self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:
-            self.shared_ledger.begin_answers, self.shared_ledger.end_answers = self.proxy.placing.hold_back, self.proxy.placing.send_on
+            self.shared_ledger.begin_answers, self.shared_ledger.end_answers = (
+                self.proxy.placing.hold_back,
+                self.proxy.placing.send_on,
+            )
         self.metrics.read_from(self.view.reading)
         self.metrics.read_from(self._connections)
         self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
@@ -212,7 +223,8 @@ class Gateway:
         self._listen(backend, anew=True)
 
     def _follow_adapters(self, backend: Backend) -> None:
-        """What an engine cached for an adapter it finds again only while the name stands for the same folder. Events tell the name alone."""
+        """What an engine cached for an adapter it finds again only while the name stands for the same folder. Events
+        tell the name alone."""
         for name in backend.adapters_moved():
             log.warning("replica %s: adapter %r was loaded from %s: what was cached under that name is forgotten",
                         backend.id, name, backend.adapter_roots[name])  # fmt: skip
@@ -299,8 +311,14 @@ class Gateway:
 
     def _connections(self) -> Reading:
         elsewhere = self.decisions.on()  # counted here, and on others' connections
-        upstream = {b.id: len(b.pool.idle) + self.ledger.own(b.id)[0] - elsewhere[b.id] for b in self.proxy.backends.values()}
-        return {"client_connections": len(self.server.connections), "upstream_connections": upstream, "request_bytes": self.server.held}
+        upstream = {
+            b.id: len(b.pool.idle) + self.ledger.own(b.id)[0] - elsewhere[b.id] for b in self.proxy.backends.values()
+        }
+        return {
+            "client_connections": len(self.server.connections),
+            "upstream_connections": upstream,
+            "request_bytes": self.server.held,
+        }
 
     # --- what the admin side asks
 

@@ -73,11 +73,18 @@ def _metavar(name: str, annotation: Any) -> str:
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="hitherto", description="A gateway that sends each LLM request to the replica that already holds its prefix.")
+    parser = Parser(
+        prog="hitherto",
+        description="A gateway that sends each LLM request to the replica that already holds its prefix.",
+    )
     parser.add_argument("--version", action="version", version=f"hitherto {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
 
-    serve = verbs.add_parser("serve", help="run the gateway", description="Run the gateway, in front of engines that run already (--replica-url) or that it starts itself (--launch).")
+    serve = verbs.add_parser(
+        "serve",
+        help="run the gateway",
+        description="Run the gateway, in front of engines that run already (--replica-url) or that it starts itself (--launch).",
+    )
     config = verbs.add_parser("config", help="print the effective settings and where each came from",
                               description="Print the effective settings and where each came from. "
                               "The output is itself a valid configuration file.")  # fmt: skip
@@ -87,7 +94,9 @@ def build_parser() -> Parser:
                                "Nothing is sent to an engine for an answer.")  # fmt: skip
     explain.add_argument("body", metavar="BODY.json", help="the request's body; - reads standard input")
     explain.add_argument("--path", default="/v1/chat/completions", help="the endpoint it would be posted to")
-    explain.add_argument("--admin", metavar="URL", help="admin side of a running gateway (default: http://ADMIN_HOST:ADMIN_PORT)")
+    explain.add_argument(
+        "--admin", metavar="URL", help="admin side of a running gateway (default: http://ADMIN_HOST:ADMIN_PORT)"
+    )
     explain.add_argument("--json", action="store_true", help="as JSON")
     doctor = verbs.add_parser("doctor", help="check everything that can be wrong",
                               description="Check everything that can be wrong, one line each, with what to do about it. "
@@ -134,7 +143,11 @@ def show_config(args: argparse.Namespace) -> int:
     config = load_config(args)
     if args.json:
         plain = config.plain()
-        print(json.dumps({name: {"value": plain[name], "source": source} for name, source in config.sources.items()}, indent=2))
+        print(
+            json.dumps(
+                {name: {"value": plain[name], "source": source} for name, source in config.sources.items()}, indent=2
+            )
+        )
     else:
         print(config.to_yaml())
     return 0

@@ -136,46 +136,100 @@ class Settings(BaseModel):
 
     host: str = Field("0.0.0.0", description="address clients connect to")
     port: Port = Field(8080, description="port clients connect to (0: any free one)")
-    admin_host: str = Field("127.0.0.1", description="address of the admin side; any but a loopback address needs --admin-token")
+    admin_host: str = Field(
+        "127.0.0.1", description="address of the admin side; any but a loopback address needs --admin-token"
+    )
     admin_port: Port = Field(8081, description="port of the admin side: health, metrics, replicas, status page")
-    admin_token: Token | None = Field(None, repr=False, description="@FILE that holds the token which the admin side asks for; the environment and the configuration file may also have the token itself")
-    admin_allow_host: HostNames = Field((), description="further host names that the admin side answers to, like gateway.example; its addresses and this machine's own name need no permission")
+    admin_token: Token | None = Field(
+        None,
+        repr=False,
+        description="@FILE that holds the token which the admin side asks for; the environment and the configuration file may also have the token itself",
+    )
+    admin_allow_host: HostNames = Field(
+        (),
+        description="further host names that the admin side answers to, like gateway.example; its addresses and this machine's own name need no permission",
+    )
 
-    workers: int = Field(1, ge=1, le=64, description="gateways that share the port, one a core, and a Redis: the one of --redis-url, or a redis-server of their own")
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="gateways that share the port, one a core, and a Redis: the one of --redis-url, or a redis-server of their own",
+    )
 
-    model: str | None = Field(None, description="model name or folder, for its tokenizer and chat template (default: what the replicas serve)")
-    served_model_name: str | None = Field(None, description="name clients use for the model (default: what the replicas say)")
+    model: str | None = Field(
+        None, description="model name or folder, for its tokenizer and chat template (default: what the replicas serve)"
+    )
+    served_model_name: str | None = Field(
+        None, description="name clients use for the model (default: what the replicas say)"
+    )
     chat_template: Path | None = Field(None, description="chat template file, if the engines were started with one")
-    block_size: int | None = Field(None, ge=1, le=4096, description="tokens per KV cache block (default: learned from the replicas)")
+    block_size: int | None = Field(
+        None, ge=1, le=4096, description="tokens per KV cache block (default: learned from the replicas)"
+    )
 
-    replica_url: Urls = Field((), description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT]")
-    replica_file: Path | None = Field(None, description="file that keeps the replicas added by POST /replicas, so that they are there after a restart")
-    replica_ca: Path | None = Field(None, description="PEM file with the authorities that certificates of https:// replicas are checked against (default: the system's)")
+    replica_url: Urls = Field(
+        (), description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT]"
+    )
+    replica_file: Path | None = Field(
+        None, description="file that keeps the replicas added by POST /replicas, so that they are there after a restart"
+    )
+    replica_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities that certificates of https:// replicas are checked against (default: the system's)",
+    )
     launch: int = Field(0, ge=0, le=256, description="number of engines to start and look after")
     profile: str = Field("sim", description="how to start them: a profile's name or file")
 
     policy: PolicyName = Field("least_time", description="how a replica is chosen")
-    shadow: Policies = Field((), description="policies to ask about each request as well, without acting: what they would have saved or cost is in the metrics")
+    shadow: Policies = Field(
+        (),
+        description="policies to ask about each request as well, without acting: what they would have saved or cost is in the metrics",
+    )
     cache_budget: Bytes = Field(512 * 2**20, description="memory for the map of who holds which block, like 512MiB")
-    tokenize_once: Literal["auto", "never"] = Field("auto", description="send engines the token ids of long prompts, where they are shown to take them, or never")
+    tokenize_once: Literal["auto", "never"] = Field(
+        "auto", description="send engines the token ids of long prompts, where they are shown to take them, or never"
+    )
     retries: int = Field(2, ge=0, le=10, description="further replicas to try before the first byte of an answer")
 
-    redis_url: RedisUrl | None = Field(None, repr=False, description="Redis that several gateways share: redis://HOST:PORT, rediss://, redis+sentinel://, redis+cluster:// or "
-        "unix:///PATH (default: this gateway is alone)")
-    deployment: Name = Field("default", description="name of those that belong together, where a Redis is used by several")
-    event_intake: Literal["leased", "each"] = Field("leased", description="with Redis: one gateway follows a replica's events for all, or each for itself")
+    redis_url: RedisUrl | None = Field(
+        None,
+        repr=False,
+        description="Redis that several gateways share: redis://HOST:PORT, rediss://, redis+sentinel://, redis+cluster:// or "
+        "unix:///PATH (default: this gateway is alone)",
+    )
+    deployment: Name = Field(
+        "default", description="name of those that belong together, where a Redis is used by several"
+    )
+    event_intake: Literal["leased", "each"] = Field(
+        "leased", description="with Redis: one gateway follows a replica's events for all, or each for itself"
+    )
 
-    max_body_bytes: Bytes | None = Field(None, description="largest request body, like 64MiB; larger ones get 413 (default: as the longest context of the replicas needs)")
-    request_budget: Bytes = Field(512 * 2**20, description="memory for requests that are received, prepared or have no answer yet, like 512MiB; beyond it clients get 503")
+    max_body_bytes: Bytes | None = Field(
+        None,
+        description="largest request body, like 64MiB; larger ones get 413 (default: as the longest context of the replicas needs)",
+    )
+    request_budget: Bytes = Field(
+        512 * 2**20,
+        description="memory for requests that are received, prepared or have no answer yet, like 512MiB; beyond it clients get 503",
+    )
     upload_timeout_s: Seconds = Field(300.0, description="time a client has to send its request's body")
     header_timeout_s: Seconds = Field(10.0, description="time a client has to send its request's head")
     request_timeout_s: Seconds = Field(600.0, description="time an engine has to send the first byte of its answer")
-    idle_timeout_s: Seconds = Field(120.0, description="silence after which a client's connection is closed, or a stream given up")
+    idle_timeout_s: Seconds = Field(
+        120.0, description="silence after which a client's connection is closed, or a stream given up"
+    )
     drain_timeout_s: Seconds = Field(30.0, description="time running requests get to finish when the gateway stops")
 
-    allow_path: Paths = Field((), description="further paths of the engines that clients may reach, like /v1/audio/speech or /v1/images/*; the inference API is always allowed")
+    allow_path: Paths = Field(
+        (),
+        description="further paths of the engines that clients may reach, like /v1/audio/speech or /v1/images/*; the inference API is always allowed",
+    )
     response_headers: bool = Field(True, description="tell clients in x-hitherto-replica which replica answered")
-    cached_tokens_header: bool = Field(False, description="tell clients in x-hitherto-cached-tokens how much of their prompt was cached, and so whether somebody asked it before")
+    cached_tokens_header: bool = Field(
+        False,
+        description="tell clients in x-hitherto-cached-tokens how much of their prompt was cached, and so whether somebody asked it before",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
     access_log: bool = Field(False, description="log one line per request")
 
@@ -212,7 +266,9 @@ class Config:
 
 def _yaml_value(value: Any) -> str:
     """One value on one line (PyYAML ends a bare scalar's document with '...')."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True).removesuffix("...\n").rstrip()
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True).removesuffix("...\n").rstrip()
+    )
 
 
 def flag(name: str) -> str:
@@ -254,7 +310,9 @@ def read_file(path: Path) -> dict[str, tuple[Any, int]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{path}: cannot read the configuration: {reason}. Name a readable YAML file with --config") from None
+        raise ConfigError(
+            f"{path}: cannot read the configuration: {reason}. Name a readable YAML file with --config"
+        ) from None
     loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()
@@ -341,7 +399,9 @@ def kept_replicas(settings: Settings) -> KeptReplicas | None:
     try:
         kept.check()
     except OSError as error:
-        raise ConfigError(f"replica_file: {kept.path} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there") from None
+        raise ConfigError(
+            f"replica_file: {kept.path} cannot be written: {error.strerror or error}. Its folder must exist, and the gateway may write there"
+        ) from None
     return kept
 
 
@@ -352,7 +412,9 @@ def known_urls(settings: Settings) -> tuple[str, ...]:
     try:
         return (*settings.replica_url, *KeptReplicas(settings.replica_file).urls())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"replica_file: {error}. Correct or remove that file, which has one replica's URL a line") from None
+        raise ConfigError(
+            f"replica_file: {error}. Correct or remove that file, which has one replica's URL a line"
+        ) from None
 
 
 def admin_url(settings: Settings) -> str:
@@ -404,10 +466,14 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
             f"@FILE or HITHERTO_ADMIN_TOKEN, or leave --admin-host at 127.0.0.1. {MAKE_TOKEN}"
         )
     if settings.workers > 1 and sys.platform != "linux":
-        raise ConfigError(f"{sources['workers']}: workers: several share a port as only Linux spreads connections over processes (SO_REUSEPORT). Leave it at 1")
+        raise ConfigError(
+            f"{sources['workers']}: workers: several share a port as only Linux spreads connections over processes (SO_REUSEPORT). Leave it at 1"
+        )
     if settings.policy in settings.shadow:
         place = sources["shadow"] if sources["shadow"] != "default" else sources["policy"]
-        raise ConfigError(f"{place}: shadow: {settings.policy} is the policy that acts, and has nothing to be compared with. Name others with --shadow, or another --policy")
+        raise ConfigError(
+            f"{place}: shadow: {settings.policy} is the policy that acts, and has nothing to be compared with. Name others with --shadow, or another --policy"
+        )
     if settings.launch:
         try:
             profile.load(settings.profile)

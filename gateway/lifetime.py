@@ -1,4 +1,5 @@
-"""From the settings to a signal: start, serve, let running requests end, stop. Alike for one gateway and for its workers' supervisor."""
+"""From the settings to a signal: start, serve, let running requests end, stop. Alike for one gateway and for its
+workers' supervisor."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Service(Protocol):
 
 
 def run(settings: Settings, make: Callable[[], Service], started: Callable[[], None] = lambda: None) -> int:
-    """Serve until a signal; returns the exit code. Raises ConfigError before anything is started. `started` is called once it serves."""
+    """Serve until a signal; returns the exit code. Raises ConfigError before anything is started. `started` is called
+    once it serves."""
     share_one_heap()
     allow_many_connections()
     outbox = lines.setup(settings.log_level)
@@ -62,7 +64,9 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
     log.info("%s", service.greeting)
     started()
     await signalled.wait()
-    log.info("stopping: new requests are refused, running ones get %g s; a second signal cuts them", settings.drain_timeout_s)
+    log.info(
+        "stopping: new requests are refused, running ones get %g s; a second signal cuts them", settings.drain_timeout_s
+    )
     stopping = asyncio.ensure_future(service.stop(settings.drain_timeout_s))
     on_signal(loop, lambda: asyncio.ensure_future(service.cut()))
     await stopping

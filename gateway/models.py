@@ -1,9 +1,10 @@
 """Models: what each served model needs for its prompts to be exact, and which replicas are of which model.
 
-A `ModelSpace` is one way of making prompts: a tokenizer, a chat template, a block size, and the quirks of the engine's version. All
-replicas whose engines work alike are of one space. Replicas that serve the same name but differ in any of this (a rolling upgrade to
-another block size, a tokenizer that was changed on disk between two starts) are variants of the model with a space each: a request is
-prepared once for each variant that is present, for two at most. Everything is found from what engines tell, whenever they tell it.
+A `ModelSpace` is one way of making prompts: a tokenizer, a chat template, a block size, and the quirks of the engine's
+version. All replicas whose engines work alike are of one space. Replicas that serve the same name but differ in any of
+this (a rolling upgrade to another block size, a tokenizer that was changed on disk between two starts) are variants of
+the model with a space each: a request is prepared once for each variant that is present, for two at most. Everything is
+found from what engines tell, whenever they tell it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from .prompt.tokens.model import ModelError, contents
 
 log = logging.getLogger("hitherto")
 
-# What block hashes are seeded with, and so a part of what gateways that share a map must have in common. Not the name of a folder or
-# of a setting, which may differ between gateways before the same engines: one replica serves one base model, and the map has
-# a part for each replica.
+# What block hashes are seeded with, and so a part of what gateways that share a map must have in common. Not the name
+# of a folder or of a setting, which may differ between gateways before the same engines: one replica serves one base
+# model, and the map has a part for each replica.
 HASHED_AS = "model"
 DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
 MOST_VARIANTS = 2  # that a request is prepared for; replicas of a third are chosen by load
@@ -73,7 +74,11 @@ class Kind(NamedTuple):
             told.append(f"blocks of {self.block_size} tokens instead of {other.block_size}")
         if self.source != other.source:
             mine, its = (one.source.directory if one.source else "no files here" for one in (self, other))
-            told.append(f"another tokenizer or chat template ({mine} instead of {its})" if mine != its else f"the files in {mine} as they are now")
+            told.append(
+                f"another tokenizer or chat template ({mine} instead of {its})"
+                if mine != its
+                else f"the files in {mine} as they are now"
+            )
         if self.quirks != other.quirks:
             told.append("a version of the engine that makes prompts in another way")
         return ", ".join(told)
@@ -88,13 +93,16 @@ class Member:
     space: ModelSpace | None = None
     source: Source | None = None  # what it was started from does not change with what is on the disk later
     context: int | None = None  # the longest prompt in tokens
-    set_apart: bool = False  # its engine makes other tokens of the same files than others do, so its prompts are matched as text
+    # its engine makes other tokens of the same files than others do, so its prompts are matched as text
+    set_apart: bool = False
 
 
 class ModelSpace:
     """A model, or one variant of it: how its prompts are made, and the replicas that take them so."""
 
-    def __init__(self, number: int, kind: Kind, pipeline: Pipeline, costs: CostGroup, judged: Callable[[ModelSpace], None]):
+    def __init__(
+        self, number: int, kind: Kind, pipeline: Pipeline, costs: CostGroup, judged: Callable[[ModelSpace], None]
+    ):
         self.number, self.kind, self.costs = number, kind, costs
         self.names: set[str] = set()  # under which its replicas serve the base model
         self.members: dict[str, Member] = {}
@@ -125,17 +133,20 @@ class Models:
     """The spaces of all models. Replicas are adopted into them, and requests prepared by them."""
 
     def __init__(self, settings: Settings, directory: Path | None, name: str, costs: CostGroup | None = None):
-        """`directory`: of the model that the operator names, None if none is; `name`: what launched engines serve it by."""
+        """`directory`: of the model that the operator names, None if none is; `name`: what launched engines serve it
+        by."""
         self._settings, self.directory, self._name = settings, directory, name
         self._numbers = count()
         self._costs = costs or CostGroup()
         self.members: dict[str, Member] = {}
-        # Called when a replica is of another space or its space has changed, and when something changed that nobody else knows of.
+        # Called when a replica is of another space or its space has changed, and when something changed that nobody
+        # else knows of.
         self.moved: Callable[[Replica, ModelSpace], None] = lambda replica, space: None
         self.on_change: Callable[[], None] = lambda: None
         self._owner: set[str] = set()  # names of the model that `directory` is for
         self._owner_is_certain = False
-        self._found: dict[tuple[str | None, str], Path | None] = {}  # where the files are of what engines call their model
+        # where the files are of what engines call their model
+        self._found: dict[tuple[str | None, str], Path | None] = {}
         self._finding: dict[tuple[str | None, str], asyncio.Task[None]] = {}
         first = new_pipeline(settings, directory, name)
         kind = Kind(self._read(directory), first.block_size, VersionQuirks())
@@ -147,13 +158,21 @@ class Models:
     def of(cls, pipeline: Pipeline) -> Models:
         """One model, whose prompts this pipeline makes, whatever its replicas tell."""
         made = cls.__new__(cls)
-        made.members, made.spaces, made.contexts, made.several, made._mixed, made._one = {}, [], {}, False, False, pipeline
+        made.members, made.spaces, made.contexts, made.several, made._mixed, made._one = (
+            {},
+            [],
+            {},
+            False,
+            False,
+            pipeline,
+        )
         return made
 
     # --- what requests ask
 
     def prepare(self, path: str, body: bytes, headers: Mapping[str, str] | None, adapters: Collection[str]) -> Prompt:
-        """One request -> Prompt, as its model has it; may run in a thread. Raises ApiError and TakesLong, as `Pipeline.prepare`."""
+        """One request -> Prompt, as its model has it; may run in a thread. Raises ApiError and TakesLong, as
+        `Pipeline.prepare`."""
         one = self._one
         if one is not None:
             return one.prepare(path, body, headers, adapters)
@@ -232,7 +251,8 @@ class Models:
             space.comparison.stop()
 
     def _judged(self, space: ModelSpace) -> None:
-        """Engines that make other tokens than the rest of their space are a variant of their own: the rest stays exact."""
+        """Engines that make other tokens than the rest of their space are a variant of their own: the rest stays
+        exact."""
         engines = space.comparison.set_apart()
         moving = [one for one in space.members.values() if one.replica.engine in engines]
         for member in moving:
@@ -246,13 +266,26 @@ class Models:
         replica, space = member.replica, member.space
         if member.source is None:
             member.source = self._read(self._directory(replica))
-        size = self._settings.block_size or replica.block_size or (space.kind.block_size if space else DEFAULT_BLOCK_SIZE)
-        return Kind(None if member.set_apart else member.source, size, VersionQuirks.of(replica.version_quirks) if replica.version or space is None else space.kind.quirks)
+        size = (
+            self._settings.block_size or replica.block_size or (space.kind.block_size if space else DEFAULT_BLOCK_SIZE)
+        )
+        return Kind(
+            None if member.set_apart else member.source,
+            size,
+            VersionQuirks.of(replica.version_quirks) if replica.version or space is None else space.kind.quirks,
+        )
 
     def _space_for(self, member: Member, kind: Kind, names: set[str]) -> ModelSpace:
         """An existing space of that kind, or its own or an empty one made to be, or a new one."""
         old = member.space
-        space = next((one for one in self.spaces if one.kind == kind and one.members and (one.names & names or not (one.names and names))), None)
+        space = next(
+            (
+                one
+                for one in self.spaces
+                if one.kind == kind and one.members and (one.names & names or not (one.names and names))
+            ),
+            None,
+        )
         if space is None:
             free = [one for one in self.spaces if not one.members or (one is old and _has_no_other(one, member))]
             space = next((one for one in free if one.kind.source == kind.source or one is old), None)
@@ -281,7 +314,9 @@ class Models:
             self._load(space)
 
     def _new_space(self, kind: Kind, names: set[str]) -> ModelSpace:
-        space = ModelSpace(next(self._numbers), kind, new_pipeline(self._settings, None, self._name), CostGroup(), self._judged)
+        space = ModelSpace(
+            next(self._numbers), kind, new_pipeline(self._settings, None, self._name), CostGroup(), self._judged
+        )
         space.names = set(names)
         self.spaces.append(space)
         self._load(space)
@@ -305,7 +340,8 @@ class Models:
             space.comparison.forget(member.replica.engine)
 
     def _drop_empty(self) -> None:
-        """Keep one space without replicas, if there is no other: what is known of the model serves those that come back."""
+        """Keep one space without replicas, if there is no other: what is known of the model serves those that come
+        back."""
         for space in [one for one in self.spaces if not one.members]:
             if len(self.spaces) > 1:
                 self.spaces.remove(space)
@@ -322,7 +358,12 @@ class Models:
         self._said = kinds
         first, *others = variants
         for other in others:
-            log.warning("model %s: replicas %s are a variant: %s", space.name, ", ".join(other.members), other.kind.differences(first.kind))
+            log.warning(
+                "model %s: replicas %s are a variant: %s",
+                space.name,
+                ", ".join(other.members),
+                other.kind.differences(first.kind),
+            )
         log.warning("model %s: prompts are prepared for %d variants%s", space.name, min(len(variants), MOST_VARIANTS),
                     "; replicas of a third are chosen by load alone" if len(variants) > MOST_VARIANTS else "")  # fmt: skip
 
@@ -349,9 +390,12 @@ class Models:
         return self._found.get(asked)
 
     def _is_owner(self, replica: Replica, names: set[str]) -> bool:
-        """Whether this is the model that the operator gave the files of: the one that has its name or folder, else the first."""
+        """Whether this is the model that the operator gave the files of: the one that has its name or folder, else the
+        first."""
         called = {self._settings.model, self._settings.served_model_name, self._name, self.directory.name}
-        certain = bool(names & called) or _same_folder(replica.root, self.directory) or replica.root == self._settings.model
+        certain = (
+            bool(names & called) or _same_folder(replica.root, self.directory) or replica.root == self._settings.model
+        )
         if certain and not self._owner_is_certain:
             if self._owner and not self._owner & names:
                 asyncio.get_running_loop().call_soon(self._adopt_again)
@@ -402,7 +446,9 @@ class Models:
     async def _loaded(self, space: ModelSpace, source: Source) -> None:
         name = space.name if space.names else self._name
         try:
-            pipeline = await asyncio.get_running_loop().run_in_executor(None, new_pipeline, self._settings, source.directory, name)
+            pipeline = await asyncio.get_running_loop().run_in_executor(
+                None, new_pipeline, self._settings, source.directory, name
+            )
         except ConfigError as error:
             log.error("no tokenizer: prompts of %s are matched as text. %s", name, error)
         else:
@@ -442,7 +488,9 @@ class Models:
         for name, spaces in routes.items():
             names = {one for space in spaces for one in space.names}
             related = [space for space in self.spaces if space in spaces or space.names & names]
-            self.contexts[name] = (*sorted({one.context for space in related for one in space.members.values() if one.context}),)
+            self.contexts[name] = (
+                *sorted({one.context for space in related for one in space.members.values() if one.context}),
+            )
         self._mixed = len(self.contexts[None]) > 1
         for space in self.spaces:
             related = [one for one in self.spaces if one is space or one.names & space.names]
@@ -475,7 +523,9 @@ def _base_names(replica: Replica) -> set[str]:
 def _has_no_other(space: ModelSpace, member: Member) -> bool:
     """Whether all replicas of a space are this engine's, or of engines that have restarted since."""
     engine = member.replica.engine
-    return all(one.replica.engine == engine or one.incarnation != one.replica.incarnation for one in space.members.values())
+    return all(
+        one.replica.engine == engine or one.incarnation != one.replica.incarnation for one in space.members.values()
+    )
 
 
 def _same_folder(root: str | None, directory: Path) -> bool:

@@ -31,14 +31,15 @@ from .messages import (
 
 log = logging.getLogger("hitherto.wire")
 
-# Pieces of a body from this size on are kept as they come and joined once: 4 MB take 0.1 ms, in a buffer that grows 1 to 4.
-# Smaller ones are put together: each by itself, 2-byte chunks would take 20 times their size.
+# Pieces of a body from this size on are kept as they come and joined once: 4 MB take 0.1 ms, in a buffer that grows 1
+# to 4. Smaller ones are put together: each by itself, 2-byte chunks would take 20 times their size.
 WHOLE = 4096
-# Bytes of chunk sizes and extensions that a byte of a body may bring with it: a chunk of one byte, its size in eight digits, has 12.
+# Bytes of chunk sizes and extensions that a byte of a body may bring with it: a chunk of one byte, its size in eight
+# digits, has 12.
 FRAMING_PER_BYTE = 16
 LENGTH_DIGITS = 20  # of a Content-Length; the parser takes any number of zeros before it, of which `int` takes 4,300
-# A read (256 kB at most) is parsed in pieces, the rest waits as bytes while a request waits: 256 kB of pipelined requests with
-# 200 headers each would become 14 MB and hold up the loop for 0.1 s. Within a body a piece may be larger.
+# A read (256 kB at most) is parsed in pieces, the rest waits as bytes while a request waits: 256 kB of pipelined
+# requests with 200 headers each would become 14 MB and hold up the loop for 0.1 s. Within a body a piece may be larger.
 PIECE, BODY_PIECE = 4096, 65536
 
 
@@ -67,7 +68,8 @@ class Handler(Protocol):
 
 
 class Clients:
-    """What all connections of one server share: who answers them, what each may send, and how much they hold together."""
+    """What all connections of one server share: who answers them, what each may send, and how much they hold
+    together."""
 
     __slots__ = ("handler", "limits", "connections", "held", "draining", "closed")
 
@@ -161,7 +163,8 @@ class Downstream(asyncio.Protocol):
             exchange.client_gone()
         self._hold(-self.held)
         self.answering = 0
-        # The parser and this object hold each other, and with them what was uploaded: the collector would find them after hours.
+        # The parser and this object hold each other, and with them what was uploaded: the collector would find them
+        # after hours.
         self.parser = None  # type: ignore[assignment]
         self.known = self.read = None
         self.raw = self.again = self.rest = b""
@@ -193,7 +196,11 @@ class Downstream(asyncio.Protocol):
         elif self.reading:
             self._feed(data)
             self.read = None
-        elif self.known is not None and (request := self.known.read(data, now)) is not None and len(request.body) <= self.clients.limits.body_bytes:
+        elif (
+            self.known is not None
+            and (request := self.known.read(data, now)) is not None
+            and len(request.body) <= self.clients.limits.body_bytes
+        ):
             self._take(request, 0)
         else:
             self._feed(data)
@@ -210,8 +217,8 @@ class Downstream(asyncio.Protocol):
             end = at + (BODY_PIECE if self.reading and self.head_done else PIECE)
             piece = data if at == 0 and end >= len(data) else data[at:end]
             if upgrade := self._parse(piece):
-                # Some clients offer h2c on every request, and llhttp stops at such a head. The request is also a plain one:
-                # read it again without the offer.
+                # Some clients offer h2c on every request, and llhttp stops at such a head. The request is also a plain
+                # one: read it again without the offer.
                 head, self.again, self.raw = self.again, b"", b""
                 self.parser = httptools.HttpRequestParser(self)
                 if not self.refused:
@@ -274,8 +281,8 @@ class Downstream(asyncio.Protocol):
         return 0
 
     def _count_untold(self, size: int) -> None:
-        """Bound what the parser does not tell of: it tells of a line when it has all of it, of a chunk's extensions never.
-        In a read in which a request ended it is not known whose they are; there are 256 kB in one at most."""
+        """Bound what the parser does not tell of: it tells of a line when it has all of it, of a chunk's extensions
+        never. In a read in which a request ended it is not known whose they are; there are 256 kB in one at most."""
         limit = self.clients.limits.head_bytes
         if self.completed:
             self.unfinished = self.framing = 0
@@ -362,8 +369,8 @@ class Downstream(asyncio.Protocol):
         self.parsed = self.raw.index(b"\r\n\r\n", at) + 4
         return True
 
-    # The parser does not say where it is, but each line of the framing ends with the first line end there is, and a body
-    # has the length that it says.
+    # The parser does not say where it is, but each line of the framing ends with the first line end there is, and a
+    # body has the length that it says.
 
     def on_chunk_header(self) -> None:
         self.parsed = self.raw.index(b"\n", self.parsed) + 1
@@ -550,8 +557,9 @@ class Downstream(asyncio.Protocol):
     def _answer_refusal(self, refusal: Refusal) -> None:
         headers, body = self.clients.handler.refuse(refusal.status, refusal.message, refusal.target)
         self.transport.write(response(refusal.status, body, headers, close=True))
-        # Closing at once with unread data in the socket would reset it, and the client would lose the answer: half-close,
-        # and read on into nothing until the client closes, pauses for `linger_seconds`, or `flush_seconds` are over.
+        # Closing at once with unread data in the socket would reset it, and the client would lose the answer:
+        # half-close, and read on into nothing until the client closes, pauses for `linger_seconds`, or `flush_seconds`
+        # are over.
         limits, now = self.clients.limits, monotonic()
         self.closing = True
         self.close_at, self.close_last = now + limits.linger_seconds, now + limits.flush_seconds
@@ -594,7 +602,10 @@ class Downstream(asyncio.Protocol):
                 self._refuse(408, f"request body not complete after {limits.body_seconds:g} s (upload_timeout_s)")
             elif now - self.rated_at > limits.body_gap_seconds:
                 if self.body_bytes - self.rated < limits.body_rate * limits.body_gap_seconds:
-                    self._refuse(408, f"less than {limits.body_rate} bytes a second of the request body for {limits.body_gap_seconds:g} s")
+                    self._refuse(
+                        408,
+                        f"less than {limits.body_rate} bytes a second of the request body for {limits.body_gap_seconds:g} s",
+                    )
                 self.rated, self.rated_at = self.body_bytes, now
         elif self.current is None and now - self.active_at > limits.keep_alive_seconds:
             self._close()

@@ -32,13 +32,14 @@ KNOWN_BYTES = 8 * 1024
 # And the most headers of it: as objects, the shortest take 50 times their bytes.
 KNOWN_HEADERS = 64
 
-# About what a small request takes besides its body, and each header besides its bytes: a pair, two strings, an entry by name.
+# About what a small request takes besides its body, and each header besides its bytes: a pair, two strings, an entry by
+# name.
 REQUEST_BYTES, HEADER_BYTES = 2048, 256
 
 LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.I)
 
-# Headers that say where a message ends, or whom it is for. `Connection` must not name them (RFC 9110, 7.6.1): whoever removes
-# what it names would read another message than whoever does not.
+# Headers that say where a message ends, or whom it is for. `Connection` must not name them (RFC 9110, 7.6.1): whoever
+# removes what it names would read another message than whoever does not.
 FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host"))
 # What belongs to an offer to upgrade the connection, which is not taken up.
 UPGRADE = frozenset((b"upgrade", b"http2-settings"))
@@ -53,7 +54,8 @@ class Limits:
     head_bytes: int = 64 * 1024
     header_count: int = 200
     body_bytes: int = 64 * 1024 * 1024
-    # For what all clients together make the gateway hold: requests that come, wait, are prepared, or have no byte of an answer yet.
+    # For what all clients together make the gateway hold: requests that come, wait, are prepared, or have no byte of an
+    # answer yet.
     requests_bytes: int = 512 * 1024 * 1024
     head_seconds: float = 10.0
     body_seconds: float = 300.0
@@ -67,9 +69,23 @@ class Limits:
 class Request:
     """One request, complete: head parsed, body collected."""
 
-    __slots__ = ("method", "target", "path", "headers", "body", "http10", "keep_alive", "begun", "size", "_named", "_kept")
+    __slots__ = (
+        "method",
+        "target",
+        "path",
+        "headers",
+        "body",
+        "http10",
+        "keep_alive",
+        "begun",
+        "size",
+        "_named",
+        "_kept",
+    )
 
-    def __init__(self, method: str, target: bytes, headers: Headers, body: bytes, http10: bool, keep_alive: bool, begun: float):
+    def __init__(
+        self, method: str, target: bytes, headers: Headers, body: bytes, http10: bool, keep_alive: bool, begun: float
+    ):
         self.method = method
         if target[:1] != b"/" and b"://" in target:  # absolute form, which a server must accept (RFC 9112, 3.2.2)
             target = ABSOLUTE.sub(b"", target)
@@ -84,7 +100,8 @@ class Request:
         self.size = REQUEST_BYTES  # what it takes besides its body
 
     def set_headers(self, headers: Headers) -> None:
-        """Names in lower case. Content-Length is left out: the body has it, and a head may come again with another one."""
+        """Names in lower case. Content-Length is left out: the body has it, and a head may come again with another
+        one."""
         self.headers = [one for one in headers if one[0] != b"content-length"]
         self._named = dict(reversed(self.headers))  # the first of each name
         self._kept: dict[frozenset[bytes], bytes] = {}
@@ -105,14 +122,19 @@ class Request:
         """Another request with this head. What was found out about the head is known of both."""
         other: Request = object.__new__(Request)
         other.method, other.target, other.path, other.headers = self.method, self.target, self.path, self.headers
-        other.http10, other.keep_alive, other._named, other._kept = self.http10, self.keep_alive, self._named, self._kept
+        other.http10, other.keep_alive, other._named, other._kept = (
+            self.http10,
+            self.keep_alive,
+            self._named,
+            self._kept,
+        )
         other.body, other.begun, other.size = body, begun, REQUEST_BYTES
         return other
 
 
 class KnownHead:
-    """The head of a request as it came. A client repeats it on a connection but for the body's length, and of equal bytes
-    the parser says what it said before: 14 us of 124 a request, with what goes on to the replica kept as well."""
+    """The head of a request as it came. A client repeats it on a connection but for the body's length, and of equal
+    bytes the parser says what it said before: 14 us of 124 a request, with what goes on to the replica kept as well."""
 
     __slots__ = ("_before", "_after", "_request")
 
@@ -126,7 +148,12 @@ class KnownHead:
         if end > KNOWN_BYTES or len(request.headers) > KNOWN_HEADERS:
             return None
         length = LENGTH.search(data, 0, end)
-        if length is None or int(length[1]) != len(request.body) or end + len(request.body) != len(data) or b"expect" in request._named:
+        if (
+            length is None
+            or int(length[1]) != len(request.body)
+            or end + len(request.body) != len(data)
+            or b"expect" in request._named
+        ):
             return None
         return cls(data[: length.start(1)], data[length.end(1) : end], request.again(b"", 0.0))
 
@@ -145,9 +172,7 @@ class KnownHead:
 
 def connection_tokens(headers: Headers) -> set[bytes]:
     """Header names that a `Connection` header declares to be hop-by-hop (RFC 9110, 7.6.1)."""
-    return {
-        token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")
-    }
+    return {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
 
 
 def without_upgrade(headers: Headers) -> Headers:
@@ -169,7 +194,14 @@ def end_to_end(headers: Headers, drop: frozenset[bytes] = HOP_BY_HOP) -> bytes:
     )
 
 
-def response(status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = (), *, head_only: bool = False, close: bool = False) -> bytes:
+def response(
+    status: int,
+    body: bytes,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    *,
+    head_only: bool = False,
+    close: bool = False,
+) -> bytes:
     """A whole response of ours. `head_only` states the length of the body but leaves it out (HEAD)."""
     lines = [STATUS_LINE[status]]
     lines += [b"%b: %b\r\n" % h for h in headers]

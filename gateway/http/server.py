@@ -13,8 +13,8 @@ from .messages import Limits
 log = logging.getLogger("hitherto.wire")
 
 SWEEP_SECONDS = 0.25
-# Of many connections a sweep looks at a part: 10,000 at once held up the loop for 3.4 ms and took 1.6 % of a core. So many
-# are all seen in 4 s, up to 64 in each sweep; the shortest deadline is 2 s.
+# Of many connections a sweep looks at a part: 10,000 at once held up the loop for 3.4 ms and took 1.6 % of a core. So
+# many are all seen in 4 s, up to 64 in each sweep; the shortest deadline is 2 s.
 SWEEPS_TO_SEE_ALL, SEEN_AT_LEAST = 16, 64
 # A sweep later than this shows that the event loop was held up: what came meanwhile has not been read.
 LATE_SECONDS = 0.5
@@ -51,10 +51,12 @@ class Server:
         return self.clients.draining
 
     async def start(self, host: str, port: int, shared: bool = False) -> int:
-        """Listen; returns the port (0 asks for a free one). OSError if it is taken. `shared`: other processes listen on it as well, and the
-        kernel spreads connections over all of them."""
+        """Listen; returns the port (0 asks for a free one). OSError if it is taken. `shared`: other processes listen on
+        it as well, and the kernel spreads connections over all of them."""
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(lambda: Downstream(self.clients), host, port, backlog=4096, reuse_port=shared)
+        self._listener = await loop.create_server(
+            lambda: Downstream(self.clients), host, port, backlog=4096, reuse_port=shared
+        )
         self._sweep()
         bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
@@ -66,7 +68,8 @@ class Server:
         self._was_late = not self._was_late and 0.0 < self._due < now - LATE_SECONDS
         self._due = now + SWEEP_SECONDS
         if self._was_late:
-            # Timers come before sockets: clients and replicas may have been in time, so deadlines wait for the next sweep.
+            # Timers come before sockets: clients and replicas may have been in time, so deadlines wait for the next
+            # sweep.
             self.clients.handler.held_up(now)
             return
         for connection in self._next_part():

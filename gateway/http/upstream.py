@@ -23,8 +23,9 @@ from .messages import HOP_BY_HOP, Headers, connection_tokens, end_to_end
 IDLE_SECONDS = 4.0
 CONNECT_SECONDS = 5.0
 HEAD_BYTES = 64 * 1024
-# A trailer line grows in the parser until it ends, and nothing tells of it meanwhile. So where a chunked answer has gone on for
-# SEARCH_BYTES, line ends are looked for: between chunks there are some, and no engine makes one chunk of LINE_BYTES.
+# A trailer line grows in the parser until it ends, and nothing tells of it meanwhile. So where a chunked answer has
+# gone on for SEARCH_BYTES, line ends are looked for: between chunks there are some, and no engine makes one chunk of
+# LINE_BYTES.
 SEARCH_BYTES, LINE_BYTES = 2**20, 2**24
 
 
@@ -167,7 +168,11 @@ class Upstream(asyncio.Protocol):
             self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not self.complete:
-                return self._broken("switches protocols (101), which nobody asked for" if self.status == 101 else f"not valid HTTP: {error}")
+                return self._broken(
+                    "switches protocols (101), which nobody asked for"
+                    if self.status == 101
+                    else f"not valid HTTP: {error}"
+                )
             self.surplus = True
         if self.forwarding:
             self.unseen = unseen = self.unseen - len(data)
@@ -329,9 +334,16 @@ class Pool:
     async def _connect(self, sink: Sink) -> None:
         loop = asyncio.get_running_loop()
         try:
-            _, upstream = await within(CONNECT_SECONDS, loop.create_connection(lambda: Upstream(self), self.host, self.port, ssl=self.tls, server_hostname=self.certified))
+            _, upstream = await within(
+                CONNECT_SECONDS,
+                loop.create_connection(
+                    lambda: Upstream(self), self.host, self.port, ssl=self.tls, server_hostname=self.certified
+                ),
+            )
         except TimeoutError:
-            sink.lost(UpstreamError("connect", f"no connection to {self.host}:{self.port} within {CONNECT_SECONDS:g} s"))
+            sink.lost(
+                UpstreamError("connect", f"no connection to {self.host}:{self.port} within {CONNECT_SECONDS:g} s")
+            )
         except OSError as error:
             sink.lost(UpstreamError("connect", f"no connection to {self.host}:{self.port}: {error}"))
         except asyncio.CancelledError:
@@ -340,7 +352,11 @@ class Pool:
         else:
             # The replica may have closed it before this task went on; to write to it then would raise.
             if upstream.closed or upstream.transport.is_closing():
-                sink.lost(UpstreamError("connect", f"{self.host}:{self.port} closed a new connection before the request was sent"))
+                sink.lost(
+                    UpstreamError(
+                        "connect", f"{self.host}:{self.port} closed a new connection before the request was sent"
+                    )
+                )
             else:
                 sink.connected(upstream)
 

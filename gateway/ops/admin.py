@@ -67,7 +67,9 @@ class Fleet(Protocol):
 class Decisions(Protocol):
     """As `proxy.decisions.Decisions`, wherever they are made; all raise ApiError."""
 
-    async def decide(self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str], lease: float) -> dict[str, Any]: ...
+    async def decide(
+        self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str], lease: float
+    ) -> dict[str, Any]: ...
     async def first_byte(self, id: str) -> dict[str, Any]: ...
     async def done(self, id: str, answer: bytes) -> dict[str, Any]: ...
 
@@ -94,8 +96,8 @@ def headers_of(request: web.Request) -> dict[str, str]:
 
 
 async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
-    """Write the file of replicas, if there is one; the URL that it held until now for this engine, if any. This comes first: what an
-    operator was told is done is so after a restart, too."""
+    """Write the file of replicas, if there is one; the URL that it held until now for this engine, if any. This comes
+    first: what an operator was told is done is so after a restart, too."""
     if kept is None:
         return None
     try:
@@ -199,7 +201,9 @@ class Admin(Side):
         log.info("an operator asks the engine of %s: %s %s", id, request.method, url.raw_path)
         try:
             body = await request.read()
-            status, kind, body = await self.gateway.fleet.ask_engine(id, request.method, target, body, request.content_type)
+            status, kind, body = await self.gateway.fleet.ask_engine(
+                id, request.method, target, body, request.content_type
+            )
         except (ClientError, OSError) as wrong:
             message = f"the engine of {id} did not answer: {str(wrong) or type(wrong).__name__}"
             raise Refusal(502, message, "engine_unreachable") from None
@@ -216,7 +220,9 @@ class Admin(Side):
         except ValueError:
             lease = 0.0
         if not LEASES[0] <= lease <= LEASES[1]:
-            raise Refusal(400, f"lease_s={query['lease_s']}: give seconds from {LEASES[0]:g} to {LEASES[1]:g}", "invalid_lease")
+            raise Refusal(
+                400, f"lease_s={query['lease_s']}: give seconds from {LEASES[0]:g} to {LEASES[1]:g}", "invalid_lease"
+            )
         path = query.get("path", "/v1/chat/completions")
         body, exclude = await request.read(), query.getall("exclude", [])
         return answer(await self.gateway.decisions.decide(path, body, headers_of(request), exclude, lease))

@@ -45,9 +45,15 @@ async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | 
         body: dict[str, Any] = {"prompt": text, "add_special_tokens": special}
         if model is not None:
             body["model"] = model
-        async with gate, session.post(url + "/tokenize", json=body, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as response:
+        async with (
+            gate,
+            session.post(url + "/tokenize", json=body, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS)) as response,
+        ):
             if response.status in (401, 403):
-                raise Unanswered("/tokenize wants an API key, and the gateway has none of its own: let it be asked without one", final=True)
+                raise Unanswered(
+                    "/tokenize wants an API key, and the gateway has none of its own: let it be asked without one",
+                    final=True,
+                )
             if response.status != 200:
                 raise Unanswered(f"/tokenize answers {response.status}", response.status < 500)
             ids = (await response.json(content_type=None)).get("tokens")
@@ -63,7 +69,8 @@ async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | 
 
 @dataclass(slots=True, eq=False)
 class _Engine:
-    """What was found of one process behind an engine's address. Until it has been compared, what was found of its predecessor."""
+    """What was found of one process behind an engine's address. Until it has been compared, what was found of its
+    predecessor."""
 
     incarnation: str
     pipeline: Pipeline  # that it is compared with
@@ -97,8 +104,8 @@ class TokenizerComparison:
         self._turn = asyncio.Lock()
 
     def compare(self, replica: Replica) -> None:
-        """Once for each process behind an engine's address, and for each tokenizer of the gateway. To be called again when
-        the replica's models change."""
+        """Once for each process behind an engine's address, and for each tokenizer of the gateway. To be called again
+        when the replica's models change."""
         pipeline = self._pipeline()
         if pipeline.tokenizer is None:
             return
@@ -113,7 +120,8 @@ class TokenizerComparison:
         engine.tell(engine.said)
         self._stop_comparing(replica.engine)
         if old is not None and old.pipeline is pipeline and old.how:
-            # Most likely it is the same engine again. Its files are not read another way for the second that this takes.
+            # Most likely it is the same engine again. Its files are not read another way for the second that this
+            # takes.
             engine.how, engine.differs = old.how, old.differs
             self._run(self._adopt(pipeline))
         self._comparing[replica.engine] = self._run(self._compare(replica, engine))
@@ -207,7 +215,9 @@ class TokenizerComparison:
         differing: dict[str, str] = {}
         for id, engine in self._engines.items():
             engine.names = engine.names_now()
-            why = engine.differs or (f"it has {engine.how}, others have {how}" if engine.how and engine.how != how else "")
+            why = engine.differs or (
+                f"it has {engine.how}, others have {how}" if engine.how and engine.how != how else ""
+            )
             if why and engine.pipeline is pipeline:
                 differing |= dict.fromkeys(engine.names or ("",), f"replica {id} has another tokenizer: {why}")
         return differing

@@ -62,7 +62,11 @@ async def _run(config: Config) -> int:
         print(line(finding), flush=True)
         levels.append(finding.level)
     broken, odd = levels.count("fail"), levels.count("warn")
-    print(f"\n{len(levels)} checks: {broken} broken, {odd} worth a look" if broken or odd else f"\n{len(levels)} checks, all is well")
+    print(
+        f"\n{len(levels)} checks: {broken} broken, {odd} worth a look"
+        if broken or odd
+        else f"\n{len(levels)} checks, all is well"
+    )
     return 1 if broken else 0
 
 
@@ -86,7 +90,9 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
             refuses = True
             yield Finding("fail", "gateway", f"one runs, and its admin side refuses the doctor: {refused}",
                           "run the doctor with the --admin-token that the gateway was started with")  # fmt: skip
-        urls = list(known_urls(settings)) or list(dict.fromkeys(one["url"] for one in (running or {}).get("replicas", [])))
+        urls = list(known_urls(settings)) or list(
+            dict.fromkeys(one["url"] for one in (running or {}).get("replicas", []))
+        )
         replicas, ways, untried = [], {}, set()
         for address in map(parse_url, urls):
             for finding in _kept_out(address, running):
@@ -110,7 +116,8 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
         if not urls and not refuses:
             yield _no_replicas(settings)
         groups = _by_model(replicas)
-        if not groups and (settings.model or settings.launch or not (running or refuses)):  # else the gateway knows the model, and we do not
+        # else the gateway knows the model, and we do not
+        if not groups and (settings.model or settings.launch or not (running or refuses)):
             groups = [[]]
         if replicas:
             yield _models(replicas)
@@ -131,7 +138,9 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
                     pipeline.block_size = settings.block_size or facts.block_size or pipeline.block_size
                     pipeline.follow(facts.dialect.version_quirks(facts.version))
                 for replica in described(address, facts):
-                    async for finding in trials(Trial(settings, ways[address.id].session, pipeline, served, replica, _problems(address, facts))):
+                    async for finding in trials(
+                        Trial(settings, ways[address.id].session, pipeline, served, replica, _problems(address, facts))
+                    ):
                         yield finding
         for finding in _variants(running):
             yield finding
@@ -143,7 +152,10 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
 def _settings(config: Config) -> Finding:
     given = [source for source in config.sources.values() if source != "default"]
     files = sorted({source.split(":")[0] for source in given if source.startswith("file ")})
-    parts = [f"{len(given)} of {len(config.sources)} settings given", *(f"read {name.removeprefix('file ')}" for name in files)]
+    parts = [
+        f"{len(given)} of {len(config.sources)} settings given",
+        *(f"read {name.removeprefix('file ')}" for name in files),
+    ]
     return Finding("ok", "config", ", ".join(parts))
 
 
@@ -169,7 +181,12 @@ async def _traces() -> Finding | None:
 
     why = await asyncio.to_thread(refusal, 2.0)
     if why:
-        return Finding("warn", "traces", f"{receiver} does not take them: {why}", "start the collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT; its port for HTTP is most often 4318")
+        return Finding(
+            "warn",
+            "traces",
+            f"{receiver} does not take them: {why}",
+            "start the collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT; its port for HTTP is most often 4318",
+        )
     return Finding("ok", "traces", f"{receiver} takes them")
 
 
@@ -180,7 +197,9 @@ class Refused(Exception):
 async def _running_gateway(settings: Settings, session: aiohttp.ClientSession) -> dict[str, Any] | None:
     """The status of the gateway that runs with these settings, if one does. Raises Refused."""
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError):
-        async with session.get(admin_url(settings) + "/status", headers=admin_headers(settings), timeout=aiohttp.ClientTimeout(5)) as response:
+        async with session.get(
+            admin_url(settings) + "/status", headers=admin_headers(settings), timeout=aiohttp.ClientTimeout(5)
+        ) as response:
             status = await response.json()
             if response.status in (401, 403):
                 raise Refused(status["error"]["message"])
@@ -203,9 +222,17 @@ def _gateway(settings: Settings, running: dict[str, Any] | None) -> Iterator[Fin
     else:
         yield Finding("fail", "gateway", f"runs but is not ready: {running['why_not']}", "see the replicas below")
     redis = running.get("map", {}).get("redis", {})
-    for what, why in (("map", redis.get("trouble")), ("ledger", not redis.get("ledger_joined", True) and redis["ledger_reason"])):
+    for what, why in (
+        ("map", redis.get("trouble")),
+        ("ledger", not redis.get("ledger_joined", True) and redis["ledger_reason"]),
+    ):
         if why:
-            yield Finding("fail", f"redis: {what}", f"the gateway that runs is without the {what} that gateways share: {why}", "see what is said of redis above, and the gateway's log")
+            yield Finding(
+                "fail",
+                f"redis: {what}",
+                f"the gateway that runs is without the {what} that gateways share: {why}",
+                "see what is said of redis above, and the gateway's log",
+            )
     for work, failures in running.get("background_failures", {}).items():
         yield Finding("fail", "background work", f"{work} failed {failures['failures']} times, {failures['seconds_ago']:.0f} s ago with {failures['last']}",
                       "the gateway started it again; its log has the traceback, which is worth a report")  # fmt: skip
@@ -225,7 +252,9 @@ def _taken(host: str, port: int) -> str | None:
     if port == 0:
         return None
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         with socket.socket(family, kind, protocol) as probe_socket:
             probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe_socket.bind(where)
@@ -237,8 +266,14 @@ def _taken(host: str, port: int) -> str | None:
 
 def _no_replicas(settings: Settings) -> Finding:
     if settings.launch:
-        return Finding("ok", "replicas", f"{settings.launch} would be launched with profile {settings.profile}; run the doctor again when they run")
-    return Finding("fail", "replicas", "there is none to send requests to", "give --replica-url http://HOST:PORT, or --launch N")
+        return Finding(
+            "ok",
+            "replicas",
+            f"{settings.launch} would be launched with profile {settings.profile}; run the doctor again when they run",
+        )
+    return Finding(
+        "fail", "replicas", "there is none to send requests to", "give --replica-url http://HOST:PORT, or --launch N"
+    )
 
 
 # --- the model's tokenizer and template
@@ -261,7 +296,8 @@ def _by_model(replicas: list[tuple[Address, Facts]]) -> list[list[tuple[Address,
 def _model(settings: Settings, facts: list[Facts], one_of_several: bool = False) -> tuple[str, Path | None, Finding]:
     """(name the replicas serve it by, its folder, what to say)."""
     if one_of_several and settings.model and (here := next((one.root for one in facts if folder_here(one.root)), None)):
-        settings = settings.model_copy(update={"model": here})  # as the gateway does with models that --model is not for
+        # as the gateway does with models that --model is not for
+        settings = settings.model_copy(update={"model": here})
     names = [name for one in facts for name, parent in one.models.items() if parent is None]
     simulated = settings.launch and settings.profile == "sim"
     wanted = settings.model or (names[0] if names else "sim" if simulated else None)
@@ -274,7 +310,9 @@ def _model(settings: Settings, facts: list[Facts], one_of_several: bool = False)
     return served, directory, Finding("ok", "model", f"{served}, tokenizer and template from {directory}")
 
 
-def _prompt_room(settings: Settings, directory: Path, served: str, facts: list[Facts]) -> tuple[Pipeline | None, list[Finding]]:
+def _prompt_room(
+    settings: Settings, directory: Path, served: str, facts: list[Facts]
+) -> tuple[Pipeline | None, list[Finding]]:
     from gateway.prompt.tokens.model import ModelError
     from gateway.prompt.tokens.tokenizer import TokenizerError
 
@@ -282,7 +320,9 @@ def _prompt_room(settings: Settings, directory: Path, served: str, facts: list[F
     try:
         pipeline = Pipeline(directory, served, size, chat_template=settings.chat_template)
     except (ModelError, TokenizerError) as error:
-        return None, [Finding("fail", "tokenizer", str(error), "give --model a folder that holds the model's tokenizer.json")]
+        return None, [
+            Finding("fail", "tokenizer", str(error), "give --model a folder that holds the model's tokenizer.json")
+        ]
     pipeline.follow(next((one.dialect.version_quirks(one.version) for one in facts if one.version), {}))
     return pipeline, [_tokenizer(pipeline), *_template(pipeline)]
 
@@ -308,8 +348,12 @@ def _template(pipeline: Pipeline) -> list[Finding]:
     if report.refused:
         return [Finding("fail", "chat template", f"a plain conversation cannot be rendered: {report.refused}",
                         "give --chat-template the file the engines were started with")]  # fmt: skip
-    how = f"by Jinja each time ({report.not_compiled})" if report.not_compiled else "compiled, and checked against Jinja"
-    reuse = f"known prefixes end at any of {report.cuts} special tokens" if report.cuts else "nothing of a prompt is reused"
+    how = (
+        f"by Jinja each time ({report.not_compiled})" if report.not_compiled else "compiled, and checked against Jinja"
+    )
+    reuse = (
+        f"known prefixes end at any of {report.cuts} special tokens" if report.cuts else "nothing of a prompt is reused"
+    )
     findings = [Finding("ok", "chat template", f"renders {how}; {reuse}")]
     if report.prints_date:
         findings.append(Finding("warn", "date in the prompt", "the template prints the date: every cached prefix is new after midnight",
@@ -338,14 +382,23 @@ def _kept_out(address: Address, running: dict[str, Any] | None) -> Iterator[Find
 
 def _reached(address: Address, facts: Facts) -> Finding:
     if not facts.serving:
-        return Finding("fail", f"replica {address.id}", facts.error or "does not serve a model", "start it, wait until it has loaded, or correct its URL")
+        return Finding(
+            "fail",
+            f"replica {address.id}",
+            facts.error or "does not serve a model",
+            "start it, wait until it has loaded, or correct its URL",
+        )
     cache = f", {facts.num_blocks} blocks of {facts.block_size}" if facts.num_blocks else ""
     bases = [name for name, parent in facts.models.items() if parent is None]
     adapters = [name for name, parent in facts.models.items() if parent]
     more = f", adapters {', '.join(adapters)}" if adapters else ""
     length = f", context {facts.max_model_len}" if facts.max_model_len else ""
     ranks = f", {len(facts.engines)} data-parallel ranks" if len(facts.engines) > 1 else ""
-    return Finding("ok", f"replica {address.id}", f"serves {', '.join(bases) or 'unnamed models'}{more}{cache}{length}{ranks}, version {facts.version or 'unknown'}")
+    return Finding(
+        "ok",
+        f"replica {address.id}",
+        f"serves {', '.join(bases) or 'unnamed models'}{more}{cache}{length}{ranks}, version {facts.version or 'unknown'}",
+    )
 
 
 def _problems(address: Address, facts: Facts) -> dict[str, Problem]:
@@ -361,7 +414,9 @@ def _own_words(address: Address, facts: Facts) -> Iterator[Finding]:
             yield Finding(level, f"{subject} {address.id}", problem.what, problem.remedy)
 
 
-def _seen_by_gateway(running: dict[str, Any] | None, replicas: list[tuple[Address, Facts]], untried: Collection[str] = ()) -> Iterator[Finding]:
+def _seen_by_gateway(
+    running: dict[str, Any] | None, replicas: list[tuple[Address, Facts]], untried: Collection[str] = ()
+) -> Iterator[Finding]:
     """Problems that only traffic shows, from the gateway that sees it."""
     known = {str(problem) for address, facts in replicas for problem in _problems(address, facts).values()}
     for one in (running or {}).get("replicas", []):
@@ -371,11 +426,23 @@ def _seen_by_gateway(running: dict[str, Any] | None, replicas: list[tuple[Addres
 
 
 def _models(replicas: list[tuple[Address, Facts]]) -> Finding:
-    bases = {address.id: sorted(name for name, parent in facts.models.items() if parent is None) for address, facts in replicas}
+    bases = {
+        address.id: sorted(name for name, parent in facts.models.items() if parent is None)
+        for address, facts in replicas
+    }
     if len(set(map(tuple, bases.values()))) == 1:
-        return Finding("ok", "models", f"all {len(bases)} replicas serve {', '.join(next(iter(bases.values()))) or 'unnamed models'}")
+        return Finding(
+            "ok",
+            "models",
+            f"all {len(bases)} replicas serve {', '.join(next(iter(bases.values()))) or 'unnamed models'}",
+        )
     told = "; ".join(f"{id}: {', '.join(names)}" for id, names in bases.items())
-    return Finding("warn", "models", f"the replicas serve different models ({told})", "each model is routed among its own replicas; if that is not meant, correct --replica-url")
+    return Finding(
+        "warn",
+        "models",
+        f"the replicas serve different models ({told})",
+        "each model is routed among its own replicas; if that is not meant, correct --replica-url",
+    )
 
 
 def _block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) -> Finding:
@@ -387,15 +454,27 @@ def _block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) -> Fi
         return Finding("warn", "block size", f"differs between replicas of one model: {sizes}. They are variants, and each prompt is prepared for both",
                        "start them all with the same --block-size; of more than two variants the rest is chosen by load alone")  # fmt: skip
     if sizes:
-        return Finding("ok", "block size", f"{next(iter(sizes.values()))} tokens on {'every replica' if len(sizes) == len(replicas) else ', '.join(sizes)}")
+        return Finding(
+            "ok",
+            "block size",
+            f"{next(iter(sizes.values()))} tokens on {'every replica' if len(sizes) == len(replicas) else ', '.join(sizes)}",
+        )
     if settings.block_size:
         return Finding("ok", "block size", f"{settings.block_size} tokens, as set; the replicas do not tell")
-    return Finding("warn", "block size", "no replica tells it, so the usual 16 is assumed", "give --block-size as the engines were started with")
+    return Finding(
+        "warn",
+        "block size",
+        "no replica tells it, so the usual 16 is assumed",
+        "give --block-size as the engines were started with",
+    )
 
 
 def _context(replicas: list[tuple[Address, Facts]]) -> Finding:
     lengths = {address.id: facts.max_model_len for address, facts in replicas if facts.max_model_len}
-    names = ", ".join(sorted({name for _, facts in replicas for name, parent in facts.models.items() if parent is None})) or "the model"
+    names = (
+        ", ".join(sorted({name for _, facts in replicas for name, parent in facts.models.items() if parent is None}))
+        or "the model"
+    )
     if not lengths:
         return Finding("ok", "context", f"no replica of {names} tells its length; prompts are not checked for it")
     if len(set(lengths.values())) > 1:
@@ -405,13 +484,18 @@ def _context(replicas: list[tuple[Address, Facts]]) -> Finding:
 
 
 def _variants(running: dict[str, Any] | None) -> Iterator[Finding]:
-    """What the running gateway tells apart: more than a look from here shows, since it knows what each engine was started from."""
+    """What the running gateway tells apart: more than a look from here shows, since it knows what each engine was
+    started from."""
     spaces = [space for space in (running or {}).get("spaces", []) if space["variants"] > 1]
     for name in sorted({name for space in spaces for name in space["models"]}):
         told = [f"{', '.join(one['replicas'])} (blocks of {one['block_size']}, {one['directory'] or 'no files'}, "
                 f"version {', '.join(one['versions']) or 'unknown'})"
                 for one in spaces if name in one["models"]]  # fmt: skip
-        more = "; prompts are prepared for two of them, the replicas of the others are chosen by load alone" if len(told) > 2 else ""
+        more = (
+            "; prompts are prepared for two of them, the replicas of the others are chosen by load alone"
+            if len(told) > 2
+            else ""
+        )
         yield Finding("warn", f"variants {name}"[:60], f"the gateway tells {len(told)} apart: {' | '.join(told)}{more}",
                       "nothing to mend during an upgrade; restart the engines that are behind so that all are alike")  # fmt: skip
 
@@ -428,5 +512,16 @@ async def _clock(ways: dict[str, Access]) -> Finding:
     wrong = {id: skew for id, skew in skews.items() if skew > SKEW_SECONDS}
     if wrong:
         told = ", ".join(f"{id} by {skew:.0f} s" for id, skew in wrong.items())
-        return Finding("warn", "clock", f"differs from the replicas' clocks: {told}", "routing does not depend on it, but logs and metrics do: run NTP on all machines")
-    return Finding("ok", "clock", f"agrees with {len(skews)} of {len(ways)} replicas" if skews else "no replica tells the time; nothing to compare")
+        return Finding(
+            "warn",
+            "clock",
+            f"differs from the replicas' clocks: {told}",
+            "routing does not depend on it, but logs and metrics do: run NTP on all machines",
+        )
+    return Finding(
+        "ok",
+        "clock",
+        f"agrees with {len(skews)} of {len(ways)} replicas"
+        if skews
+        else "no replica tells the time; nothing to compare",
+    )

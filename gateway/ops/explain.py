@@ -76,10 +76,26 @@ def show(told: dict[str, Any]) -> str:
     if told["note"]:
         head.append(("note", told["note"]))
     names = list(dict.fromkeys(name for replica in told["replicas"] for name in replica["terms"]))
-    rows = [["", "replica", "held", "to compute", "in flight", *(f"{name} ms" for name in names), *(["total ms"] if names else [])]]
+    rows = [
+        [
+            "",
+            "replica",
+            "held",
+            "to compute",
+            "in flight",
+            *(f"{name} ms" for name in names),
+            *(["total ms"] if names else []),
+        ]
+    ]
     for one in told["replicas"]:
         held = f"{one['overlap_tokens']} ({one['overlap_tokens'] / max(1, told['tokens']):.0%})"
-        row = ["->" if one["chosen"] else "", one["id"], held, str(one["uncached_tokens"]), str(one["load"]["requests"])]
+        row = [
+            "->" if one["chosen"] else "",
+            one["id"],
+            held,
+            str(one["uncached_tokens"]),
+            str(one["load"]["requests"]),
+        ]
         row += [f"{1e3 * one['terms'].get(name, 0.0):.2f}" for name in names]
         rows.append(row + ([f"{1e3 * one['seconds']:.2f}"] if names else []))
     lines = [f"{name:<8} {text}" for name, text in head]
@@ -98,7 +114,10 @@ def _table(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = (0, 1)  # the mark and the name; figures stand to the right
     return [
-        "  ".join(f"{cell:<{width}}" if place in left else f"{cell:>{width}}" for place, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        "  ".join(
+            f"{cell:<{width}}" if place in left else f"{cell:>{width}}"
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     ]
 
@@ -139,13 +158,17 @@ def _read_body(name: str) -> bytes:
     try:
         return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{name}: cannot read the request's body: {error.strerror}. Give a JSON file as a client would send it, or - for standard input") from None
+        raise ConfigError(
+            f"{name}: cannot read the request's body: {error.strerror}. Give a JSON file as a client would send it, or - for standard input"
+        ) from None
 
 
 def ask(admin: str, path: str, body: bytes, headers: Mapping[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:
     """The running gateway's answer. Raises Unanswered, and ApiError where it refuses the request."""
     url = f"{admin}/explain?{urllib.parse.urlencode({'path': path})}"
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json", **headers}, method="POST")
+    request = urllib.request.Request(
+        url, data=body, headers={"Content-Type": "application/json", **headers}, method="POST"
+    )
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a company's proxy
     try:
         with direct.open(request, timeout=seconds) as response:
@@ -188,7 +211,12 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
         if not fact.serving:
             print(f"left out: {address.id}: {fact.error}", file=sys.stderr)
     found = zip(addresses, ways, facts, strict=True)
-    up = [one for address, way, fact in found if fact.serving for one in described(address._replace(source=way.events), fact)]
+    up = [
+        one
+        for address, way, fact in found
+        if fact.serving
+        for one in described(address._replace(source=way.events), fact)
+    ]
     if not up:
         raise ConfigError("no replica answers, so there is nothing to choose from. Start one, or correct --replica-url")
 
@@ -199,7 +227,9 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
             if not one.serves(asked):
                 print(f"left out: {one.id}: serves {', '.join(one.models)}, not {asked}", file=sys.stderr)
         up = [one for one in up if one.serves(asked)]
-    served = settings.served_model_name or next((name for one in up for name, parent in one.models.items() if parent is None), None)
+    served = settings.served_model_name or next(
+        (name for one in up for name, parent in one.models.items() if parent is None), None
+    )
     size = settings.block_size or next((one.block_size for one in up if one.block_size), 16)
     adapters = {name for one in up for name, parent in one.models.items() if parent}
     known_as = (settings.model,) if settings.model else (*(one.root for one in up), served)

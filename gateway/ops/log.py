@@ -50,7 +50,9 @@ class LineFormatter(logging.Formatter):
         fields = getattr(record, "fields", {})
         if record.exc_info:
             fields = {**fields, "traceback": self.formatException(record.exc_info)}
-        return line + "".join(f" {key}={value(item)}" for key, item in fields.items() if item is not None) + self._common
+        return (
+            line + "".join(f" {key}={value(item)}" for key, item in fields.items() if item is not None) + self._common
+        )
 
 
 class Outbox(logging.Handler):
@@ -100,7 +102,8 @@ class Outbox(logging.Handler):
 
 
 def setup(level: str = "info", stream: TextIO | None = None, **common: Any) -> Outbox:
-    """Send every logger of this process through one Outbox; call its close() at the end. `common`: fields of every line."""
+    """Send every logger of this process through one Outbox; call its close() at the end. `common`: fields of every
+    line."""
     outbox = Outbox(stream or sys.stderr)
     outbox.setFormatter(LineFormatter(**common))
     root = logging.getLogger()

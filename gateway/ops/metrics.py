@@ -6,9 +6,9 @@ the plain attributes here take 0.4 us, and become text when somebody scrapes. Th
 single-threaded and is the only writer, so nothing is locked; a scrape runs on the same loop and
 lets it go on every few milliseconds: with 1,024 replicas the page has 70,000 lines.
 
-Every series is on the page before its first event, at 0: Prometheus' `rate()` does not see a counter that appears with 1, so
-the first failure of its kind would be missed. A metric therefore states the values its labels can have; replicas and policies
-in shadow are known to the process (`Metrics(known)`).
+Every series is on the page before its first event, at 0: Prometheus' `rate()` does not see a counter that appears with
+1, so the first failure of its kind would be missed. A metric therefore states the values its labels can have; replicas
+and policies in shadow are known to the process (`Metrics(known)`).
 
 Names are `hitherto_*` in base units. Labels are few and bounded: endpoints, outcomes, replicas; a
 removed replica's series go with it (`forget`). Nothing a client sends ever becomes a label.
@@ -44,7 +44,16 @@ PLAIN = re.compile(r'[^"\\\n]*').fullmatch  # a label value that is written as i
 # The values of labels that several metrics have.
 APIS = (*PROMPT_PATHS.values(), "other")
 STATUSES = ("2xx", "3xx", "4xx", "5xx", "aborted", "cut")
-STATUS_FAULTS = ("status 401", "status 403", "status 404", "status 429", "status 500", "status 502", "status 503", "status 504")
+STATUS_FAULTS = (
+    "status 401",
+    "status 403",
+    "status 404",
+    "status 429",
+    "status 500",
+    "status 502",
+    "status 503",
+    "status 504",
+)
 CONNECTION_FAULTS = ("connect", "closed", "protocol", "hung", "aborted")
 ANSWER_FAULTS = ("error answer", "foreign answer")  # an error behind a status 200; what no engine wrote
 REPLICA: Collection[str] = ()  # known to the process, as they come and go
@@ -98,8 +107,8 @@ Reading = Mapping[str, float | Mapping[str | tuple[str, ...], float]]
 
 
 class Counter:
-    """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`. Each label is given with
-    the values it can have, as far as they are known beforehand."""
+    """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`. Each label is given
+    with the values it can have, as far as they are known beforehand."""
 
     __slots__ = ("name", "help", "labels", "known", "values")
 
@@ -145,12 +154,14 @@ class Counter:
 
 
 class Histogram:
-    """A distribution per value of its one label: `observe("r1", 0.25)`. Buckets are upper bounds, inclusive. `known`: the
-    values that the label can have, as far as they are known beforehand."""
+    """A distribution per value of its one label: `observe("r1", 0.25)`. Buckets are upper bounds, inclusive. `known`:
+    the values that the label can have, as far as they are known beforehand."""
 
     __slots__ = ("name", "help", "label", "bounds", "known", "series")
 
-    def __init__(self, name: str, help: str, label: str, bounds: tuple[float, ...], known: Collection[str] = ()) -> None:
+    def __init__(
+        self, name: str, help: str, label: str, bounds: tuple[float, ...], known: Collection[str] = ()
+    ) -> None:
         self.name, self.help, self.label, self.bounds, self.known = name, help, label, bounds, known
         self.series: dict[str, list[float]] = {}  # count per bucket, count above the last, sum
 
@@ -188,15 +199,20 @@ class Histogram:
             self.series.pop(value, None)
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
-        """Its part of the page, all lines of a value together, so that they are of one moment. `known`: values of the label if
-        it states none itself."""
+        """Its part of the page, all lines of a value together, so that they are of one moment. `known`: values of the
+        label if it states none itself."""
         name, nothing = "hitherto_" + self.name, [0.0] * (len(self.bounds) + 2)
         bounds = [*map(repr, map(float, self.bounds)), "+Inf"]
         yield _head(name, "histogram", self.help)
         for value, counts in (dict.fromkeys(self.known or known.get(self.label, ()), nothing) | self.series).items():
             labels = f'{self.label}="{_escaped(value)}"'
             running = list(accumulate(map(float, counts[:-1])))
-            buckets = "".join([f'{name}_bucket{{le="{bound}",{labels}}} {count}\n' for bound, count in zip(bounds, running, strict=True)])
+            buckets = "".join(
+                [
+                    f'{name}_bucket{{le="{bound}",{labels}}} {count}\n'
+                    for bound, count in zip(bounds, running, strict=True)
+                ]
+            )
             yield f"{buckets}{name}_count{{{labels}}} {running[-1]}\n{name}_sum{{{labels}}} {float(counts[-1])}\n"
 
 
@@ -208,38 +224,147 @@ class Metrics:
         self._known = known
         # requests, as clients see them
         self.requests = Counter("requests", "Requests answered", path=APIS, status=STATUSES)
-        self.request_seconds = Histogram("request_seconds", "From the complete request to the answer's last byte", "path", LATENCY_BUCKETS, APIS)
-        self.ttft = Histogram("ttft_seconds", "From the complete request to the first byte of a streamed answer", "replica", LATENCY_BUCKETS)
+        self.request_seconds = Histogram(
+            "request_seconds", "From the complete request to the answer's last byte", "path", LATENCY_BUCKETS, APIS
+        )
+        self.ttft = Histogram(
+            "ttft_seconds",
+            "From the complete request to the first byte of a streamed answer",
+            "replica",
+            LATENCY_BUCKETS,
+        )
         self.client_aborts = Counter("client_aborts", "Clients that left before their answer was complete", path=APIS)
-        self.stage_seconds = Histogram("stage_seconds", "Time in the gateway's own stages", "stage", STAGE_BUCKETS, ("prepare", "prepare_offloaded", "choose"))
+        self.stage_seconds = Histogram(
+            "stage_seconds",
+            "Time in the gateway's own stages",
+            "stage",
+            STAGE_BUCKETS,
+            ("prepare", "prepare_offloaded", "choose"),
+        )
         # prompts
-        self.prompts = Counter("prompts", "Prompts by how their tokens were found", mode=("exact", "engine", "text", "load"))
-        self.prompt_failures = Counter("prompt_failures", "Prompts routed by load because a template or tokenizer failed", reason=tuple(PROMPT_PATHS))
+        self.prompts = Counter(
+            "prompts", "Prompts by how their tokens were found", mode=("exact", "engine", "text", "load")
+        )
+        self.prompt_failures = Counter(
+            "prompt_failures",
+            "Prompts routed by load because a template or tokenizer failed",
+            reason=tuple(PROMPT_PATHS),
+        )
         # the cache: predicted when choosing, reported by the engine in its answer
         self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens sent to a replica", replica=REPLICA)
-        self.predicted_cached_tokens = Counter("predicted_cached_tokens", "Prompt tokens the map said the replica holds", replica=REPLICA)
-        self.reported_prompt_tokens = Counter("reported_prompt_tokens", "Prompt tokens of the answers that reported cached tokens", replica=REPLICA)
-        self.reported_cached_tokens = Counter("reported_cached_tokens", "Prompt tokens the engine reported as cached", replica=REPLICA)
-        self.prefill_saved_tokens = Counter("prefill_saved_tokens", "Prompt tokens not computed again: as reported, else as predicted", replica=REPLICA)
-        self.prediction_error_tokens = Counter("prediction_error_tokens", "Distance of prediction and report", replica=REPLICA, direction=("over", "under"))
-        self.predictions = Counter("predictions", "Predictions that a report confirmed or corrected", replica=REPLICA, outcome=("equal", "over", "under"))
-        self.prompt_mismatches = Counter("prompt_mismatches", "Exact prompts of which the replica counted another number of tokens", replica=REPLICA)
-        self.heals = Counter("heals", "Times a replica's part of the map was repaired because it had drifted", replica=REPLICA)
+        self.predicted_cached_tokens = Counter(
+            "predicted_cached_tokens", "Prompt tokens the map said the replica holds", replica=REPLICA
+        )
+        self.reported_prompt_tokens = Counter(
+            "reported_prompt_tokens", "Prompt tokens of the answers that reported cached tokens", replica=REPLICA
+        )
+        self.reported_cached_tokens = Counter(
+            "reported_cached_tokens", "Prompt tokens the engine reported as cached", replica=REPLICA
+        )
+        self.prefill_saved_tokens = Counter(
+            "prefill_saved_tokens", "Prompt tokens not computed again: as reported, else as predicted", replica=REPLICA
+        )
+        self.prediction_error_tokens = Counter(
+            "prediction_error_tokens", "Distance of prediction and report", replica=REPLICA, direction=("over", "under")
+        )
+        self.predictions = Counter(
+            "predictions",
+            "Predictions that a report confirmed or corrected",
+            replica=REPLICA,
+            outcome=("equal", "over", "under"),
+        )
+        self.prompt_mismatches = Counter(
+            "prompt_mismatches", "Exact prompts of which the replica counted another number of tokens", replica=REPLICA
+        )
+        self.heals = Counter(
+            "heals", "Times a replica's part of the map was repaired because it had drifted", replica=REPLICA
+        )
         # choosing and sending
-        self.replica_requests = Counter("replica_requests", "Requests sent to a replica, by how it answered", replica=REPLICA, status=STATUSES)
-        self.long_prompts = Counter("long_prompts", "Prompts worth tokenizing only once, by what the replica was sent", replica=REPLICA, sent=("ids", "text"))
-        self.ids_refused = Counter("ids_refused", "Times a replica was found not to take token ids, or not ours", replica=REPLICA)
-        self.token_id_checks = Counter("token_id_checks", "Long prompts of which a replica was asked for the token ids it makes itself, by how they compare with the gateway's", replica=REPLICA, outcome=("same", "different", "unanswered"))
-        self.shared_decisions = Counter("shared_decisions", "With Redis: choices made in the shared ledger, by this gateway's own view because that came too late, or because Redis is away", outcome=("shared", "late", "away"))
-        self.shared_decision_seconds = Histogram("shared_decision_seconds", "Time a request waited for the shared ledger's choice", "outcome", STAGE_BUCKETS, ("shared",))
+        self.replica_requests = Counter(
+            "replica_requests", "Requests sent to a replica, by how it answered", replica=REPLICA, status=STATUSES
+        )
+        self.long_prompts = Counter(
+            "long_prompts",
+            "Prompts worth tokenizing only once, by what the replica was sent",
+            replica=REPLICA,
+            sent=("ids", "text"),
+        )
+        self.ids_refused = Counter(
+            "ids_refused", "Times a replica was found not to take token ids, or not ours", replica=REPLICA
+        )
+        self.token_id_checks = Counter(
+            "token_id_checks",
+            "Long prompts of which a replica was asked for the token ids it makes itself, by how they compare with the gateway's",
+            replica=REPLICA,
+            outcome=("same", "different", "unanswered"),
+        )
+        self.shared_decisions = Counter(
+            "shared_decisions",
+            "With Redis: choices made in the shared ledger, by this gateway's own view because that came too late, or because Redis is away",
+            outcome=("shared", "late", "away"),
+        )
+        self.shared_decision_seconds = Histogram(
+            "shared_decision_seconds",
+            "Time a request waited for the shared ledger's choice",
+            "outcome",
+            STAGE_BUCKETS,
+            ("shared",),
+        )
         # shadow mode: by policies that did not act
-        self.decisions = Counter("decisions", "Decisions for another proxy, by how they ended: it told, or its lease ran out", outcome=("done", "expired"))
-        self.shadow_decisions = Counter("shadow_decisions", "Choices a policy in shadow would have made, by whether the acting one made the same", policy=POLICY, choice=("same", "other"))
-        self.shadow_prefill_tokens = Counter("shadow_prefill_tokens", "Prompt tokens to compute that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
-        self.shadow_ttft_seconds = Counter("shadow_ttft_seconds", "Predicted time to the first token that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
-        self.retries = Counter("retries", "Requests sent to another replica before their first byte", reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "elsewhere", "ids", "reconnect"))
-        self.upstream_errors = Counter("upstream_errors", "Failures of replicas", replica=REPLICA, kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled", "request"))
-        self.rejections = Counter("rejections", "Requests refused without asking a replica", reason=("400", "405", "408", "413", "417", "431", "500", "501", "503", "505", "path_not_allowed", "model_not_found", "no_replica_ready", "shutting_down"))
+        self.decisions = Counter(
+            "decisions",
+            "Decisions for another proxy, by how they ended: it told, or its lease ran out",
+            outcome=("done", "expired"),
+        )
+        self.shadow_decisions = Counter(
+            "shadow_decisions",
+            "Choices a policy in shadow would have made, by whether the acting one made the same",
+            policy=POLICY,
+            choice=("same", "other"),
+        )
+        self.shadow_prefill_tokens = Counter(
+            "shadow_prefill_tokens",
+            "Prompt tokens to compute that its other choices would have saved, or cost",
+            policy=POLICY,
+            effect=("saved", "cost"),
+        )
+        self.shadow_ttft_seconds = Counter(
+            "shadow_ttft_seconds",
+            "Predicted time to the first token that its other choices would have saved, or cost",
+            policy=POLICY,
+            effect=("saved", "cost"),
+        )
+        self.retries = Counter(
+            "retries",
+            "Requests sent to another replica before their first byte",
+            reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "elsewhere", "ids", "reconnect"),
+        )
+        self.upstream_errors = Counter(
+            "upstream_errors",
+            "Failures of replicas",
+            replica=REPLICA,
+            kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled", "request"),
+        )
+        self.rejections = Counter(
+            "rejections",
+            "Requests refused without asking a replica",
+            reason=(
+                "400",
+                "405",
+                "408",
+                "413",
+                "417",
+                "431",
+                "500",
+                "501",
+                "503",
+                "505",
+                "path_not_allowed",
+                "model_not_found",
+                "no_replica_ready",
+                "shutting_down",
+            ),
+        )
 
         self._readers: list[Callable[[], Reading]] = []
         self._process = CollectorRegistry()
@@ -306,11 +431,17 @@ def lines(reading: Reading) -> Iterator[str]:
     """What is read at a scrape, by names in READ."""
     for name, numbers in reading.items():
         kind, help, labels = READ[name]
-        series = (((key,) if isinstance(key, str) else key, number) for key, number in numbers.items()) if labels else [((), numbers)]
+        series = (
+            (((key,) if isinstance(key, str) else key, number) for key, number in numbers.items())
+            if labels
+            else [((), numbers)]
+        )
         yield from _lines(name, kind, help, labels, series)
 
 
-def _lines(name: str, kind: str, help: str, labels: tuple[str, ...], series: Iterable[tuple[tuple[str, ...], float]]) -> Iterator[str]:
+def _lines(
+    name: str, kind: str, help: str, labels: tuple[str, ...], series: Iterable[tuple[tuple[str, ...], float]]
+) -> Iterator[str]:
     """A counter or gauge: what it is, and a line for each combination of label values."""
     name = f"hitherto_{name}_total" if kind == "counter" else f"hitherto_{name}"
     yield _head(name, kind, help)

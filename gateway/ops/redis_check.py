@@ -1,5 +1,6 @@
-"""What `doctor` says of the Redis that gateways share: is it there, does it keep what it is given, is it near, and does it
-let gateways do all that they do? The last is tried: two maps and two ledgers, as of two gateways, work on it for a moment."""
+"""What `doctor` says of the Redis that gateways share: is it there, does it keep what it is given, is it near, and does
+it let gateways do all that they do? The last is tried: two maps and two ledgers, as of two gateways, work on it for a
+moment."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ async def redis_findings(url: str, deployment: str) -> AsyncIterator[Finding]:
 
     place = parse(url)
     whole = True
-    shards = [place] if place.kind != "cluster" else [place._replace(kind="single", hosts=[host]) for host in place.hosts]
+    shards = (
+        [place] if place.kind != "cluster" else [place._replace(kind="single", hosts=[host]) for host in place.hosts]
+    )
     for shard in shards:
         client = connect(shard)
         subject = f"redis {shard.hosts[0][0]}:{shard.hosts[0][1]}" if len(shards) > 1 else "redis"
@@ -65,7 +68,8 @@ async def _try_map(place: Place, deployment: str) -> Finding:
     replicas = [names[lane] for lane in range(LANES)] if place.kind == "cluster" else [names[0]]
     begun = perf_counter()
     async with contextlib.AsyncExitStack() as stack:
-        events = stack.enter_context(zmq.Context.instance().socket(zmq.PUB))  # stands for the replicas' events, of which there are none
+        # stands for the replicas' events, of which there are none
+        events = stack.enter_context(zmq.Context.instance().socket(zmq.PUB))
         endpoint = f"tcp://127.0.0.1:{events.bind_to_random_port('tcp://127.0.0.1')}"
         writer = await stack.enter_async_context(_TrialMap(place, deployment, replicas, endpoint))
         if not await _soon(lambda: writer.shared.snapshots >= len(replicas)):
@@ -78,7 +82,9 @@ async def _try_map(place: Place, deployment: str) -> Finding:
             writer.map.store(slot, [slot + 1], [slot + 1])
         if not await _soon(lambda: all(reader.map.held(slot) for slot in range(len(replicas)))):
             return (reader if reader.shared.trouble else writer).refused("deltas do not arrive")
-    return Finding("ok", "redis: map", f"written as by one gateway and read as by another in {perf_counter() - begun:.1f} s")
+    return Finding(
+        "ok", "redis: map", f"written as by one gateway and read as by another in {perf_counter() - begun:.1f} s"
+    )
 
 
 async def _try_ledger(place: Place, deployment: str) -> Finding:
@@ -94,8 +100,16 @@ async def _try_ledger(place: Place, deployment: str) -> Finding:
         for one in shared:
             one.start()
         if not await _soon(lambda: all(one.joined for one in shared)):
-            return Finding("fail", "redis: ledger", f"load cannot be counted: {'; '.join(dict.fromkeys(one.reason for one in shared))}", ADVICE)
-        candidate, answer = Candidate("doctor:1", 0, loads[0], CostGroup().add("doctor:1")), asyncio.get_running_loop().create_future()
+            return Finding(
+                "fail",
+                "redis: ledger",
+                f"load cannot be counted: {'; '.join(dict.fromkeys(one.reason for one in shared))}",
+                ADVICE,
+            )
+        candidate, answer = (
+            Candidate("doctor:1", 0, loads[0], CostGroup().add("doctor:1")),
+            asyncio.get_running_loop().create_future(),
+        )
 
         def count(decision):
             if decision is not None:
@@ -107,7 +121,9 @@ async def _try_ledger(place: Place, deployment: str) -> Finding:
         if await answer is None:
             return Finding("fail", "redis: ledger", f"no decision is made there: {shared[0].reason}", ADVICE)
         if not await _soon(lambda: loads[1].requests == 1):
-            return Finding("fail", "redis: ledger", f"one gateway does not see what another counts: {shared[1].reason}", ADVICE)
+            return Finding(
+                "fail", "redis: ledger", f"one gateway does not see what another counts: {shared[1].reason}", ADVICE
+            )
         return Finding("ok", "redis: ledger", "a request was placed, counted, and seen as by another gateway")
     finally:
         for one in shared:
@@ -140,8 +156,14 @@ class _TrialMap:
         self.shared = SharedMap(place, deployment, self.map)
         self.intakes = [
             self.shared.intake(
-                self.map.attach(name, None, True), name, "1",
-                endpoint=endpoint, replay=None, decode=_decode_nothing, model="doctor", block_size=16,
+                self.map.attach(name, None, True),
+                name,
+                "1",
+                endpoint=endpoint,
+                replay=None,
+                decode=_decode_nothing,
+                model="doctor",
+                block_size=16,
             )
             for name in replicas
         ]
@@ -160,7 +182,9 @@ class _TrialMap:
 
         with contextlib.suppress(*FAILURES):
             for keys in (one.keys for one in self.intakes):
-                await (await self.shared.ways.to(keys.life)).delete(keys.life, keys.lease, keys.head, keys.deltas, keys.snapshot, keys.wish)
+                await (await self.shared.ways.to(keys.life)).delete(
+                    keys.life, keys.lease, keys.head, keys.deltas, keys.snapshot, keys.wish
+                )
         await self.shared.stop()
 
     def refused(self, what: str) -> Finding:
@@ -182,7 +206,11 @@ def _eviction(subject: str, told: dict) -> Finding:
     if not int(told.get("maxmemory", 0)) or policy == "noeviction":
         return Finding("ok", subject, "drops nothing to save memory")
     if policy.startswith("volatile-"):
-        return Finding("ok", subject, f"maxmemory-policy {policy}: what it drops is written anew within a second or two; noeviction is calmer")
+        return Finding(
+            "ok",
+            subject,
+            f"maxmemory-policy {policy}: what it drops is written anew within a second or two; noeviction is calmer",
+        )
     return Finding("fail", subject, f"maxmemory-policy {policy} drops leases and loads at random, which makes gateways write by turns and count wrong",
                    "set maxmemory-policy noeviction, and memory enough: 16 bytes a block and 1 kB a replica")  # fmt: skip
 
@@ -190,5 +218,10 @@ def _eviction(subject: str, told: dict) -> Finding:
 def _latency(subject: str, seconds: float) -> Finding:
     text = f"answers in {seconds * 1000:.2f} ms (median of {PINGS})"
     if seconds > NEAR_SECONDS:
-        return Finding("warn", subject, text + ": decisions wait 2 ms for it at most, so most are made by the local view", "put Redis nearer to the gateways")
+        return Finding(
+            "warn",
+            subject,
+            text + ": decisions wait 2 ms for it at most, so most are made by the local view",
+            "put Redis nearer to the gateways",
+        )
     return Finding("ok", subject, text)

@@ -1,4 +1,5 @@
-"""An HTTP side for operators: routes behind the guard, on a port or on a unix socket; errors in the shape of OpenAI's."""
+"""An HTTP side for operators: routes behind the guard, on a port or on a unix socket; errors in the shape of
+OpenAI's."""
 
 from __future__ import annotations
 
@@ -19,10 +20,14 @@ log = logging.getLogger("hitherto.admin")
 
 
 def answer(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS) + b"\n", status=status, content_type="application/json")
+    return web.Response(
+        body=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS) + b"\n", status=status, content_type="application/json"
+    )
 
 
-def error(status: int, message: str, code: str | None, type: str = "invalid_request_error", param: str | None = None) -> web.Response:
+def error(
+    status: int, message: str, code: str | None, type: str = "invalid_request_error", param: str | None = None
+) -> web.Response:
     return answer({"error": {"message": message, "type": type, "param": param, "code": code}}, status)
 
 
@@ -43,7 +48,9 @@ async def answered(request: web.Request, handler: Handler) -> web.StreamResponse
     except web.HTTPMethodNotAllowed as refused:
         return error(405, f"{request.path} takes {', '.join(sorted(refused.allowed_methods))}", "method_not_allowed")
     except web.HTTPException as refused:
-        what = f"there is nothing at {request.path}; see / for what is here" if refused.status == 404 else refused.reason
+        what = (
+            f"there is nothing at {request.path}; see / for what is here" if refused.status == 404 else refused.reason
+        )
         return error(refused.status, what, None)
     except Exception:
         log.exception("the admin side failed on %s %s", request.method, request.path)
@@ -51,8 +58,8 @@ async def answered(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 class Side:
-    """What an admin side answers, of one gateway or of several workers: whoever is one has a handler for each route, by its name.
-    `start` or `start_at` opens it, `stop` closes it."""
+    """What an admin side answers, of one gateway or of several workers: whoever is one has a handler for each route, by
+    its name. `start` or `start_at` opens it, `stop` closes it."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard

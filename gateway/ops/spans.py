@@ -41,7 +41,9 @@ class Trace:
 
     __slots__ = ("sampled", "root", "parent", "attributes", "_ids", "_zero")
 
-    def __init__(self, sampled: bool, root: SpanContext, parent: SpanContext | None, attributes: Attributes, ids: IdGenerator):
+    def __init__(
+        self, sampled: bool, root: SpanContext, parent: SpanContext | None, attributes: Attributes, ids: IdGenerator
+    ):
         self.sampled, self.root, self.parent, self.attributes = sampled, root, parent, attributes
         self._ids, self._zero = ids, time_ns() - int(monotonic() * 1e9)
 
@@ -70,7 +72,9 @@ class Spans:
     def __init__(self) -> None:
         _hear(_Seldom())
         said = OTELResourceDetector().detect().attributes
-        self._resource = Resource.create({"service.name": "hitherto", "service.version": __version__, "service.instance.id": str(uuid4()), **said})
+        self._resource = Resource.create(
+            {"service.name": "hitherto", "service.version": __version__, "service.instance.id": str(uuid4()), **said}
+        )
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         self._sampler, self._ids = provider.sampler, provider.id_generator
         self._scope = InstrumentationScope("hitherto", __version__)
@@ -92,9 +96,19 @@ class Spans:
         root = SpanContext(trace_id, self._ids.generate_span_id(), False, TraceFlags(flags), result.trace_state)
         return Trace(sampled, root, parent, {**attributes, **(result.attributes or {})}, self._ids)
 
-    def end(self, trace: Trace, context: SpanContext, name: str, begun: float, ended: float, attributes: Attributes, moments: Sequence[Moment], error: str | None) -> None:
-        """One span of a sampled trace: the request's own, of kind SERVER, or an attempt below it, CLIENT. `error`: None if
-        it went well, else why not, or "".
+    def end(
+        self,
+        trace: Trace,
+        context: SpanContext,
+        name: str,
+        begun: float,
+        ended: float,
+        attributes: Attributes,
+        moments: Sequence[Moment],
+        error: str | None,
+    ) -> None:
+        """One span of a sampled trace: the request's own, of kind SERVER, or an attempt below it, CLIENT. `error`: None
+        if it went well, else why not, or "".
 
         Made at once instead of by a Tracer: two spans in 24 us, not 72."""
         ours = context is trace.root
@@ -115,7 +129,8 @@ class Spans:
         self._batches.on_end(span)
 
     def close(self) -> None:
-        """Send what is left, for FLUSH_SECONDS at most: neither the SDK nor its exporter keeps to a bound of its own."""
+        """Send what is left, for FLUSH_SECONDS at most: neither the SDK nor its exporter keeps to a bound of its
+        own."""
         closing = threading.Thread(target=self._batches.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(FLUSH_SECONDS)
@@ -138,7 +153,13 @@ class _Seldom(logging.Handler):
             return
         self._quiet_until[what] = now + QUIET_SECONDS
         more = self._untold.pop(what, 0)
-        log.log(record.levelno, "%s%s", record.getMessage(), f" ({more} more like it in the last {QUIET_SECONDS:g} s)" if more else "", exc_info=record.exc_info)
+        log.log(
+            record.levelno,
+            "%s%s",
+            record.getMessage(),
+            f" ({more} more like it in the last {QUIET_SECONDS:g} s)" if more else "",
+            exc_info=record.exc_info,
+        )
 
 
 class _Kept(logging.Handler):

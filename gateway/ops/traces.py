@@ -31,12 +31,16 @@ def receiver(environ: Mapping[str, str] = os.environ) -> str | None:
     if not said("ENDPOINT") or environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none":
         return None
     if exporter != "otlp":
-        raise ConfigError(f"environment OTEL_TRACES_EXPORTER: {exporter!r} is not known here; spans are sent by otlp, or by none")
+        raise ConfigError(
+            f"environment OTEL_TRACES_EXPORTER: {exporter!r} is not known here; spans are sent by otlp, or by none"
+        )
     if (protocol := said("PROTOCOL") or PROTOCOL) != PROTOCOL:
         raise ConfigError(f"environment OTEL_EXPORTER_OTLP_PROTOCOL: {protocol!r} is not spoken here; set it to {PROTOCOL}, and the endpoint to the "
                           "collector's port for it (most often 4318)")  # fmt: skip
     if not said("ENDPOINT").startswith(("http://", "https://")):
-        raise ConfigError(f"environment OTEL_EXPORTER_OTLP_ENDPOINT: {said('ENDPOINT')!r} is no http:// or https:// URL")
+        raise ConfigError(
+            f"environment OTEL_EXPORTER_OTLP_ENDPOINT: {said('ENDPOINT')!r} is no http:// or https:// URL"
+        )
     if not _installed("opentelemetry.sdk") or not _installed("opentelemetry.exporter.otlp.proto.http"):
         raise ConfigError(f"the environment names a receiver of traces ({said('ENDPOINT')}), and what sends them is not installed: {INSTALL}, "
                           "or set OTEL_SDK_DISABLED=true")  # fmt: skip

@@ -102,8 +102,12 @@ async def trials(trial: Trial) -> AsyncIterator[Finding]:
         async for finding in _trials(trial):
             yield finding
     except Locked:
-        yield Finding("warn", f"trial {trial.id}", "it wants an API key, so its tokens, events and cache could not be tried",
-                      trial.replica.dialect.remedies.models)
+        yield Finding(
+            "warn",
+            f"trial {trial.id}",
+            "it wants an API key, so its tokens, events and cache could not be tried",
+            trial.replica.dialect.remedies.models,
+        )
 
 
 async def _trials(trial: Trial) -> AsyncIterator[Finding]:
@@ -159,9 +163,16 @@ async def _same_tokens(trial: Trial) -> Finding:
     try:
         theirs = (await trial.post("/tokenize", {"model": trial.model, "messages": messages})).get("tokens")
     except Refused as error:
-        return Finding("warn", subject, f"cannot be compared with the engine's: {error}", "the engine should serve /tokenize")
+        return Finding(
+            "warn", subject, f"cannot be compared with the engine's: {error}", "the engine should serve /tokenize"
+        )
     if isinstance(ours, str) or not isinstance(theirs, list):
-        return Finding("warn", subject, "cannot be compared with the engine's", "see the chat template above" if isinstance(ours, str) else "/tokenize tells no token ids")
+        return Finding(
+            "warn",
+            subject,
+            "cannot be compared with the engine's",
+            "see the chat template above" if isinstance(ours, str) else "/tokenize tells no token ids",
+        )
     same = [*memoryview(ours).cast("I")]
     if same == theirs:
         return Finding("ok", subject, f"the engine makes the same {len(theirs)} tokens of a conversation")
@@ -189,7 +200,9 @@ async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]
         hashes = trial.pipeline.prepare("/v1/completions", json.dumps(body).encode()).hashes
         found = await _until(lambda: cachemap.match(hashes, 0.0).confirmed[slot] >= len(hashes), EVENT_SECONDS)
         if found:
-            yield Finding("ok", subject, f"{len(hashes)} of {len(hashes)} blocks of a new prompt arrived from {source.endpoint}")
+            yield Finding(
+                "ok", subject, f"{len(hashes)} of {len(hashes)} blocks of a new prompt arrived from {source.endpoint}"
+            )
             if source.replay is None or intake.unreplayed:
                 yield _no_replay(trial, source)
             for problem in intake.problems:
@@ -207,7 +220,8 @@ async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]
 
 
 def _silent(trial: Trial, source: EventSource) -> Finding:
-    # Nothing that the engine tells says on which node a rank is; that its publisher is not where the others are is what shows.
+    # Nothing that the engine tells says on which node a rank is; that its publisher is not where the others are is what
+    # shows.
     elsewhere = ("; ranks on another node than the server that answers for them are not supported, their caches can only be guessed: "
                  f"{trial.replica.dialect.remedies.nodes}" if trial.replica.rank else "")  # fmt: skip
     return Finding("fail", f"events {trial.id}", f"silent: the engine stored new blocks, but nothing came from {source.endpoint} within {EVENT_SECONDS:g} s",
@@ -226,8 +240,12 @@ def _cached_tokens(trial: Trial, reply: dict[str, Any]) -> Finding:
     if cached is None:
         return Finding("warn", subject, NO_CACHED_TOKENS, trial.replica.dialect.remedies.cached_tokens)
     if not cached:
-        return Finding("fail", subject, f"the same prompt of {usage.get('prompt_tokens')} tokens, sent twice, was not found in its cache",
-                       trial.replica.dialect.remedies.repeats)
+        return Finding(
+            "fail",
+            subject,
+            f"the same prompt of {usage.get('prompt_tokens')} tokens, sent twice, was not found in its cache",
+            trial.replica.dialect.remedies.repeats,
+        )
     return Finding("ok", subject, f"found {cached} of {usage.get('prompt_tokens')} tokens of a repeated prompt")
 
 

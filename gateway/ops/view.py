@@ -29,7 +29,11 @@ _EVENT_COUNTS = {
     "event_gaps": "gaps",
     "event_batches_replayed": "replayed",
 }
-_SCRAPED = {"replica_waiting_requests": "waiting", "replica_running_requests": "running", "replica_kv_usage_ratio": "kv_usage"}
+_SCRAPED = {
+    "replica_waiting_requests": "waiting",
+    "replica_running_requests": "running",
+    "replica_kv_usage_ratio": "kv_usage",
+}
 
 
 class View:
@@ -67,7 +71,9 @@ class View:
             return None
         if not self.replicas:
             return 'there is no replica; add one with POST /replicas {"url": "http://HOST:PORT"}'
-        return "no replica is ready: " + "; ".join(f"{one.id} is {one.state} ({one.reason})" for one in self.replicas.values())
+        return "no replica is ready: " + "; ".join(
+            f"{one.id} is {one.state} ({one.reason})" for one in self.replicas.values()
+        )
 
     def status(self) -> dict[str, Any]:
         metrics, why_not, stats = self.metrics, self.why_not_ready(), self.cachemap.stats()
@@ -142,7 +148,9 @@ class View:
             "reserved_prefill_tokens": {id: load.prefill_tokens for id, load in loads.items()},
             "reserved_context_tokens": {id: load.context_tokens for id, load in loads.items()},
             "reservations": self.ledger.total().requests,
-            "replica_state": {(id, str(state)): float(self.replicas[id].state is state) for id in ids for state in State},
+            "replica_state": {
+                (id, str(state)): float(self.replicas[id].state is state) for id in ids for state in State
+            },
             "replica_restarts": {id: self.replicas[id].restarts for id in ids if self.replicas[id].managed},
             "map_blocks": stats["blocks"],
             "map_bytes": stats["bytes"],
@@ -152,7 +160,9 @@ class View:
             "events_state": {(id, intake.state): 1.0 for id in ids if (intake := self._intake(self.replicas[id]))},
             "uptime_seconds": time.monotonic() - self.started,
             "build_info": {(__version__, self.settings.policy): 1},
-            "background_failures": {kind: one.count for kind, one in self.background.failures.items()} if self.background else {},
+            "background_failures": {kind: one.count for kind, one in self.background.failures.items()}
+            if self.background
+            else {},
             **self._shared_reading(),
         }
         for name, field in _SCRAPED.items():
@@ -168,7 +178,14 @@ class View:
         told = {"ledger_joined": ledger.joined, "ledger_reason": ledger.reason}
         if shared is None:
             return {"redis": told}
-        told |= {"place": str(shared.place), "deployment": shared.deployment, "reachable": shared.reachable, "trouble": shared.trouble, "leases": shared.leases, "lag_seconds": shared.lag_seconds}
+        told |= {
+            "place": str(shared.place),
+            "deployment": shared.deployment,
+            "reachable": shared.reachable,
+            "trouble": shared.trouble,
+            "leases": shared.leases,
+            "lag_seconds": shared.lag_seconds,
+        }
         return {"redis": told}
 
     def _shared_reading(self) -> dict[str, Any]:
@@ -204,11 +221,14 @@ class View:
 def _why_no_events(replica: Replica) -> str:
     if replica.state not in HAS_EVENTS:
         return f"the replica is {replica.state}: its events are followed when an engine answers there"
-    return "it is not known where the engine publishes KV events, if it does: its cache is guessed from what is sent there"
+    return (
+        "it is not known where the engine publishes KV events, if it does: its cache is guessed from what is sent there"
+    )
 
 
 def counted(metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The part of a status that is counted, in one process or in several together; `replicas` as the status has them."""
+    """The part of a status that is counted, in one process or in several together; `replicas` as the status has
+    them."""
     return {
         "totals": {
             "requests": metrics.requests.total(),
@@ -228,7 +248,8 @@ def counted(metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping
 
 
 def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The part of each replica's status that is counted. For all at once: each by itself would go through the series of all of them."""
+    """The part of each replica's status that is counted. For all at once: each by itself would go through the series of
+    all of them."""
     counters = {
         "requests": metrics.replica_requests,
         "prompt_tokens": metrics.prompt_tokens,

@@ -1,4 +1,5 @@
 """Request body to token ids to block hashes. Knows no replicas."""
+
 from .prompt import Prompt
 
 __all__ = ["Prompt"]

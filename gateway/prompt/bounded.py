@@ -1,4 +1,5 @@
 """A dictionary that may take so many bytes and no more, for what requests leave behind."""
+
 from __future__ import annotations
 
 from collections.abc import Hashable
@@ -8,7 +9,7 @@ from typing import Any, Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-_ENTRY_BYTES = 200         # an entry's places in the dictionary, its pair and its size
+_ENTRY_BYTES = 200  # an entry's places in the dictionary, its pair and its size
 
 
 class Bounded(Generic[K, V]):
@@ -57,7 +58,7 @@ class Bounded(Generic[K, V]):
         self._young, self._old, self._young_bytes = {}, {}, 0
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)      # what was moved counts twice until the old ones are gone
+        return len(self._young) + len(self._old)  # what was moved counts twice until the old ones are gone
 
 
 def bytes_of(value: Any) -> int:

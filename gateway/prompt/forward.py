@@ -1,10 +1,12 @@
 """Tokenize once: the ids found for routing, written into the body that the engine gets.
 
 An engine takes ids in place of a completion's text, and some take them beside a chat's messages, in a field that its
-dialect names; it then neither renders nor tokenizes. The client's own bytes are not touched: ids are put before or between them.
+dialect names; it then neither renders nor tokenizes. The client's own bytes are not touched: ids are put before or
+between them.
 
 Pure: what an engine accepts is learned in `proxy.forwarding`.
 """
+
 from __future__ import annotations
 
 import re
@@ -37,12 +39,14 @@ _FIELDS = {
     "/v1/completions": _ANYWHERE | {"prompt", "best_of"},
 }  # fmt: skip
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_MESSAGE_FIELDS = frozenset({"name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal", "annotations", "task", "tools"})
+_MESSAGE_FIELDS = frozenset(
+    {"name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal", "annotations", "task", "tools"}
+)
 _PART_TYPES = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _PART_FIELDS = _PART_TYPES | {"type", "cache_control"}
 _SAID = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "add_special_tokens")
 _TOLD = frozenset((*_SAID, "chat_template_kwargs", "documents", "tools"))  # what a kind tells besides its messages
-_LONGEST, _LONGEST_VALUE = 600, 40      # characters of a kind, of a template variable in it
+_LONGEST, _LONGEST_VALUE = 600, 40  # characters of a kind, of a template variable in it
 _PROMPT_KEY = re.compile(rb'"prompt"[ \t\r\n]*:[ \t\r\n]*"')
 
 
@@ -50,10 +54,10 @@ def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection
     """What kind of body this is whose ids could replace its text, or "" where they could not.
 
     A kind is all that decides, besides the texts, how an engine renders a body: the template (by its name), tools or
-    none, which roles there are and which fields their messages have, and the template's variables. Bodies of a kind are shown to
-    be rendered alike by sampling a few of them (`proxy.forwarding`). Whatever is not known here is of no kind, so what
-    a client can write makes no kind longer than _LONGEST characters. `roles`: of messages that are nothing but a text each, if
-    that is known; most are.
+    none, which roles there are and which fields their messages have, and the template's variables. Bodies of a kind are
+    shown to be rendered alike by sampling a few of them (`proxy.forwarding`). Whatever is not known here is of no kind,
+    so what a client can write makes no kind longer than _LONGEST characters. `roles`: of messages that are nothing but
+    a text each, if that is known; most are.
     """
     fields = _FIELDS.get(path)
     if fields is None or not request.keys() <= fields:
@@ -66,7 +70,9 @@ def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection
     shapes = {_shape(message) for message in request["messages"]}
     variables = [f"{name}={request[name]!r}" for name in _SAID if request.get(name) is not None]
     given = {name: value for name, value in (request.get("chat_template_kwargs") or {}).items() if value is not None}
-    if None in shapes or not all(type(value) in (bool, int, float, str) and len(str(value)) <= _LONGEST_VALUE for value in given.values()):
+    if None in shapes or not all(
+        type(value) in (bool, int, float, str) and len(str(value)) <= _LONGEST_VALUE for value in given.values()
+    ):
         return ""
     variables += [f"{name}={given[name]!r}" for name in sorted(given)]
     documents = ["documents"] if request.get("documents") else []
@@ -76,7 +82,8 @@ def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection
 
 
 def _shape(message: dict[str, Any]) -> str | None:
-    """Role, form of the content, and other fields of a message that has more than a text; None for what is not known here."""
+    """Role, form of the content, and other fields of a message that has more than a text; None for what is not known
+    here."""
     role, content = message["role"], message.get("content")
     if role not in _ROLES:
         return None
@@ -104,8 +111,8 @@ def _part(part: Any) -> str | None:
 
 
 def with_ids(body: bytes, prompt: Prompt, around: tuple[bytes, bytes] | None) -> bytes | None:
-    """The body of a prompt whose ids suffice, with them in it; None when there is no safe place for them. `around`: what stands
-    before and after them beside a chat's messages; None: the engine takes none there."""
+    """The body of a prompt whose ids suffice, with them in it; None when there is no safe place for them. `around`:
+    what stands before and after them beside a chat's messages; None: the engine takes none there."""
     ids = written(prompt.token_ids)
     if prompt.path == "/v1/completions":
         start, end = _text(body, prompt.rendered_chars)

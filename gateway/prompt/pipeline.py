@@ -5,6 +5,7 @@ from several threads. Only the client's own faults are errors: when a template o
 fails, or the engine knows more about the prompt than its body says, the request is routed by
 load and `Prompt.note` says why.
 """
+
 from __future__ import annotations
 
 from array import array
@@ -52,15 +53,15 @@ from .tokens.tokenizer import Tokenizer, TooLong
 # (offload.py). Prose never seen before costs about 9 us per kB on a 2-core cloud machine with Qwen3's template and
 # tokenizer (tokens 3.7, hashes 2, JSON 0.7); of a long conversation most is known, and 32 kB of it take 115.
 OFFLOAD_BYTES = 40 * 1024
-# Those that prepare long prompts. Each has a cache of the tokenizer's own, 30 MB, and competes with the event loop for the
-# interpreter; a second one, since a prompt of a million tokens takes 50 ms, without fastokens seconds.
+# Those that prepare long prompts. Each has a cache of the tokenizer's own, 30 MB, and competes with the event loop for
+# the interpreter; a second one, since a prompt of a million tokens takes 50 ms, without fastokens seconds.
 OFFLOAD_THREADS = 2
 # How long such a thread may go on when the event loop wants the interpreter (Python's default: 5 ms). The longest that
 # it does in one piece in 100,000 tokens is 0.4 ms, reading the JSON.
 SWITCH_SECONDS = 0.0005
 # What vLLM allows `n` to be unless VLLM_MAX_N_SEQUENCES says otherwise. It ignores `best_of` (0.28 and 0.32 tried).
 _MOST_SEQUENCES = 16_384
-_UNKNOWN_CONTEXT = 1_000_000               # tokens that a prompt may have where nothing tells how many
+_UNKNOWN_CONTEXT = 1_000_000  # tokens that a prompt may have where nothing tells how many
 PREFIX_BYTES = 256 * 1024 * 1024
 # Characters of what a client wrote that outlive the body: of a longer session the SHA-256 stands for it.
 _LONG_SESSION = 256
@@ -72,7 +73,7 @@ _COMPLETIONS = "/v1/completions"
 _RESPONSES = "/v1/responses"
 _MESSAGES = "/v1/messages"
 _EMBEDDINGS = "/v1/embeddings"
-_FREE = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})     # no prefill, no cache
+_FREE = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})  # no prefill, no cache
 _CONVERSATIONS = frozenset({_CHAT, _RESPONSES, _MESSAGES})
 PATHS = _CONVERSATIONS | _FREE | {_COMPLETIONS, _EMBEDDINGS}
 
@@ -100,16 +101,23 @@ class Verdict:
     """How an engine reads the tokenizer's files."""
 
     how: str
-    differs: str = ""                      # why it is in no way that is known here
-    loaded: _Loaded | None = None              # None: the way that is in use
+    differs: str = ""  # why it is in no way that is known here
+    loaded: _Loaded | None = None  # None: the way that is in use
 
 
 class Pipeline:
     """Prepares requests for one model."""
 
-    def __init__(self, model_dir: Path | None, served_name: str, block_size: int, *,
-                 chat_template: str | Path | None = None, max_model_len: int | None = None,
-                 prefix_bytes: int = PREFIX_BYTES) -> None:
+    def __init__(
+        self,
+        model_dir: Path | None,
+        served_name: str,
+        block_size: int,
+        *,
+        chat_template: str | Path | None = None,
+        max_model_len: int | None = None,
+        prefix_bytes: int = PREFIX_BYTES,
+    ) -> None:
         """`model_dir` None: there is no tokenizer, prompts are matched as text ("text" mode).
 
         `max_model_len` is the engine's context length in tokens (None: not checked); it may be
@@ -122,21 +130,21 @@ class Pipeline:
         self.max_model_len = max_model_len
         self.prefixes: Prefixes | None = None
         self.renderers: dict[str, Renderer] = {}
-        self.template_error = ""               # why there is no chat template that can be rendered
+        self.template_error = ""  # why there is no chat template that can be rendered
         self._quirks = NEWEST
         self._habits = Habits(True, "low")
-        self.reading: Reading | None = None    # how the model's tokenizer files are read
+        self.reading: Reading | None = None  # how the model's tokenizer files are read
         self._readings: Readings | None = None
-        self._doubt = ""                       # why the files do not tell how the engine reads them
-        self._confirmed = False                # an engine has made the same ids of the fixed texts
-        self._differs: dict[str, str] = {}     # served name -> why its engines' tokens are not the gateway's
+        self._doubt = ""  # why the files do not tell how the engine reads them
+        self._confirmed = False  # an engine has made the same ids of the fixed texts
+        self._differs: dict[str, str] = {}  # served name -> why its engines' tokens are not the gateway's
         self._prefix_bytes = prefix_bytes
         self._files: ModelFiles | None = None
         self._cuts: frozenset[str] = frozenset()
         self._template_given = chat_template is not None
-        self._lead: bytes | None = None        # special tokens before a text, if there are none behind it
-        self.made_by = 0                       # another number whenever ids may be made in another way than before
-        self.space = 0                         # the number of those replicas whose tokens and blocks are these
+        self._lead: bytes | None = None  # special tokens before a text, if there are none behind it
+        self.made_by = 0  # another number whenever ids may be made in another way than before
+        self.space = 0  # the number of those replicas whose tokens and blocks are these
         if model_dir is not None:
             self._load(model_dir, chat_template)
 
@@ -154,8 +162,10 @@ class Pipeline:
         """All that depends on the tokenizer: up to a second of work, which may be done in a thread."""
         tokenizer = Tokenizer(self._files.directory, reading=reading)
         before, after = tokenizer.added_around()
-        lead = None if after else tokenizer.encode("x", special=True)[:4 * before]
-        return _Loaded(reading, tokenizer, tokenizer.safe_cuts(), lead, Prefixes(tokenizer, self.block_size, self._prefix_bytes))
+        lead = None if after else tokenizer.encode("x", special=True)[: 4 * before]
+        return _Loaded(
+            reading, tokenizer, tokenizer.safe_cuts(), lead, Prefixes(tokenizer, self.block_size, self._prefix_bytes)
+        )
 
     def _enter(self, loaded: _Loaded) -> None:
         self.reading, self.tokenizer, self._cuts, self._lead, self.prefixes = loaded
@@ -165,7 +175,11 @@ class Pipeline:
 
     def fixed_texts(self) -> list[str]:
         """The texts by which an engine's tokenizer is compared with this one; none where there is none."""
-        return fixed_texts(self.tokenizer, self.reading.special_tokens, self._readings.mentioned) if self.tokenizer is not None else []
+        return (
+            fixed_texts(self.tokenizer, self.reading.special_tokens, self._readings.mentioned)
+            if self.tokenizer is not None
+            else []
+        )
 
     def judge(self, answers: Sequence[Answer]) -> Verdict:
         """Hold an engine's ids of the fixed texts against every way of reading the tokenizer's files.
@@ -196,13 +210,16 @@ class Pipeline:
 
     def _verdict(self, reading: Reading | None, how: str = "") -> Verdict:
         try:
-            return Verdict(reading.how if reading else how, loaded=self._loaded(reading) if reading and reading != self.reading else None)
+            return Verdict(
+                reading.how if reading else how,
+                loaded=self._loaded(reading) if reading and reading != self.reading else None,
+            )
         finally:
             self._readings.let_go()
 
     def adopt(self, verdict: Verdict, confirmed: bool, differs: Mapping[str, str]) -> None:
-        """Read the tokenizer's files in that way from now on. `confirmed`: an engine does so; `differs`: why the tokens of
-        these models are not the gateway's."""
+        """Read the tokenizer's files in that way from now on. `confirmed`: an engine does so; `differs`: why the tokens
+        of these models are not the gateway's."""
         if verdict.loaded is not None and verdict.loaded.reading != self.reading:
             self._enter(verdict.loaded)
         in_use = self.reading is not None and self.reading.how == verdict.how  # it may have changed since it was judged
@@ -216,7 +233,11 @@ class Pipeline:
             why = self._differs.get(model, self._differs.get("")) if model else next(iter(self._differs.values()))
             if why:
                 return why
-        return "" if self._confirmed or not self._doubt else f"how the engine reads the tokenizer's files is not certain: {self._doubt}"
+        return (
+            ""
+            if self._confirmed or not self._doubt
+            else f"how the engine reads the tokenizer's files is not certain: {self._doubt}"
+        )
 
     def _make_renderers(self) -> None:
         renderers = {}
@@ -232,7 +253,7 @@ class Pipeline:
         with_tools = [self._files.templates["tool_use"]] if "tool_use" in self._files.templates else []
         self._habits = habits(default.template if default else None, with_tools, self._template_given)
         self.renderers = renderers
-        self.made_by = next(_ways_so_far)      # last: what a thread began before has an older number
+        self.made_by = next(_ways_so_far)  # last: what a thread began before has an older number
 
     @property
     def max_model_len(self) -> int | None:
@@ -288,8 +309,9 @@ class Pipeline:
         if reading != self.reading:
             self._doubt = self._doubt or f"{self._quirks.transformers} has {reading.how}, which is not loaded"
 
-    def prepare(self, path: str, body: bytes, headers: Mapping[str, str] | None = None,
-                adapters: Collection[str] = ()) -> Prompt:
+    def prepare(
+        self, path: str, body: bytes, headers: Mapping[str, str] | None = None, adapters: Collection[str] = ()
+    ) -> Prompt:
         """One request -> Prompt. `headers` have lower-case names; `adapters` are the LoRA names served.
 
         Raises ApiError for the client's faults only, and TakesLong within `with event_loop:`.
@@ -299,8 +321,15 @@ class Pipeline:
         request, unusual = parse(body, self._max_model_len or _UNKNOWN_CONTEXT)
         return self.prepare_parsed(path, body, request, unusual, headers, adapters)
 
-    def prepare_parsed(self, path: str, body: bytes, request: dict[str, Any], unusual: str, headers: Mapping[str, str] | None,
-                       adapters: Collection[str]) -> Prompt:
+    def prepare_parsed(
+        self,
+        path: str,
+        body: bytes,
+        request: dict[str, Any],
+        unusual: str,
+        headers: Mapping[str, str] | None,
+        adapters: Collection[str],
+    ) -> Prompt:
         """As `prepare`, where `parse` has read the body already. Leaves `request` as it is."""
         made_by = self.made_by
         prompt = _header_fields(path, request, headers, adapters)
@@ -333,7 +362,7 @@ class Pipeline:
             if "truncate_prompt_tokens" in request or "truncation" in request:
                 return _by_load(prompt, request, body, error)
             raise self._too_long(path, f"at least {error.tokens}") from None
-        except Exception as error:        # templates are foreign programs: any failure is theirs
+        except Exception as error:  # templates are foreign programs: any failure is theirs
             return _by_load(prompt, request, body, error)
         limit = self.max_model_len
         if limit is not None and len(prompt.token_ids) > 4 * limit:
@@ -341,8 +370,12 @@ class Pipeline:
         return prompt
 
     def _too_long(self, path: str, tokens: str) -> ApiError:
-        return ApiError(400, f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has {tokens}: shorten it",
-                           param="messages" if path in _CONVERSATIONS else "prompt", code="context_length_exceeded")
+        return ApiError(
+            400,
+            f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has {tokens}: shorten it",
+            param="messages" if path in _CONVERSATIONS else "prompt",
+            code="context_length_exceeded",
+        )
 
     def _fill(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> None:
         salt = request.get("cache_salt")
@@ -356,7 +389,9 @@ class Pipeline:
             roles = None
             self._plain_prompt(prompt, request, seed)
         if prompt.tokens >= LEAST_TOKENS:
-            prompt.kind = kind_of(path, request, "tool_use" if request.get("tools") and "tool_use" in self.renderers else "default", roles)
+            prompt.kind = kind_of(
+                path, request, "tool_use" if request.get("tools") and "tool_use" in self.renderers else "default", roles
+            )
 
     def _conversation(self, prompt: Prompt, request: dict[str, Any], body: bytes, seed: int) -> tuple[str, ...] | None:
         """Returns the roles, where messages have nothing else but a text each."""
@@ -421,8 +456,10 @@ class Pipeline:
             ids = prompts
         keep = request.get("truncate_prompt_tokens")
         if keep is not None:
-            ids = [self._truncated(one, keep, request, prompt, special and isinstance(text, str))
-                   for one, text in zip(ids, prompts, strict=True)]
+            ids = [
+                self._truncated(one, keep, request, prompt, special and isinstance(text, str))
+                for one, text in zip(ids, prompts, strict=True)
+            ]
         prompt.rendered_chars = sum(len(one) for one in prompts if isinstance(one, str))
         prompt.token_ids = max(ids, key=len)
         prompt.tokens = sum(map(len, ids)) // 4
@@ -448,8 +485,10 @@ class Pipeline:
         given = request.get("truncation_side")
         keep = integer(keep)
         if keep is None or keep < -1 or given not in (None, "left", "right"):
-            raise bad("'truncate_prompt_tokens' must be an integer of at least -1 and 'truncation_side' "
-                      "'left' or 'right'", "truncate_prompt_tokens")
+            raise bad(
+                "'truncate_prompt_tokens' must be an integer of at least -1 and 'truncation_side' 'left' or 'right'",
+                "truncate_prompt_tokens",
+            )
         if keep == -1:
             if self.max_model_len is None:
                 raise Unroutable("truncation to a context length that is not known")
@@ -461,7 +500,7 @@ class Pipeline:
             raise Unroutable("truncation to less than the special tokens")
         start, end, kept = 4 * before, len(ids) - 4 * after, 4 * (keep - before - after)
         left = (given or ("right" if prompt.path == _EMBEDDINGS else "left")) == "left"
-        return ids[:start] + (ids[end - kept:end] if left else ids[start:start + kept]) + ids[end:]
+        return ids[:start] + (ids[end - kept : end] if left else ids[start : start + kept]) + ids[end:]
 
     def _room(self, prompt: Prompt) -> int:
         """Tokens that truncation to the context length leaves for the output."""
@@ -493,8 +532,9 @@ def _most_ids(given: Any) -> int:
     return len(given) if type(given[0]) is not list else max(len(one) for one in given if type(one) is list)
 
 
-def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str] | None,
-                   adapters: Collection[str]) -> Prompt:
+def _header_fields(
+    path: str, request: dict[str, Any], headers: Mapping[str, str] | None, adapters: Collection[str]
+) -> Prompt:
     """All of a Prompt but its tokens."""
     get = request.get
     model = get("model")
@@ -509,9 +549,11 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
     if stream is not None:
         prompt.stream = boolean(stream, "stream")
     if path in (_RESPONSES, _MESSAGES):
-        prompt.include_usage = True                # their streams always end with it
+        prompt.include_usage = True  # their streams always end with it
         previous = get("previous_response_id")
-        prompt.previous_response = previous if type(previous) is str and 0 < len(previous) <= LONGEST_RESPONSE_ID else None
+        prompt.previous_response = (
+            previous if type(previous) is str and 0 < len(previous) <= LONGEST_RESPONSE_ID else None
+        )
     limit = get("max_completion_tokens")
     if limit is None:
         limit = get("max_output_tokens" if path == _RESPONSES else "max_tokens")
@@ -523,11 +565,20 @@ def _header_fields(path: str, request: dict[str, Any], headers: Mapping[str, str
     listed = type(given) is list and len(given) > 1 and type(given[0]) is not int
     prompt.several = prompt.n > 1 or listed
     prompt.copies = 0 if listed else prompt.n
-    prompt.session = session if not session or len(session) <= _LONG_SESSION else sha256(session.encode("utf-8", "replace")).hexdigest()
+    prompt.session = (
+        session
+        if not session or len(session) <= _LONG_SESSION
+        else sha256(session.encode("utf-8", "replace")).hexdigest()
+    )
     return prompt
 
 
-_SELDOM = frozenset({"stream_options", "n", "prompt_logprobs", "echo", "cache_salt", "session_id", "prompt_cache_key", "user"}) | INTEGERS
+_SELDOM = (
+    frozenset(
+        {"stream_options", "n", "prompt_logprobs", "echo", "cache_salt", "session_id", "prompt_cache_key", "user"}
+    )
+    | INTEGERS
+)
 
 
 def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) -> str | None:
@@ -560,15 +611,19 @@ def _refuse_beyond_limits(prompt: Prompt, request: dict[str, Any], context: int 
     if context is not None and wanted is not None and wanted > context and prompt.path != _EMBEDDINGS:
         key = "max_completion_tokens" if request.get("max_completion_tokens") is not None else "max_tokens"
         key = "max_output_tokens" if prompt.path == _RESPONSES else key
-        raise ApiError(400, f"{key}={wanted} cannot be greater than max_model_len={context}. Please request fewer output tokens.", param=key)
+        raise ApiError(
+            400,
+            f"{key}={wanted} cannot be greater than max_model_len={context}. Please request fewer output tokens.",
+            param=key,
+        )
 
 
 def _wants_prompt_logprobs(request: dict[str, Any]) -> bool:
     """What a cache holds has no logprobs, so for these vLLM computes the whole prompt (and stores it)."""
     if request.get("prompt_logprobs") is not None:
         return True
-    # With `echo` the prompt gets as many as each token of the answer: none by default in completions, but 0 in chat, and 0
-    # is a number of them. A null is read as 0 by 0.32, and by 0.28 as none at all.
+    # With `echo` the prompt gets as many as each token of the answer: none by default in completions, but 0 in chat,
+    # and 0 is a number of them. A null is read as 0 by 0.32, and by 0.28 as none at all.
     return bool(request.get("echo")) and ("messages" in request or request.get("logprobs") is not None)
 
 

@@ -1,8 +1,10 @@
 """What the versions of an engine make differently of the same request.
 
-Which version has which quirk is known to the engine's dialect (`replicas.engines`), which tells it as plain values. What
-transformers makes differently does not follow the engine's version, only the range of releases that it may be installed with.
+Which version has which quirk is known to the engine's dialect (`replicas.engines`), which tells it as plain values.
+What transformers makes differently does not follow the engine's version, only the range of releases that it may be
+installed with.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -28,14 +30,15 @@ class Transformers:
 
 @dataclass(frozen=True, slots=True)
 class VersionQuirks:
-    """Those of one version. The defaults are the newest version's, which an unknown one is taken for. The numbers are vLLM's."""
+    """Those of one version. The defaults are the newest version's, which an unknown one is taken for. The numbers are
+    vLLM's."""
 
-    arguments_are_objects: bool = True     # 0.29: tool-call arguments that are other JSON become {}
-    looks_into_macros: bool = True         # 0.30: parts for a template that loops over content in a macro's parameter
-    asks_template: bool = True             # 0.31: Messages probe the model's own template, and know `thinking`
-    drops_attribution: bool = True         # 0.32: Claude Code's line goes from system texts of chat, too
-    truncates_to_output: bool = False      # until 0.31: -1 leaves room for max_tokens, since then for one token
-    forwards_past_media: bool = False      # until 0.31: forwarded ids count though `echo` or media need the messages
+    arguments_are_objects: bool = True  # 0.29: tool-call arguments that are other JSON become {}
+    looks_into_macros: bool = True  # 0.30: parts for a template that loops over content in a macro's parameter
+    asks_template: bool = True  # 0.31: Messages probe the model's own template, and know `thinking`
+    drops_attribution: bool = True  # 0.32: Claude Code's line goes from system texts of chat, too
+    truncates_to_output: bool = False  # until 0.31: -1 leaves room for max_tokens, since then for one token
+    forwards_past_media: bool = False  # until 0.31: forwarded ids count though `echo` or media need the messages
     transformers: Transformers = Transformers()
 
     @property
@@ -47,7 +50,6 @@ class VersionQuirks:
     def copies_reasoning(self) -> bool | None:
         """A message's reasoning reaches the template as `thinking`, too."""
         return self.transformers.has((5, 21))
-
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> VersionQuirks:

@@ -4,6 +4,7 @@ An engine's cache is used as far as a prompt repeats the one before. A template 
 earlier turns (drops old reasoning, moves the system prompt, prints the date) ends that early, on
 any router. And how the gateway renders it (compiled or by Jinja) is what a request costs here.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,8 +15,14 @@ from .api.chat import Chat, template_variables
 from .pipeline import Pipeline
 from .render.renderer import Renderer
 
-_TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look a word up.", "parameters": {
-    "type": "object", "properties": {"word": {"type": "string"}}}}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
 _CALL = {"id": "call00001", "function": {"arguments": {"word": "hitherto"}, "name": "look_up"}, "type": "function"}
 
 
@@ -23,7 +30,7 @@ _CALL = {"id": "call00001", "function": {"arguments": {"word": "hitherto"}, "nam
 class Turn:
     """How much of a first turn's prompt the second turn repeats, in tokens."""
 
-    what: str                  # "plain", "with reasoning", "with tools"
+    what: str  # "plain", "with reasoning", "with tools"
     kept: int
     total: int
 
@@ -34,11 +41,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    turns: list[Turn]          # kinds of conversation the template refuses are left out
-    prints_date: bool          # prompts change at midnight
-    refused: str               # why a plain conversation can't be rendered, or ""
-    not_compiled: str          # why plans can't be made, or ""
-    cuts: int                  # added tokens at which known prefixes may end; 0: nothing is reused
+    turns: list[Turn]  # kinds of conversation the template refuses are left out
+    prints_date: bool  # prompts change at midnight
+    refused: str  # why a plain conversation can't be rendered, or ""
+    not_compiled: str  # why plans can't be made, or ""
+    cuts: int  # added tokens at which known prefixes may end; 0: nothing is reused
 
 
 def template_report(pipeline: Pipeline) -> TemplateReport:
@@ -50,26 +57,39 @@ def template_report(pipeline: Pipeline) -> TemplateReport:
     for what, first, second, tools in _probes():
         try:
             before, after = (pipeline.tokenizer.encode(_text(renderer, talk, tools)) for talk in (first, second))
-        except Exception as error:          # the template may fail in any way on what it was not made for
+        except Exception as error:  # the template may fail in any way on what it was not made for
             if what == "plain":
                 refused = error.message if isinstance(error, ApiError) else str(error)
             continue
         turns.append(Turn(what, _common(before, after), len(before) // 4))
-    return TemplateReport(turns, "strftime_now" in renderer.template.source, refused,
-                          renderer.compiled.why_not, len(pipeline.tokenizer.safe_cuts()))
+    return TemplateReport(
+        turns,
+        "strftime_now" in renderer.template.source,
+        refused,
+        renderer.compiled.why_not,
+        len(pipeline.tokenizer.safe_cuts()),
+    )
 
 
 def _probes() -> list[tuple[str, list[Any], list[Any], list[Any] | None]]:
-    system, ask, again = ({"role": role, "content": text} for role, text in (
-        ("system", "Answer in one sentence."), ("user", "What is two and two?"), ("user", "And three and three?")))
+    system, ask, again = (
+        {"role": role, "content": text}
+        for role, text in (
+            ("system", "Answer in one sentence."),
+            ("user", "What is two and two?"),
+            ("user", "And three and three?"),
+        )
+    )
     answer: dict[str, Any] = {"role": "assistant", "content": "Four."}
     called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     result = {"role": "tool", "tool_call_id": "call00001", "content": "up to now"}
     thinking = [system, ask, {**called, "reasoning": "I will look it up."}, result]
-    return [("plain", [system, ask], [system, ask, answer, again], None),
-            # reasoning is kept while tools are called and dropped (if it is) when the user speaks again
-            ("with reasoning", thinking, [*thinking, answer, again], [_TOOL]),
-            ("with tools", [system, ask], [system, ask, called, result], [_TOOL])]
+    return [
+        ("plain", [system, ask], [system, ask, answer, again], None),
+        # reasoning is kept while tools are called and dropped (if it is) when the user speaks again
+        ("with reasoning", thinking, [*thinking, answer, again], [_TOOL]),
+        ("with tools", [system, ask], [system, ask, called, result], [_TOOL]),
+    ]
 
 
 def _text(renderer: Renderer, talk: list[Any], tools: list[Any] | None) -> str:
@@ -79,6 +99,6 @@ def _text(renderer: Renderer, talk: list[Any], tools: list[Any] | None) -> str:
 def _common(before: bytes, after: bytes) -> int:
     """Tokens at the start of both. The generation prompt at the end of `before` counts: the answer follows it."""
     for i in range(0, len(before), 4):
-        if before[i:i + 4] != after[i:i + 4]:
+        if before[i : i + 4] != after[i : i + 4]:
             return i // 4
     return len(before) // 4

@@ -1,8 +1,10 @@
 """One admin side for all workers. Each has one of its own, on a unix socket; this one asks them.
 
     /metrics                    all workers' series, each with the label `worker`
-    /status, /replicas, /readyz all workers' in one: counts added up, the least ready view of each replica, ready when all are
-    POST /replicas, DELETE, drain   told to all, and taken back in all if one refuses; a worker that takes another one's place is told what holds then
+    /status, /replicas, /readyz all workers' in one: counts added up, the least ready view of each replica, ready when
+    all are
+    POST /replicas, DELETE, drain   told to all, and taken back in all if one refuses; a worker that takes another one's
+                                    place is told what holds then
     /decide/ID/...              the worker that made the decision, which its id begins with
     anything else               one worker, in turn
 
@@ -35,10 +37,12 @@ from .member import GONE, OWN_HEADERS, Answer, Member
 
 log = logging.getLogger("hitherto.workers")
 
-QUERY_SECONDS = 2.0  # for a question of our own, asked of all workers: one that is stuck must not hold up what the others say
+# for a question of our own, asked of all workers: one that is stuck must not hold up what the others say
+QUERY_SECONDS = 2.0
 ANSWER_SECONDS = 30.0
 LONG_SECONDS = 660.0  # an engine may take its time: the worker knows until when
-# Until a change is made. It may have to wait for a drain; a worker that is stuck is killed by the supervisor long before.
+# Until a change is made. It may have to wait for a drain; a worker that is stuck is killed by the supervisor long
+# before.
 CHANGE_SECONDS = 86_400.0
 
 
@@ -81,7 +85,8 @@ class Workers(Protocol):
 
 
 class Known(NamedTuple):
-    """What a worker that begins is told of an engine: its URL, None if it is not there; which of its replicas an operator drained."""
+    """What a worker that begins is told of an engine: its URL, None if it is not there; which of its replicas an
+    operator drained."""
 
     url: str | None
     drained: frozenset[str]
@@ -99,7 +104,8 @@ class WorkersAdmin(Side):
         self.workers = workers
         self._turns = count()
         self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
-        # By engine: all workers hear of its changes in one order. An entry lasts as long as a change holds its lock or waits for it.
+        # By engine: all workers hear of its changes in one order. An entry lasts as long as a change holds its lock or
+        # waits for it.
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def livez(self, request: web.Request) -> web.Response:
@@ -157,10 +163,13 @@ class WorkersAdmin(Side):
                 await workers.fleet.remove(id)
 
         # Workers refuse to remove one rank of an engine by itself.
-        return await self._change(request, id, lambda before: Known(None, frozenset()) if self._engine(id) == id else before, follow)
+        return await self._change(
+            request, id, lambda before: Known(None, frozenset()) if self._engine(id) == id else before, follow
+        )
 
     async def report(self, request: web.Request) -> web.Response:
-        """Of a decision. What a worker counted goes with it, so any other one rightly says that there is no such decision."""
+        """Of a decision. What a worker counted goes with it, so any other one rightly says that there is no such
+        decision."""
         id = request.match_info["id"]
         whose = next((member for member in self.workers.live if id.startswith(decision_prefix(member.index))), None)
         return (await self._ask(whose or self._next(), request)).response()
@@ -174,13 +183,18 @@ class WorkersAdmin(Side):
 
     # --- a change of the replicas
 
-    async def _change(self, request: web.Request, id: str, alter: Callable[[Known], Known], follow: Callable[[], Awaitable[None]]) -> web.Response:
-        """Make a change in all workers, or in none. `alter`: what the engine that `id` belongs to is from then on; `follow`: what
-        the supervisor itself does once all workers have done it. A client that does not wait changes nothing."""
+    async def _change(
+        self, request: web.Request, id: str, alter: Callable[[Known], Known], follow: Callable[[], Awaitable[None]]
+    ) -> web.Response:
+        """Make a change in all workers, or in none. `alter`: what the engine that `id` belongs to is from then on;
+        `follow`: what the supervisor itself does once all workers have done it. A client that does not wait changes
+        nothing."""
         await request.read()
         return await asyncio.shield(self._change_in_turn(request, self._engine(id), alter, follow))
 
-    async def _change_in_turn(self, request: web.Request, engine: str, alter: Callable[[Known], Known], follow: Callable[[], Awaitable[None]]) -> web.Response:
+    async def _change_in_turn(
+        self, request: web.Request, engine: str, alter: Callable[[Known], Known], follow: Callable[[], Awaitable[None]]
+    ) -> web.Response:
         workers = self.workers
         lock = self._changing.get(engine)
         if lock is None:
@@ -198,19 +212,28 @@ class WorkersAdmin(Side):
             if answers and all(one.status < 300 for one in answers.values()):
                 await follow()
             else:
-                await self._take_back(engine, before, kept, {member for member, one in answers.items() if one.status >= 300})
+                await self._take_back(
+                    engine, before, kept, {member for member, one in answers.items() if one.status >= 300}
+                )
             if not answers:
                 raise nobody()
             return max(answers.values(), key=lambda one: one.status).response()
 
     async def _tell(self, members: Sequence[Member], request: web.Request) -> dict[Member, Answer]:
         headers, body = _passed_on(request), await request.read()
-        answers = await asyncio.gather(*(self._make_follow(member, request.method, request.rel_url.raw_path_qs, headers, body) for member in members))
+        answers = await asyncio.gather(
+            *(
+                self._make_follow(member, request.method, request.rel_url.raw_path_qs, headers, body)
+                for member in members
+            )
+        )
         return {member: answer for member, answer in zip(members, answers, strict=True) if answer is not None}
 
-    async def _make_follow(self, member: Member, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes) -> Answer | None:
-        """The worker's answer to a change. None if there is none: nobody knows whether that worker made the change, so it is ended,
-        and the one in its place is told what holds."""
+    async def _make_follow(
+        self, member: Member, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes
+    ) -> Answer | None:
+        """The worker's answer to a change. None if there is none: nobody knows whether that worker made the change, so
+        it is ended, and the one in its place is told what holds."""
         try:
             return await member.ask(method, path, headers, body, CHANGE_SECONDS)
         except GONE:
@@ -242,11 +265,16 @@ class WorkersAdmin(Side):
         await undoing
 
     async def _keep(self, engine: str, url: str | None) -> Kept | None:
-        """Make the file of replicas hold this URL for an engine, or none; what it held until now. None if there is no file."""
+        """Make the file of replicas hold this URL for an engine, or none; what it held until now. None if there is no
+        file."""
         if self.workers.kept is None:
             return None
         async with self._keeping:
-            return Kept(await keep(self.workers.kept, "remove", engine) if url is None else await keep(self.workers.kept, "add", url))
+            return Kept(
+                await keep(self.workers.kept, "remove", engine)
+                if url is None
+                else await keep(self.workers.kept, "add", url)
+            )
 
     def _engine(self, id: str) -> str:
         """The id of the engine that a replica's id belongs to, which may be one of its ranks."""
@@ -254,7 +282,9 @@ class WorkersAdmin(Side):
         return engine if rank.isdecimal() and id not in self.workers.urls else id
 
     def _known(self, engine: str) -> Known:
-        return Known(self.workers.urls.get(engine), frozenset(id for id in self.workers.drained if self._engine(id) == engine))
+        return Known(
+            self.workers.urls.get(engine), frozenset(id for id in self.workers.drained if self._engine(id) == engine)
+        )
 
     def _set(self, engine: str, known: Known) -> None:
         workers = self.workers
@@ -276,7 +306,9 @@ class WorkersAdmin(Side):
         """What this worker says to the request. Raises Refusal if it ends meanwhile."""
         seconds = LONG_SECONDS if request.match_info.route.name == PASSED_ON else ANSWER_SECONDS
         try:
-            return await member.ask(request.method, request.rel_url.raw_path_qs, _passed_on(request), await request.read(), seconds)
+            return await member.ask(
+                request.method, request.rel_url.raw_path_qs, _passed_on(request), await request.read(), seconds
+            )
         except GONE:
             raise Refusal(503, "the worker that was asked has ended or is stuck; ask again", "worker_gone") from None
 

@@ -1,7 +1,8 @@
 """What several workers say, as one: their pages of metrics and their statuses. Pure.
 
-A page of metrics keeps the workers apart by a label, as Prometheus keeps gateways apart by `instance`: a worker that is replaced begins at
-zero, and a sum made here would then fall, which no `rate()` understands. A status is for people, who want one answer.
+A page of metrics keeps the workers apart by a label, as Prometheus keeps gateways apart by `instance`: a worker that is
+replaced begins at zero, and a sum made here would then fall, which no `rate()` understands. A status is for people, who
+want one answer.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 from ..ops.metrics import Metrics
 from ..ops.view import counted, counted_of
 
-# Which state counts where workers differ, or the supervisor, which alone sees the process of an engine that was launched: the first of
-# these. So a replica is ready once it is ready for all, and drained once it is drained for all.
+# Which state counts where workers differ, or the supervisor, which alone sees the process of an engine that was
+# launched: the first of these. So a replica is ready once it is ready for all, and drained once it is drained for all.
 STATES = ("draining", "starting", "warming", "failed", "degraded", "ready", "stopped")
 SUMS = ("inflight", "prefill_tokens", "context_tokens")
 
@@ -43,9 +44,14 @@ def _labelled(sample: bytes, worker: str) -> bytes:
     return name + b"{" + label + b"} " + rest
 
 
-def statuses(found: Sequence[Mapping[str, Any]], launched: Mapping[str, Mapping[str, Any]], shadows: Sequence[str], own: Mapping[str, Any]) -> dict[str, Any]:
-    """One status out of the workers'. `found`: as `worker.WorkerAdmin.counted` answers, at least one; `launched`: what the supervisor
-    knows of its engines, by replica; `own`: fields that are the supervisor's to say."""
+def statuses(
+    found: Sequence[Mapping[str, Any]],
+    launched: Mapping[str, Mapping[str, Any]],
+    shadows: Sequence[str],
+    own: Mapping[str, Any],
+) -> dict[str, Any]:
+    """One status out of the workers'. `found`: as `worker.WorkerAdmin.counted` answers, at least one; `launched`: what
+    the supervisor knows of its engines, by replica; `own`: fields that are the supervisor's to say."""
     metrics = Metrics()
     for one in found:
         metrics.add(one["counts"])

@@ -1,4 +1,5 @@
-"""One worker as the supervisor knows it: a process, a socket with a line of JSON for each message, and its admin side."""
+"""One worker as the supervisor knows it: a process, a socket with a line of JSON for each message, and its admin
+side."""
 
 from __future__ import annotations
 
@@ -21,11 +22,25 @@ from yarl import URL
 from ..config import ConfigError
 
 # What belongs to one connection, or is made anew for the next.
-OWN_HEADERS = frozenset(("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "expect", "content-length", "date", "server"))
+OWN_HEADERS = frozenset(
+    (
+        "connection",
+        "keep-alive",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "expect",
+        "content-length",
+        "date",
+        "server",
+    )
+)
 GONE = (aiohttp.ClientError, OSError, TimeoutError)  # how a question to a worker fails that has ended or is stuck
 PACKAGES = Path(__file__).parents[2]  # the folder that has the package `gateway`
 STAGE_SECONDS = 60.0  # until a worker is a step further: it may load a tokenizer on a busy machine
-# Ctrl-C and service managers send these to all processes of a group; when a worker is to stop is the supervisor's to say.
+# Ctrl-C and service managers send these to all processes of a group; when a worker is to stop is the supervisor's to
+# say.
 NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM)
 LONGEST = 1 << 22  # bytes of one message: loads of 50,000 replicas
 
@@ -43,17 +58,27 @@ class Answer(NamedTuple):
 
 
 class Member:
-    """`live` while it listens; `told` once it knows the replicas that there are; `silent` is how often the supervisor has looked since its
-    last message; `loads` is what it has on replicas: how many requests, and for how long the oldest prompt has had no answer."""
+    """`live` while it listens; `told` once it knows the replicas that there are; `silent` is how often the supervisor
+    has looked since its last message; `loads` is what it has on replicas: how many requests, and for how long the
+    oldest prompt has had no answer."""
 
-    def __init__(self, index: int, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: Path):
+    def __init__(
+        self,
+        index: int,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        path: Path,
+    ):
         self.index, self.process = index, process
         self._reader, self._writer = reader, writer
         self.begun = monotonic()
         self.live = self.told = False
         self.loads: dict[str, tuple[int, float]] = {}
         self.silent = self.beats = 0
-        self.admin = aiohttp.ClientSession("http://worker", connector=aiohttp.UnixConnector(str(path)), auto_decompress=False)
+        self.admin = aiohttp.ClientSession(
+            "http://worker", connector=aiohttp.UnixConnector(str(path)), auto_decompress=False
+        )
         self._said: set[str] = set()
         self._wrong = ""
         self._news = asyncio.Event()
@@ -80,13 +105,16 @@ class Member:
             self._writer.write(orjson.dumps(message) + b"\n")
 
     async def has(self, stage: str) -> None:
-        """Wait until it says that it is so far: `made`, `begun`, `listens`. ConfigError if it ends before, or is ended since it takes too long."""
+        """Wait until it says that it is so far: `made`, `begun`, `listens`. ConfigError if it ends before, or is ended
+        since it takes too long."""
         try:
             async with asyncio.timeout(STAGE_SECONDS):
                 while stage not in self._said:
                     if self._listening.done():
                         code = await asyncio.to_thread(self.process.wait)
-                        raise ConfigError(self._wrong or f"a worker ended with {how(code)} while it started; its own lines say why")
+                        raise ConfigError(
+                            self._wrong or f"a worker ended with {how(code)} while it started; its own lines say why"
+                        )
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
@@ -105,7 +133,9 @@ class Member:
     def kill(self) -> None:
         self.process.kill()
 
-    async def ask(self, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, seconds: float) -> Answer:
+    async def ask(
+        self, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, seconds: float
+    ) -> Answer:
         """What its admin side answers. Raises one of GONE."""
         async with self.admin.request(
             method, URL(path, encoded=True), headers=headers, data=body or None, allow_redirects=False, timeout=aiohttp.ClientTimeout(seconds),
@@ -132,8 +162,8 @@ class Member:
 
 
 def _start_process(stdin: socket.socket) -> subprocess.Popen[bytes]:
-    """A worker that is born with NOT_FOR_WORKERS blocked, until it ignores them: it takes an interpreter half a second to get that far.
-    asyncio's own way to start a process would let them through from the start."""
+    """A worker that is born with NOT_FOR_WORKERS blocked, until it ignores them: it takes an interpreter half a second
+    to get that far. asyncio's own way to start a process would let them through from the start."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)
     try:
         return subprocess.Popen([sys.executable, "-P", "-m", "gateway.workers.worker"], stdin=stdin, env=_environment())
@@ -142,7 +172,8 @@ def _start_process(stdin: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def _environment() -> dict[str, str]:
-    """The supervisor's own, in which a worker imports the same package as the supervisor, whatever lies in the current directory."""
+    """The supervisor's own, in which a worker imports the same package as the supervisor, whatever lies in the current
+    directory."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))}
 
 

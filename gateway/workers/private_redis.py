@@ -1,7 +1,8 @@
-"""A Redis server that workers share when no `--redis-url` names one: on a unix socket, in memory alone, and no older than its gateway.
+"""A Redis server that workers share when no `--redis-url` names one: on a unix socket, in memory alone, and no older
+than its gateway.
 
-The server runs below a keeper (`replicas.launch.supervisor`), as engines do: it is started again when it dies, and it ends with the supervisor
-however that ends.
+The server runs below a keeper (`replicas.launch.supervisor`), as engines do: it is started again when it dies, and it
+ends with the supervisor however that ends.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ REMEDY = "Install redis-server (Debian: apt-get install redis-server), or pip in
 
 
 def server() -> str:
-    """The path of a Redis server that is new enough: the PATH's, else the one that the extra brings. Raises ConfigError."""
+    """The path of a Redis server that is new enough: the PATH's, else the one that the extra brings. Raises
+    ConfigError."""
     older = []
     for path in _installed():
         version = _version(path)
@@ -37,7 +39,11 @@ def server() -> str:
             return path
         older.append(f"{path} is Redis {'.'.join(map(str, version))}" if version else f"{path} does not run")
     least = ".".join(map(str, OLDEST))
-    why = f"{'; '.join(older)}, and {least} is the oldest that will do" if older else "there is no redis-server on the PATH"
+    why = (
+        f"{'; '.join(older)}, and {least} is the oldest that will do"
+        if older
+        else "there is no redis-server on the PATH"
+    )
     raise ConfigError(f"--workers: workers share a Redis, and {why}. {REMEDY}")
 
 
@@ -67,7 +73,16 @@ class PrivateRedis:
         """Raises ConfigError where there is no server to start."""
         socket = folder / "redis.sock"
         self.url = f"unix://{socket}"
-        settings = {"port": 0, "unixsocket": socket, "unixsocketperm": 700, "dir": folder, "save": "", "appendonly": "no", "daemonize": "no", "loglevel": "warning"}
+        settings = {
+            "port": 0,
+            "unixsocket": socket,
+            "unixsocketperm": 700,
+            "dir": folder,
+            "save": "",
+            "appendonly": "no",
+            "daemonize": "no",
+            "loglevel": "warning",
+        }
         argv = [server(), *(str(part) for name, value in settings.items() for part in (f"--{name}", value))]
         self._why = ""
         self._supervisor = Supervisor(Command(argv, {}), on_start=self._started, on_exit=self._ended)

@@ -1,7 +1,8 @@
 """The supervisor of workers: it starts them, replaces those that end, and has what there is one of.
 
-That is the port, which it holds while no worker listens; the admin side; the engines that are launched, which workers adopt by URL and
-watch for themselves; and the Redis that workers share, unless `--redis-url` names one. No request of a client passes through here.
+That is the port, which it holds while no worker listens; the admin side; the engines that are launched, which workers
+adopt by URL and watch for themselves; and the Redis that workers share, unless `--redis-url` names one. No request of a
+client passes through here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ log = logging.getLogger("hitherto.workers")
 
 PAUSES = (0.1, 30.0)  # seconds before a worker that ended is replaced, doubling while none lives ...
 SETTLED = 10.0  # ... this long
-# Seconds that a worker which replaces another one waits for its first replica before it takes connections: its siblings have theirs.
+# Seconds that a worker which replaces another one waits for its first replica before it takes connections: its siblings
+# have theirs.
 PATIENCE = 10.0
 WATCH_SECONDS = 1.0  # between two looks at the workers
 HANGS = 30  # looks in a row at which a worker that listens had sent nothing since the look before: it is killed
@@ -63,7 +65,13 @@ class Workers:
         self.drained: set[str] = set()  # by an operator
         self.members: dict[int, Member] = {}
         self.restarts = 0
-        self.fleet = Fleet(self._inflight, self._waited, drain_timeout=settings.drain_timeout_s, model=settings.served_model_name, authorities=settings.replica_ca)
+        self.fleet = Fleet(
+            self._inflight,
+            self._waited,
+            drain_timeout=settings.drain_timeout_s,
+            model=settings.served_model_name,
+            authorities=settings.replica_ca,
+        )
         self.admin = WorkersAdmin(self, Guard((settings.admin_host, *settings.admin_allow_host), read_token(settings)))
         self.beginning = asyncio.Lock()
         self.port = self.admin_port = 0
@@ -97,7 +105,8 @@ class Workers:
     # --- start and stop
 
     async def start(self) -> None:
-        """Returns when all workers take connections; ConfigError if something is wrong with the settings, before any engine is started."""
+        """Returns when all workers take connections; ConfigError if something is wrong with the settings, before any
+        engine is started."""
         try:
             await self._start()
         except BaseException as error:
@@ -130,7 +139,10 @@ class Workers:
         })  # fmt: skip
         self._made = [loop.create_future() for _ in range(count)]
         self._listening = [loop.create_future() for _ in range(count)]
-        self._tasks = [asyncio.create_task(self._keep(index, each.model_dump(mode="json")), name=f"worker {index}") for index in range(count)]
+        self._tasks = [
+            asyncio.create_task(self._keep(index, each.model_dump(mode="json")), name=f"worker {index}")
+            for index in range(count)
+        ]
         await all_of(self._made)
         if settings.launch:
             for replica in await self.fleet.launch(settings.launch, self.profile, directory, name):
@@ -141,7 +153,8 @@ class Workers:
         self._tasks.append(asyncio.create_task(self._watch(), name="watch workers"))
 
     async def stop(self, seconds: float) -> None:
-        """Workers refuse new requests and end those they have for up to `seconds`; then everything that was started ends."""
+        """Workers refuse new requests and end those they have for up to `seconds`; then everything that was started
+        ends."""
         self._stopping.set()
         self._launched.set()  # no worker is to wait for engines any more
         for member in self.members.values():
@@ -179,10 +192,14 @@ class Workers:
         pause, patience = PAUSES[0], 0.0
         while not self._stopping.is_set():
             try:
-                member = self.members[index] = await Member.start(index, self._folder / f"worker-{index}.sock", settings, await self._costs())
+                member = self.members[index] = await Member.start(
+                    index, self._folder / f"worker-{index}.sock", settings, await self._costs()
+                )
             except OSError as error:
                 if not self._made[index].done():
-                    self._made[index].set_exception(ConfigError(f"--workers: worker {index} cannot be started: {error.strerror or error}"))
+                    self._made[index].set_exception(
+                        ConfigError(f"--workers: worker {index} cannot be started: {error.strerror or error}")
+                    )
                     return
                 log.error("worker %d cannot be started: %s", index, error)
                 await self._rest(PAUSES[1])
@@ -231,7 +248,8 @@ class Workers:
         return None
 
     async def _costs(self) -> dict[str, Any] | None:
-        """What a sibling has learned of replicas, for a worker that is new; None if there is no sibling, or it does not say."""
+        """What a sibling has learned of replicas, for a worker that is new; None if there is no sibling, or it does not
+        say."""
         for member in self.answering:
             try:
                 found = await member.ask("GET", "/worker/costs", list(self.admin_headers.items()), b"", COSTS_SECONDS)
@@ -244,15 +262,20 @@ class Workers:
     async def _watch(self) -> None:
         """Kill workers that are stuck: the kernel goes on giving them connections, and nobody else would see it.
 
-        Silence is counted in looks, not in seconds. After this process or its machine was frozen, the timer fires before the messages
-        that wait in the sockets are read; however long that took, it counts as one look.
+        Silence is counted in looks, not in seconds. After this process or its machine was frozen, the timer fires
+        before the messages that wait in the sockets are read; however long that took, it counts as one look.
         """
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             for member in self.live:
                 member.silent += 1
                 if member.silent > HANGS:
-                    log.error("worker %d (process %d) has said nothing for %g s and is killed", member.index, member.process.pid, HANGS * WATCH_SECONDS)
+                    log.error(
+                        "worker %d (process %d) has said nothing for %g s and is killed",
+                        member.index,
+                        member.process.pid,
+                        HANGS * WATCH_SECONDS,
+                    )
                     member.kill()
 
     # --- of engines that are launched
@@ -267,7 +290,9 @@ class Workers:
         """Wait until each worker has said anew what it has on replicas: twice, since one message may be on its way."""
         before = {member: member.beats for member in self.live}
         deadline = monotonic() + COSTS_SECONDS
-        while monotonic() < deadline and any(member.live and member.beats < beats + 2 for member, beats in before.items()):
+        while monotonic() < deadline and any(
+            member.live and member.beats < beats + 2 for member, beats in before.items()
+        ):
             await asyncio.sleep(0.02)
 
     # --- what the admin side asks
@@ -276,10 +301,22 @@ class Workers:
         said = {member.index: told for member, told in found}
         workers = [self._worker(member, said.get(member.index)) for _, member in sorted(self.members.items())]
         launched = {
-            id: {"managed": True, "pid": one.pid, "restarts": one.restarts, "state": str(one.state), "reason": one.reason, "since_seconds": round(monotonic() - one.since, 3)}
+            id: {
+                "managed": True,
+                "pid": one.pid,
+                "restarts": one.restarts,
+                "state": str(one.state),
+                "reason": one.reason,
+                "since_seconds": round(monotonic() - one.since, 3),
+            }
             for id, one in self.fleet.replicas.items()
         }
-        return statuses([told for _, told in found], launched, self.settings.shadow, {"uptime_seconds": round(monotonic() - self._begun, 3), "workers": workers})
+        return statuses(
+            [told for _, told in found],
+            launched,
+            self.settings.shadow,
+            {"uptime_seconds": round(monotonic() - self._begun, 3), "workers": workers},
+        )
 
     def _worker(self, member: Member, said: dict[str, Any] | None) -> dict[str, Any]:
         return {
@@ -293,9 +330,13 @@ class Workers:
 
     def metrics(self) -> bytes:
         """The supervisor's own part of the page."""
-        up = {str(index): 0.0 for index in range(self.settings.workers)} | {str(member.index): 1.0 for member in self.answering}
+        up = {str(index): 0.0 for index in range(self.settings.workers)} | {
+            str(member.index): 1.0 for member in self.answering
+        }
         restarts = {id: one.restarts for id, one in self.fleet.replicas.items()}
-        return "".join(lines({"worker_up": up, "worker_restarts": self.restarts, "replica_restarts": restarts})).encode()
+        return "".join(
+            lines({"worker_up": up, "worker_restarts": self.restarts, "replica_restarts": restarts})
+        ).encode()
 
 
 async def all_of(futures: Sequence[asyncio.Future[None]]) -> None:
@@ -310,8 +351,8 @@ def settle(future: asyncio.Future[None]) -> None:
 
 
 async def hold(host: str, port: int) -> tuple[list[socket.socket], int]:
-    """Sockets that keep a port for workers, on every address of the host, without listening there. OSError if it is taken: another process
-    of this user could listen there as well, and would get a part of the connections."""
+    """Sockets that keep a port for workers, on every address of the host, without listening there. OSError if it is
+    taken: another process of this user could listen there as well, and would get a part of the connections."""
     loop, held = asyncio.get_running_loop(), []
     found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     try:
@@ -349,7 +390,9 @@ def _folder() -> Path:
         fits = len(os.fsencode(place) + b"/hitherto-12345678/worker-63.sock") <= LONGEST_SOCKET
         return Path(tempfile.mkdtemp(prefix="hitherto-", dir=place if fits else "/tmp"))
     except OSError as error:
-        raise ConfigError(f"--workers: workers need a folder for their sockets, and none can be made: {error.strerror or error}. Set TMPDIR to one that can be written") from None
+        raise ConfigError(
+            f"--workers: workers need a folder for their sockets, and none can be made: {error.strerror or error}. Set TMPDIR to one that can be written"
+        ) from None
 
 
 def serve(settings: Settings) -> int:

@@ -2,10 +2,10 @@
 
     python -m gateway.workers.worker        (started by `supervisor`, never by hand)
 
-It is the gateway that runs alone otherwise, with three differences: its admin side is on a unix socket, where the supervisor's asks it; it
-listens on a port that its siblings listen on as well, once it has a replica to send requests to; and it drains when the supervisor says
-so, not on a signal. Standard input is a socket to the supervisor, with a line of JSON for each message. When the supervisor is gone,
-however it went, so is this process.
+It is the gateway that runs alone otherwise, with three differences: its admin side is on a unix socket, where the
+supervisor's asks it; it listens on a port that its siblings listen on as well, once it has a replica to send requests
+to; and it drains when the supervisor says so, not on a signal. Standard input is a socket to the supervisor, with a
+line of JSON for each message. When the supervisor is gone, however it went, so is this process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ class WorkerAdmin(Admin):
     async def counted(self, request: web.Request) -> web.Response:
         """The status, with all that was counted, for a status of all workers."""
         gateway = self.gateway
-        return answer({"status": gateway.status(), "counts": gateway.metrics.counts(), "connections": len(gateway.server.connections)})
+        return answer(
+            {
+                "status": gateway.status(),
+                "counts": gateway.metrics.counts(),
+                "connections": len(gateway.server.connections),
+            }
+        )
 
     async def costs(self, request: web.Request) -> web.Response:
         """What this worker has learned, for one that takes another's place."""
@@ -64,7 +70,9 @@ class WorkerAdmin(Admin):
 class Worker:
     def __init__(self, end: socket.socket, hello: dict[str, Any]):
         self._end, self._socket = end, Path(hello["socket"])
-        self.gateway = gateway = Gateway(Settings.model_validate(hello["settings"]), hello["costs"], decision_prefix(hello["index"]))
+        self.gateway = gateway = Gateway(
+            Settings.model_validate(hello["settings"]), hello["costs"], decision_prefix(hello["index"])
+        )
         gateway.admin = WorkerAdmin(gateway, gateway.admin.guard)
         gateway.fleet.on_change.append(self._replica_changed)
         self._drained: set[str] = set()  # replicas that an operator drained before this worker was there
@@ -143,7 +151,12 @@ def heard(end: socket.socket) -> Iterator[dict[str, Any]]:
         data += more
 
 
-def _follow(messages: Iterator[dict[str, Any]], folder: Path, loop: asyncio.AbstractEventLoop, told: asyncio.Queue[dict[str, Any]]) -> None:
+def _follow(
+    messages: Iterator[dict[str, Any]],
+    folder: Path,
+    loop: asyncio.AbstractEventLoop,
+    told: asyncio.Queue[dict[str, Any]],
+) -> None:
     """In a thread of its own, which notices also when the event loop is stuck that the supervisor is gone."""
     for message in messages:
         loop.call_soon_threadsafe(told.put_nowait, message)
@@ -154,7 +167,9 @@ def _follow(messages: Iterator[dict[str, Any]], folder: Path, loop: asyncio.Abst
 async def _main(end: socket.socket, messages: Iterator[dict[str, Any]], hello: dict[str, Any]) -> int:
     told: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     folder = Path(hello["socket"]).parent
-    threading.Thread(target=_follow, args=(messages, folder, asyncio.get_running_loop(), told), name="supervisor", daemon=True).start()
+    threading.Thread(
+        target=_follow, args=(messages, folder, asyncio.get_running_loop(), told), name="supervisor", daemon=True
+    ).start()
     try:
         await Worker(end, hello).run(told)
     except ConfigError as error:

@@ -53,13 +53,17 @@ class Collector:
         for one in ExportTraceServiceRequest.FromString(body).resource_spans:
             resource = attributes(one.resource.attributes)
             self.spans += [Span(span, resource) for scope in one.scope_spans for span in scope.spans]
-        return web.Response(body=ExportTraceServiceResponse().SerializeToString(), content_type="application/x-protobuf")
+        return web.Response(
+            body=ExportTraceServiceResponse().SerializeToString(), content_type="application/x-protobuf"
+        )
 
     async def until(self, true, seconds: float = 60) -> None:
         """Wait until `true(self)`."""
         end = asyncio.get_running_loop().time() + seconds
         while not true(self):
-            assert asyncio.get_running_loop().time() < end, f"did not come in time: {[(span.kind, span.name) for span in self.spans]}"
+            assert asyncio.get_running_loop().time() < end, (
+                f"did not come in time: {[(span.kind, span.name) for span in self.spans]}"
+            )
             await asyncio.sleep(0.01)
 
 

@@ -8,14 +8,27 @@ import pytest
 
 
 class Engine:
-    """A simulated engine; `wait` until it serves. Its ports are its own to choose: those found free before may be taken by then."""
+    """A simulated engine; `wait` until it serves. Its ports are its own to choose: those found free before may be taken
+    by then."""
 
     port: int
     url: str
 
     def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-m", "replicas.simulated", "--port", "0", "--profile", "cpu-tiny", "--speedup", "50"]
-        self.process = subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "replicas.simulated",
+            "--port",
+            "0",
+            "--profile",
+            "cpu-tiny",
+            "--speedup",
+            "50",
+        ]
+        self.process = subprocess.Popen(
+            [*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
 
     def wait(self) -> "Engine":
         said = ""

@@ -32,7 +32,9 @@ class Running:
         self.admin = httpx.AsyncClient(base_url=f"http://127.0.0.1:{admin_port}", timeout=10)
 
     async def chat(self, messages, **fields) -> httpx.Response:
-        return await self.client.post("/v1/chat/completions", json={"model": "sim", "messages": messages, "max_tokens": 4, **fields})
+        return await self.client.post(
+            "/v1/chat/completions", json={"model": "sim", "messages": messages, "max_tokens": 4, **fields}
+        )
 
     async def status(self) -> dict:
         return (await self.admin.get("/status")).json()
@@ -55,7 +57,8 @@ class Running:
 
 @asynccontextmanager
 async def running(*args: str, env: Mapping[str, str] = {}):
-    """`hitherto serve ARGS` on free ports, which tells what it predicted; ended with SIGTERM, and every process it made with it."""
+    """`hitherto serve ARGS` on free ports, which tells what it predicted; ended with SIGTERM, and every process it made
+    with it."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gateway", "serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--cached-tokens-header", *args,
         stderr=asyncio.subprocess.PIPE, env={**os.environ, **env},
@@ -73,7 +76,8 @@ async def running(*args: str, env: Mapping[str, str] = {}):
 
     reader = asyncio.create_task(read())
     try:
-        ports = await asyncio.wait_for(asyncio.shield(found), 60)  # 1 s, but for machines that are busy with other things
+        # 1 s, but for machines that are busy with other things
+        ports = await asyncio.wait_for(asyncio.shield(found), 60)
         gateway = Running(process, *ports, log)
         async with gateway.client, gateway.admin:
             yield gateway

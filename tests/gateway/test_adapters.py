@@ -11,7 +11,9 @@ async def ask(gateway, model: str) -> tuple[int, int]:
     """Cached tokens of a prompt, as predicted and as the engine reports."""
     reply = await gateway.client.post("/v1/completions", json={"model": model, "max_tokens": 1, "prompt": WORDS})
     assert reply.status_code == 200, reply.text
-    return int(reply.headers["x-hitherto-cached-tokens"]), reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return int(reply.headers["x-hitherto-cached-tokens"]), reply.json()["usage"]["prompt_tokens_details"][
+        "cached_tokens"
+    ]
 
 
 async def post(gateway, id: str, path: str, **said) -> None:
@@ -39,7 +41,9 @@ async def test_an_adapter_that_is_loaded_from_another_folder_is_predicted_to_be_
         whole = await held(gateway, "red")
         assert await held(gateway, "sim") == whole
         if way == "in place":
-            await post(gateway, id, "/v1/load_lora_adapter", lora_name="red", lora_path="/adapters/second", load_inplace=True)
+            await post(
+                gateway, id, "/v1/load_lora_adapter", lora_name="red", lora_path="/adapters/second", load_inplace=True
+            )
         else:
             await post(gateway, id, "/v1/unload_lora_adapter", lora_name="red")
             await post(gateway, id, "/v1/load_lora_adapter", lora_name="red", lora_path="/adapters/second")

@@ -69,7 +69,9 @@ async def test_every_endpoint_goes_through_with_exact_tokens():
             answer = await gateway.client.post(path, json={"model": "sim", **body})
             assert answer.status_code == 200, (path, answer.text)
             assert "x-hitherto-replica" in answer.headers
-        again = (await gateway.client.post("/v1/messages", json={"model": "sim", **bodies["/v1/messages"]})).json()["usage"]
+        again = (await gateway.client.post("/v1/messages", json={"model": "sim", **bodies["/v1/messages"]})).json()[
+            "usage"
+        ]
         assert again["cache_read_input_tokens"] > 300 > again["input_tokens"]
         metrics = (await gateway.admin.get("/metrics")).text
         for wrong in ("over", "under"):
@@ -87,8 +89,15 @@ async def test_an_adapter_is_served_from_the_moment_it_is_loaded_and_has_blocks_
         refused = await gateway.client.post("/v1/chat/completions", json={"model": "sql", "messages": prompt})
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         async with httpx.AsyncClient(base_url=engine.url) as direct:
-            assert (await direct.post("/v1/load_lora_adapter", json={"lora_name": "sql", "lora_path": "/sql"})).status_code == 200
-        answers = [await gateway.client.post("/v1/chat/completions", json={"model": "sql", "messages": prompt, "max_tokens": 2}) for _ in range(2)]
+            assert (
+                await direct.post("/v1/load_lora_adapter", json={"lora_name": "sql", "lora_path": "/sql"})
+            ).status_code == 200
+        answers = [
+            await gateway.client.post(
+                "/v1/chat/completions", json={"model": "sql", "messages": prompt, "max_tokens": 2}
+            )
+            for _ in range(2)
+        ]
         assert [answer.status_code for answer in answers] == [200, 200]
         assert predicted(answers[0]) == reported(answers[0]) == 0 < predicted(answers[1]) == reported(answers[1])
 
@@ -181,7 +190,9 @@ async def test_killing_a_replica_under_load_fails_no_request_and_it_comes_back()
         clients = [asyncio.create_task(client(name)) for name in "abcd"]
         await gateway.until(lambda status: victim["id"] in {replica for _, replica, _ in seen})
         os.kill(victim["pid"], signal.SIGKILL)
-        await gateway.until(lambda status: next(one for one in status["replicas"] if one["id"] == victim["id"])["state"] != "ready")
+        await gateway.until(
+            lambda status: next(one for one in status["replicas"] if one["id"] == victim["id"])["state"] != "ready"
+        )
         await gateway.ready(2)
         mark = len(seen)
         await gateway.until(lambda status: victim["id"] in {replica for _, replica, _ in seen[mark:]})
@@ -197,7 +208,9 @@ async def test_a_replica_that_is_removed_and_added_again_at_once_serves_again():
         async with running("--replica-url", url) as gateway:
             name = (await gateway.until(lambda status: status["ready"]))["replicas"][0]["id"]
             assert (await gateway.chat([user("Hello")])).status_code == 200
-            both = await asyncio.gather(gateway.admin.delete(f"/replicas/{name}"), gateway.admin.delete(f"/replicas/{name}"))
+            both = await asyncio.gather(
+                gateway.admin.delete(f"/replicas/{name}"), gateway.admin.delete(f"/replicas/{name}")
+            )
             assert [one.status_code for one in both] in ([200, 200], [200, 404])
             assert (await gateway.admin.post("/replicas", json={"url": url})).status_code == 201
             await gateway.ready(1)

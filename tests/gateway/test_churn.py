@@ -58,11 +58,17 @@ async def test_replicas_come_and_go_on_either_gateway_and_the_map_stays_one(redi
                 for turn in range(6):
                     id = ids[turn % 2]
                     leads = [of(await gateway.status(), id)["map_role"] == "writer" for gateway in fleet]
-                    here = [fleet[leads.index(turn % 3 == 0)]] if turn % 3 < 2 else fleet  # the leader, the follower, both
+                    # the leader, the follower, both
+                    here = [fleet[leads.index(turn % 3 == 0)]] if turn % 3 < 2 else fleet
                     for gateway in here:
                         await remove(gateway, id)
                     if len(here) == 2:  # nobody has it: its lease was given back and has not merely run out
-                        await until(lambda id=id: not any(id.encode().rpartition(b":")[2] in key for key in client.keys(LEASES)), 1.5)
+                        await until(
+                            lambda id=id: (
+                                not any(id.encode().rpartition(b":")[2] in key for key in client.keys(LEASES))
+                            ),
+                            1.5,
+                        )
                     for gateway in here:
                         await add(gateway, id)
                     for gateway in here:

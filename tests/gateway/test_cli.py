@@ -50,9 +50,24 @@ def test_every_field_is_a_flag_of_serve(capsys):
 
 
 def test_replica_url_takes_many_may_be_repeated_and_has_aliases(capsys):
-    argv = ["config", "--json", "--replica-url", "http://a:1", "http://b:1", "--worker-urls", "http://c:1", "--backend-url", "http://d:1"]
+    argv = [
+        "config",
+        "--json",
+        "--replica-url",
+        "http://a:1",
+        "http://b:1",
+        "--worker-urls",
+        "http://c:1",
+        "--backend-url",
+        "http://d:1",
+    ]
     assert cli.main(argv) == 0
-    assert json.loads(capsys.readouterr().out)["replica_url"]["value"] == ["http://a:1", "http://b:1", "http://c:1", "http://d:1"]
+    assert json.loads(capsys.readouterr().out)["replica_url"]["value"] == [
+        "http://a:1",
+        "http://b:1",
+        "http://c:1",
+        "http://d:1",
+    ]
 
 
 def test_version(capsys):
@@ -100,7 +115,9 @@ def test_module_runs_and_stays_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    done = subprocess.run([sys.executable, "-m", "gateway", "config", "--port", "x"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "config", "--port", "x"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2 and done.stderr.startswith("hitherto: flag --port")
 
 

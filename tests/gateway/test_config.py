@@ -49,7 +49,9 @@ def test_file_in_the_folder_is_found_and_the_environment_may_name_another(empty_
 
 def test_printed_configuration_reads_back_to_the_same_settings(empty_folder):
     urls = ["http://a:1#events=tcp://a:5557,replay=tcp://a:5558", "http://[::1]:80"]
-    config = load(flags={"replica_url": urls, "cache_budget": "1.5GiB", "policy": "random", "model": "a: b # c"}, environ={})
+    config = load(
+        flags={"replica_url": urls, "cache_budget": "1.5GiB", "policy": "random", "model": "a: b # c"}, environ={}
+    )
     (empty_folder / "again.yaml").write_text(config.to_yaml())
     again = load(environ={}, file="again.yaml")
     assert again.settings == config.settings
@@ -101,7 +103,10 @@ def test_empty_file_is_fine(empty_folder):
 
 
 def test_misspelt_environment_variable_is_an_error_and_foreign_ones_are_not():
-    assert wrong(environ={"HITHERTO_POLCY": "random"}) == "environment HITHERTO_POLCY: unknown setting. Did you mean HITHERTO_POLICY?"
+    assert (
+        wrong(environ={"HITHERTO_POLCY": "random"})
+        == "environment HITHERTO_POLCY: unknown setting. Did you mean HITHERTO_POLICY?"
+    )
     kubernetes = {
         "HITHERTO_PORT": "tcp://10.0.0.1:8080", "HITHERTO_PORT_8080_TCP": "tcp://10.0.0.1:8080",
         "HITHERTO_PORT_8080_TCP_PORT": "8080", "HITHERTO_SERVICE_HOST": "10.0.0.1", "HITHERTO_DATA": "/d",
@@ -110,7 +115,9 @@ def test_misspelt_environment_variable_is_an_error_and_foreign_ones_are_not():
 
 
 def test_bad_environment_value_names_the_variable():
-    assert wrong(environ={"HITHERTO_POLICY": "leasttime"}).startswith("environment HITHERTO_POLICY: policy: 'leasttime' is none of")
+    assert wrong(environ={"HITHERTO_POLICY": "leasttime"}).startswith(
+        "environment HITHERTO_POLICY: policy: 'leasttime' is none of"
+    )
     assert "Did you mean 'least_time'?" in wrong(environ={"HITHERTO_POLICY": "leasttime"})
 
 
@@ -122,7 +129,11 @@ def test_several_errors_are_all_told():
 def test_replica_urls_are_judged_wherever_they_come_from(tmp_path):
     bad = "http://gpu_1..example:8000"
     (tmp_path / "my.yaml").write_text(f"replica_url: [{bad!r}]\n")
-    for where in ({"flags": {"replica_url": (bad,)}}, {"environ": {"HITHERTO_REPLICA_URL": bad}}, {"file": tmp_path / "my.yaml"}):
+    for where in (
+        {"flags": {"replica_url": (bad,)}},
+        {"environ": {"HITHERTO_REPLICA_URL": bad}},
+        {"file": tmp_path / "my.yaml"},
+    ):
         assert "'gpu_1..example' is not a host name" in wrong(**where)
 
 
@@ -146,7 +157,10 @@ def test_without_a_token_the_admin_side_is_for_this_machine_alone(tmp_path):
 def test_the_token_is_in_a_file_or_the_environment_and_on_no_command_line(tmp_path):
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
-    assert read_token(load(flags={"admin_token": f"@{file}"}, environ={"HITHERTO_ADMIN_TOKEN": "x" * 16}).settings) == TOKEN
+    assert (
+        read_token(load(flags={"admin_token": f"@{file}"}, environ={"HITHERTO_ADMIN_TOKEN": "x" * 16}).settings)
+        == TOKEN
+    )
     assert read_token(load(environ={"HITHERTO_ADMIN_TOKEN": TOKEN}).settings) == TOKEN
     assert "everybody on this machine can read a command line" in wrong(flags={"admin_token": TOKEN})
     assert "No such file" in wrong(flags={"admin_token": "@/nowhere"})
@@ -178,7 +192,11 @@ def test_the_token_is_never_shown(tmp_path):
 def test_the_password_in_the_redis_url_is_never_shown_and_what_is_shown_is_not_taken_for_it(tmp_path, empty_folder):
     url = "redis://me:hunter2@h:1/2"
     (tmp_path / "file.yaml").write_text(f"redis_url: {url}\n")
-    for config in (load({"redis_url": url}), load(environ={"HITHERTO_REDIS_URL": url}), load(file=tmp_path / "file.yaml")):
+    for config in (
+        load({"redis_url": url}),
+        load(environ={"HITHERTO_REDIS_URL": url}),
+        load(file=tmp_path / "file.yaml"),
+    ):
         assert config.settings.redis_url == url
         shown = config.to_yaml()
         assert "hunter2" not in shown + repr(config) + json.dumps(config.plain())
@@ -188,7 +206,9 @@ def test_the_password_in_the_redis_url_is_never_shown_and_what_is_shown_is_not_t
         with pytest.raises(ConfigError, match="the password is hidden here"):
             load(file=tmp_path / "shown.yaml")
     assert "hidden" not in load({"redis_url": "redis://h"}).to_yaml()
-    assert "it is no URL" in wrong(flags={"redis_url": "@/tmp/file"}) and "HITHERTO_REDIS_URL" in wrong(flags={"redis_url": "/tmp/file"})
+    assert "it is no URL" in wrong(flags={"redis_url": "@/tmp/file"}) and "HITHERTO_REDIS_URL" in wrong(
+        flags={"redis_url": "/tmp/file"}
+    )
 
 
 def test_host_names_of_the_admin_side():
@@ -217,7 +237,9 @@ def test_policies_in_shadow_in_one_string_or_a_list(empty_folder):
 def test_what_cannot_be_in_shadow_is_said():
     assert "Did you mean 'least_load'?" in wrong(flags={"shadow": "least_laod"})
     assert "shadow: random is given twice" in wrong(flags={"shadow": "random,random"})
-    assert wrong(flags={"shadow": "random,least_time"}).startswith("flag --shadow: shadow: least_time is the policy that acts")
+    assert wrong(flags={"shadow": "random,least_time"}).startswith(
+        "flag --shadow: shadow: least_time is the policy that acts"
+    )
 
 
 def test_chat_template_must_exist(empty_folder):
@@ -227,16 +249,24 @@ def test_chat_template_must_exist(empty_folder):
 
 
 def test_urls_in_one_string():
-    environ = {"HITHERTO_REPLICA_URL": "http://a:1#events=tcp://a:2,replay=tcp://a:3, http://b:1/v1/  http://c,http://d"}
+    environ = {
+        "HITHERTO_REPLICA_URL": "http://a:1#events=tcp://a:2,replay=tcp://a:3, http://b:1/v1/  http://c,http://d"
+    }
     assert load(environ=environ).settings.replica_url == (
         "http://a:1#events=tcp://a:2,replay=tcp://a:3", "http://b:1/v1/", "http://c", "http://d",
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("url", ["ftp://a:1", "http://a:port", "http://", "http://a:1/v1/chat/completions", "http://a:1#event=tcp://b:2"])
+@pytest.mark.parametrize(
+    "url", ["ftp://a:1", "http://a:port", "http://", "http://a:1/v1/chat/completions", "http://a:1#event=tcp://b:2"]
+)
 def test_bad_replica_urls_are_told_with_their_place(url):
     text = wrong(flags={"replica_url": [url]})
-    assert text.startswith("flag --replica-url: replica_url: ") and url.partition("#")[2].partition(",")[0] in text and "\n" not in text
+    assert (
+        text.startswith("flag --replica-url: replica_url: ")
+        and url.partition("#")[2].partition(",")[0] in text
+        and "\n" not in text
+    )
 
 
 def test_a_replica_given_twice_is_refused():

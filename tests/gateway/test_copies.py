@@ -19,12 +19,18 @@ def story(name: str) -> str:
 
 async def compared(gateway) -> dict[str, float]:
     page = (await gateway.admin.get("/metrics")).text
-    return {outcome: float(count) for outcome, count in re.findall(r'^hitherto_predictions_total{.*outcome="(\w+)".*} (\S+)', page, re.M)}
+    return {
+        outcome: float(count)
+        for outcome, count in re.findall(r'^hitherto_predictions_total{.*outcome="(\w+)".*} (\S+)', page, re.M)
+    }
 
 
 @pytest.fixture
 async def gateway():
-    async with engine("127.0.0.2") as process, running("--model", "sim", "--replica-url", f"http://127.0.0.2:{process.port}") as gateway:
+    async with (
+        engine("127.0.0.2") as process,
+        running("--model", "sim", "--replica-url", f"http://127.0.0.2:{process.port}") as gateway,
+    ):
         await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
         yield gateway
 
@@ -32,7 +38,9 @@ async def gateway():
 async def test_predictions_are_as_usage_tells_where_sequences_share_a_prompt(gateway):
     async def ask(prompt, **fields):
         before = (await gateway.status())["totals"]["reported_cached_tokens"]
-        answer = await gateway.client.post("/v1/completions", json={"model": "sim", "prompt": prompt, "max_tokens": 4, "ignore_eos": True, **fields})
+        answer = await gateway.client.post(
+            "/v1/completions", json={"model": "sim", "prompt": prompt, "max_tokens": 4, "ignore_eos": True, **fields}
+        )
         assert answer.status_code == 200
         return (await gateway.status())["totals"]["reported_cached_tokens"] - before
 

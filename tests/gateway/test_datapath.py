@@ -18,7 +18,9 @@ def pipeline():
     return Pipeline(sim_model_dir(), "m", 16)
 
 
-@pytest.mark.parametrize("context, largest", [(None, 64), (8192, 16), (131_072, 16), (1_000_000, 30), (10_000_000, 64), (10**12, 64)])
+@pytest.mark.parametrize(
+    "context, largest", [(None, 64), (8192, 16), (131_072, 16), (1_000_000, 30), (10_000_000, 64), (10**12, 64)]
+)
 def test_the_largest_body_is_as_the_longest_context_needs(pipeline, context, largest):
     pipeline.max_model_len = context
     assert datapath.limits(Settings(), [pipeline]).body_bytes // MIB == largest
@@ -29,7 +31,10 @@ def test_nothing_is_taken_for_too_large_of_a_model_that_is_not_known():
     assert datapath.limits(Settings(), [Pipeline(None, "m", 16, max_model_len=8192)]).body_bytes == 64 * MIB
 
 
-@pytest.mark.parametrize("file, said", [("preprocessor_config.json", {}), ("processor_config.json", {}), ("config.json", {"vision_config": {}})])
+@pytest.mark.parametrize(
+    "file, said",
+    [("preprocessor_config.json", {}), ("processor_config.json", {}), ("config.json", {"vision_config": {}})],
+)
 def test_images_may_have_any_size(tmp_path, file, said):
     (tmp_path / file).write_text(json.dumps(said))
     assert ModelFiles(tmp_path, {}, {}, said).takes_media

@@ -1,4 +1,5 @@
-"""`POST /decide`: the gateway decides and counts, the bytes go by the caller's own way; over real sockets to real engines."""
+"""`POST /decide`: the gateway decides and counts, the bytes go by the caller's own way; over real sockets to real
+engines."""
 
 import asyncio
 import os
@@ -27,7 +28,13 @@ async def decide(gateway: Running, body: dict, **query) -> dict:
 
 
 async def tell(gateway: Running, decided: dict, what: str, content: bytes = b"") -> int:
-    return (await gateway.admin.post(f"/decide/{decided['id']}/{what}", content=content, headers={"Content-Type": "application/json"} if content else {})).status_code
+    return (
+        await gateway.admin.post(
+            f"/decide/{decided['id']}/{what}",
+            content=content,
+            headers={"Content-Type": "application/json"} if content else {},
+        )
+    ).status_code
 
 
 async def pass_on(gateway: Running, body: dict) -> tuple[dict, int]:
@@ -47,7 +54,9 @@ def refused(answer: httpx.Response) -> tuple[int, str | None]:
 
 def counted(status: dict) -> dict[str, tuple[int, bool, bool]]:
     """By replica: requests there, whether any tokens wait for prefill, whether any stream."""
-    return {one["id"]: (one["inflight"], one["prefill_tokens"] > 0, one["context_tokens"] > 0) for one in status["replicas"]}
+    return {
+        one["id"]: (one["inflight"], one["prefill_tokens"] > 0, one["context_tokens"] > 0) for one in status["replicas"]
+    }
 
 
 IDLE = (0, False, False)
@@ -61,7 +70,9 @@ def engines(start_engine):
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["one process", "two workers"])
 async def gateway(engines, request):
     """One for all tests, each of which leaves it idle."""
-    async with running("--model", "sim", "--replica-url", *engines, *(("--workers", "2") if request.param == "two workers" else ())) as one:
+    async with running(
+        "--model", "sim", "--replica-url", *engines, *(("--workers", "2") if request.param == "two workers" else ())
+    ) as one:
         await one.ready(2)
         yield one
 
@@ -73,7 +84,8 @@ async def counts(gateway: Running, number: float, name: str, **labels: str) -> N
             await asyncio.sleep(0.02)
 
 
-ONE = pytest.mark.parametrize("gateway", ["one process"], indirect=True)  # several hear of each other's decisions a moment later
+# several hear of each other's decisions a moment later
+ONE = pytest.mark.parametrize("gateway", ["one process"], indirect=True)
 
 
 @ONE
@@ -82,7 +94,10 @@ async def test_conversations_go_where_their_prefix_is_and_the_engine_agrees(gate
     for turn in range(4):
         for name in "abc":
             decided, cached = await pass_on(gateway, chat(f"I am {name}. " * (60 + 20 * turn)))
-            assert decided["cached_tokens"] == cached and f"{cached} of {decided['tokens']} prompt tokens held" in decided["reason"]
+            assert (
+                decided["cached_tokens"] == cached
+                and f"{cached} of {decided['tokens']} prompt tokens held" in decided["reason"]
+            )
             assert decided["url"] == "http://" + decided["replica"] and decided["headers"] == {}
             assert decided["candidates"][0] == decided["replica"] and len(set(decided["candidates"])) == 2
             if turn:
@@ -127,7 +142,10 @@ async def test_what_a_dead_caller_left_is_taken_off(gateway):
 async def test_words_renew_the_lease(gateway):
     kept = await decide(gateway, chat("A long answer", stream=True), lease_s=2)
     left = await decide(gateway, chat("Another one", stream=True), lease_s=2)
-    while await tell(gateway, kept, "first_byte") == 200 and sum(one for one, _, _ in counted(await gateway.status()).values()) == 2:
+    while (
+        await tell(gateway, kept, "first_byte") == 200
+        and sum(one for one, _, _ in counted(await gateway.status()).values()) == 2
+    ):
         pass
     assert [await tell(gateway, one, "done") for one in (left, kept)] == [404, 200]
 
@@ -141,7 +159,11 @@ async def test_an_answer_in_one_piece_counts_as_prefilled_when_it_should_be(gate
 async def test_where_it_failed_is_left_out_of_the_next_decision(gateway):
     decided, _ = await pass_on(gateway, chat("Knock, knock. " * 40))
     again = await decide(gateway, chat("Knock, knock. " * 40), exclude=decided["replica"])
-    assert again["candidates"] == [again["replica"]] and again["replica"] == decided["candidates"][1] and again["cached_tokens"] == 0
+    assert (
+        again["candidates"] == [again["replica"]]
+        and again["replica"] == decided["candidates"][1]
+        and again["cached_tokens"] == 0
+    )
     answer = await gateway.admin.post("/decide", params={"exclude": decided["candidates"]}, json=chat("Knock"))
     assert refused(answer) == (503, "no_replica_ready") and "no replica is left to try" in answer.text
     unknown = await decide(gateway, chat("Knock"), exclude="10.0.0.7:8000")
@@ -151,7 +173,10 @@ async def test_where_it_failed_is_left_out_of_the_next_decision(gateway):
 
 async def test_refusals_have_the_clients_own_format(gateway):
     ask = gateway.admin.post
-    assert refused(await ask("/decide", content=b"{", headers={"Content-Type": "application/json"})) == (400, "bad_request")
+    assert refused(await ask("/decide", content=b"{", headers={"Content-Type": "application/json"})) == (
+        400,
+        "bad_request",
+    )
     assert refused(await ask("/decide", json={"model": "sim"}))[0] == 400
     assert refused(await ask("/decide", json=chat("x", stream=[])))[0] == 400
     assert refused(await ask("/decide", json={**chat("x"), "model": "gpt-9"})) == (404, "model_not_found")
@@ -165,10 +190,16 @@ async def test_refusals_have_the_clients_own_format(gateway):
 
 async def test_other_paths_are_prompts_too_and_unknown_ones_go_by_load(gateway):
     text = "All the world's a stage. " * 40
-    made = [await decide(gateway, {"model": "sim", name: text}, path=path) for name, path in (("prompt", "/v1/completions"), ("input", "/v1/responses"))]
+    made = [
+        await decide(gateway, {"model": "sim", name: text}, path=path)
+        for name, path in (("prompt", "/v1/completions"), ("input", "/v1/responses"))
+    ]
     assert all(one["tokens"] > 100 for one in made)
     other = await decide(gateway, {}, path="/v1/audio/transcriptions")
-    assert (other["tokens"], other["cached_tokens"]) == (0, 0) and "by load alone (this path is routed by load alone)" in other["reason"]
+    assert (other["tokens"], other["cached_tokens"]) == (
+        0,
+        0,
+    ) and "by load alone (this path is routed by load alone)" in other["reason"]
     assert [await tell(gateway, one, "done") for one in (*made, other)] == [200] * 3
 
 
@@ -212,6 +243,10 @@ async def test_a_worker_that_dies_takes_what_it_counted(gateway):
     assert sorted(one["id"].split("-")[0] for one in made) == ["0", "0", "1", "1"]
     os.kill(before, signal.SIGKILL)
     await gateway.until(lambda status: sum(one["inflight"] for one in status["replicas"]) == 2)
-    await gateway.until(lambda status: all(one["ready"] for one in status["workers"]) and status["workers"][0]["pid"] != before)
-    assert [await tell(gateway, one, "done") for one in made] == [404 if one["id"].startswith("0-") else 200 for one in made]
+    await gateway.until(
+        lambda status: all(one["ready"] for one in status["workers"]) and status["workers"][0]["pid"] != before
+    )
+    assert [await tell(gateway, one, "done") for one in made] == [
+        404 if one["id"].startswith("0-") else 200 for one in made
+    ]
     assert set(counted(await gateway.status()).values()) == {IDLE}

@@ -1,5 +1,5 @@
-"""Three kinds of engines behind one gateway, each spoken to in its own way: one that speaks as vLLM does, the simulated one,
-and a toy that has nothing in common with them."""
+"""Three kinds of engines behind one gateway, each spoken to in its own way: one that speaks as vLLM does, the simulated
+one, and a toy that has nothing in common with them."""
 
 import asyncio
 import json
@@ -32,13 +32,26 @@ async def one_gateway(simulated: str):
     publishers = [Publisher(), Publisher()]
     fakes = {"vllm": vllm(), "toy": toy([one.port for one in publishers])}
     urls = [await fake.start() for fake in fakes.values()]
-    settings = Settings(host="127.0.0.1", port=0, admin_port=0, replica_url=(*urls, simulated), model="sim", policy="round_robin")
+    settings = Settings(
+        host="127.0.0.1", port=0, admin_port=0, replica_url=(*urls, simulated), model="sim", policy="round_robin"
+    )
     gateway = Gateway(settings)
     try:
         await gateway.start()
-        await until(lambda: len(gateway.proxy.backends) == 5 and all(one.state is State.READY for one in gateway.fleet.replicas.values()))
+        await until(
+            lambda: (
+                len(gateway.proxy.backends) == 5
+                and all(one.state is State.READY for one in gateway.fleet.replicas.values())
+            )
+        )
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=30) as client:
-            yield SimpleNamespace(gateway=gateway, client=client, publishers=publishers, simulated=simulated.removeprefix("http://"), **fakes)
+            yield SimpleNamespace(
+                gateway=gateway,
+                client=client,
+                publishers=publishers,
+                simulated=simulated.removeprefix("http://"),
+                **fakes,
+            )
     finally:
         await gateway.stop(0)
         for fake in fakes.values():
@@ -76,11 +89,17 @@ async def test_each_engine_is_read_and_asked_in_its_own_way(known, simulated):
         speaks = {id: one.dialect.id for id, one in replicas.items()}
         assert speaks == {**dict.fromkeys((f"{house.vllm.id}-dp0", f"{house.vllm.id}-dp1"), "vllm"),
                           **dict.fromkeys((f"{house.toy.id}-dp0", f"{house.toy.id}-dp1"), "toy"), house.simulated: "sim"}  # fmt: skip
-        assert [replicas[f"{house.vllm.id}-dp1"].num_blocks, replicas[f"{house.toy.id}-dp1"].num_blocks] == [100, 480 // PAGE]
+        assert [replicas[f"{house.vllm.id}-dp1"].num_blocks, replicas[f"{house.toy.id}-dp1"].num_blocks] == [
+            100,
+            480 // PAGE,
+        ]
         told = {speaks[id]: " ".join(one.problems) for id, one in replicas.items()}
-        assert "--kv-events-config" in told["vllm"] and "--no-events" in told["sim"] and "toy's replay knob" not in told["vllm"]
+        assert (
+            "--kv-events-config" in told["vllm"]
+            and "--no-events" in told["sim"]
+            and "toy's replay knob" not in told["vllm"]
+        )
         assert told["toy"] == ""
-
 
         for number in range(10):
             await ask(house, number)

@@ -43,7 +43,9 @@ async def before(engines):
     async with httpx.AsyncClient() as client:
         for engine in engines:
             (await client.post(f"{engine.url}/faults", json={"error_stream": 0})).raise_for_status()
-    async with running("--replica-url", *(engine.url for engine in engines), "--model", "sim", "--allow-path", "/faults") as gateway:
+    async with running(
+        "--replica-url", *(engine.url for engine in engines), "--model", "sim", "--allow-path", "/faults"
+    ) as gateway:
         await gateway.ready(2)
         yield gateway
 
@@ -67,7 +69,9 @@ async def test_an_engine_that_fails_every_stream_is_left_alone_and_tried_again_w
             status, where, text = await ask(gateway, number, path)
             assert status == 200 and where == good.url.removeprefix("http://") and "Internal server error" not in text
         status = await gateway.status()
-        assert replica(status, bad)["errors"] < 15, "it was asked a few times, and then left alone: degraded after three, or passed over"
+        assert replica(status, bad)["errors"] < 15, (
+            "it was asked a few times, and then left alone: degraded after three, or passed over"
+        )
         assert status["totals"]["errors"] == 0 and replica(status, bad)["events"] != "unobserved"
         await faults(gateway, bad, error_stream=0)
         await gateway.until(lambda status: replica(status, bad)["state"] == "ready", 40)
@@ -81,18 +85,23 @@ async def test_the_clients_own_faults_move_no_traffic_and_are_no_successes(engin
             answer = await gateway.client.post("/v1/completions", json={**BODY, "prompt": [99_999_999 + number] * 40})
             assert answer.status_code == 200 and "out of vocabulary" in answer.text
         status = await gateway.status()
-        assert {one["state"] for one in status["replicas"]} == {"ready"} and {one["errors"] for one in status["replicas"]} == {0}
+        assert {one["state"] for one in status["replicas"]} == {"ready"} and {
+            one["errors"] for one in status["replicas"]
+        } == {0}
         page = (await gateway.admin.get("/metrics")).text
         assert 'hitherto_requests_total{path="completions",status="4xx"} 30.0' in page
         assert 'hitherto_requests_total{path="completions",status="2xx"} 0.0' in page
-        assert "hitherto_ttft_seconds_count{" not in page or set(re.findall(r"hitherto_ttft_seconds_count{.*} (.*)", page)) == {"0.0"}
+        assert "hitherto_ttft_seconds_count{" not in page or set(
+            re.findall(r"hitherto_ttft_seconds_count{.*} (.*)", page)
+        ) == {"0.0"}
         await until_all_are_asked(gateway, engines, 2000)
         status = await gateway.status()
         assert {one["events"] for one in status["replicas"]} <= {"live", "connecting", "off"}
 
 
 class Fussy:
-    """An engine that fails each request with a chat template, as vLLM does where the template raises; or all requests."""
+    """An engine that fails each request with a chat template, as vLLM does where the template raises; or all
+    requests."""
 
     def __init__(self):
         self.asked, self.broken = 0, False
@@ -102,7 +111,10 @@ class Fussy:
             while True:
                 head, body = await read_request(reader)
                 status, answer = self.answer(head.split()[1], body)
-                writer.write(b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (status, len(answer), answer))
+                writer.write(
+                    b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+                    % (status, len(answer), answer)
+                )
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -112,7 +124,10 @@ class Fussy:
         if path.startswith(b"/v1/") and path != b"/v1/models":
             self.asked += b"max_tokens" in body and b"chat_template" in body
             if self.broken or b"chat_template" in body:
-                return 500, b'{"error":{"message":"No filter named \'x\' found.","type":"InternalServerError","code":500}}'
+                return (
+                    500,
+                    b'{"error":{"message":"No filter named \'x\' found.","type":"InternalServerError","code":500}}',
+                )
             return 200, b'{"choices":[{"index":0,"message":{"role":"assistant","content":"hi"},"text":"hi"}]}'
         return {b"/health": (200, b""), b"/v1/models": (200, b'{"data":[{"id":"m"}]}')}.get(path, (404, b"{}"))
 
@@ -122,7 +137,9 @@ async def fussy(count: int, *args: str):
     """A gateway before so many of them."""
     engines = [Fussy() for _ in range(count)]
     async with AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(await asyncio.start_server(one.serve, "127.0.0.1", 0)) for one in engines]
+        servers = [
+            await stack.enter_async_context(await asyncio.start_server(one.serve, "127.0.0.1", 0)) for one in engines
+        ]
         urls = [f"http://127.0.0.1:{one.sockets[0].getsockname()[1]}" for one in servers]
         gateway = await stack.enter_async_context(running("--replica-url", *urls, *args))
         await gateway.ready(count)
@@ -137,7 +154,11 @@ async def test_a_request_that_every_engine_fails_degrades_none():
     async with fussy(2) as (gateway, engines):
         for _ in range(12):
             answer = await gateway.client.post("/v1/chat/completions", json=BAD)
-            assert answer.status_code == 500 and "No filter named" in answer.text and answer.headers["x-should-retry"] == "false"
+            assert (
+                answer.status_code == 500
+                and "No filter named" in answer.text
+                and answer.headers["x-should-retry"] == "false"
+            )
             assert {one["state"] for one in (await gateway.status())["replicas"]} == {"ready"}
         assert sum(one.asked for one in engines) == 24, "each was asked once about each"
         status = await gateway.status()
@@ -161,7 +182,9 @@ async def test_the_only_engine_is_asked_before_it_is_called_ill():
                 pass
         assert "requests fail (5xx)" in (await gateway.status())["replicas"][0]["reason"]
         engine.broken = False
-        assert (await gateway.client.post("/v1/chat/completions", json=good)).status_code == 200, "the only one is never left out"
+        assert (await gateway.client.post("/v1/chat/completions", json=good)).status_code == 200, (
+            "the only one is never left out"
+        )
         await gateway.until(lambda status: status["replicas"][0]["state"] == "ready", 10)
 
 
@@ -175,7 +198,9 @@ async def other_server(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
             low = head.lower()
             at = low.find(b"content-length:")
             await reader.readexactly(int(low[at + 15 : low.index(b"\r\n", at)]) if at >= 0 else 0)
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: %d\r\n\r\n%b" % (len(HTML), HTML))
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: %d\r\n\r\n%b" % (len(HTML), HTML)
+            )
     except (asyncio.IncompleteReadError, ConnectionError):
         pass
     finally:

@@ -35,7 +35,12 @@ def engines():
     processes, urls = [], []
     try:
         for _ in range(2):
-            one = subprocess.Popen([sys.executable, "-m", "replicas.simulated", "--port", "0", "--speedup", "4"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            one = subprocess.Popen(
+                [sys.executable, "-m", "replicas.simulated", "--port", "0", "--speedup", "4"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
             processes.append(one)
         for one in processes:
             found = None
@@ -56,7 +61,12 @@ def engines():
 async def gateways(count, redis_url, engines, env: Mapping[str, str] = {}):
     """That many gateway processes, ready, each with all engines, joined."""
     async with AsyncExitStack() as stack:
-        starts = [stack.enter_async_context(running("--redis-url", redis_url, "--replica-url", *engines, "--model", "sim", env=env)) for _ in range(count)]
+        starts = [
+            stack.enter_async_context(
+                running("--redis-url", redis_url, "--replica-url", *engines, "--model", "sim", env=env)
+            )
+            for _ in range(count)
+        ]
         found = [await one for one in starts]
         for one in found:
             await one.ready(len(engines))
@@ -76,7 +86,9 @@ time.time_ns = lambda: right_ns() + {seconds} * 10**9
 
 
 async def joined(gateway, seconds=20):
-    return await gateway.until(lambda status: status["map"]["redis"]["ledger_joined"] and not status["map"]["redis"]["trouble"], seconds)
+    return await gateway.until(
+        lambda status: status["map"]["redis"]["ledger_joined"] and not status["map"]["redis"]["trouble"], seconds
+    )
 
 
 def roles(status):
@@ -85,14 +97,20 @@ def roles(status):
 
 def together(client):
     """The shared ledger: replica -> requests, prefilling, prefill tokens, decoding, context tokens."""
-    return {name.decode(): tuple(map(int, struct.unpack("<5d", packed))) for name, packed in client.hgetall(LOAD).items()}
+    return {
+        name.decode(): tuple(map(int, struct.unpack("<5d", packed))) for name, packed in client.hgetall(LOAD).items()
+    }
 
 
 async def known(gateway, messages):
     """Wait until the gateway's map has this prompt on some replica."""
     async with asyncio.timeout(10):
         while True:
-            told = (await gateway.admin.post("/explain?path=/v1/chat/completions", json={"model": "sim", "messages": messages})).json()
+            told = (
+                await gateway.admin.post(
+                    "/explain?path=/v1/chat/completions", json={"model": "sim", "messages": messages}
+                )
+            ).json()
             if any(one["overlap_tokens"] for one in told["replicas"]):
                 return
             await asyncio.sleep(0.02)
@@ -161,7 +179,8 @@ async def settled(fleet, client):
 
 async def test_what_one_gateway_sent_the_other_finds(redis_server, engines):
     async with gateways(2, redis_server.url, engines) as fleet:
-        messages = [{"role": "user", "content": "Only one has seen this. " + 6 * TEXT}]  # so long that no noise makes another replica look quicker
+        # so long that no noise makes another replica look quicker
+        messages = [{"role": "user", "content": "Only one has seen this. " + 6 * TEXT}]
         home = (await fleet[0].chat(messages)).headers["x-hitherto-replica"]
         await known(fleet[1], messages)
         for turn in range(4):
@@ -171,19 +190,29 @@ async def test_what_one_gateway_sent_the_other_finds(redis_server, engines):
             assert int(answer.headers["x-hitherto-cached-tokens"]) == cached > 500
         with redis_server.client() as client:
             stored = everything(client)
-            assert len(stored) > 13 * cached // 16  # the map is there, and of the prompt neither its text nor its tokens
+            # the map is there, and of the prompt neither its text nor its tokens
+            assert len(stored) > 13 * cached // 16
             told = httpx.post(f"{engines[0]}/tokenize", json={"model": "sim", "prompt": messages[0]["content"]}).json()
             ids = told["tokens"][8:12]
             for kind in ("<u4", "<u8"):
                 assert np.array(ids, kind).tobytes() not in stored
-            assert not any(word in stored for word in (b"mercy", b"Only one", json.dumps(ids).encode()[1:-1], msgpack.encode(ids)[1:]))
+            assert not any(
+                word in stored
+                for word in (b"mercy", b"Only one", json.dumps(ids).encode()[1:-1], msgpack.encode(ids)[1:])
+            )
             await settled(fleet, client)
 
 
 def everything(client):
     """All keys and values, as bytes."""
-    read = {b"string": client.get, b"hash": client.hgetall, b"zset": lambda key: client.zrange(key, 0, -1), b"stream": client.xrange, b"list": lambda key: client.lrange(key, 0, -1),
-            b"none": lambda key: b""}  # gone since keys were listed: a load that ended
+    read = {
+        b"string": client.get,
+        b"hash": client.hgetall,
+        b"zset": lambda key: client.zrange(key, 0, -1),
+        b"stream": client.xrange,
+        b"list": lambda key: client.lrange(key, 0, -1),
+        b"none": lambda key: b"",
+    }  # gone since keys were listed: a load that ended
     found = bytearray()
 
     def add(value):
@@ -216,12 +245,16 @@ async def test_a_gateway_started_later_is_as_warm_as_its_siblings(redis_server, 
             assert int(answer.headers["x-hitherto-cached-tokens"]) == cached > 500
 
 
-async def test_gateways_that_have_the_model_in_folders_of_different_names_share_one_map(redis_server, engines, tmp_path):
+async def test_gateways_that_have_the_model_in_folders_of_different_names_share_one_map(
+    redis_server, engines, tmp_path
+):
     async with AsyncExitStack() as stack:
         fleet = []
         for name in ("here", "elsewhere"):
             folder = shutil.copytree(sim_model_dir(), tmp_path / name)
-            one = await stack.enter_async_context(running("--redis-url", redis_server.url, "--replica-url", *engines, "--model", str(folder)))
+            one = await stack.enter_async_context(
+                running("--redis-url", redis_server.url, "--replica-url", *engines, "--model", str(folder))
+            )
             fleet.append(one)
             await one.ready(len(engines))
         messages = [{"role": "user", "content": "Asked at one of them. " + TEXT}]
@@ -230,7 +263,9 @@ async def test_gateways_that_have_the_model_in_folders_of_different_names_share_
         await known(fleet[1], messages)
 
 
-async def test_another_takes_over_from_a_writer_that_is_frozen_and_it_writes_no_more_when_it_wakes(redis_server, engines):
+async def test_another_takes_over_from_a_writer_that_is_frozen_and_it_writes_no_more_when_it_wakes(
+    redis_server, engines
+):
     async with gateways(1, redis_server.url, engines) as (one,):
         await one.until(lambda status: roles(status) == {"writer"})
         async with gateways(1, redis_server.url, engines) as (other,), Clients([other]) as clients:
@@ -255,7 +290,13 @@ async def test_no_request_fails_because_of_redis(start_redis, engines, fault):
                 if fault == "restarted empty":
                     server.kill()
                     for one in fleet:  # each follows the engines itself
-                        await one.until(lambda status: not status["map"]["redis"]["reachable"] and status["ready"] and status["map"]["blocks"] > 10)
+                        await one.until(
+                            lambda status: (
+                                not status["map"]["redis"]["reachable"]
+                                and status["ready"]
+                                and status["map"]["blocks"] > 10
+                            )
+                        )
                     await clients.more(120)
                     server.restart(empty=True)
                 elif fault == "frozen":
@@ -312,7 +353,10 @@ async def test_a_gateway_killed_in_a_burst_leaves_no_load_and_no_lease(redis_ser
             async with AsyncExitStack() as stack:
                 (dies,) = await stack.enter_async_context(gateways(1, redis_server.url, engines))
                 async with Clients([stays]) as clients:
-                    burst = [asyncio.create_task(dies.chat([{"role": "user", "content": f"{n} {TEXT}"}], max_tokens=400)) for n in range(32)]
+                    burst = [
+                        asyncio.create_task(dies.chat([{"role": "user", "content": f"{n} {TEXT}"}], max_tokens=400))
+                        for n in range(32)
+                    ]
                     await until(lambda: sum(counts[0] for counts in together(client).values()) >= 32)
                     dies.process.send_signal(signal.SIGKILL)
                     begun = asyncio.get_running_loop().time()

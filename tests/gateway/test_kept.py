@@ -15,7 +15,13 @@ async def test_added_and_removed_replicas_are_as_they_were_after_the_gateway_was
     async with engine("127.0.0.2") as process:
         url = f"http://127.0.0.2:{process.port}"
         async with running(*flags) as gateway:
-            for one, status in ((url, 201), ("http://127.0.0.3:9#model=m", 201), ("http://127.0.0.3:10", 201), (url, 200), ("ftp://x", 400)):
+            for one, status in (
+                (url, 201),
+                ("http://127.0.0.3:9#model=m", 201),
+                ("http://127.0.0.3:10", 201),
+                (url, 200),
+                ("ftp://x", 400),
+            ):
                 assert (await gateway.admin.post("/replicas", json={"url": one})).status_code == status
             await gateway.ready(1)
             assert (await gateway.admin.delete("/replicas/127.0.0.3:10")).status_code == 200

@@ -1,4 +1,5 @@
-"""Several models behind one gateway, each exact: a gateway process before simulated engines of unlike models and variants."""
+"""Several models behind one gateway, each exact: a gateway process before simulated engines of unlike models and
+variants."""
 
 import json
 import shutil
@@ -15,7 +16,8 @@ PROSE = "All the world's a stage, and all the men and women merely players. "
 
 
 def other_model(folder: Path, name: str = "") -> str:
-    """A model with another tokenizer than the demo's, of which half of the merges are gone, and another chat template."""
+    """A model with another tokenizer than the demo's, of which half of the merges are gone, and another chat
+    template."""
     shutil.copytree(sim_model_dir(), folder)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -31,11 +33,14 @@ async def ask(gateway, model: str, text: str, **fields) -> tuple[int, int]:
     """Cached tokens of a chat, as predicted and as the engine reports."""
     reply = await gateway.chat([{"role": "user", "content": text}], model=model, **fields)
     assert reply.status_code == 200, reply.text
-    return int(reply.headers["x-hitherto-cached-tokens"]), reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return int(reply.headers["x-hitherto-cached-tokens"]), reply.json()["usage"]["prompt_tokens_details"][
+        "cached_tokens"
+    ]
 
 
 async def held(gateway, model: str, text: str) -> int:
-    """Ask until the prompt's blocks were reported by events; how many tokens of it are held. Nothing is ever predicted too high."""
+    """Ask until the prompt's blocks were reported by events; how many tokens of it are held. Nothing is ever predicted
+    too high."""
     for _ in range(200):
         predicted, reported = await ask(gateway, model, text)
         assert predicted <= reported
@@ -47,7 +52,9 @@ async def held(gateway, model: str, text: str) -> int:
 async def compared(gateway, count: int) -> dict:
     """The status, once all engines' tokenizers were found to be the gateway's."""
     await gateway.ready(count)
-    return await gateway.until(lambda status: sum(one["tokenizer"].startswith("the gateway's") for one in status["replicas"]) == count)
+    return await gateway.until(
+        lambda status: sum(one["tokenizer"].startswith("the gateway's") for one in status["replicas"]) == count
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +63,12 @@ def other(tmp_path_factory) -> str:
 
 
 async def test_each_model_has_its_own_tokens_blocks_and_context(start_engine, other):
-    long = start_engine("--served-model-name", "long", "--max-model-len", "131072", "--num-blocks", "9000", "--lora", "red")
-    short = start_engine("--model", other, "--served-model-name", "short", "--block-size", "32", "--max-model-len", "512")
+    long = start_engine(
+        "--served-model-name", "long", "--max-model-len", "131072", "--num-blocks", "9000", "--lora", "red"
+    )
+    short = start_engine(
+        "--model", other, "--served-model-name", "short", "--block-size", "32", "--max-model-len", "512"
+    )
     async with running("--replica-url", long.wait().url, short.wait().url) as gateway:
         await compared(gateway, 2)
         told = {one["id"]: one["max_model_len"] for one in (await gateway.client.get("/v1/models")).json()["data"]}
@@ -69,16 +80,27 @@ async def test_each_model_has_its_own_tokens_blocks_and_context(start_engine, ot
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
         assert "512" in refused.json()["error"]["message"]
         spaces = (await gateway.status())["spaces"]
-        assert {(*one["models"],): (one["block_size"], one["max_model_len"]) for one in spaces} == {("long",): (16, 131072), ("short",): (32, 512)}
+        assert {(*one["models"],): (one["block_size"], one["max_model_len"]) for one in spaces} == {
+            ("long",): (16, 131072),
+            ("short",): (32, 512),
+        }
         assert set((await gateway.status())["totals"]["prompts"]) == {"exact"}
 
 
 @pytest.fixture
 async def reranker():
-    """An engine that serves one model, which ranks and transcribes, and refuses any other as vLLM does. It has no tokenizer here."""
+    """An engine that serves one model, which ranks and transcribes, and refuses any other as vLLM does. It has no
+    tokenizer here."""
 
     async def models(request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "ranker", "object": "model", "root": "/models/ranker", "parent": None, "max_model_len": 512}]})
+        return web.json_response(
+            {
+                "object": "list",
+                "data": [
+                    {"id": "ranker", "object": "model", "root": "/models/ranker", "parent": None, "max_model_len": 512}
+                ],
+            }
+        )
 
     async def serve(request: web.Request) -> web.Response:
         said = await (request.json() if request.content_type == "application/json" else request.post())
@@ -107,7 +129,8 @@ async def test_what_is_only_passed_on_goes_to_replicas_that_serve_its_model(star
     async with running("--replica-url", chat.url, reranker, "--policy", "round_robin") as gateway:
         await gateway.ready(2)
         for path in ("/v1/rerank", "/v1/score", "/classify", "/pooling") * 2:
-            body = {"model": "ranker", "query": "x", "documents": [PROSE] * (2000 if path == "/classify" else 1)}  # the long one is looked at in a thread
+            # the long one is looked at in a thread
+            body = {"model": "ranker", "query": "x", "documents": [PROSE] * (2000 if path == "/classify" else 1)}
             answer = await gateway.client.post(path, json=body)
             assert answer.status_code == 200 and answer.json()["path"] == path, answer.text
         for _ in range(4):
@@ -127,11 +150,15 @@ async def test_replicas_of_one_model_with_contexts_of_unlike_length_get_the_prom
             long = await gateway.chat([{"role": "user", "content": PROSE * 100}])
             assert long.status_code == 200, long.text
             used.append(long.headers["x-hitherto-replica"])
-            room = await gateway.chat([{"role": "user", "content": "Say much."}], max_tokens=700)  # the prompt fits both, its answer one
+            # the prompt fits both, its answer one
+            room = await gateway.chat([{"role": "user", "content": "Say much."}], max_tokens=700)
             assert room.status_code == 200, room.text
             used.append(room.headers["x-hitherto-replica"])
         assert set(used) == {f"127.0.0.1:{large.port}"}
-        short = {(await gateway.chat([{"role": "user", "content": "Hello."}])).headers["x-hitherto-replica"] for _ in range(4)}
+        short = {
+            (await gateway.chat([{"role": "user", "content": "Hello."}])).headers["x-hitherto-replica"]
+            for _ in range(4)
+        }
         assert len(short) == 2
         assert (await gateway.chat([{"role": "user", "content": PROSE * 2000}])).status_code == 400
         large.process.kill()
@@ -141,7 +168,8 @@ async def test_replicas_of_one_model_with_contexts_of_unlike_length_get_the_prom
 
 
 async def test_variants_of_one_model_are_each_predicted_exactly(start_engine, tmp_path):
-    """Blocks of 16 and 32 tokens, and files that were changed on disk between two starts, behind one name and without a restart."""
+    """Blocks of 16 and 32 tokens, and files that were changed on disk between two starts, behind one name and without a
+    restart."""
     folder = Path(other_model(tmp_path / "model"))
     flags = ("--model", str(folder), "--served-model-name", "sim")
     first, second = start_engine(*flags), start_engine(*flags, "--block-size", "32")
@@ -154,7 +182,10 @@ async def test_variants_of_one_model_are_each_predicted_exactly(start_engine, tm
             found: dict[str, int] = {}
             for _ in range(200):
                 reply = await gateway.chat([{"role": "user", "content": text}])
-                predicted, reported = (int(reply.headers["x-hitherto-cached-tokens"]), reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+                predicted, reported = (
+                    int(reply.headers["x-hitherto-cached-tokens"]),
+                    reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"],
+                )
                 assert predicted <= reported
                 if predicted and predicted == reported:
                     found[reply.headers["x-hitherto-replica"]] = predicted
@@ -164,7 +195,9 @@ async def test_variants_of_one_model_are_each_predicted_exactly(start_engine, tm
 
         held = await each(2)
         assert sorted(one["block_size"] for one in (await gateway.status())["spaces"]) == [16, 32]
-        assert b"blocks of 32 tokens instead of 16" in b"".join(gateway.log) or b"blocks of 16 tokens instead of 32" in b"".join(gateway.log)
+        assert b"blocks of 32 tokens instead of 16" in b"".join(
+            gateway.log
+        ) or b"blocks of 16 tokens instead of 32" in b"".join(gateway.log)
         template = folder / "chat_template.jinja"
         template.write_text("Be brief. Be clear. Be kind, and say nothing that is not so. " + template.read_text())
         port = first.port
@@ -183,12 +216,24 @@ async def test_variants_of_one_model_are_each_predicted_exactly(start_engine, tm
 async def test_an_engine_with_another_tokenizer_does_not_make_the_others_inexact(start_engine, other):
     """As with vLLM's --tokenizer, which nothing tells: the same name, and other tokens than the rest."""
     good, odd = start_engine(), start_engine("--model", other, "--served-model-name", "sim")
-    async with running("--model", str(sim_model_dir()), "--replica-url", good.wait().url, odd.wait().url, "--policy", "round_robin") as gateway:
-        status = await gateway.until(lambda status: len(status["spaces"]) == 2 and all("not compared" not in one["tokenizer"] for one in status["replicas"]))
-        assert sorted(one["tokenizer"].partition(":")[0].partition(",")[0] for one in status["replicas"]) == ["differs", "the gateway's"]
+    async with running(
+        "--model", str(sim_model_dir()), "--replica-url", good.wait().url, odd.wait().url, "--policy", "round_robin"
+    ) as gateway:
+        status = await gateway.until(
+            lambda status: (
+                len(status["spaces"]) == 2 and all("not compared" not in one["tokenizer"] for one in status["replicas"])
+            )
+        )
+        assert sorted(one["tokenizer"].partition(":")[0].partition(",")[0] for one in status["replicas"]) == [
+            "differs",
+            "the gateway's",
+        ]
         for _ in range(50):
             reply = await gateway.chat([{"role": "user", "content": PROSE * 20}])
-            if reply.headers["x-hitherto-replica"] == f"127.0.0.1:{good.port}" and int(reply.headers["x-hitherto-cached-tokens"]) > 200:
+            if (
+                reply.headers["x-hitherto-replica"] == f"127.0.0.1:{good.port}"
+                and int(reply.headers["x-hitherto-cached-tokens"]) > 200
+            ):
                 break
         else:
             raise AssertionError("the replica with the gateway's tokenizer is never predicted to hold anything")

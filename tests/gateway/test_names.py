@@ -1,4 +1,5 @@
-"""A whole gateway before engines that are known by name or have IPv6 addresses: one machine for requests and for events."""
+"""A whole gateway before engines that are known by name or have IPv6 addresses: one machine for requests and for
+events."""
 
 import asyncio
 import json
@@ -35,7 +36,9 @@ def resolver(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(RESOLVER.format(table=str(table)))
 
     def say(**names):
-        (tmp_path / "new").write_text(json.dumps({name.replace("_", "."): addresses for name, addresses in names.items()}))
+        (tmp_path / "new").write_text(
+            json.dumps({name.replace("_", "."): addresses for name, addresses in names.items()})
+        )
         (tmp_path / "new").rename(table)
 
     say.env = {"PYTHONPATH": str(tmp_path)}
@@ -79,26 +82,41 @@ async def served(gateway, times: int) -> None:
 
 
 def as_reported(one: dict) -> bool:
-    return one["reported_prompt_tokens"] == one["prompt_tokens"] and one["predicted_cached_tokens"] == one["reported_cached_tokens"]
+    return (
+        one["reported_prompt_tokens"] == one["prompt_tokens"]
+        and one["predicted_cached_tokens"] == one["reported_cached_tokens"]
+    )
 
 
 async def test_a_name_with_two_addresses_is_one_engine_for_requests_and_events_and_then_the_other(resolver):
     ports = free_ports(3)
     resolver(gpu_test=["127.0.0.3", "127.0.0.2"])
     url = ("--replica-url", f"http://gpu.test:{ports[0]}")
-    async with engine("127.0.0.2", ports) as first, engine("127.0.0.3", ports), running("--model", "sim", *url, env=resolver.env) as gateway:
+    async with (
+        engine("127.0.0.2", ports) as first,
+        engine("127.0.0.3", ports),
+        running("--model", "sim", *url, env=resolver.env) as gateway,
+    ):
         await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
         await served(gateway, 8)
-        status = await gateway.until(lambda status: as_reported(status["replicas"][0]) and status["replicas"][0]["map_blocks"])
+        status = await gateway.until(
+            lambda status: as_reported(status["replicas"][0]) and status["replicas"][0]["map_blocks"]
+        )
         one = status["replicas"][0]
         assert one["address"] == "127.0.0.2" and one["predicted_cached_tokens"] > 0 and one["errors"] == 0
         assert any("leads to other addresses as well (127.0.0.3)" in problem for problem in one["problems"])
 
         first.kill()
-        await gateway.until(lambda status: status["replicas"][0]["address"] == "127.0.0.3" and status["replicas"][0]["state"] == "ready")
-        await gateway.until(lambda status: status["replicas"][0]["events"] == "live" and not status["replicas"][0]["map_blocks"])
+        await gateway.until(
+            lambda status: status["replicas"][0]["address"] == "127.0.0.3" and status["replicas"][0]["state"] == "ready"
+        )
+        await gateway.until(
+            lambda status: status["replicas"][0]["events"] == "live" and not status["replicas"][0]["map_blocks"]
+        )
         await served(gateway, 4)
-        status = await gateway.until(lambda status: as_reported(status["replicas"][0]) and status["replicas"][0]["map_blocks"])
+        status = await gateway.until(
+            lambda status: as_reported(status["replicas"][0]) and status["replicas"][0]["map_blocks"]
+        )
         assert status["replicas"][0]["requests"] == 12
 
 
@@ -106,12 +124,18 @@ async def test_workers_follow_a_name_that_moves(resolver):
     ports = free_ports(3)
     resolver(gpu_test=["127.0.0.2"])
     url = ("--replica-url", f"http://gpu.test:{ports[0]}", "--workers", "2")
-    async with engine("127.0.0.2", ports) as first, engine("127.0.0.3", ports), running("--model", "sim", *url, env=resolver.env) as gateway:
+    async with (
+        engine("127.0.0.2", ports) as first,
+        engine("127.0.0.3", ports),
+        running("--model", "sim", *url, env=resolver.env) as gateway,
+    ):
         await gateway.ready(1)
         await served(gateway, 3)
         resolver(gpu_test=["127.0.0.3"])
         first.kill()
-        await gateway.until(lambda status: status["replicas"][0]["address"] == "127.0.0.3" and status["replicas"][0]["state"] == "ready")
+        await gateway.until(
+            lambda status: status["replicas"][0]["address"] == "127.0.0.3" and status["replicas"][0]["state"] == "ready"
+        )
         answers = [await gateway.chat(LONG) for _ in range(3)]
         assert {answer.status_code for answer in answers} == {200}
 
@@ -119,11 +143,19 @@ async def test_workers_follow_a_name_that_moves(resolver):
 async def test_an_engine_at_an_ipv6_address_gets_requests_and_its_events_are_read():
     if not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
-    async with engine("::1") as process, running("--model", "sim", "--replica-url", f"http://[::1]:{process.port}") as gateway:
+    async with (
+        engine("::1") as process,
+        running("--model", "sim", "--replica-url", f"http://[::1]:{process.port}") as gateway,
+    ):
         await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
         await served(gateway, 3)
-        status = await gateway.until(lambda status: as_reported(status["replicas"][0]) and status["replicas"][0]["map_blocks"])
-        assert status["replicas"][0]["id"] == f"[::1]:{process.port}" and status["replicas"][0]["predicted_cached_tokens"] > 0
+        status = await gateway.until(
+            lambda status: as_reported(status["replicas"][0]) and status["replicas"][0]["map_blocks"]
+        )
+        assert (
+            status["replicas"][0]["id"] == f"[::1]:{process.port}"
+            and status["replicas"][0]["predicted_cached_tokens"] > 0
+        )
 
 
 @asynccontextmanager
@@ -154,14 +186,25 @@ async def tls_in_front_of(port: int, context):
 
 async def test_an_https_engine_gets_plain_and_streamed_requests_and_its_events_are_read(resolver, tmp_path):
     resolver(gpu_test=["127.0.0.2"])
-    async with engine("127.0.0.2") as process, tls_in_front_of(process.port, server_context(tmp_path, "gpu.test")) as port:
-        flags = ("--model", "sim", "--replica-url", f"https://gpu.test:{port}", "--replica-ca", str(tmp_path / "ca.pem"))
+    async with (
+        engine("127.0.0.2") as process,
+        tls_in_front_of(process.port, server_context(tmp_path, "gpu.test")) as port,
+    ):
+        flags = (
+            "--model",
+            "sim",
+            "--replica-url",
+            f"https://gpu.test:{port}",
+            "--replica-ca",
+            str(tmp_path / "ca.pem"),
+        )
         async with running(*flags, env=resolver.env) as gateway:
             await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
             await served(gateway, 3)
             streamed = await gateway.chat(LONG, stream=True)
             assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
-            large = [{"role": "user", "content": "x " * 100_000}]  # more than one write, refused by the engine as too long
+            # more than one write, refused by the engine as too long
+            large = [{"role": "user", "content": "x " * 100_000}]
             assert (await gateway.chat(large)).status_code == 400
             status = await gateway.until(lambda status: status["replicas"][0]["map_blocks"])
             assert status["replicas"][0]["errors"] == 0 and status["replicas"][0]["predicted_cached_tokens"] > 0

@@ -1,5 +1,5 @@
-"""An engine with data-parallel ranks behind one URL: two simulated engines, and in front of them what makes vLLM's ranks
-one server, so that tokens, caches, events and reports are real and each rank's own."""
+"""An engine with data-parallel ranks behind one URL: two simulated engines, and in front of them what makes vLLM's
+ranks one server, so that tokens, caches, events and reports are real and each rank's own."""
 
 import asyncio
 import re
@@ -26,16 +26,21 @@ class Ranks:
         if request.path == "/metrics":
             return web.Response(text=await self.metrics())
         if request.path == "/kv_event_sources":
-            return web.json_response({str(rank): (await self.ask(rank, "/kv_event_sources"))["0"] for rank in range(self.count)})
+            return web.json_response(
+                {str(rank): (await self.ask(rank, "/kv_event_sources"))["0"] for rank in range(self.count)}
+            )
         body = await request.read()
-        if request.method == "POST" and request.path != "/tokenize":  # the gateway's own question, which any rank answers alike
+        # the gateway's own question, which any rank answers alike
+        if request.method == "POST" and request.path != "/tokenize":
             self.seen.append((request.path, request.headers.getall(RANK, [])))
         rank = int(request.headers.get(RANK, -1)) if request.path != "/v1/responses" else -1
         if rank >= self.count:
             return web.json_response({"error": {"message": f"data_parallel_rank {rank} is out of range"}}, status=400)
         if rank < 0:  # the one it likes
             self.next = rank = (self.next + 1) % self.count
-        async with self.session.request(request.method, self.urls[rank] + request.path, data=body, headers={"Content-Type": "application/json"}) as reply:
+        async with self.session.request(
+            request.method, self.urls[rank] + request.path, data=body, headers={"Content-Type": "application/json"}
+        ) as reply:
             return web.Response(status=reply.status, body=await reply.read(), content_type=reply.content_type)
 
     async def ask(self, rank: int, path: str) -> dict:
@@ -47,7 +52,9 @@ class Ranks:
         for rank in range(self.count):
             async with self.session.get(self.urls[rank] + "/metrics") as reply:
                 lines = (await reply.text()).splitlines()
-            page += [LABEL.sub(f'engine="{rank}"', line) for line in lines if not line.startswith(("process_start", "#"))]
+            page += [
+                LABEL.sub(f'engine="{rank}"', line) for line in lines if not line.startswith(("process_start", "#"))
+            ]
         return "\n".join(page) + "\n"
 
 
@@ -87,36 +94,53 @@ async def ask(gateway, name: str, **fields):
 
 
 async def heard(gateway, count: int):
-    return await gateway.until(lambda status: [one["events"] for one in status["replicas"] if one["state"] == "ready"] == ["live"] * count)
+    return await gateway.until(
+        lambda status: [one["events"] for one in status["replicas"] if one["state"] == "ready"] == ["live"] * count
+    )
 
 
 async def test_prompts_find_the_rank_that_holds_them_and_the_engine_agrees(ranks):
     async with running("--replica-url", f"http://{ranks.id}", "--model", "sim") as gateway:
         status = await heard(gateway, 2)
-        assert [(one["id"], one["rank"]) for one in status["replicas"]] == [(f"{ranks.id}-dp0", 0), (f"{ranks.id}-dp1", 1)]
+        assert [(one["id"], one["rank"]) for one in status["replicas"]] == [
+            (f"{ranks.id}-dp0", 0),
+            (f"{ranks.id}-dp1", 1),
+        ]
         assert all(one["adapters"] == {"sql": "sim"} and not one["problems"] for one in status["replicas"])
         homes: dict[str, set] = {}
-        for turn in range(3):  # at first all at once, so that both ranks get some; then one by one, so that none has to make way
+        # at first all at once, so that both ranks get some; then one by one, so that none has to make way
+        for turn in range(3):
             asked = [ask(gateway, name) for name in "abcdefgh"]
             answers = [await one for one in asked] if turn else await asyncio.gather(*asked)
             for name, answer in zip("abcdefgh", answers):
                 assert int(answer.headers["x-hitherto-cached-tokens"]) == reported(answer)
                 homes.setdefault(name, set()).add(answer.headers["x-hitherto-replica"])
-        assert all(len(where) == 1 for where in homes.values()) and set.union(*homes.values()) == {f"{ranks.id}-dp0", f"{ranks.id}-dp1"}
+        assert all(len(where) == 1 for where in homes.values()) and set.union(*homes.values()) == {
+            f"{ranks.id}-dp0",
+            f"{ranks.id}-dp1",
+        }
         assert all(len(given) == 1 and given[0] in "01" for path, given in ranks.seen)
         answer = await ask(gateway, "a", model="sql")  # an adapter's blocks are not the base model's
         assert reported(answer) == 0 == int(answer.headers["x-hitherto-cached-tokens"])
         answer = await ask(gateway, "a", model="sql")
         assert reported(answer) == int(answer.headers["x-hitherto-cached-tokens"]) > 0
-        explained = (await gateway.admin.post("/explain", params={"path": "/v1/completions"}, json={"model": "sim", "prompt": text("a")})).json()
-        assert {one["id"] for one in explained["replicas"]} == set.union(*homes.values()) and explained["choice"] in homes["a"]
+        explained = (
+            await gateway.admin.post(
+                "/explain", params={"path": "/v1/completions"}, json={"model": "sim", "prompt": text("a")}
+            )
+        ).json()
+        assert {one["id"] for one in explained["replicas"]} == set.union(*homes.values()) and explained[
+            "choice"
+        ] in homes["a"]
 
 
 async def test_where_the_engine_does_not_go_by_the_rank_nothing_is_concluded(ranks):
     async with running("--replica-url", f"http://{ranks.id}", "--model", "sim") as gateway:
         await heard(gateway, 2)
         for number in range(40):
-            answer = await gateway.client.post("/v1/responses", json={"model": "sim", "input": text(f"r{number % 2}"), "max_output_tokens": 2})
+            answer = await gateway.client.post(
+                "/v1/responses", json={"model": "sim", "input": text(f"r{number % 2}"), "max_output_tokens": 2}
+            )
             assert answer.status_code == 200
         assert await gateway.counted("hitherto_heals_total") == await gateway.counted("hitherto_predictions_total") == 0
         assert [one["events"] for one in (await gateway.status())["replicas"]] == ["live", "live"]
@@ -135,9 +159,15 @@ async def test_one_rank_is_drained_the_engine_comes_back_with_one_and_with_two(r
         assert refused.status_code == 409 and f"remove {ranks.id}" in refused.json()["error"]["message"]
         for count, ids in ((1, [ranks.id]), (2, [f"{ranks.id}-dp0", f"{ranks.id}-dp1"])):
             ranks.count, ranks.started = count, ranks.started + 1
-            await gateway.until(lambda status, ids=ids: [one["id"] for one in status["replicas"] if one["events"] == "live"] == ids)
+            await gateway.until(
+                lambda status, ids=ids: [one["id"] for one in status["replicas"] if one["events"] == "live"] == ids
+            )
             ranks.seen.clear()
-            answer = await ask(gateway, "a") if count > 1 else await gateway.client.post("/v1/completions", json={"model": "sim", "prompt": text("a")})
+            answer = (
+                await ask(gateway, "a")
+                if count > 1
+                else await gateway.client.post("/v1/completions", json={"model": "sim", "prompt": text("a")})
+            )
             assert answer.headers["x-hitherto-replica"] in ids and answer.status_code == 200
             assert ranks.seen[0][1] == ([] if count == 1 else [answer.headers["x-hitherto-replica"][-1]])
         assert (await gateway.admin.delete(f"/replicas/{ranks.id}")).status_code == 200

@@ -11,7 +11,10 @@ from gateway.proxy.forwarding import CONFIRMATIONS
 from .running import running
 
 WORDS = "All the world's a stage, and all the men and women merely players. " * 60
-PATHS = {"/v1/chat/completions": {"messages": [{"role": "user", "content": WORDS}]}, "/v1/completions": {"prompt": WORDS}}
+PATHS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": WORDS}]},
+    "/v1/completions": {"prompt": WORDS},
+}
 
 
 def other(path: str, number: int) -> dict:
@@ -45,16 +48,28 @@ async def test_an_engine_answers_the_same_to_ids():
             for path in PATHS:
                 await confirmed(gateway, path)
                 await answer(engine, path)  # from here on it is cached
-                for more in ({}, {"n": 2}, {"return_token_ids": True}, {"stream": True, "stream_options": {"include_usage": True}}):
-                    assert await answer(gateway.client, path, **more) == await answer(engine, path, **more), (path, more)
+                for more in (
+                    {},
+                    {"n": 2},
+                    {"return_token_ids": True},
+                    {"stream": True, "stream_options": {"include_usage": True}},
+                ):
+                    assert await answer(gateway.client, path, **more) == await answer(engine, path, **more), (
+                        path,
+                        more,
+                    )
         page = (await gateway.admin.get("/metrics")).text
         assert f'hitherto_long_prompts_total{{replica="{replica["id"]}",sent="ids"}} 8.0' in page
-        assert f'hitherto_token_id_checks_total{{outcome="same",replica="{replica["id"]}"}} {2 * CONFIRMATIONS}.0' in page
+        assert (
+            f'hitherto_token_id_checks_total{{outcome="same",replica="{replica["id"]}"}} {2 * CONFIRMATIONS}.0' in page
+        )
         assert not re.search(r'_predictions_total\{outcome="(over|under)"[^}]*\} [^0]', page)
         assert (await gateway.status())["replicas"][0]["problems"] == []
 
 
-@pytest.mark.parametrize("setting, found", [([], "the ids it makes differ from ours"), (["--tokenize-once", "never"], None)])
+@pytest.mark.parametrize(
+    "setting, found", [([], "the ids it makes differ from ours"), (["--tokenize-once", "never"], None)]
+)
 async def test_an_engine_with_another_template_gets_text_and_is_named(tmp_path, setting, found):
     template = tmp_path / "other.jinja"
     template.write_text("{% for message in messages %}<<{{ message['role'] }}>> {{ message['content'] }}\n{% endfor %}")
@@ -63,7 +78,9 @@ async def test_an_engine_with_another_template_gets_text_and_is_named(tmp_path, 
         for _ in range(2):  # the first one of a kind is not asked about
             await answer(gateway.client, "/v1/chat/completions")
         if found:
-            status = await gateway.until(lambda status: "/v1/chat/completions: no" in status["replicas"][0]["takes_ids"])
+            status = await gateway.until(
+                lambda status: "/v1/chat/completions: no" in status["replicas"][0]["takes_ids"]
+            )
             assert any(found in problem for problem in status["replicas"][0]["problems"])
         await answer(gateway.client, "/v1/chat/completions")
         assert not re.search(r'sent="ids"\} [^0]', (await gateway.admin.get("/metrics")).text)

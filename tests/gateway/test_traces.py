@@ -46,11 +46,17 @@ async def test_spans_of_a_gateway_and_its_access_log(engine):
 
 async def test_each_worker_sends_its_own(engine):
     async with collecting() as collector:
-        async with running("--replica-url", engine, "--workers", "2", env={"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, **SOON}) as gateway:
+        async with running(
+            "--replica-url", engine, "--workers", "2", env={"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, **SOON}
+        ) as gateway:
             await gateway.ready(1)
             for _ in range(4):  # each on a connection of its own: workers take turns
                 async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
-                    assert (await client.post("/v1/chat/completions", json={"model": "sim", "messages": HELLO, "max_tokens": 1})).status_code == 200
+                    assert (
+                        await client.post(
+                            "/v1/chat/completions", json={"model": "sim", "messages": HELLO, "max_tokens": 1}
+                        )
+                    ).status_code == 200
             await collector.until(lambda it: len(it.of("SERVER")) == len(it.of("CLIENT")) == 4)
     assert len({span.resource["service.instance.id"] for span in collector.spans}) == 2
 

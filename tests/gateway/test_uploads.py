@@ -1,4 +1,5 @@
-"""Uploads that nobody finishes, against a real gateway process: what they take of its memory, and that it comes back."""
+"""Uploads that nobody finishes, against a real gateway process: what they take of its memory, and that it comes
+back."""
 
 import asyncio
 import re
@@ -15,7 +16,9 @@ def resident(pid: int) -> int:
 
 
 async def test_uploads_that_are_held_and_left_take_no_more_than_their_budget():
-    async with running("--replica-url", "http://127.0.0.1:9", "--request-budget", "48MiB", "--max-body-bytes", "16MiB") as gateway:
+    async with running(
+        "--replica-url", "http://127.0.0.1:9", "--request-budget", "48MiB", "--max-body-bytes", "16MiB"
+    ) as gateway:
         port = int(gateway.url.rpartition(":")[2])
 
         async def held() -> int:
@@ -24,7 +27,10 @@ async def test_uploads_that_are_held_and_left_take_no_more_than_their_budget():
 
         async def upload() -> asyncio.StreamWriter:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (15 * MIB) + b"x" * (10 * MIB))
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (15 * MIB)
+                + b"x" * (10 * MIB)
+            )
             return writer
 
         async def sent(writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,5 @@
-"""A kind of engine that there is not, unlike any other in all that a dialect may decide; and one that speaks as vLLM does."""
+"""A kind of engine that there is not, unlike any other in all that a dialect may decide; and one that speaks as vLLM
+does."""
 
 import json
 from array import array
@@ -114,15 +115,33 @@ def vllm() -> Fake:
     series = "num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total".split()
     lines = [f'vllm:{name}{{engine="{rank}"}} 0' for name in series for rank in (0, 1)]
     lines += [f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="200",engine="{rank}"}} 1' for rank in (0, 1)]
-    return Fake({"/health": "", "/v1/models": MODELS, "/version": {"version": "0.33.0"}, "/metrics": "\n".join(lines), "/kv_event_sources": {}})
+    return Fake(
+        {
+            "/health": "",
+            "/v1/models": MODELS,
+            "/version": {"version": "0.33.0"},
+            "/metrics": "\n".join(lines),
+            "/kv_event_sources": {},
+        }
+    )
 
 
 def toy(ports: list[int]) -> Fake:
     """With two shards that publish on these ports."""
-    lines = [f'toy_{name}{{shard="{shard}"}} 0' for name in ("busy", "queue", "full", "asked", "found") for shard in (0, 1)]
+    lines = [
+        f'toy_{name}{{shard="{shard}"}} 0' for name in ("busy", "queue", "full", "asked", "found") for shard in (0, 1)
+    ]
     lines += [f'toy_cache{{page="{PAGE}",pages="60",tokens="480",shard="{shard}"}} 1' for shard in (0, 1)]
     publishers = {str(shard): port for shard, port in enumerate(ports)}
-    return Fake({"/health": "", "/v1/models": MODELS, "/version": {"toy": 7, "version": "7"}, "/metrics": "\n".join(lines), "/toy/publishers": publishers})
+    return Fake(
+        {
+            "/health": "",
+            "/v1/models": MODELS,
+            "/version": {"toy": 7, "version": "7"},
+            "/metrics": "\n".join(lines),
+            "/toy/publishers": publishers,
+        }
+    )
 
 
 class Publisher:

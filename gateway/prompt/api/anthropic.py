@@ -1,4 +1,5 @@
 """`/v1/messages` to a chat request, block by block as vLLM does it."""
+
 from __future__ import annotations
 
 import json
@@ -25,8 +26,8 @@ _INLINE_SYSTEM = [{"role": role, "content": "t"} for role in ("system", "user", 
 class Habits:
     """How vLLM translates for one template."""
 
-    system_first: bool                     # inline system messages are moved to the front
-    disabled_effort: str | None            # reasoning_effort for thinking "disabled"; None: `thinking` is not read
+    system_first: bool  # inline system messages are moved to the front
+    disabled_effort: str | None  # reasoning_effort for thinking "disabled"; None: `thinking` is not read
 
 
 def habits(template: ChatTemplate | None, others: Sequence[str] = (), replaces_own: bool = False) -> Habits:
@@ -58,10 +59,12 @@ def _wants_system_first(source: str) -> bool:
     undefined. So a template that only needs one of these fails, too, and is taken for one that wants its system message
     first.
     """
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
     try:
         env.from_string(source).render(messages=_INLINE_SYSTEM, add_generation_prompt=False)
-    except Exception:                      # vLLM looks for Jinja's errors only, and does not start with any other
+    except Exception:  # vLLM looks for Jinja's errors only, and does not start with any other
         return True
     return False
 
@@ -137,7 +140,11 @@ def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
     arguments = json.dumps(given)
     if "e+" in arguments:
         require_exact(given)
-    return {"id": block.get("id"), "type": "function", "function": {"name": block.get("name") or "", "arguments": arguments}}
+    return {
+        "id": block.get("id"),
+        "type": "function",
+        "function": {"name": block.get("name") or "", "arguments": arguments},
+    }
 
 
 def _tool_result(block: dict[str, Any], role: str, messages: list[dict[str, Any]], parts: list[Any]) -> None:
@@ -154,8 +161,13 @@ def _tool_result(block: dict[str, Any], role: str, messages: list[dict[str, Any]
             elif kind is not None:
                 raise Multimodal(str(kind))
         content = "\n".join(texts)
-    messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "",
-                     "content": content if isinstance(content, str) else ""})
+    messages.append(
+        {
+            "role": "tool",
+            "tool_call_id": block.get("tool_use_id") or "",
+            "content": content if isinstance(content, str) else "",
+        }
+    )
 
 
 def _tools(request: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -168,10 +180,20 @@ def _tools(request: dict[str, Any]) -> list[dict[str, Any]] | None:
         raise Unroutable("a tool without a schema")
     if not tools:
         return []
-    return tool_schemas([{"function": {"name": tool.get("name"), "description": tool.get("description"),
-                                       "parameters": {**tool["input_schema"], "type": tool["input_schema"].get("type", "object")},
-                                       "strict": tool.get("strict"),
-                                       "defer_loading": tool.get("defer_loading")}} for tool in tools])
+    return tool_schemas(
+        [
+            {
+                "function": {
+                    "name": tool.get("name"),
+                    "description": tool.get("description"),
+                    "parameters": {**tool["input_schema"], "type": tool["input_schema"].get("type", "object")},
+                    "strict": tool.get("strict"),
+                    "defer_loading": tool.get("defer_loading"),
+                }
+            }
+            for tool in tools
+        ]
+    )
 
 
 def _template_variables(request: dict[str, Any], habits: Habits) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 `/v1/responses` and `/v1/messages` are translated to chat messages the way vLLM translates them
 before rendering; what the translation loses or adds shows in the tokens, so it is followed.
 """
+
 from __future__ import annotations
 
 import json
@@ -20,14 +21,23 @@ class Chat:
     messages: Any
     tools: list[dict[str, Any]] | None
     variables: dict[str, Any] | None
-    special: bool = False                  # the tokenizer adds its special tokens to the rendered text
-    by_schema: bool = True                 # see conversation()
-    roles: tuple[str, ...] | None = None   # where each message is found to be nothing but a known role and a text
-    body: bytes = b""                      # the request that it came in
+    special: bool = False  # the tokenizer adds its special tokens to the rendered text
+    by_schema: bool = True  # see conversation()
+    roles: tuple[str, ...] | None = None  # where each message is found to be nothing but a known role and a text
+    body: bytes = b""  # the request that it came in
 
 
-_ABOUT_RENDERING = frozenset({"add_generation_prompt", "continue_final_message", "documents", "reasoning_effort",
-                              "chat_template_kwargs", "chat_template", "add_special_tokens"})
+_ABOUT_RENDERING = frozenset(
+    {
+        "add_generation_prompt",
+        "continue_final_message",
+        "documents",
+        "reasoning_effort",
+        "chat_template_kwargs",
+        "chat_template",
+        "add_special_tokens",
+    }
+)
 
 
 def from_chat(request: dict[str, Any]) -> Chat:
@@ -39,20 +49,28 @@ def from_chat(request: dict[str, Any]) -> Chat:
         return Chat(request.get("messages"), tools, None)
     if request.get("chat_template") is not None:
         raise Unroutable("the request brings its own chat template")
-    variables = template_variables(request, _flag(request, "add_generation_prompt", True),
-                           _flag(request, "continue_final_message", False),
-                           request.get("reasoning_effort"), request.get("documents"))
-    return Chat(request.get("messages"), variables.pop("tools", tools), variables,
-                _flag(request, "add_special_tokens", False))
+    variables = template_variables(
+        request,
+        _flag(request, "add_generation_prompt", True),
+        _flag(request, "continue_final_message", False),
+        request.get("reasoning_effort"),
+        request.get("documents"),
+    )
+    return Chat(
+        request.get("messages"), variables.pop("tools", tools), variables, _flag(request, "add_special_tokens", False)
+    )
 
 
 def from_embeddings(request: dict[str, Any]) -> Chat:
     """`/v1/embeddings` with messages: no generation prompt unless asked for, neither tools nor documents."""
     if request.get("chat_template") is not None:
         raise Unroutable("the request brings its own chat template")
-    variables = template_variables(request, _flag(request, "add_generation_prompt", False),
-                                   _flag(request, "continue_final_message", False), None)
-    return Chat(request.get("messages"), variables.pop("tools", None), variables, _flag(request, "add_special_tokens", False))
+    variables = template_variables(
+        request, _flag(request, "add_generation_prompt", False), _flag(request, "continue_final_message", False), None
+    )
+    return Chat(
+        request.get("messages"), variables.pop("tools", None), variables, _flag(request, "add_special_tokens", False)
+    )
 
 
 def from_responses(request: dict[str, Any]) -> Chat:
@@ -81,12 +99,19 @@ def from_responses(request: dict[str, Any]) -> Chat:
     else:
         raise bad("'input' must be a string or a list of items", "input")
     last = given[-1] if isinstance(given, list) and given else {}
-    unfinished = last.get("type", "message") in ("message", "reasoning") \
-        and last.get("status") in ("in_progress", "incomplete")
+    unfinished = last.get("type", "message") in ("message", "reasoning") and last.get("status") in (
+        "in_progress",
+        "incomplete",
+    )
     reasoning = request.get("reasoning")
     effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
-    return Chat(messages, _responses_tools(request.get("tools")),
-                template_variables(request, not unfinished, unfinished, effort), special=True, by_schema=False)
+    return Chat(
+        messages,
+        _responses_tools(request.get("tools")),
+        template_variables(request, not unfinished, unfinished, effort),
+        special=True,
+        by_schema=False,
+    )
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
@@ -147,16 +172,20 @@ def _responses_tools(tools: Any) -> list[dict[str, Any]] | None:
         raise bad("'tools' must be a list of objects", "tools")
     if any(tool.get("type") not in ("function",) for tool in tools):
         raise Unroutable("a tool that is no function")
-    return tool_schemas([{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-                         for tool in tools])
+    return tool_schemas(
+        [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in tools]
+    )
 
 
-def template_variables(request: dict[str, Any], add_prompt: bool, go_on: bool, effort: Any,
-                       documents: Any = None) -> dict[str, Any]:
+def template_variables(
+    request: dict[str, Any], add_prompt: bool, go_on: bool, effort: Any, documents: Any = None
+) -> dict[str, Any]:
     """Template variables: the request's own, then what its fields say; None and "auto" are unset."""
     if add_prompt and go_on:
-        raise bad("'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them to false",
-                  "continue_final_message")
+        raise bad(
+            "'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them to false",
+            "continue_final_message",
+        )
     own = request.get("chat_template_kwargs")
     if own is not None and not isinstance(own, dict):
         raise bad("'chat_template_kwargs' must be an object", "chat_template_kwargs")
@@ -166,8 +195,11 @@ def template_variables(request: dict[str, Any], add_prompt: bool, go_on: bool, e
     said = {"reasoning_effort": effort, "documents": documents}
     if effort is not None and "enable_thinking" not in own:
         said["enable_thinking"] = effort != "none"
-    variables = {key: value for key, value in {**own, **{k: v for k, v in said.items() if v is not None}}.items()
-                 if value is not None and value != "auto"}
+    variables = {
+        key: value
+        for key, value in {**own, **{k: v for k, v in said.items() if v is not None}}.items()
+        if value is not None and value != "auto"
+    }
     return {**variables, "add_generation_prompt": add_prompt, "continue_final_message": go_on}
 
 

@@ -6,6 +6,7 @@ tools get their schema's defaults. All of it shows in the tokens, so all of it i
 rule by rule as in vLLM 0.32 (`renderers/chat_utils.py`) and transformers 5.16 to 5.23; what other
 versions do otherwise is in `quirks.VersionQuirks`.
 """
+
 from __future__ import annotations
 
 import json
@@ -16,15 +17,37 @@ from ..quirks import NEWEST, VersionQuirks
 from .fields import bad, require_exact
 from .structure import arguments_of
 
-_SAFE_LEVELS = 500         # of nested JSON, that Python reads in any case
+_SAFE_LEVELS = 500  # of nested JSON, that Python reads in any case
 # Claude Code's attribution line changes on every request; vLLM drops it from system text.
 _BILLING_HEADER = "x-anthropic-billing-header"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
-_MEDIA_KEYS = frozenset({"image_url", "image_pil", "image_embeds", "input_image", "audio_url", "audio_embeds", "input_audio",
-                         "video_url", "video_embeds", "prompt_embeds"})
+_MEDIA_KEYS = frozenset(
+    {
+        "image_url",
+        "image_pil",
+        "image_embeds",
+        "input_image",
+        "audio_url",
+        "audio_embeds",
+        "input_audio",
+        "video_url",
+        "video_embeds",
+        "prompt_embeds",
+    }
+)
 # Keys of a part that mean something to vLLM; any other reaches a template that takes parts.
 _PART_KEYS = (_MEDIA_KEYS - {"input_image", "prompt_embeds"}) | {
-    "type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file", "prompt_cache_breakpoint"}
+    "type",
+    "text",
+    "refusal",
+    "thinking",
+    "closed",
+    "name",
+    "uuid",
+    "data",
+    "file",
+    "prompt_cache_breakpoint",
+}
 
 
 class Multimodal(Exception):
@@ -39,7 +62,11 @@ class Unroutable(Exception):
 PLAIN_ROLES = frozenset({"system", "user", "assistant"})
 
 # Nearly all messages have just these keys and need no more than a copy.
-_PLAIN_KEYS = {"user": {"role", "content"}, "assistant": {"role", "content"}, "tool": {"role", "content", "tool_call_id"}}
+_PLAIN_KEYS = {
+    "user": {"role", "content"},
+    "assistant": {"role", "content"},
+    "tool": {"role", "content", "tool_call_id"},
+}
 
 
 def is_plain(system_text: str) -> bool:
@@ -49,13 +76,28 @@ def is_plain(system_text: str) -> bool:
 
 def has_media(messages: Any) -> bool:
     """Whether vLLM finds more than text in the parts of these messages."""
-    contents = [message.get("content") for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
-    return any(isinstance(part, dict) and (not _MEDIA_KEYS.isdisjoint(part) or part.get("type", "text") not in _TEXT_PARTS | {"tool_reference"})
-               for content in contents if isinstance(content, list) for part in content)
+    contents = (
+        [message.get("content") for message in messages if isinstance(message, dict)]
+        if isinstance(messages, list)
+        else []
+    )
+    return any(
+        isinstance(part, dict)
+        and (not _MEDIA_KEYS.isdisjoint(part) or part.get("type", "text") not in _TEXT_PARTS | {"tool_reference"})
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+    )
 
 
-def conversation(messages: Any, as_parts: bool, knows_developer: bool = True, by_schema: bool = True,
-                 quirks: VersionQuirks = NEWEST, reads_thinking: bool = False) -> list[dict[str, Any]]:
+def conversation(
+    messages: Any,
+    as_parts: bool,
+    knows_developer: bool = True,
+    by_schema: bool = True,
+    quirks: VersionQuirks = NEWEST,
+    reads_thinking: bool = False,
+) -> list[dict[str, Any]]:
     """Messages of a chat request -> what the template gets as `messages`.
 
     `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text
@@ -68,12 +110,15 @@ def conversation(messages: Any, as_parts: bool, knows_developer: bool = True, by
         raise bad("'messages' must be a non-empty list", "messages")
     talk = [_message(message, as_parts, by_schema, quirks, i) for i, message in enumerate(messages)]
     if not knows_developer and any(message["role"] == "developer" for message in talk):
-        talk = _one_system([{**message, "role": "system"} if message["role"] == "developer" else message
-                            for message in talk])
+        talk = _one_system(
+            [{**message, "role": "system"} if message["role"] == "developer" else message for message in talk]
+        )
     return _as_transformers_hands_on(talk, quirks, reads_thinking)
 
 
-def _as_transformers_hands_on(talk: list[dict[str, Any]], quirks: VersionQuirks, reads_thinking: bool) -> list[dict[str, Any]]:
+def _as_transformers_hands_on(
+    talk: list[dict[str, Any]], quirks: VersionQuirks, reads_thinking: bool
+) -> list[dict[str, Any]]:
     """Since 5.20 it drops keys whose value is None, since 5.21 it copies reasoning to its other names."""
     if quirks.drops_none is not False and any(None in message.values() for message in talk):
         if quirks.drops_none is None:
@@ -81,9 +126,13 @@ def _as_transformers_hands_on(talk: list[dict[str, Any]], quirks: VersionQuirks,
         talk = [{key: value for key, value in message.items() if value is not None} for message in talk]
     if quirks.copies_reasoning is not False and any("reasoning" in message for message in talk):
         if quirks.copies_reasoning:
-            return [{"thinking": message["reasoning"], **message} if "reasoning" in message else message for message in talk]
+            return [
+                {"thinking": message["reasoning"], **message} if "reasoning" in message else message for message in talk
+            ]
         if reads_thinking:
-            raise Unroutable("whether reasoning reaches the template as `thinking` depends on the engine's transformers")
+            raise Unroutable(
+                "whether reasoning reaches the template as `thinking` depends on the engine's transformers"
+            )
     return talk
 
 
@@ -187,7 +236,9 @@ def _drop_billing_header(parts: list[Any]) -> list[Any]:
     return kept
 
 
-def _assistant_fields(message: dict[str, Any], result: dict[str, Any], by_schema: bool, quirks: VersionQuirks, where: str) -> None:
+def _assistant_fields(
+    message: dict[str, Any], result: dict[str, Any], by_schema: bool, quirks: VersionQuirks, where: str
+) -> None:
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list):
@@ -206,13 +257,16 @@ def _tool_call(call: Any, by_schema: bool, quirks: VersionQuirks, where: str) ->
     """A tool call with its arguments parsed."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise bad(f"{where}.tool_calls: every entry must be of type 'function' with a 'function' object",
-                  f"{where}.tool_calls")
+        raise bad(
+            f"{where}.tool_calls: every entry must be of type 'function' with a 'function' object",
+            f"{where}.tool_calls",
+        )
     seen = {**function, "arguments": _arguments(function.get("arguments"), quirks)}
     if not by_schema:
         return {**call, "function": seen}
-    return _ordered({**call, "function": _ordered(seen, ("arguments", "name")), "type": "function"},
-                    ("id", "function", "type"))
+    return _ordered(
+        {**call, "function": _ordered(seen, ("arguments", "name")), "type": "function"}, ("id", "function", "type")
+    )
 
 
 def _arguments(given: Any, quirks: VersionQuirks) -> Any:
@@ -261,8 +315,11 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad(f"{where} must be {{'type': 'function', 'function': {{'name': ...}}}}", where)
-    seen = {"name": function["name"], "description": function.get("description"),
-            "parameters": function.get("parameters")}
+    seen = {
+        "name": function["name"],
+        "description": function.get("description"),
+        "parameters": function.get("parameters"),
+    }
     loading = tool.get("defer_loading")
     if function.get("strict") is not None:
         seen["strict"] = function["strict"]

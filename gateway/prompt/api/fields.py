@@ -3,6 +3,7 @@
 vLLM reads JSON as Python does (NaN, lone surrogates, UTF-16) and fields as pydantic does ("true", 1.0, "16"). A
 gateway that refused what the engine behind it takes would break clients that work without it.
 """
+
 from __future__ import annotations
 
 import json
@@ -23,9 +24,9 @@ _WHOLE = re.compile(r"\s*[+-]?\d+(?:_\d+)*(?:\.0*)?\s*", re.ASCII)
 _NAMES = ("model", "cache_salt", "session_id", "prompt_cache_key", "user")
 _MAX_TOKEN_ID = 0xFFFFFFFF
 _BEYOND_64_BITS = 2.0**63
-_LEAST, _MOST = -(2**63), 2**64 - 1        # vLLM takes no integer beyond; older ones fail with a 5xx
-_BRIEF_IDS = 4096                          # ids or prompts: 0.6 us each
-_LONGEST_NUMBER = 100                      # characters; 64 bits take 20
+_LEAST, _MOST = -(2**63), 2**64 - 1  # vLLM takes no integer beyond; older ones fail with a 5xx
+_BRIEF_IDS = 4096  # ids or prompts: 0.6 us each
+_LONGEST_NUMBER = 100  # characters; 64 bits take 20
 # What engines read as an integer and the gateway only passes on.
 INTEGERS = frozenset({
     "best_of", "dimensions", "logprobs", "max_logprobs", "max_tool_calls", "min_tokens", "priority", "prompt_logprobs", "seed",
@@ -81,8 +82,10 @@ def _as_python_reads(body: bytes, context: int) -> Any:
 
 def _bounded(too_much: bool, context: int) -> None:
     if too_much:
-        raise bad(f"the body holds more than {MOST_OBJECTS:,} objects, lists and members, {MOST_STRINGS:,} strings or {MOST_VALUES + context:,} values "
-                  "in all: send fewer of them in a request")
+        raise bad(
+            f"the body holds more than {MOST_OBJECTS:,} objects, lists and members, {MOST_STRINGS:,} strings or {MOST_VALUES + context:,} values "
+            "in all: send fewer of them in a request"
+        )
 
 
 def parse_exactly(body: bytes) -> dict[str, Any]:
@@ -123,7 +126,8 @@ def count(value: Any, key: str) -> int | None:
 
 
 def bounded_integers(request: dict[str, Any]) -> None:
-    """Raises ApiError for numbers that no engine's integer can hold; whatever else is wrong with them, the engine says."""
+    """Raises ApiError for numbers that no engine's integer can hold; whatever else is wrong with them, the engine
+    says."""
     for key in INTEGERS & request.keys():
         value = request[key]
         if isinstance(value, str):

@@ -1,7 +1,9 @@
 """Which model a request names that is passed on without being prepared: JSON, or a form with files in it.
 
-Nothing is built but the name. Of JSON the rest is skipped, of a form only what stands before each part's content is read.
+Nothing is built but the name. Of JSON the rest is skipped, of a form only what stands before each part's content is
+read.
 """
+
 from __future__ import annotations
 
 import re
@@ -9,11 +11,16 @@ from typing import Any
 
 import msgspec
 
-_BOUNDARY = re.compile(r"""multipart/form-data\s*;(?:.*;)?\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))""", re.IGNORECASE | re.DOTALL)
-_NAME = re.compile(rb"""^content-disposition:\s*form-data\s*;(?:[^\r\n]*;)?\s*name=(?:"model"|model)\s*(?:;|\r?$)""", re.IGNORECASE | re.MULTILINE)
+_BOUNDARY = re.compile(
+    r"""multipart/form-data\s*;(?:.*;)?\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))""", re.IGNORECASE | re.DOTALL
+)
+_NAME = re.compile(
+    rb"""^content-disposition:\s*form-data\s*;(?:[^\r\n]*;)?\s*name=(?:"model"|model)\s*(?:;|\r?$)""",
+    re.IGNORECASE | re.MULTILINE,
+)
 _MOST_PARTS = 128
-_HEADER_BYTES = 4096       # of one part
-_LONGEST = 1024            # of a name; a longer one is nobody's
+_HEADER_BYTES = 4096  # of one part
+_LONGEST = 1024  # of a name; a longer one is nobody's
 
 
 class _Body(msgspec.Struct):
@@ -45,7 +52,7 @@ def _in_form(delimiter: bytes, body: bytes) -> str | None:
             return None
         if _NAME.search(body[begin:header_end]):
             end = body.find(b"\r\n" + delimiter, header_end + 2, header_end + _LONGEST)
-            value = body[header_end + 4:end] if end >= 0 else b""
+            value = body[header_end + 4 : end] if end >= 0 else b""
             return value.decode("utf-8", "replace").strip() or None
         at = body.find(b"\r\n" + delimiter, header_end + 2) + 2
         if at < 2:

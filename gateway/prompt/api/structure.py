@@ -2,11 +2,12 @@
 
 A parser holds the interpreter until it has built all that a text describes, in whatever thread it runs, and a text of
 two-byte lists takes forty times its size. So bodies are counted first, in pieces between which other threads have their
-turn. What is allowed takes (orjson's CPU time, on a busy 2-core cloud machine) 20 ms and 60 MB as objects and lists, 85 ms
-as names of members, 45 ms as strings of 20 bytes, 85 if they have escapes, and 25 to 45 ms as 500,000 numbers; to let go of
-them takes another fifth. Ten thousand messages in parts with all their tool calls have some 100,000 objects and 200,000
-strings, and token ids that fit the context may always come.
+turn. What is allowed takes (orjson's CPU time, on a busy 2-core cloud machine) 20 ms and 60 MB as objects and lists, 85
+ms as names of members, 45 ms as strings of 20 bytes, 85 if they have escapes, and 25 to 45 ms as 500,000 numbers; to
+let go of them takes another fifth. Ten thousand messages in parts with all their tool calls have some 100,000 objects
+and 200,000 strings, and token ids that fit the context may always come.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-MOST_OBJECTS = 250_000     # objects, lists and names of members
-MOST_STRINGS = 400_000     # names of members and values
-MOST_VALUES = 500_000      # values of lists and objects, and as many as there are tokens in the context
+MOST_OBJECTS = 250_000  # objects, lists and names of members
+MOST_STRINGS = 400_000  # names of members and values
+MOST_VALUES = 500_000  # values of lists and objects, and as many as there are tokens in the context
 _PIECE = 256 * 1024
 _VALUES = (b",", b"[", b"{")
 
@@ -30,14 +31,16 @@ def too_much(text: bytes, context: int) -> bool:
 
 
 def more_values(text: bytes, most: int) -> bool:
-    """Whether a short JSON text holds more than so many values, roughly: what separates and what begins them is counted."""
+    """Whether a short JSON text holds more than so many values, roughly: what separates and what begins them is
+    counted."""
     if sum(map(text.count, _VALUES)) <= most:
         return False
     return sum(sum(map(piece.count, _VALUES)) for piece in _outside_strings(text)) > most
 
 
 def arguments_too_much(request: dict[str, Any], context: int) -> bool:
-    """The same of the arguments of a conversation's tool calls: JSON texts within strings, which templates get parsed."""
+    """The same of the arguments of a conversation's tool calls: JSON texts within strings, which templates get
+    parsed."""
     return _exceeds((text.encode("utf-8", "replace") for text in arguments_of(request)), context)
 
 
@@ -55,14 +58,15 @@ def _exceeds(pieces: Iterator[bytes], context: int) -> bool:
 
 def _bytes_of(text: bytes) -> Iterator[bytes]:
     view = memoryview(text)
-    return (view[at:at + _PIECE] for at in range(0, len(text), _PIECE))
+    return (view[at : at + _PIECE] for at in range(0, len(text), _PIECE))
 
 
 def _outside_strings(text: bytes) -> Iterator[bytes]:
-    """What is not in a string, with its quotes. A backslash begins an escape of two bytes, which no piece ends within."""
-    at, inside = 0, 0          # `inside`: 1 within a string
+    """What is not in a string, with its quotes. A backslash begins an escape of two bytes, which no piece ends
+    within."""
+    at, inside = 0, 0  # `inside`: 1 within a string
     while at < len(text):
-        piece = text[at:at + _PIECE]
+        piece = text[at : at + _PIECE]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2 and len(piece) > 1:
             piece = piece[:-1]
         at += len(piece)

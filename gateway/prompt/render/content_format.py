@@ -4,6 +4,7 @@ vLLM reads it off the template: one that loops over a message's content gets par
 gets text. The same loops are looked for here, on the same syntax tree, because the answer
 decides what the template prints.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -34,8 +35,11 @@ def takes_parts(tree: nodes.Template, look_into_macros: bool = True) -> bool:
 def _message_names(tree: nodes.Template) -> list[str]:
     """Loop variables that stand for one message."""
     lists = list(_aliases(tree, "messages"))
-    return [loop.target.name for loop in tree.find_all(nodes.For)
-            if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in lists)]
+    return [
+        loop.target.name
+        for loop in tree.find_all(nodes.For)
+        if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in lists)
+    ]
 
 
 def _aliases(tree: nodes.Template, name: str) -> Iterator[str]:
@@ -45,8 +49,11 @@ def _aliases(tree: nodes.Template, name: str) -> Iterator[str]:
         current = queue.pop(0)
         yield current
         for assign in tree.find_all(nodes.Assign):
-            if isinstance(assign.target, nodes.Name) and _reads(assign.node, current) \
-                    and assign.target.name not in seen:
+            if (
+                isinstance(assign.target, nodes.Name)
+                and _reads(assign.node, current)
+                and assign.target.name not in seen
+            ):
                 seen.add(assign.target.name)
                 queue.append(assign.target.name)
 
@@ -77,5 +84,3 @@ def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
 
 def _reads_name(node: nodes.Node, name: str) -> bool:
     return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
-
-

@@ -9,6 +9,7 @@ takes tens to hundreds, and gives the same text, because the questions are asked
 Segments end only immediately before an added token that may be cut at (`tokenizer.safe_cuts`),
 so the tokens of the whole are the tokens of the segments, one after the other.
 """
+
 from __future__ import annotations
 
 import re
@@ -23,18 +24,18 @@ from .shape import put_in
 from .trace import MARKER, Pair, Question, Slot, Trace, Untraceable, answered, raw_of, slots_in, text_of
 from .tracing import TracingEnvironment
 
-# Memory for the plans of one template, and for the shapes that wait for theirs: a plan of 40 messages and 20 kB of tools
-# takes 40 kB, so some 1,500 of them.
+# Memory for the plans of one template, and for the shapes that wait for theirs: a plan of 40 messages and 20 kB of
+# tools takes 40 kB, so some 1,500 of them.
 PLANS_BYTES = 64 * 1024 * 1024
 SEEN_BYTES = 4 * 1024 * 1024
 # A shape that takes more is rendered by Jinja each time: 100 messages take 10 kB.
 _LARGEST_SHAPE = 256 * 1024
-_SEGMENT_BYTES = 120       # a segment without what it refers to
-_MAX_WAYS = 6              # plans per shape: ways its texts answered the template's questions
+_SEGMENT_BYTES = 120  # a segment without what it refers to
+_MAX_WAYS = 6  # plans per shape: ways its texts answered the template's questions
 # Compiling takes as long as 4 to 6 renderings, and most shapes of agents (who called what when)
 # come once or twice: wait until rendering has cost as much.
 _PATIENCE = 5
-_RESERVED = re.compile("[\ufdd0-\ufdd2]|\\\\ufdd[0-2]")     # as they are, and as repr writes them
+_RESERVED = re.compile("[\ufdd0-\ufdd2]|\\\\ufdd[0-2]")  # as they are, and as repr writes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Plan:
     segments: list[Segment]
-    questions: list[Question]      # those that no single segment can answer
+    questions: list[Question]  # those that no single segment can answer
 
     @property
     def size(self) -> int:
@@ -101,19 +102,19 @@ class Compiled:
     """The plans of one template. Thread safe."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], cuts: Iterable[str]) -> None:
-        self.why_not = ""                          # set once compiling is given up for good
+        self.why_not = ""  # set once compiling is given up for good
         self._special_tokens = special_tokens
         alternatives = "|".join(map(re.escape, sorted(cuts, key=len, reverse=True)))
         self._cut = re.compile(alternatives or "(?!)")
         self._plans: Bounded[Any, list[Plan]] = Bounded(PLANS_BYTES)
-        self._seen: Bounded[Any, int] = Bounded(SEEN_BYTES)      # shapes that no plan fitted, how often
+        self._seen: Bounded[Any, int] = Bounded(SEEN_BYTES)  # shapes that no plan fitted, how often
         self._lock = threading.Lock()
         try:
             if _RESERVED.search(source + "".join(special_tokens.values())):
                 raise Untraceable("the template contains Unicode non-characters")
             self._environment = TracingEnvironment()
             self._template = self._environment.from_string(source)
-        except Exception as error:                  # whatever is wrong, plain Jinja will do or say so
+        except Exception as error:  # whatever is wrong, plain Jinja will do or say so
             self.why_not = f"{type(error).__name__}: {error}"
 
     def give_up(self, why: str) -> None:
@@ -124,8 +125,9 @@ class Compiled:
         """Plans for this shape; whether one applies is for its questions to say."""
         return self._plans.get(shape) or _NONE
 
-    def learn(self, shape: Any, conversation: list[dict[str, Any]], slots: list[Any],
-              tools: Any, variables: dict[str, Any]) -> None:
+    def learn(
+        self, shape: Any, conversation: list[dict[str, Any]], slots: list[Any], tools: Any, variables: dict[str, Any]
+    ) -> None:
         """Note a request that no plan fitted; compile its shape if that is worth it."""
         size = bytes_of(shape)
         if size > _LARGEST_SHAPE:
@@ -141,24 +143,31 @@ class Compiled:
             self._seen.pop(shape)
             try:
                 plan = self._compile(shape, conversation, slots, tools, variables)
-            except Exception:       # Untraceable, or a refusal that plain Jinja will word
+            except Exception:  # Untraceable, or a refusal that plain Jinja will word
                 plan = _NEVER
             if plan.size > PLANS_BYTES // 32:
                 plan = _NEVER
             plans = [*known, plan]
             self._plans.put(shape, plans, size + sum(one.size for one in plans))
 
-    def _compile(self, shape: Any, conversation: list[dict[str, Any]], slots: list[Any],
-                 tools: Any, variables: dict[str, Any]) -> Plan:
+    def _compile(
+        self, shape: Any, conversation: list[dict[str, Any]], slots: list[Any], tools: Any, variables: dict[str, Any]
+    ) -> Plan:
         if _RESERVED.search(repr((shape, tools, variables))):
             raise Untraceable("the request contains Unicode non-characters outside its texts")
         trace = Trace(slots)
         stand_ins = [trace.slot(i) for i in range(len(slots))]
         self._environment.trace = trace
         try:
-            output = self._template.render({
-                **self._special_tokens, "documents": None, **variables,
-                "messages": put_in(conversation, stand_ins), "tools": tools})
+            output = self._template.render(
+                {
+                    **self._special_tokens,
+                    "documents": None,
+                    **variables,
+                    "messages": put_in(conversation, stand_ins),
+                    "tools": tools,
+                }
+            )
         finally:
             self._environment.trace = Trace([])
         return self._plan(raw_of(output), trace)
@@ -186,8 +195,8 @@ class Compiled:
             if cut is None:
                 current.append(literal)
             else:
-                segments.append(_segment([*current, literal[:cut.start()]]))
-                current = [literal[cut.start():]]
+                segments.append(_segment([*current, literal[: cut.start()]]))
+                current = [literal[cut.start() :]]
         segments.append(_segment(current))
         return segments
 

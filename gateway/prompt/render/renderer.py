@@ -5,6 +5,7 @@ plain Jinja with known prefixes, plain Jinja and tokenizing everything. The last
 engine does; the first 32 requests of the first way and one in 256 after that are done both
 ways, and the first difference ends the faster way for good.
 """
+
 from __future__ import annotations
 
 import json
@@ -31,19 +32,18 @@ log = logging.getLogger(__name__)
 
 _FIRST_CHECKED = 32
 _CHECK_MASK = 255
-# What the event loop may render with Jinja and compile: some 5 ms at worst. Compiling takes 100 us a text, and 2 us and more
-# for each value of tools, variables or what else there may be in messages.
+# What the event loop may render with Jinja and compile: some 5 ms at worst. Compiling takes 100 us a text, and 2 us and
+# more for each value of tools, variables or what else there may be in messages.
 _BRIEF_TEXTS = 64
 _BRIEF_VALUES = 1500
-_SHORT = 256      # bytes of tools and variables that a shape holds as they are; of more, their SHA-256
-_EXPONENT = re.compile(rb"\de\+?\d\d")     # as orjson writes what is rounded: 1.8446744073709552e+19
+_SHORT = 256  # bytes of tools and variables that a shape holds as they are; of more, their SHA-256
+_EXPONENT = re.compile(rb"\de\+?\d\d")  # as orjson writes what is rounded: 1.8446744073709552e+19
 
 
 class Renderer:
     """One chat template with its plans. Thread safe."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, prefixes: Prefixes,
-                 cuts: frozenset[str]) -> None:
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, prefixes: Prefixes, cuts: frozenset[str]) -> None:
         self.template = template
         self.compiled = Compiled(template.source, template.special_tokens, cuts)
         self._tokenizer = tokenizer
@@ -52,7 +52,7 @@ class Renderer:
         self._cuts = sorted(cut for cut in cuts if cut in printed)
         self._text_cut = ""
         self._runs = 0
-        self.by_plan = 0                   # requests rendered by a plan, of all
+        self.by_plan = 0  # requests rendered by a plan, of all
         self.by_jinja = 0
 
     def tokens(self, seed: int, chat: Chat, lead: bytes = b"") -> Found:
@@ -78,7 +78,7 @@ class Renderer:
                 runs = self._runs + 1
                 if runs <= _FIRST_CHECKED or not runs & _CHECK_MASK:
                     result = self._checked(result, plan, seed, slots, chat, lead)
-                self._runs = runs          # last: what is given up on the event loop is checked in a thread
+                self._runs = runs  # last: what is given up on the event loop is checked in a thread
                 return result
         _weigh(chat, slots)
         if talk is None:
@@ -98,8 +98,14 @@ class Renderer:
 
     def _conversation(self, chat: Chat) -> list[dict[str, Any]]:
         template = self.template
-        return conversation(chat.messages, template.takes_parts, template.knows_developer, chat.by_schema, template.quirks,
-                            template.reads_thinking)
+        return conversation(
+            chat.messages,
+            template.takes_parts,
+            template.knows_developer,
+            chat.by_schema,
+            template.quirks,
+            template.reads_thinking,
+        )
 
     def _by_plan(self, plan: Plan, seed: int, slots: list[Any], lead: bytes) -> Found | None:
         if plan.questions and not fits(plan, slots):
@@ -116,7 +122,7 @@ class Renderer:
         text = self.text(chat)
         if result[0] == lead + self._tokenizer.encode(text):
             return result
-        again = self._by_plan(plan, seed, slots, lead)     # a template that prints the date may just have turned
+        again = self._by_plan(plan, seed, slots, lead)  # a template that prints the date may just have turned
         if again is not None and again[0] != lead + self._tokenizer.encode(self.text(chat)):
             self.compiled.give_up("a compiled prompt differed from the rendered one")
             log.error("the compiled chat template gave other tokens than Jinja: compiling is off from now on")
@@ -150,7 +156,7 @@ def _weigh(chat: Chat, texts: Sequence[Any] = ()) -> None:
 def _dumped(tools: Any, variables: Any) -> bytes:
     try:
         extra = orjson.dumps((tools, variables))
-    except TypeError:                       # numbers as `parse_exactly` gives them
+    except TypeError:  # numbers as `parse_exactly` gives them
         extra = json.dumps((tools, variables)).encode()
     else:
         if _EXPONENT.search(extra):
@@ -171,8 +177,12 @@ def _plain(messages: Any) -> tuple[tuple[str, ...], list[Any]] | None:
             role, content = message["role"], message["content"]
         except KeyError:
             return None
-        if type(content) is not str or type(role) is not str or role not in PLAIN_ROLES \
-                or (role == "system" and not is_plain(content)):
+        if (
+            type(content) is not str
+            or type(role) is not str
+            or role not in PLAIN_ROLES
+            or (role == "system" and not is_plain(content))
+        ):
             return None
         roles.append(role)
         contents.append(content)

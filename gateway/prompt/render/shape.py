@@ -4,6 +4,7 @@ The shape is all a template can see of a conversation except its texts: roles, w
 message has and in what order, part types, tool-call structure. The texts (contents, reasoning,
 tool-call names, ids and arguments) are the slots a plan is filled with.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -40,13 +41,13 @@ def _structure(value: Any, visit: Visit) -> Any:
         for key, item in value.items():
             if _is_slot(key, item):
                 visit(item)
-                parts += (key, str if type(item) is str else dict)      # a type, which no other value here is
+                parts += (key, str if type(item) is str else dict)  # a type, which no other value here is
             else:
                 parts += (key, _structure(item, visit))
         return tuple(parts)
     if isinstance(value, list):
         return (list, *[_structure(item, visit) for item in value])
-    return (type(value).__name__, repr(value))     # repr tells 0.0 from -0.0
+    return (type(value).__name__, repr(value))  # repr tells 0.0 from -0.0
 
 
 def _replace(value: Any, visit: Visit) -> Any:

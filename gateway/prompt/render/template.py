@@ -5,6 +5,7 @@ immutable sandbox with a handful of extra names. What is visible to a template h
 is visible there (checked against vLLM 0.32 with transformers 5.23); what a template can't
 do there (reach dunder attributes, change its inputs) it can't do here.
 """
+
 from __future__ import annotations
 
 import json
@@ -44,8 +45,13 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-           separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """JSON without Jinja's HTML escapes, non-ASCII kept as it is."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -85,7 +91,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             try:
                 return getattr(obj, attribute)
             except AttributeError:
-                pass                    # undefined, which the general way words
+                pass  # undefined, which the general way words
         return super().getattr(obj, attribute)
 
 
@@ -107,8 +113,9 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template is not valid Jinja: {error}") from error
 
-    def render(self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None,
-               variables: Mapping[str, Any]) -> str:
+    def render(
+        self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> str:
         """Conversation -> text. Raises TemplateError.
 
         `variables` holds `add_generation_prompt`, `continue_final_message`, `documents` and
@@ -122,7 +129,7 @@ class ChatTemplate:
         values["tools"] = tools
         try:
             text = self._template.render(values)
-        except Exception as error:      # templates are programs: they may fail in any way
+        except Exception as error:  # templates are programs: they may fail in any way
             raise TemplateError(f"{type(error).__name__}: {error}") from error
         return text if last is None else cut_at_tag(text, last)
 
@@ -158,6 +165,6 @@ def cut_at_tag(rendered: str, final_text: str) -> str:
     at = rendered.rfind(bare)
     if at < 0 or final_text.strip() not in rendered:
         raise TemplateError("continue_final_message: the template drops the final message")
-    if rendered[at:at + len(_CONTINUE_TAG)] == _CONTINUE_TAG:
+    if rendered[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG:
         return rendered[:at]
     return rendered[:at].rstrip()

@@ -11,6 +11,7 @@ prints the same literals around its own texts. Whatever a stand-in can't follow 
 its characters, using it as a key, handing it to code that reads its buffer) raises Untraceable,
 and the caller renders by plain Jinja.
 """
+
 from __future__ import annotations
 
 import json
@@ -96,8 +97,7 @@ class Trace:
         if isinstance(raw, tuple):
             return Pair(*map(self._operand, raw))
         pieces = MARKER.split(raw)
-        return tuple(self.expand(int(piece)) if i % 2 else piece
-                     for i, piece in enumerate(pieces) if i % 2 or piece)
+        return tuple(self.expand(int(piece)) if i % 2 else piece for i, piece in enumerate(pieces) if i % 2 or piece)
 
     def _mark(self, expression: Expression) -> str:
         self.expressions.append(expression)
@@ -122,7 +122,7 @@ def answered(question: Question, slots: list[Any]) -> bool:
     method, operand, args, answer = question
     try:
         return apply(method, _value(operand, slots), args) == answer
-    except (IndexError, ValueError):           # an item or a substring that this text does not have
+    except (IndexError, ValueError):  # an item or a substring that this text does not have
         return False
 
 
@@ -138,7 +138,7 @@ def slots_in(value: Any) -> set[int]:
 def _value(operand: tuple, slots: list[Any]) -> Any:
     if type(operand) is Pair:
         return _value(operand.left, slots), _value(operand.right, slots)
-    if len(operand) == 1 and type(operand[0]) is not str:      # keeps an object what it is
+    if len(operand) == 1 and type(operand[0]) is not str:  # keeps an object what it is
         return evaluate(operand[0], slots)
     return text_of(operand, slots)
 
@@ -167,13 +167,66 @@ _OWN: dict[str, Callable[..., Any]] = {
 }
 
 # Methods a template may call on a text; the result is a text, a question, or a list of texts.
-_FOLLOWED = ("strip", "lstrip", "rstrip", "upper", "lower", "title", "capitalize", "casefold", "swapcase",
-             "replace", "removeprefix", "removesuffix", "startswith", "endswith", "find", "rfind", "index", "rindex",
-             "count", "isdigit", "isalpha", "isalnum", "isspace", "isupper", "islower", "istitle", "isnumeric",
-             "isdecimal", "isascii", "isidentifier", "isprintable", "split", "rsplit", "splitlines", "partition",
-             "rpartition", "zfill", "ljust", "rjust", "center", "expandtabs")
-_LOST = ("join", "format", "format_map", "encode", "translate", "maketrans",
-         "__mod__", "__rmod__", "__mul__", "__rmul__", "__hash__", "__iter__", "__format__", "__repr__", "__reversed__")
+_FOLLOWED = (
+    "strip",
+    "lstrip",
+    "rstrip",
+    "upper",
+    "lower",
+    "title",
+    "capitalize",
+    "casefold",
+    "swapcase",
+    "replace",
+    "removeprefix",
+    "removesuffix",
+    "startswith",
+    "endswith",
+    "find",
+    "rfind",
+    "index",
+    "rindex",
+    "count",
+    "isdigit",
+    "isalpha",
+    "isalnum",
+    "isspace",
+    "isupper",
+    "islower",
+    "istitle",
+    "isnumeric",
+    "isdecimal",
+    "isascii",
+    "isidentifier",
+    "isprintable",
+    "split",
+    "rsplit",
+    "splitlines",
+    "partition",
+    "rpartition",
+    "zfill",
+    "ljust",
+    "rjust",
+    "center",
+    "expandtabs",
+)
+_LOST = (
+    "join",
+    "format",
+    "format_map",
+    "encode",
+    "translate",
+    "maketrans",
+    "__mod__",
+    "__rmod__",
+    "__mul__",
+    "__rmul__",
+    "__hash__",
+    "__iter__",
+    "__format__",
+    "__repr__",
+    "__reversed__",
+)
 
 
 class Text(str):
@@ -234,25 +287,28 @@ def _follow(name: str) -> Callable[..., Any]:
             trace.ask("count_of", raw, (name, args), len(result))
             return [trace.derive(name, raw, args, item, i) for i, item in enumerate(result)]
         return trace.ask(name, raw, args, result)
+
     return method
 
 
 def _compare(name: str) -> Callable[..., Any]:
     def method(self: Text, other: Any) -> Any:
         if not isinstance(other, str):
-            return getattr(str, name)("", other)            # NotImplemented, whatever the text
+            return getattr(str, name)("", other)  # NotImplemented, whatever the text
         if isinstance(other, Text):
             if name not in ("__eq__", "__ne__"):
                 raise Untraceable("ordering of two texts")
             same = self._trace.ask("same", (raw_of(self), raw_of(other)), (), self._value == other._value)
             return same if name == "__eq__" else not same
         return self._trace.ask(name, raw_of(self), (other,), getattr(self._value, name)(other))
+
     return method
 
 
 def _lost(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise Untraceable(f"str.{name}")
+
     return method
 
 

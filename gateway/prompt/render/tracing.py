@@ -4,6 +4,7 @@ It runs the same programs as the plain one. The only difference: whatever could 
 stand-in's characters behind its back (C code: `~`, `%`, `in`, json, joins, foreign functions)
 goes through a function here, which follows it or gives up.
 """
+
 from __future__ import annotations
 
 import json
@@ -17,31 +18,79 @@ import jinja2.runtime
 from . import template as plain
 from .trace import CLOSE, MARKER, OPEN, Json, Text, Trace, Untraceable, holds_stand_in, raw_of
 
-_BARE = "\ufdd2"       # frames the marker of an object in dumped JSON: its quotes have to go
+_BARE = "\ufdd2"  # frames the marker of an object in dumped JSON: its quotes have to go
 
 # Filters and tests that reach a stand-in only through what it follows, so they may see one.
-_FILTERS = frozenset({"trim", "string", "length", "count", "default", "d", "upper", "lower", "capitalize", "join",
-                      "list", "first", "last", "items", "map", "select", "reject", "selectattr", "rejectattr",
-                      "attr", "reverse"})
-_TESTS = frozenset({"defined", "undefined", "none", "string", "mapping", "number", "integer", "float", "boolean",
-                    "true", "false", "callable", "eq", "equalto", "==", "ne", "!=", "iterable", "sequence"})
+_FILTERS = frozenset(
+    {
+        "trim",
+        "string",
+        "length",
+        "count",
+        "default",
+        "d",
+        "upper",
+        "lower",
+        "capitalize",
+        "join",
+        "list",
+        "first",
+        "last",
+        "items",
+        "map",
+        "select",
+        "reject",
+        "selectattr",
+        "rejectattr",
+        "attr",
+        "reverse",
+    }
+)
+_TESTS = frozenset(
+    {
+        "defined",
+        "undefined",
+        "none",
+        "string",
+        "mapping",
+        "number",
+        "integer",
+        "float",
+        "boolean",
+        "true",
+        "false",
+        "callable",
+        "eq",
+        "equalto",
+        "==",
+        "ne",
+        "!=",
+        "iterable",
+        "sequence",
+    }
+)
 _SURROUNDINGS = ("_loop_vars", "_block_vars")
-_NEVER = frozenset({"random", "urlize", "pprint", "xmlattr"})      # not the same answer every time, or the buffer
+_NEVER = frozenset({"random", "urlize", "pprint", "xmlattr"})  # not the same answer every time, or the buffer
 
 
 class TracingEnvironment(plain.Sandbox):
     """`trace` is set for the length of one run; `concat` is what every block and macro ends in."""
 
-    trace = Trace([])           # an empty one while Jinja folds constants
+    trace = Trace([])  # an empty one while Jinja folds constants
 
     def __init__(self) -> None:
         super().__init__()
-        self.concat = self._lifting_concat                    # type: ignore[method-assign]
+        self.concat = self._lifting_concat  # type: ignore[method-assign]
         self.globals["strftime_now"] = self._strftime_now
         self.globals.pop("lipsum", None)
         self.filters = {name: self._filter(name, function) for name, function in self.filters.items()}
-        self.filters.update(tojson=self._tojson, replace=self._replace, traced_concat=self._lifting_concat_str,
-                            traced_in=self._in, traced_mod=self._mod)
+        self.filters.update(
+            tojson=self._tojson,
+            replace=self._replace,
+            traced_concat=self._lifting_concat_str,
+            traced_in=self._in,
+            traced_mod=self._mod,
+        )
         self.tests = {name: self._test(name, function) for name, function in self.tests.items()}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -61,12 +110,20 @@ class TracingEnvironment(plain.Sandbox):
     # what is called
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        # Jinja hands the variables of the surrounding loop and block to every call, for functions that want the context.
-        if holds_stand_in(args) or any(holds_stand_in(given) for name, given in kwargs.items() if name not in _SURROUNDINGS):
+        # Jinja hands the variables of the surrounding loop and block to every call, for functions that want the
+        # context.
+        if holds_stand_in(args) or any(
+            holds_stand_in(given) for name, given in kwargs.items() if name not in _SURROUNDINGS
+        ):
             owner = getattr(function, "__self__", None)
             joins = type(owner) is str and function.__name__ == "join"
-            if not (joins or isinstance(function, jinja2.runtime.Macro) or function is jinja2.utils.Namespace
-                    or function is dict or (isinstance(owner, dict) and function.__name__ == "get")):
+            if not (
+                joins
+                or isinstance(function, jinja2.runtime.Macro)
+                or function is jinja2.utils.Namespace
+                or function is dict
+                or (isinstance(owner, dict) and function.__name__ == "get")
+            ):
                 raise Untraceable(f"{getattr(function, '__name__', 'a function')} called with a text")
         return self._lift(super().call(context, function, *args, **kwargs))
 
@@ -80,18 +137,21 @@ class TracingEnvironment(plain.Sandbox):
             if name in _NEVER or (name not in _FILTERS and (holds_stand_in(args) or holds_stand_in(kwargs))):
                 raise Untraceable(f"filter {name}")
             return self._lift(function(*args, **kwargs))
+
         return _same_calling(function, guarded)
 
     def _test(self, name: str, function: Any) -> Any:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if isinstance(args[-1] if name == "in" else None, str) and holds_stand_in(args[:-1]):
                 raise Untraceable("'in' with two texts")
-            # So is every string and every object. Of a list (of parts with texts in them) these tests look at the list alone.
+            # So is every string and every object. Of a list (of parts with texts in them) these tests look at the list
+            # alone.
             if name in ("iterable", "sequence") and isinstance(args[-1], (Text, Json)):
                 return True
             if name not in _TESTS and name != "in" and (holds_stand_in(args) or holds_stand_in(kwargs)):
                 raise Untraceable(f"test {name}")
             return function(*args, **kwargs)
+
         return _same_calling(function, guarded)
 
     def _in(self, part: Any, whole: Any) -> bool:
@@ -116,8 +176,9 @@ class TracingEnvironment(plain.Sandbox):
         if options.get("ensure_ascii"):
             raise Untraceable("tojson(ensure_ascii)")
         if isinstance(value, Json):
-            return self.trace.derive("json", value._raw, (tuple(options.items()),),
-                                     plain.tojson(value._value, **options))
+            return self.trace.derive(
+                "json", value._raw, (tuple(options.items()),), plain.tojson(value._value, **options)
+            )
         if options.get("indent") is not None:
             raise Untraceable("tojson(indent) of an object with texts in it")
         dumped = plain.tojson(self._escaped(value, options), **options)
@@ -131,13 +192,23 @@ class TracingEnvironment(plain.Sandbox):
         """
         if isinstance(value, Text):
             trace = self.trace
-            return "".join(piece if i % 2 == 0 else raw_of(trace.derive(
-                "json_inner", f"{OPEN}{piece}{CLOSE}", (), json.dumps(
-                    trace.fill(f"{OPEN}{piece}{CLOSE}"), ensure_ascii=False)[1:-1]))
-                for i, piece in enumerate(MARKER.split(raw_of(value))))
+            return "".join(
+                piece
+                if i % 2 == 0
+                else raw_of(
+                    trace.derive(
+                        "json_inner",
+                        f"{OPEN}{piece}{CLOSE}",
+                        (),
+                        json.dumps(trace.fill(f"{OPEN}{piece}{CLOSE}"), ensure_ascii=False)[1:-1],
+                    )
+                )
+                for i, piece in enumerate(MARKER.split(raw_of(value)))
+            )
         if isinstance(value, Json):
-            dumped = self.trace.derive("json", value._raw, (tuple(options.items()),),
-                                       plain.tojson(value._value, **options))
+            dumped = self.trace.derive(
+                "json", value._raw, (tuple(options.items()),), plain.tojson(value._value, **options)
+            )
             return f"{_BARE}{raw_of(dumped)}{_BARE}"
         if isinstance(value, dict):
             return {key: self._escaped(item, options) for key, item in value.items()}

@@ -1,9 +1,10 @@
 """Whether the gateway's tokenizer is the engine's: fixed texts, of which both make ids.
 
 The engine is asked for the ids of each text, without and with the special tokens that a tokenizer adds. The texts hold
-what tokenizers treat differently: scripts, digits, blanks at the start and in rows, line ends, contractions, composed and
-decomposed letters, and the model's own special tokens with text before, after and between them.
+what tokenizers treat differently: scripts, digits, blanks at the start and in rows, line ends, contractions, composed
+and decomposed letters, and the model's own special tokens with text before, after and between them.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,28 +27,32 @@ _TEXTS = (
     "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \u2581 \u00a0 \u200b \ufeff \x7f",
     "{\"key\": [1, 2.5, null, true], \"s\": \"a\\n\\u00e9\"} <tag attr='v'/> $x^2 + y_1$ \u201cquoted\u201d \u2014 \u2026",
 )  # fmt: skip
-_MOST_TOKENS = 10                          # special tokens that get a text of their own
-_MOST_STRANGE, _LONGEST = 64, 64           # tokens that are none here, eight a text; characters of one
+_MOST_TOKENS = 10  # special tokens that get a text of their own
+_MOST_STRANGE, _LONGEST = 64, 64  # tokens that are none here, eight a text; characters of one
 
 
 class Answer(NamedTuple):
     """What an engine makes of a text."""
 
     text: str
-    special: bool                          # with the special tokens that its tokenizer adds
+    special: bool  # with the special tokens that its tokenizer adds
     ids: Sequence[int]
 
 
 def fixed_texts(tokenizer: Tokenizer, named: Mapping[str, str], mentioned: Iterable[str] = ()) -> list[str]:
-    """The texts to compare. `named` are the special tokens that a template may print; `mentioned` is whatever the model's files
-    call a token: one that is none here may be one for the engine, and no ordinary text would show it."""
+    """The texts to compare. `named` are the special tokens that a template may print; `mentioned` is whatever the
+    model's files call a token: one that is none here may be one for the engine, and no ordinary text would show it."""
     added = [token["content"] for token in tokenizer.added_tokens]
     some = added[:: max(1, len(added) // (_MOST_TOKENS // 2))]
     tokens = list(dict.fromkeys([*named.values(), *some, *added[-1:]]))[:_MOST_TOKENS]
     known = {token["content"] for token in tokenizer.added_tokens}
     strange = [one for one in dict.fromkeys(mentioned) if one not in known and 1 < len(one) <= _LONGEST][:_MOST_STRANGE]
-    rows = [strange[at:at + 8] for at in range(0, len(strange), 8)]
-    return [*_TEXTS, *(f"{token}x a {token} b{token}{token}\n{token} c" for token in tokens), *(" x".join(row) for row in rows)]
+    rows = [strange[at : at + 8] for at in range(0, len(strange), 8)]
+    return [
+        *_TEXTS,
+        *(f"{token}x a {token} b{token}{token}\n{token} c" for token in tokens),
+        *(" x".join(row) for row in rows),
+    ]
 
 
 def difference(tokenizer: Tokenizer, answers: Iterable[Answer]) -> str:
@@ -55,6 +60,10 @@ def difference(tokenizer: Tokenizer, answers: Iterable[Answer]) -> str:
     for text, special, theirs in answers:
         ours = memoryview(tokenizer.encode(text, special)).cast("I").tolist()
         if ours != list(theirs):
-            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-            return f"{text[:40]!r} is {ours[at:at + 4]} here from token {at} on, and {list(theirs[at:at + 4])} there"
+            at = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+            )
+            return (
+                f"{text[:40]!r} is {ours[at : at + 4]} here from token {at} on, and {list(theirs[at : at + 4])} there"
+            )
     return ""

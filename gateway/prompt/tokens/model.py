@@ -1,4 +1,5 @@
 """Find a model's tokenizer files and read what the prompt pipeline needs of them."""
+
 from __future__ import annotations
 
 import functools
@@ -10,14 +11,33 @@ from typing import Any
 
 from xxhash import xxh3_64
 
-_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-          "chat_template.json", "config.json", "params.json", "processor_config.json", "preprocessor_config.json",
-          "additional_chat_templates/*.jinja"]
+_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "params.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "additional_chat_templates/*.jinja",
+]
 # Architectures whose conversations vLLM writes by a program of its own, whatever template the model has.
-_WRITTEN_BY_PROGRAM = frozenset({
-    "GptOssForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration",
-    "DeepseekV41ForCausalLM", "KimiK3ForConditionalGeneration", "MoonshotKimiaForCausalLM", "InklingForCausalLM",
-    "InklingForConditionalGeneration"})
+_WRITTEN_BY_PROGRAM = frozenset(
+    {
+        "GptOssForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4ForConditionalGeneration",
+        "DeepseekV41ForCausalLM",
+        "KimiK3ForConditionalGeneration",
+        "MoonshotKimiaForCausalLM",
+        "InklingForCausalLM",
+        "InklingForConditionalGeneration",
+    }
+)
 
 
 class ModelError(Exception):
@@ -35,6 +55,7 @@ def find_model(name_or_dir: str | Path) -> Path:
         raise ModelError(f"no directory {name}: give the folder that holds tokenizer.json")
     from huggingface_hub import snapshot_download  # a slow import, needed only here
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
     except HFValidationError as error:
@@ -42,13 +63,17 @@ def find_model(name_or_dir: str | Path) -> Path:
     except LocalEntryNotFoundError:
         pass
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        raise ModelError(f"{name} is not in the Hugging Face cache and HF_HUB_OFFLINE is set: "
-                         "unset it, or give --model a directory with tokenizer.json")
+        raise ModelError(
+            f"{name} is not in the Hugging Face cache and HF_HUB_OFFLINE is set: "
+            "unset it, or give --model a directory with tokenizer.json"
+        )
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"can't fetch the tokenizer of {name} ({type(error).__name__}: {error}): set HF_TOKEN if "
-                         "the model is gated, or give --model a directory with tokenizer.json") from error
+        raise ModelError(
+            f"can't fetch the tokenizer of {name} ({type(error).__name__}: {error}): set HF_TOKEN if "
+            "the model is gated, or give --model a directory with tokenizer.json"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -56,18 +81,19 @@ class ModelFiles:
     """What a model directory says about prompts."""
 
     directory: Path
-    templates: dict[str, str]             # "default", "tool_use", ...
-    config: dict[str, Any]                # tokenizer_config.json
-    settings: dict[str, Any]              # config.json
-    no_template: str = ""                 # why there is no template to use, though the folder may have one
-    no_tokenizer: str = ""                # why tokenizer.json is not used, or is not there
+    templates: dict[str, str]  # "default", "tool_use", ...
+    config: dict[str, Any]  # tokenizer_config.json
+    settings: dict[str, Any]  # config.json
+    no_template: str = ""  # why there is no template to use, though the folder may have one
+    no_tokenizer: str = ""  # why tokenizer.json is not used, or is not there
 
     @functools.cached_property
     def takes_media(self) -> bool:
         """Whether the model takes images, sound or video as well."""
         processors = ("processor", "preprocessor", "video_preprocessor")
-        return any((self.directory / f"{name}_config.json").is_file() for name in processors) \
-            or any(name in self.settings for name in ("vision_config", "audio_config", "encoder_config"))
+        return any((self.directory / f"{name}_config.json").is_file() for name in processors) or any(
+            name in self.settings for name in ("vision_config", "audio_config", "encoder_config")
+        )
 
     @property
     def max_model_len(self) -> int | None:
@@ -78,7 +104,8 @@ class ModelFiles:
 
 
 def contents(directory: Path, chat_template: str | Path | None = None) -> int:
-    """Return a digest of all files that `load_model` and the tokenizer may read, which changes when one of them does."""
+    """Return a digest of all files that `load_model` and the tokenizer may read, which changes when one of them
+    does."""
     digest = xxh3_64()
     found = {path for pattern in _FILES for path in directory.glob(pattern)}
     if chat_template is not None:
@@ -94,7 +121,9 @@ def contents(directory: Path, chat_template: str | Path | None = None) -> int:
 def load_model(directory: Path, chat_template: str | Path | None = None) -> ModelFiles:
     """Read a model directory; `chat_template` (a file) replaces the model's own. Raises ModelError."""
     config, settings = _json(directory / "tokenizer_config.json"), _json(directory / "config.json")
-    templates, no_template = _given(chat_template) if chat_template is not None else _templates(directory, config, settings)
+    templates, no_template = (
+        _given(chat_template) if chat_template is not None else _templates(directory, config, settings)
+    )
     no_tokenizer = _mistral_format(directory)
     if no_tokenizer:
         no_template = no_tokenizer
@@ -102,8 +131,10 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Mode
         no_template = "the engine writes this model's conversations without its chat template"
     if not (directory / "tokenizer.json").is_file() and not no_tokenizer:
         if not config and not settings:
-            raise ModelError(f"{directory} has no tokenizer.json and nothing else of a model: give the folder that the engine was "
-                             "started with")
+            raise ModelError(
+                f"{directory} has no tokenizer.json and nothing else of a model: give the folder that the engine was "
+                "started with"
+            )
         no_tokenizer = f"{directory} has no tokenizer.json, so the engine makes this model's tokens in a way of its own"
         no_template = no_template or no_tokenizer
     return ModelFiles(directory, {} if no_template else templates, config, settings, no_template, no_tokenizer)
@@ -114,11 +145,13 @@ def _mistral_format(directory: Path) -> str:
 
     A folder without weights is one that `find_model` fetched; Mistral's format is then known by its params.json.
     """
+
     def has(*patterns: str) -> bool:
         return any(next(directory.glob(pattern), None) for pattern in patterns)
 
-    if (has("consolidated*.safetensors") and has("tekken.json", "tokenizer.model.v*")) \
-            or (has("params.json") and not has("*.safetensors", "*.bin", "*.gguf")):
+    if (has("consolidated*.safetensors") and has("tekken.json", "tokenizer.model.v*")) or (
+        has("params.json") and not has("*.safetensors", "*.bin", "*.gguf")
+    ):
         return "the engine makes this model's tokens with mistral-common (--tokenizer-mode hf would make it use tokenizer.json)"
     return ""
 
@@ -143,11 +176,17 @@ def _templates(directory: Path, config: dict[str, Any], settings: dict[str, Any]
     legacy = _json(directory / "chat_template.json").get("chat_template")
     if not isinstance(legacy, str) or legacy == found.get("default"):
         return found, ""
-    if any((directory / f"{name}_config.json").is_file() for name in ("processor", "preprocessor")) or "processor_class" in config:
+    if (
+        any((directory / f"{name}_config.json").is_file() for name in ("processor", "preprocessor"))
+        or "processor_class" in config
+    ):
         with_tools = found.get("tool_use", found.get("default"))
         return {"default": legacy, **({"tool_use": with_tools} if with_tools is not None else {})}, ""
     if any(name in settings for name in ("vision_config", "audio_config")):
-        return found, "chat_template.json counts if the engine loads a processor for this model, which cannot be told from its files"
+        return (
+            found,
+            "chat_template.json counts if the engine loads a processor for this model, which cannot be told from its files",
+        )
     return found, ""
 
 

@@ -11,6 +11,7 @@ compiled anew for another version of the engine, share one memo.
 Bounded in bytes by two generations: what is used is in the young one; when that has half of
 the budget it becomes the old one, and what was old and unused is gone.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -25,13 +26,14 @@ from ..render.plan import Piece, Segment, digest
 from ..render.trace import answered
 from .tokenizer import Tokenizer
 
-_NODE_BYTES = 500          # a node, its key, its serial and its place in the dictionary
+_NODE_BYTES = 500  # a node, its key, its serial and its place in the dictionary
 
-# A text from here on is known by its SHA-256, or the texts of long prompts would take half of the memo and more: as Python
-# keeps them, twice to four times their bytes where one character is outside Latin 1. 420 kB cost 0.3 ms instead of 0.1.
-_LONG = 16_384             # characters
+# A text from here on is known by its SHA-256, or the texts of long prompts would take half of the memo and more: as
+# Python keeps them, twice to four times their bytes where one character is outside Latin 1. 420 kB cost 0.3 ms instead
+# of 0.1.
+_LONG = 16_384  # characters
 
-Key = tuple[int, bytes, str | bytes]             # parent's serial, digest of the literals, text
+Key = tuple[int, bytes, str | bytes]  # parent's serial, digest of the literals, text
 # serial (never used twice), tokens, hashes of the blocks it completes (uint64; as Python ints they
 # would take five times the space, each in a cache line of its own), bytes of tokens up to its end,
 # the last of them that fill no block, characters up to its end, digest of the questions its text
@@ -63,10 +65,10 @@ class Prefixes:
         self._half = budget_bytes // 2
         self._young: dict[Key, Node] = {}
         self._old: dict[Key, Node] = {}
-        self._gone: dict[Key, Node] = {}   # nobody looks there; see `_keep`
+        self._gone: dict[Key, Node] = {}  # nobody looks there; see `_keep`
         self._young_bytes = 0
         self._serials = itertools.count(1)
-        self.hit_chars = 0                 # characters of prompts found here, of all that came
+        self.hit_chars = 0  # characters of prompts found here, of all that came
         self.all_chars = 0
 
     def bound(self, budget_bytes: int) -> None:
@@ -107,8 +109,18 @@ class Prefixes:
         self.all_chars += chars
         return Found(b"".join(found), hashes, chars)
 
-    def _add(self, key: Key, segments: Sequence[Segment | Piece], slots: Sequence[Any], found: list[bytes],
-             hashes: array[int], seed: int, end: int, tail: bytes, chars: int) -> int:
+    def _add(
+        self,
+        key: Key,
+        segments: Sequence[Segment | Piece],
+        slots: Sequence[Any],
+        found: list[bytes],
+        hashes: array[int],
+        seed: int,
+        end: int,
+        tail: bytes,
+        chars: int,
+    ) -> int:
         """Tokenize and hash what is new, append it to `found` and `hashes`, remember it -> characters.
 
         `key` is the first one's.
@@ -135,7 +147,7 @@ class Prefixes:
                 key = (parent, literals, text if len(text) < _LONG else digest(text))
             serial = next(self._serials)
             mine = new[done:full].tobytes()
-            node = (serial, ids, mine, end, data[full * width:end - start], chars, asks)
+            node = (serial, ids, mine, end, data[full * width : end - start], chars, asks)
             self._keep(key, node)
             parent, done = serial, full
         return chars
@@ -150,13 +162,13 @@ class Prefixes:
             self._gone, self._old, self._young, self._young_bytes = self._old, self._young, {}, 0
 
     def _free(self, least: int) -> None:
-        """So many bytes of the generation before the old one. All 150,000 nodes at once would take 40 ms, in which nobody
-        is answered; twice what comes in, and they are gone when the next generation goes."""
+        """So many bytes of the generation before the old one. All 150,000 nodes at once would take 40 ms, in which
+        nobody is answered; twice what comes in, and they are gone when the next generation goes."""
         gone = self._gone
         while gone and least > 0:
             try:
                 least -= _size(*gone.popitem())
-            except KeyError:               # another thread took the last one
+            except KeyError:  # another thread took the last one
                 return
 
     def resize(self, block_size: int) -> None:
@@ -168,8 +180,12 @@ class Prefixes:
         self._young, self._old, self._gone, self._young_bytes = {}, {}, {}, 0
 
     def stats(self) -> dict[str, int]:
-        return {"segments": len(self._young) + len(self._old), "young_bytes": self._young_bytes,
-                "hit_chars": self.hit_chars, "all_chars": self.all_chars}
+        return {
+            "segments": len(self._young) + len(self._old),
+            "young_bytes": self._young_bytes,
+            "hit_chars": self.hit_chars,
+            "all_chars": self.all_chars,
+        }
 
 
 def _size(key: Key, node: Node) -> int:

@@ -1,15 +1,17 @@
 """A model's tokenizer files as the engine reads them.
 
-vLLM does not use `tokenizer.json` as it lies in the folder. transformers 5 loads it through a class, and several classes
-keep only its vocabulary, its merges and its post-processor and build everything else themselves: LlamaTokenizer splits at
-`▁` whatever the file says. On top of either come tokens that only `tokenizer_config.json`, `special_tokens_map.json` or
-`added_tokens.json` name. A `Reading` is the outcome: a complete tokenizer and the special tokens a template may print.
+vLLM does not use `tokenizer.json` as it lies in the folder. transformers 5 loads it through a class, and several
+classes keep only its vocabulary, its merges and its post-processor and build everything else themselves: LlamaTokenizer
+splits at `▁` whatever the file says. On top of either come tokens that only `tokenizer_config.json`,
+`special_tokens_map.json` or `added_tokens.json` name. A `Reading` is the outcome: a complete tokenizer and the special
+tokens a template may print.
 
-Which class is taken depends on the release of transformers, and an engine does not tell which one it has. So there may be
-several ways, and the files alone do not always decide between them. What an engine's `/tokenize` answers does
+Which class is taken depends on the release of transformers, and an engine does not tell which one it has. So there may
+be several ways, and the files alone do not always decide between them. What an engine's `/tokenize` answers does
 (`Pipeline.judge`). Read in the sources of transformers 5.5 to 5.23 and compared with 5.19 and 5.23 on folders of each
 shape (tests/gateway/prompt/tokens/test_reading.py).
 """
+
 from __future__ import annotations
 
 import json
@@ -29,22 +31,23 @@ from .model import ModelError
 # The attributes that every tokenizer class has, in transformers' order.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 AS_IT_IS = "tokenizer.json as it is"
-_BYTE_LEVEL_LLAMA = (5, 22)                # since then LlamaTokenizer is not taken for a tokenizer.json with ByteLevel
+_BYTE_LEVEL_LLAMA = (5, 22)  # since then LlamaTokenizer is not taken for a tokenizer.json with ByteLevel
 
 
 @dataclass(frozen=True)
 class Reading:
     """One way of reading a model's tokenizer files."""
 
-    how: str                               # for people: AS_IT_IS, or the class that rebuilds it
-    rebuilt: bytes                         # SHA-256 of what replaces the content of tokenizer.json; empty: nothing has to
-    special_tokens: dict[str, str]         # named tokens that a template may print
-    splits_special_tokens: bool            # special tokens inside a text are ordinary text
+    how: str  # for people: AS_IT_IS, or the class that rebuilds it
+    rebuilt: bytes  # SHA-256 of what replaces the content of tokenizer.json; empty: nothing has to
+    special_tokens: dict[str, str]  # named tokens that a template may print
+    splits_special_tokens: bool  # special tokens inside a text are ordinary text
     make: Callable[[], str | None] = field(compare=False, repr=False)
 
     @property
     def content(self) -> str | None:
-        """What replaces the content of tokenizer.json; None: nothing has to. Nobody keeps its megabytes: it may be made again."""
+        """What replaces the content of tokenizer.json; None: nothing has to. Nobody keeps its megabytes: it may be made
+        again."""
         return self.make() if self.rebuilt else None
 
 
@@ -58,13 +61,20 @@ class Readings:
             self._source = source = _Source(directory, config)
             self._told = _told(settings, config)
             before, since = (_class_name(settings, self._told, byte_level, newer) for newer in (False, True))
-            self.before = source.reading(before)               # by the rules of transformers before 5.22
+            self.before = source.reading(before)  # by the rules of transformers before 5.22
             self.since = self.before if since == before else source.reading(since)
-        except Exception as error:         # foreign files, and a foreign library that may refuse them in any way
-            raise ModelError(f"can't read the tokenizer files in {directory}: {type(error).__name__}: {error}") from error
+        except Exception as error:  # foreign files, and a foreign library that may refuse them in any way
+            raise ModelError(
+                f"can't read the tokenizer files in {directory}: {type(error).__name__}: {error}"
+            ) from error
         # Whatever the files call a token, whether it is read as one or not.
-        self.mentioned = [*_mentioned([value for key, value in config.items() if key.endswith(("_token", "_tokens", "_tokens_decoder"))]),
-                          *_mentioned(_json(directory / "special_tokens_map.json")), *_json(directory / "added_tokens.json")]
+        self.mentioned = [
+            *_mentioned(
+                [value for key, value in config.items() if key.endswith(("_token", "_tokens", "_tokens_decoder"))]
+            ),
+            *_mentioned(_json(directory / "special_tokens_map.json")),
+            *_json(directory / "added_tokens.json"),
+        ]
         # Why the engine may read the files in a way that is not followed here, or "".
         self.unknown = _unknown(directory, config, settings, before, since)
 
@@ -83,7 +93,8 @@ class Readings:
             yield self._source.reading(name)
 
     def let_go(self) -> None:
-        """Free what was read of the files, some 10 times tokenizer.json; when it is needed once more, they are read again."""
+        """Free what was read of the files, some 10 times tokenizer.json; when it is needed once more, they are read
+        again."""
         self._source.let_go()
 
 
@@ -104,8 +115,13 @@ class _Source:
         printed = {key: str(value) for key, value in files.names(_defaults(name)).items() if str(value)}
         content = self._content(name)
         rebuilt = sha256(content.encode()).digest() if content is not None else b""
-        return Reading(f"rebuilt as {name}" if name in _CLASSES else AS_IT_IS, rebuilt, printed, bool(self._config.get("split_special_tokens")),
-                       partial(self._content, name))
+        return Reading(
+            f"rebuilt as {name}" if name in _CLASSES else AS_IT_IS,
+            rebuilt,
+            printed,
+            bool(self._config.get("split_special_tokens")),
+            partial(self._content, name),
+        )
 
     def _read(self) -> _Files:
         files = self._files
@@ -113,7 +129,7 @@ class _Source:
             try:
                 text = (self._directory / "tokenizer.json").read_text(encoding="utf-8")
                 self._files = files = _Files(self._directory, self._config, orjson.loads(text))
-            except OSError as error:       # they may be gone since the gateway started
+            except OSError as error:  # they may be gone since the gateway started
                 raise ModelError(f"can't read the tokenizer files in {self._directory}: {error}") from error
         return files
 
@@ -134,11 +150,11 @@ def _defaults(name: str) -> dict[str, str]:
 class _Class:
     """A tokenizer class of transformers 5 that builds its pipeline itself: what is not taken from tokenizer.json."""
 
-    defaults: dict[str, str]                                   # named tokens it has where the files name none
-    pipeline: Callable[[dict[str, Any]], dict[str, Any]]       # tokenizer_config -> normalizer, pre_tokenizer
-    model: dict[str, Any] = field(default_factory=dict)        # options of the BPE model
-    adds_all_special: bool = False                             # it registers its special tokens once more at the end
-    adds_nothing: bool = False                                 # it replaces the post-processor by one that adds nothing
+    defaults: dict[str, str]  # named tokens it has where the files name none
+    pipeline: Callable[[dict[str, Any]], dict[str, Any]]  # tokenizer_config -> normalizer, pre_tokenizer
+    model: dict[str, Any] = field(default_factory=dict)  # options of the BPE model
+    adds_all_special: bool = False  # it registers its special tokens once more at the end
+    adds_nothing: bool = False  # it replaces the post-processor by one that adds nothing
 
 
 def _unknown(directory: Path, config: dict[str, Any], settings: dict[str, Any], *names: str) -> str:
@@ -186,54 +202,91 @@ def _class_name(settings: dict[str, Any], told: str, byte_level: bool, newer: bo
     return name if name in _CLASSES or name in _REBUILT_OTHERWISE else ""
 
 
-# Model types that transformers registers with a class that uses tokenizer.json as it is; then those of one side of 5.22 only.
-_GENERIC_TYPES = frozenset("""
+# Model types that transformers registers with a class that uses tokenizer.json as it is; then those of one side of 5.22
+# only.
+_GENERIC_TYPES = frozenset(
+    """
     EvollaModel arctic aria bigbird_pegasus camembertv2-base canary chatlm cohere_asr ernie4_5 ernie4_5_moe flex_olmo
     fuyu glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm_image glmasr got_ocr2 gpt_bigcode granite granitemoe
     granitemoehybrid granitemoeshared h2ovl_chat hyperclovax hyperclovax_vlm internlm2 jamba kimi_k25 kimi_linear
     kosmos-2 llava llava_next mimo_v2_flash minicpm3 minicpmv minicpmv4_6 minicpmv4_7 minimax_m2 ministral ministral3
     mistral mistral3 mixtral modernbert modernbert-decoder molmo molmo2 nemotron nvfp4 nystromformer olmo2 olmo3
     olmo_hybrid opencua openvla paddleocr_vl pegasus_x persimmon phi3 phi3_v phimoe pix2struct pixtral smolvlm
-    stablelm step3_vl umt5 vipllava voxtral voxtral_realtime xlm-roberta-xl""".split())
-_GENERIC_BEFORE = frozenset("""
+    stablelm step3_vl umt5 vipllava voxtral voxtral_realtime xlm-roberta-xl""".split()
+)
+_GENERIC_BEFORE = frozenset(
+    """
     chameleon deepseek_ocr deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl
-    deepseek_vl_hybrid deepseek_vl_v2 janus step3p5""".split())
-_GENERIC_SINCE = frozenset("""
-    beam gradium_phonon_tts internlm3 iquestcoder minicpm_ocr mistral_large4 nemo_speechlm pocket_tts""".split())
+    deepseek_vl_hybrid deepseek_vl_v2 janus step3p5""".split()
+)
+_GENERIC_SINCE = frozenset(
+    """
+    beam gradium_phonon_tts internlm3 iquestcoder minicpm_ocr mistral_large4 nemo_speechlm pocket_tts""".split()
+)
 # Model types for which the registered class is taken whatever the files name, since the files are known to be wrong.
-_CLASS_IS_WRONG = frozenset({"hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"})
+_CLASS_IS_WRONG = frozenset(
+    {"hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"}
+)
 # Model types whose files transformers may hand to mistral-common where there is a tekken.json.
-_MISTRAL_TYPES = frozenset("ministral ministral3 mistral mistral3 mistral_large4 mixtral pixtral voxtral voxtral_realtime".split())
+_MISTRAL_TYPES = frozenset(
+    "ministral ministral3 mistral mistral3 mistral_large4 mixtral pixtral voxtral voxtral_realtime".split()
+)
 # Model types for which vLLM itself takes the class that uses tokenizer.json as it is.
 _TAKEN_AS_THEY_ARE = frozenset({"internlm2", "step3_vl", "step3p7", "unlimited-ocr", "unlimited_ocr"})
 _CLASS_OF_TYPE = {
-    **dict.fromkeys("""
+    **dict.fromkeys(
+        """
         audioflamingo3 colqwen2 cosmos3_omni dots3_note fun_asr_nano hunyuan_vl internvl lighton_ocr
         moss_transcribe_diarize ovis2 qianfan_ocr qwen2 qwen2_5_omni qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl qwen3
-        qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl qwen3_vl_moe vibevoice""".split(), "Qwen2Tokenizer"),
-    **dict.fromkeys("""
-        qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp""".split(), "Qwen3_5Tokenizer"),
-    **dict.fromkeys("""
+        qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl qwen3_vl_moe vibevoice""".split(),
+        "Qwen2Tokenizer",
+    ),
+    **dict.fromkeys(
+        """
+        qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp""".split(),
+        "Qwen3_5Tokenizer",
+    ),
+    **dict.fromkeys(
+        """
         diffusion_gemma gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text recurrent_gemma shieldgemma2 t5gemma
-        zaya""".split(), "GemmaTokenizer"),
-    **dict.fromkeys("""
+        zaya""".split(),
+        "GemmaTokenizer",
+    ),
+    **dict.fromkeys(
+        """
         blip-2 codegen dbrx emu3 gpt2 gpt_neo gptj hyperclovax_vision_v2 instructblip instructblipvideo jais2 opt phi
-        starcoder2""".split(), "GPT2Tokenizer"),
-    **dict.fromkeys("""
-        falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv xlstm""".split(), "GPTNeoXTokenizer"),
-    **dict.fromkeys("""
-        aya_vision cohere cohere2""".split(), "CohereTokenizer"),
-    **dict.fromkeys("""
-        idefics idefics2""".split(), "LlamaTokenizer"),
+        starcoder2""".split(),
+        "GPT2Tokenizer",
+    ),
+    **dict.fromkeys(
+        """
+        falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv xlstm""".split(),
+        "GPTNeoXTokenizer",
+    ),
+    **dict.fromkeys(
+        """
+        aya_vision cohere cohere2""".split(),
+        "CohereTokenizer",
+    ),
+    **dict.fromkeys(
+        """
+        idefics idefics2""".split(),
+        "LlamaTokenizer",
+    ),
     **dict.fromkeys("bert nomic_bert distilbert electra ernie mobilebert".split(), "BertTokenizer"),
     **dict.fromkeys("xlm-roberta gte jina_embeddings_v3".split(), "XLMRobertaTokenizer"),
-    "code_llama": "CodeLlamaTokenizer", "roberta": "RobertaTokenizer", "t5": "T5Tokenizer",
+    "code_llama": "CodeLlamaTokenizer",
+    "roberta": "RobertaTokenizer",
+    "t5": "T5Tokenizer",
 }
 # Classes that rebuild, too, and are not followed here: encoders' ones, mostly.
-_REBUILT_OTHERWISE = frozenset(f"{name}Tokenizer" for name in """
+_REBUILT_OTHERWISE = frozenset(
+    f"{name}Tokenizer"
+    for name in """
     Albert Barthez Bert BigBird Blenderbot Camembert CLIP CodeLlama CodeGen Cohere Deberta DebertaV2 Esmc Funnel Herbert
     Lasr LayoutLMv2 LayoutLMv3 LayoutXLM Luke MarkupLM MBart MBart50 MLuke MPNet Nllb Nougat OpenAIGPT Pegasus Reformer
-    RemBert Roberta SeamlessM4T Siglip2 Splinter T5 Tipsv2 Udop VideoPrism Whisper XGLM XLMRoberta XLNet""".split())
+    RemBert Roberta SeamlessM4T Siglip2 Splinter T5 Tipsv2 Udop VideoPrism Whisper XGLM XLMRoberta XLNet""".split()
+)
 
 
 # --- what the classes build
@@ -242,30 +295,49 @@ _REBUILT_OTHERWISE = frozenset(f"{name}Tokenizer" for name in """
 def _metaspace(config: dict[str, Any]) -> dict[str, Any]:
     space = config.get("add_prefix_space")
     scheme = "never" if space is not None and not space else "always" if config.get("legacy", False) else "first"
-    return {"normalizer": None, "pre_tokenizer": {
-        "type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}}
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False},
+    }
 
 
 def _byte_level(config: dict[str, Any], regex: bool = True) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": bool(config.get("add_prefix_space")), "trim_offsets": True,
-            "use_regex": regex}
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": bool(config.get("add_prefix_space")),
+        "trim_offsets": True,
+        "use_regex": regex,
+    }
 
 
 def _words(pattern: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return lambda config: {"normalizer": {"type": "NFC"}, "pre_tokenizer": {
-        "type": "Sequence", "pretokenizers": [split, _byte_level(config, regex=False)]}}
+    return lambda config: {
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, _byte_level(config, regex=False)]},
+    }
 
 
 def _spaces(config: dict[str, Any]) -> dict[str, Any]:
-    return {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-            "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}}
+    return {
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"String": " "},
+            "behavior": "MergedWithPrevious",
+            "invert": False,
+        },
+    }
 
 
-_QWEN2 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-_QWEN3_5 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-            r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN3_5 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _END = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
 _QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 _CLASSES = {
@@ -293,28 +365,40 @@ class _Files:
         told = dict(config)
         if "additional_special_tokens" in told and not told.get("extra_special_tokens"):
             told["extra_special_tokens"] = told.pop("additional_special_tokens")
-        specific = {key: told.pop(key) for key in list(told)
-                    if key.endswith("_token") and key not in NAMED and isinstance(told[key], str)}
+        specific = {
+            key: told.pop(key)
+            for key in list(told)
+            if key.endswith("_token") and key not in NAMED and isinstance(told[key], str)
+        }
         if isinstance(told.get("extra_special_tokens"), dict):
             specific |= told.pop("extra_special_tokens")
         self.decoder: dict[int, AddedToken] = {}
         if "added_tokens_decoder" in told:
             self.decoder = {int(id): _added(token) for id, token in told["added_tokens_decoder"].items()}
             if "additional_special_tokens" in told and "extra_special_tokens" not in told:
-                told["extra_special_tokens"] = told.pop("additional_special_tokens")    # the dictionary of that name is gone by now
+                # the dictionary of that name is gone by now
+                told["extra_special_tokens"] = told.pop("additional_special_tokens")
             known = {token.content: token for token in self.decoder.values()}
         else:
             self._merge_special_tokens_map(told, specific)
             known = self._tokens_of_older_files(told)
-        told = {key: _token(value) if key in NAMED else _typed(value) for key, value in told.items() if key.endswith("_token")} | {
-            "extra_special_tokens": [_token(one) for one in told.get("extra_special_tokens") or []]}
+        told = {
+            key: _token(value) if key in NAMED else _typed(value)
+            for key, value in told.items()
+            if key.endswith("_token")
+        } | {"extra_special_tokens": [_token(one) for one in told.get("extra_special_tokens") or []]}
         self.extra: list[Any] = told.pop("extra_special_tokens")
         # None stands for a token that the files say does not exist.
-        self.named = {key: known.get(str(told[key]), told[key]) if told[key] is not None else None
-                      for key in NAMED if key in told}
-        named_besides = {key: value for key, value in told.items() if key not in NAMED and isinstance(value, (str, AddedToken))}
+        self.named = {
+            key: known.get(str(told[key]), told[key]) if told[key] is not None else None for key in NAMED if key in told
+        }
+        named_besides = {
+            key: value for key, value in told.items() if key not in NAMED and isinstance(value, (str, AddedToken))
+        }
         specific = {key: _typed(value) for key, value in specific.items()}
-        self.specific = named_besides | {key: value for key, value in specific.items() if isinstance(value, (str, AddedToken))}
+        self.specific = named_besides | {
+            key: value for key, value in specific.items() if isinstance(value, (str, AddedToken))
+        }
 
     def _merge_special_tokens_map(self, told: dict[str, Any], specific: dict[str, Any]) -> None:
         """special_tokens_map.json counts, and wins, where tokenizer_config.json has no added_tokens_decoder."""
@@ -367,12 +451,29 @@ def _rebuilt(files: _Files, kind: _Class, names: dict[str, Any]) -> str | None:
     vocabulary = old["vocab"]
     if isinstance(vocabulary, list):
         vocabulary = {one[0] if isinstance(one, list) else one: id for id, one in enumerate(vocabulary)}
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
-             "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, **kind.model,
-             "vocab": vocabulary, "merges": old.get("merges") or []}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **kind.model,
+        "vocab": vocabulary,
+        "merges": old.get("merges") or [],
+    }
     if model["unk_token"] is ...:
         model["unk_token"] = str(names.get("unk_token"))
-    new = {**files.tokenizer, **kind.pipeline(files.config), "model": model, "added_tokens": [], "truncation": None, "padding": None}
+    new = {
+        **files.tokenizer,
+        **kind.pipeline(files.config),
+        "model": model,
+        "added_tokens": [],
+        "truncation": None,
+        "padding": None,
+    }
     if kind.adds_nothing:
         new["post_processor"] = None
     if _same(new, files.tokenizer) and not _missing(files, names, files.own) and _ids_as_added(files, vocabulary):
@@ -426,9 +527,14 @@ def _settings(tokenizer: dict[str, Any]) -> Any:
     steps = [_plain(tokenizer.get(name)) for name in ("normalizer", "pre_tokenizer")]
     # Where every text is bytes that are all in the vocabulary, no token is unknown.
     unknown = None if "ByteLevel" in json.dumps(steps) else (model.get("unk_token"), bool(model.get("fuse_unk")))
-    return (model.get("type"), steps, unknown, *(bool(model.get(name)) for name in ("byte_fallback", "ignore_merges")),
-            *(model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout")),
-            tokenizer.get("post_processor") if not _only_offsets(tokenizer.get("post_processor")) else None)
+    return (
+        model.get("type"),
+        steps,
+        unknown,
+        *(bool(model.get(name)) for name in ("byte_fallback", "ignore_merges")),
+        *(model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout")),
+        tokenizer.get("post_processor") if not _only_offsets(tokenizer.get("post_processor")) else None,
+    )
 
 
 def _plain(step: Any) -> Any:

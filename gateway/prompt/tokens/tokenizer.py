@@ -4,6 +4,7 @@ fastokens reads the same `tokenizer.json` and gives the same ids as `tokenizers`
 times faster (8 kB of prose: 12 us against 2.5 ms); where it can't load a file, `tokenizers`
 does the work. Ids travel as uint32 little-endian bytes: no Python int is made per token.
 """
+
 from __future__ import annotations
 
 import logging
@@ -26,13 +27,14 @@ log = logging.getLogger(__name__)
 # `tokenizers` would hand each text to a pool of threads, as many per process as there are cores.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Bytes of new text that the event loop may tokenize: some 5 ms however they read. At worst (random letters, one letter over and
-# over, rare Chinese) fastokens takes 0.2 us a byte, and `tokenizers` 1 us (a quiet 2-core cloud machine).
+# Bytes of new text that the event loop may tokenize: some 5 ms however they read. At worst (random letters, one letter
+# over and over, rare Chinese) fastokens takes 0.2 us a byte, and `tokenizers` 1 us (a quiet 2-core cloud machine).
 _BRIEF = {"fastokens": 24 * 1024, "tokenizers": 5 * 1024}
-_CHAR_BYTES = 3            # nearly no text has more of them, and what does is no work
+_CHAR_BYTES = 3  # nearly no text has more of them, and what does is no work
 # A text of more characters per token of the context is counted before it is tokenized: prose and code have 3 to 5.
 _UNLIKELY = 6
-# Texts are counted in slices of so many characters. Where one is cut in two, its parts may make a few tokens more than it does.
+# Texts are counted in slices of so many characters. Where one is cut in two, its parts may make a few tokens more than
+# it does.
 _SLICE = 16 * 1024
 _CUT_TOKENS = 64
 
@@ -59,26 +61,32 @@ class Tokenizer:
         as it is). Raises TokenizerError."""
         path = model_dir / "tokenizer.json"
         if not path.is_file():
-            raise TokenizerError(f"{model_dir} has no tokenizer.json: convert the tokenizer to the "
-                                 "fast format (save_pretrained with transformers) and put it there")
+            raise TokenizerError(
+                f"{model_dir} has no tokenizer.json: convert the tokenizer to the "
+                "fast format (save_pretrained with transformers) and put it there"
+            )
         content = reading.content if reading else None
         splits = reading is not None and reading.splits_special_tokens
-        self.backend = "tokenizers" if splits else backend     # fastokens always finds special tokens in a text
+        self.backend = "tokenizers" if splits else backend  # fastokens always finds special tokens in a text
         self._fast: Any = None
         self._slow: Any = None
         if self.backend == "fastokens":
             try:
-                self._fast = fastokens.Tokenizer.from_json_str(content) if content else fastokens.Tokenizer.from_file(str(path))
+                self._fast = (
+                    fastokens.Tokenizer.from_json_str(content) if content else fastokens.Tokenizer.from_file(str(path))
+                )
                 self._fast.no_truncation()
                 self._fast.no_padding()
-                self._fast.encode(_WARM_UP)      # the first call compiles its patterns: 40 to 170 ms
-            except Exception as error:           # any failure of an optional speed-up means: do without
+                self._fast.encode(_WARM_UP)  # the first call compiles its patterns: 40 to 170 ms
+            except Exception as error:  # any failure of an optional speed-up means: do without
                 log.warning("fastokens can't load %s (%s): using tokenizers, about 100 times slower", path, str(error))
                 self._fast = None
                 self.backend = "tokenizers"
         if self._fast is None:
             try:
-                self._slow = tokenizers.Tokenizer.from_str(content) if content else tokenizers.Tokenizer.from_file(str(path))
+                self._slow = (
+                    tokenizers.Tokenizer.from_str(content) if content else tokenizers.Tokenizer.from_file(str(path))
+                )
             except Exception as error:
                 raise TokenizerError(f"{path} is no tokenizer that can be read: {error}") from error
             self._slow.no_truncation()
@@ -86,7 +94,7 @@ class Tokenizer:
             self._slow.encode_special_tokens = splits
             try:
                 self._slow.encode(_WARM_UP)
-            except Exception as error:           # a vocabulary that lacks its own unknown token, say
+            except Exception as error:  # a vocabulary that lacks its own unknown token, say
                 raise TokenizerError(f"{path} cannot turn a text into tokens: {error}") from error
         settings = orjson.loads(content or path.read_bytes())
         self.added_tokens: list[dict[str, Any]] = settings.get("added_tokens") or []
@@ -97,7 +105,8 @@ class Tokenizer:
         self.bound(None)
 
     def bound(self, tokens: int | None) -> None:
-        """Refuse texts that are certain to be longer than so many tokens, before most of the work on them (None: refuse none)."""
+        """Refuse texts that are certain to be longer than so many tokens, before most of the work on them (None: refuse
+        none)."""
         self._context = tokens or sys.maxsize
         self._most_chars = tokens * self._longest if tokens and self._longest else sys.maxsize
         self._unchecked = min(_BRIEF[self.backend] // _CHAR_BYTES, self._most_chars)
@@ -113,7 +122,11 @@ class Tokenizer:
 
     def _weigh(self, texts: list[str]) -> None:
         """Raises TakesLong on the event loop, if they are not for it."""
-        if event_loop.holds and sum(len(one) if one.isascii() else len(one.encode("utf-8", "replace")) for one in texts) > _BRIEF[self.backend]:
+        if (
+            event_loop.holds
+            and sum(len(one) if one.isascii() else len(one.encode("utf-8", "replace")) for one in texts)
+            > _BRIEF[self.backend]
+        ):
             raise TakesLong
 
     def _count(self, texts: list[str], chars: int) -> None:
@@ -121,7 +134,7 @@ class Tokenizer:
         tokens = 0
         for text in texts:
             for at in range(0, len(text), _SLICE):
-                tokens += len(self._ids(text[at:at + _SLICE], False)) // 4 - (_CUT_TOKENS if at else 0)
+                tokens += len(self._ids(text[at : at + _SLICE], False)) // 4 - (_CUT_TOKENS if at else 0)
                 if tokens > self._context:
                     raise TooLong(chars, tokens)
 
@@ -172,15 +185,18 @@ class Tokenizer:
         start with a blank that a token before it would take (rstrip), nor with a letter that would
         stop a single_word token before it. If encoding samples says otherwise, there are none.
         """
-        added = [{**token, "normalized": token["normalized"] and self._normalizes} for token in self.added_tokens
-                 if not (token["special"] and self._splits_special_tokens)]
+        added = [
+            {**token, "normalized": token["normalized"] and self._normalizes}
+            for token in self.added_tokens
+            if not (token["special"] and self._splits_special_tokens)
+        ]
         neighbours = Neighbours(added)
         cuts = frozenset(token["content"] for token in added if _stands_alone(token, neighbours))
         return cuts if self._cuts_hold(sorted(cuts)) else frozenset()
 
     def _cuts_hold(self, cuts: list[str]) -> bool:
         """Try the rule on texts made to break it, at 32 of the tokens spread over all of them."""
-        for token in cuts[::len(cuts) // 32 + 1]:
+        for token in cuts[:: len(cuts) // 32 + 1]:
             for left in ("", "a", "a ", "a\n\n", "\u00e9 ", token[:-1], "'", "12", "\u4f60", token):
                 for right in ("", "b", " b", "\nb", "'s", token[1:], "3"):
                     if self.encode(left + token + right) != self.encode(left) + self.encode(token + right):
@@ -200,17 +216,23 @@ def _changes_nothing(normalizer: dict[str, Any] | None) -> bool:
 def _longest_token(settings: dict[str, Any]) -> int | None:
     """Characters that one token can stand for; None where there is no knowing.
 
-    Byte-level BPE writes each byte as a character, so an entry of its vocabulary is at least as long as the text that it
-    stands for. That is no bound where a normalizer shortens the text, an unknown word is one token whatever its length, or
-    an added token takes all blanks beside it.
+    Byte-level BPE writes each byte as a character, so an entry of its vocabulary is at least as long as the text that
+    it stands for. That is no bound where a normalizer shortens the text, an unknown word is one token whatever its
+    length, or an added token takes all blanks beside it.
     """
     model, added = settings["model"], settings.get("added_tokens") or []
     parts = [part for name in ("normalizer", "pre_tokenizer") if (part := settings.get(name)) is not None]
     parts += [inner for part in parts for inner in part.get("normalizers", ()) or part.get("pretokenizers", ())]
     kinds = {part["type"] for part in parts}
-    if model.get("type") != "BPE" or "ByteLevel" not in kinds or not kinds <= {"Sequence", "NFC", "Split", "Digits", "ByteLevel"}:
+    if (
+        model.get("type") != "BPE"
+        or "ByteLevel" not in kinds
+        or not kinds <= {"Sequence", "NFC", "Split", "Digits", "ByteLevel"}
+    ):
         return None
-    if any(part.get("behavior") == "Removed" for part in parts) or any(token["lstrip"] or token["rstrip"] for token in added):
+    if any(part.get("behavior") == "Removed" for part in parts) or any(
+        token["lstrip"] or token["rstrip"] for token in added
+    ):
         return None
     return max(map(len, [*model["vocab"], *(token["content"] for token in added)]))
 

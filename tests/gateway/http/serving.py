@@ -20,7 +20,11 @@ class Echo:
             client.exchange = self
             self.held.append(client)
         else:
-            client.reply(200, b"%s %s %s" % (request.method.encode(), request.target, request.body), [(b"content-type", b"text/plain")])
+            client.reply(
+                200,
+                b"%s %s %s" % (request.method.encode(), request.target, request.body),
+                [(b"content-type", b"text/plain")],
+            )
 
     def release(self):
         self.held.pop(0).reply(200, b"slow", [])

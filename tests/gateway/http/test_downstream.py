@@ -18,6 +18,7 @@ async def test_a_client_that_leaves_is_told_to_the_exchange():
 
 async def test_a_bug_of_ours_is_a_500_and_is_not_blamed_on_the_client(caplog):
     async with served() as (talk, echo, _):
+
         def fails(client, request):
             client.exchange = echo
             raise ZeroDivisionError("a bug")

@@ -25,7 +25,9 @@ async def test_a_request_may_come_byte_by_byte():
 
 async def test_chunked_bodies_are_collected_and_trailers_dropped():
     async with served() as (talk, echo, _):
-        await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x=y\r\nde\r\n0\r\nX-Trail: 1\r\n\r\n")
+        await talk.say(
+            b"POST /p HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x=y\r\nde\r\n0\r\nX-Trail: 1\r\n\r\n"
+        )
         assert (await talk.response())[2] == b"POST /p abcde"
         assert echo.seen[0].header(b"x-trail") is None
 
@@ -60,7 +62,16 @@ async def test_http10_is_answered_and_closed():
         assert await talk.rest() == b""
 
 
-@pytest.mark.parametrize(("target", "seen"), [(b"http://x/abs", b"/abs"), (b"http://x", b"/"), (b"http://x?q=1", b"/?q=1"), (b"http://x/a?u=http://y/z", b"/a?u=http://y/z"), (b"/a?u=http://y/z", b"/a?u=http://y/z")])
+@pytest.mark.parametrize(
+    ("target", "seen"),
+    [
+        (b"http://x/abs", b"/abs"),
+        (b"http://x", b"/"),
+        (b"http://x?q=1", b"/?q=1"),
+        (b"http://x/a?u=http://y/z", b"/a?u=http://y/z"),
+        (b"/a?u=http://y/z", b"/a?u=http://y/z"),
+    ],
+)
 async def test_absolute_form_targets_are_accepted(target, seen):
     async with served() as (talk, _, _):
         await talk.say(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % target)
@@ -69,18 +80,26 @@ async def test_absolute_form_targets_are_accepted(target, seen):
 
 async def test_an_offer_to_upgrade_is_served_as_the_plain_request_it_is():
     async with served() as (talk, _, _):
-        await talk.say(b"GET /up HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n\r\n")
+        await talk.say(
+            b"GET /up HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n\r\n"
+        )
         assert (await talk.response())[0::2] == (200, b"GET /up ")
         await talk.say(GET)
         assert (await talk.response())[0] == 200
 
 
-@pytest.mark.parametrize("framing", [b"Content-Length: 3\r\n\r\nabc", b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"])
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 3\r\n\r\nabc", b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"]
+)
 @pytest.mark.parametrize("piece", [1, 1000])
 async def test_a_body_behind_an_offer_to_upgrade_is_not_lost(framing, piece):
     """Java's client offers h2c with every request."""
     async with served() as (talk, echo, _):
-        raw = b"POST /p HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n" + framing + GET
+        raw = (
+            b"POST /p HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
+            + framing
+            + GET
+        )
         for at in range(0, len(raw), piece):
             await talk.say(raw[at : at + piece])
         assert [(await talk.response())[2] for _ in range(2)] == [b"POST /p abc", b"GET /a?b=1 "]
@@ -90,12 +109,24 @@ async def test_a_body_behind_an_offer_to_upgrade_is_not_lost(framing, piece):
 UPGRADE = b"Upgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
 
 
-@pytest.mark.parametrize("named", [b"Upgrade, HTTP2-Settings, Content-Length", b"Upgrade,content-length", b"Content-Length", b"close, Transfer-Encoding", b"Host"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        b"Upgrade, HTTP2-Settings, Content-Length",
+        b"Upgrade,content-length",
+        b"Content-Length",
+        b"close, Transfer-Encoding",
+        b"Host",
+    ],
+)
 @pytest.mark.parametrize("upgrade", [UPGRADE, b""])
 async def test_a_connection_header_that_names_framing_smuggles_nothing(named, upgrade):
     """Whoever removed what it names would take the body for the next request."""
     async with served() as (talk, echo, _):
-        await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\nConnection: %b\r\n%bContent-Length: %d\r\n\r\n%b" % (named, upgrade, len(GET), GET))
+        await talk.say(
+            b"POST /p HTTP/1.1\r\nHost: x\r\nConnection: %b\r\n%bContent-Length: %d\r\n\r\n%b"
+            % (named, upgrade, len(GET), GET)
+        )
         assert (await talk.response())[0] == 400
         assert await talk.rest() == b""
         assert not echo.seen
@@ -104,7 +135,10 @@ async def test_a_connection_header_that_names_framing_smuggles_nothing(named, up
 @pytest.mark.parametrize("named", [b"close, Upgrade", b"Upgrade, close, HTTP2-Settings"])
 async def test_an_offer_to_upgrade_leaves_what_else_connection_says(named):
     async with served() as (talk, echo, _):
-        await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\nX-Kept: y\r\nConnection: %b, X-Named\r\nX-Named: y\r\n%bContent-Length: 3\r\n\r\nabc" % (named, UPGRADE))
+        await talk.say(
+            b"POST /p HTTP/1.1\r\nHost: x\r\nX-Kept: y\r\nConnection: %b, X-Named\r\nX-Named: y\r\n%bContent-Length: 3\r\n\r\nabc"
+            % (named, UPGRADE)
+        )
         _, headers, body = await talk.response()
         assert headers["connection"] == "close" and body == b"POST /p abc"
         assert await talk.rest() == b""
@@ -112,7 +146,16 @@ async def test_an_offer_to_upgrade_leaves_what_else_connection_says(named):
         assert b"x-kept: y" in passed_on and b"x-named" not in passed_on and b"upgrade" not in passed_on
 
 
-@pytest.mark.parametrize("line", [b"GET /x RTSP/1.1", b"POST /x RTSP/1.0", b"SOURCE /x ICE/1.0", b"GET /x RTSP/1.1\r\nX: GET /x HTTP/1.1", b"POST /x RTSP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"GET /x RTSP/1.1",
+        b"POST /x RTSP/1.0",
+        b"SOURCE /x ICE/1.0",
+        b"GET /x RTSP/1.1\r\nX: GET /x HTTP/1.1",
+        b"POST /x RTSP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c",
+    ],
+)
 @pytest.mark.parametrize("before", [b"", b"\r\n"])
 @pytest.mark.parametrize("piece", [1, 1000])
 async def test_other_protocols_request_lines_are_refused(line, before, piece):
@@ -212,7 +255,17 @@ CHUNKED = b"POST /p HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         (b"", b"\r\n"),
         (GET, b"\r\n"),
     ],
-    ids=["trailer", "trailer name", "trailers", "extension", "later extension", "extensions", "size", "blank lines", "blank lines behind"],
+    ids=[
+        "trailer",
+        "trailer name",
+        "trailers",
+        "extension",
+        "later extension",
+        "extensions",
+        "size",
+        "blank lines",
+        "blank lines behind",
+    ],
 )
 async def test_nothing_that_comes_between_a_request_and_its_end_is_without_a_limit(begin, endless):
     """Neither a line that never ends nor lines without end."""
@@ -249,7 +302,9 @@ async def test_tiny_chunks_do_not_take_many_times_their_size():
 def test_a_body_arrives_whole_however_it_is_cut(chunks, read):
     body = bytes(range(256)) * (sum(chunks) // 256 + 1)
     begins = [0, *itertools.accumulate(chunks)]
-    framed = b"".join(b"%x\r\n%b\r\n" % (size, body[begin : begin + size]) for begin, size in zip(begins, chunks, strict=False))
+    framed = b"".join(
+        b"%x\r\n%b\r\n" % (size, body[begin : begin + size]) for begin, size in zip(begins, chunks, strict=False)
+    )
     said = b"POST /slow HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + framed + b"0\r\n\r\n"
     echo = Echo()
     client = Downstream(Server(echo).clients)
@@ -258,7 +313,9 @@ def test_a_body_arrives_whole_however_it_is_cut(chunks, read):
     assert [request.body for request in echo.seen] == [body[: sum(chunks)]]
 
 
-@pytest.mark.parametrize("framing", [b"Content-Length: 1000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\nF4240\r\n"])
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 1000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\nF4240\r\n"]
+)
 async def test_a_body_over_the_limit_gets_413_and_the_client_can_read_it(framing):
     async with served(Limits(body_bytes=1000)) as (talk, echo, _):
         await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\n" + framing)

@@ -73,7 +73,9 @@ async def test_many_held_uploads_stay_within_the_budget_and_leave_room_for_other
         holders = [await talk() for _ in range(20)]
         for one in holders:
             if chunked:
-                one.writer.write(b"POST /slow HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(b"x" * MIB) * 5)
+                one.writer.write(
+                    b"POST /slow HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(b"x" * MIB) * 5
+                )
             else:
                 one.writer.write(upload(6 * MIB, 5 * MIB))
         refused = [asyncio.ensure_future(one.response(30)) for one in holders]

@@ -15,7 +15,17 @@ class Seen:
         self.requests = []
 
     def handle(self, client, request):
-        self.requests.append((request.method, request.target, request.path, request.headers, request.body, request.http10, request.keep_alive))
+        self.requests.append(
+            (
+                request.method,
+                request.target,
+                request.path,
+                request.headers,
+                request.body,
+                request.http10,
+                request.keep_alive,
+            )
+        )
         client.reply(200, request.body, [])
 
     def refuse(self, status, message, target):
@@ -58,8 +68,18 @@ HEADS = (
     b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nx-length: %s\r\n\r\n",
     b"GET /a HTTP/1.1\r\nhost: x\r\nx-length: %s\r\n\r\n",
 )
-BODIES = (b"", b"x", b"body", b"0\r\n\r\n", b"12345678901", b"\r\ncontent-length: 4\r\n\r\nbody", b"POST / HTTP/1.1\r\n\r\n")
-LENGTHS = st.sampled_from((b"%d", b"%d", b"%d", b"%d", b"0%d", b"+%d", b"%d ", b"1%d", b"-%d", b"%d\r\ncontent-length: %%d"))
+BODIES = (
+    b"",
+    b"x",
+    b"body",
+    b"0\r\n\r\n",
+    b"12345678901",
+    b"\r\ncontent-length: 4\r\n\r\nbody",
+    b"POST / HTTP/1.1\r\n\r\n",
+)
+LENGTHS = st.sampled_from(
+    (b"%d", b"%d", b"%d", b"%d", b"0%d", b"+%d", b"%d ", b"1%d", b"-%d", b"%d\r\ncontent-length: %%d")
+)
 
 
 @st.composite
@@ -89,7 +109,9 @@ def test_a_known_head_is_not_parsed(monkeypatch):
     whole = Downstream._feed
     monkeypatch.setattr(Downstream, "_feed", lambda self, data: (fed.append(data), whole(self, data)))
     head = HEADS[1]
-    requests, _ = told([head % b"1" + b"a", head % b"12" + b"b" * 12, head % b"0", HEADS[2] % b"1" + b"c", head % b"1" + b"d"])
+    requests, _ = told(
+        [head % b"1" + b"a", head % b"12" + b"b" * 12, head % b"0", HEADS[2] % b"1" + b"c", head % b"1" + b"d"]
+    )
     assert [body for *_, body, _, _ in requests] == [b"a", b"b" * 12, b"", b"c", b"d"]
     assert fed == [head % b"1" + b"a", HEADS[2] % b"1" + b"c", head % b"1" + b"d"]
 
@@ -102,7 +124,9 @@ def test_a_body_over_the_limit_is_refused_behind_a_known_head_too():
 
 def test_what_one_request_changes_of_its_headers_is_not_in_the_next():
     data = HEADS[1] % b"1" + b"a"
-    first = Request("POST", b"/a?b", [(b"host", b"x"), (b"content-length", b"1"), (b"x-request-id", b"one")], b"a", False, True, 0.0)
+    first = Request(
+        "POST", b"/a?b", [(b"host", b"x"), (b"content-length", b"1"), (b"x-request-id", b"one")], b"a", False, True, 0.0
+    )
     known = KnownHead.of(data, first)
     changed, next_ = known.read(data, 1.0), known.read(data, 2.0)
     assert changed.end_to_end(frozenset()) == first.end_to_end(frozenset())

@@ -22,7 +22,10 @@ async def test_keep_alive_serves_one_request_after_another():
 
 async def test_pipelined_requests_are_answered_in_order():
     async with served() as (talk, echo, _):
-        await talk.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" + b"".join(b"GET /%d HTTP/1.1\r\nHost: x\r\n\r\n" % i for i in range(50)))
+        await talk.say(
+            b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
+            + b"".join(b"GET /%d HTTP/1.1\r\nHost: x\r\n\r\n" % i for i in range(50))
+        )
         await eventually(lambda: echo.held)
         assert len(echo.seen) == 1
         echo.release()
@@ -56,13 +59,17 @@ async def test_another_protocols_request_line_is_not_taken_for_the_one_before_it
 async def test_words_of_other_protocols_in_a_request_are_words():
     async with served() as (talk, echo, _):
         body = b"GET /x RTSP/1.1"
-        await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\nX: a RTSP/1.1 b\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body) + GET)
+        await talk.say(
+            b"POST /p HTTP/1.1\r\nHost: x\r\nX: a RTSP/1.1 b\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body) + GET
+        )
         assert [(await talk.response())[0] for _ in range(2)] == [200, 200]
 
 
 async def test_a_smuggled_second_request_is_not_run():
     async with served() as (talk, echo, _):
-        await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /evil HTTP/1.1\r\nHost: x\r\n\r\n")
+        await talk.say(
+            b"POST /p HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /evil HTTP/1.1\r\nHost: x\r\n\r\n"
+        )
         assert (await talk.response())[0] == 400
         assert await talk.rest() == b""
         assert not echo.seen
@@ -120,7 +127,9 @@ LONG_HEAD = b"POST /p HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 50
 )
 async def test_text_of_one_request_is_not_the_request_line_of_the_next(first):
     async with served() as (talk, _, _):
-        await talk.say(first + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" + first + b"GET /version RTSP/1.1\r\nHost: x\r\n\r\n")
+        await talk.say(
+            first + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" + first + b"GET /version RTSP/1.1\r\nHost: x\r\n\r\n"
+        )
         assert [(await talk.response())[0] for _ in range(4)] == [200, 200, 200, 400]
 
 
@@ -163,7 +172,11 @@ def test_a_request_line_is_what_follows_the_request_before_it_wherever_reads_end
         assert understood(fed(said[: cut - 1], said[cut - 1 : cut], said[cut:])) == found, cut
 
 
-@given(st.lists(st.sampled_from((*UPLOADS, NEXT)), min_size=1, max_size=1), st.lists(st.sampled_from((*UPLOADS, b"\r\n" + NEXT)), max_size=1), st.sets(st.integers(1, 500)))
+@given(
+    st.lists(st.sampled_from((*UPLOADS, NEXT)), min_size=1, max_size=1),
+    st.lists(st.sampled_from((*UPLOADS, b"\r\n" + NEXT)), max_size=1),
+    st.sets(st.integers(1, 500)),
+)
 def test_another_protocols_request_line_is_found_behind_any_requests(first, second, cuts):
     said = b"".join((*first, *second, FOREIGN))
     ends = [0, *sorted(cut for cut in cuts if cut < len(said)), len(said)]

@@ -27,7 +27,9 @@ async def test_a_body_that_stops_coming_times_out():
 
 async def test_a_client_that_waits_for_us_is_not_timed_out():
     async with served(Limits(body_gap_seconds=0.1, head_seconds=0.1)) as (talk, echo, _):
-        await talk.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\nPOST /p HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
+        await talk.say(
+            b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\nPOST /p HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n"
+        )
         await eventually(lambda: echo.held)
         (client,) = echo.held
         await eventually(lambda: client.expects)

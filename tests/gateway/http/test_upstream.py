@@ -1,4 +1,5 @@
-"""What a replica may send, seen from a client: nothing of it passes as something else, and nothing of it is without a limit."""
+"""What a replica may send, seen from a client: nothing of it passes as something else, and nothing of it is without a
+limit."""
 
 import asyncio
 import socket
@@ -90,7 +91,9 @@ async def test_a_line_behind_the_head_that_never_ends_breaks_the_answer(begin, m
         await eventually(s.idle)
 
 
-@pytest.mark.parametrize("framing", [b"Content-Length: 3000000\r\n\r\n", b"Connection: close\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 3000000\r\n\r\n", b"Connection: close\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"]
+)
 async def test_long_answers_without_lines_go_through(framing, monkeypatch):
     monkeypatch.setattr(upstream, "SEARCH_BYTES", 100_000)
     monkeypatch.setattr(upstream, "LINE_BYTES", 1_000_000)

@@ -99,7 +99,10 @@ async def test_ready_once_a_replica_takes_traffic(http, gateway):
     replica = gateway.fleet.add("http://a:1")
     async with http.get("/readyz") as response:
         assert response.status == 503
-        assert await response.json() == {"ready": False, "why_not": "no replica is ready: a:1 is starting (not heard yet)"}
+        assert await response.json() == {
+            "ready": False,
+            "why_not": "no replica is ready: a:1 is starting (not heard yet)",
+        }
     for state, expected in ((State.READY, 200), (State.DEGRADED, 200), (State.FAILED, 503), (State.DRAINING, 503)):
         replica.state = state
         async with http.get("/readyz") as response:
@@ -126,7 +129,10 @@ async def test_add_list_drain_remove_with_a_real_fleet(unused_tcp_port):
         for other in ("events=tcp://127.0.0.1:5557", "model=other"):
             async with http.post("/replicas", json={"url": f"http://{id}#{other}"}) as response:
                 shown = await error_of(response)
-                assert (response.status, shown["code"]) == (409, "replica_exists") and f"DELETE /replicas/{id} first" in shown["message"]
+                assert (response.status, shown["code"]) == (
+                    409,
+                    "replica_exists",
+                ) and f"DELETE /replicas/{id} first" in shown["message"]
         async with http.get("/replicas") as response:
             (shown,) = (await response.json())["replicas"]
         assert (shown["id"], shown["url"], shown["events"], shown["managed"]) == (id, f"http://{id}", "off", False)
@@ -135,7 +141,9 @@ async def test_add_list_drain_remove_with_a_real_fleet(unused_tcp_port):
             assert response.status == 202 and (await response.json())["state"] == "draining"
         removal = asyncio.create_task(http.delete(f"/replicas/{id}").__aenter__())
         async with http.get("/replicas") as response:
-            assert [one["state"] for one in (await response.json())["replicas"]] == ["draining"], "a request is still on it"
+            assert [one["state"] for one in (await response.json())["replicas"]] == ["draining"], (
+                "a request is still on it"
+            )
         inflight["count"] = 0
         response = await asyncio.wait_for(removal, 20)
         assert response.status == 200 and await response.json() == {"id": id, "removed": True}
@@ -161,7 +169,9 @@ async def test_a_replica_added_while_it_is_taken_out_is_there_afterwards(unused_
                 return response.status
 
         async def take_out() -> int:
-            async with http.delete(f"/replicas/{id}") if change == "remove" else http.post(f"/replicas/{id}/drain") as response:
+            async with (
+                http.delete(f"/replicas/{id}") if change == "remove" else http.post(f"/replicas/{id}/drain") as response
+            ):
                 return response.status
 
         assert await add() == 201
@@ -186,12 +196,27 @@ async def test_adding_something_else_says_what_is_expected(http, body):
         assert (await error_of(response))["message"] == 'the body must be {"url": "http://HOST:PORT"}'
 
 
-@pytest.mark.parametrize("url", ["ftp://b:1", "http://b\r\nX: y:1", "http://" + "b" * 300, "http://" + "b" * 100_000, "http://b c:1", "http://b:0", "http://b:1#events=tcp://c:x"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://b:1",
+        "http://b\r\nX: y:1",
+        "http://" + "b" * 300,
+        "http://" + "b" * 100_000,
+        "http://b c:1",
+        "http://b:0",
+        "http://b:1#events=tcp://c:x",
+    ],
+)
 async def test_adding_a_bad_url(http, gateway, url):
     async with http.post("/replicas", json={"url": url}) as response:
         assert response.status == 400
         shown = await error_of(response)
-        assert shown["code"] == "invalid_url" and shown["message"].startswith("replica URL ") and len(shown["message"]) < 600
+        assert (
+            shown["code"] == "invalid_url"
+            and shown["message"].startswith("replica URL ")
+            and len(shown["message"]) < 600
+        )
     assert not gateway.fleet.replicas
 
 
@@ -208,7 +233,12 @@ async def test_explain_is_handed_on_and_its_refusal_too(http):
         assert await response.json() == {"path": "/v1/completions", "bytes": 5}
     async with http.post("/explain", data=b"bad", headers=JSON) as response:
         assert response.status == 400
-        assert await error_of(response) == {"message": "messages is missing", "type": "invalid_request_error", "param": "messages", "code": "missing"}
+        assert await error_of(response) == {
+            "message": "messages is missing",
+            "type": "invalid_request_error",
+            "param": "messages",
+            "code": "missing",
+        }
 
 
 async def test_unknown_paths_and_methods(http):
@@ -223,7 +253,9 @@ async def test_metrics_show_counters_and_what_the_rooms_know(http, gateway):
     replica.state, replica.managed, replica.restarts = State.READY, True, 3
     replica.scrape = Scrape(0.0, 5, 2, 0.25, None, None, None, 16, 1000)
     gateway.fleet.add("http://b:1")
-    gateway.intakes["a:1"] = types.SimpleNamespace(state="live", batches=9, blocks_stored=8, blocks_removed=7, gaps=6, replayed=5)
+    gateway.intakes["a:1"] = types.SimpleNamespace(
+        state="live", batches=9, blocks_stored=8, blocks_removed=7, gaps=6, replayed=5
+    )
     gateway.ledger.add("a:1")
     gateway.ledger.reserve("a:1", uncached=100, tokens=300)
     gateway.metrics.requests.inc("chat", "2xx")
@@ -240,7 +272,9 @@ async def test_metrics_show_counters_and_what_the_rooms_know(http, gateway):
         ("hitherto_build_info", "least_time", __version__): 1,
     }  # fmt: skip
     assert {key: shown.get(key) for key in expected} == expected
-    assert not {key for key in shown if key[0].startswith("hitherto_replica_waiting") and "b:1" in key}, "not scraped yet: no made-up zero"
+    assert not {key for key in shown if key[0].startswith("hitherto_replica_waiting") and "b:1" in key}, (
+        "not scraped yet: no made-up zero"
+    )
 
 
 async def test_status_sums_up(http, gateway):
@@ -255,7 +289,11 @@ async def test_status_sums_up(http, gateway):
     async with http.get("/status") as response:
         status = await response.json()
     assert status["ready"] is True and status["policy"] == "least_time"
-    assert (status["totals"]["requests"], status["totals"]["errors"], status["totals"]["prompts"]) == (4, 1, {"exact": 4})
+    assert (status["totals"]["requests"], status["totals"]["errors"], status["totals"]["prompts"]) == (
+        4,
+        1,
+        {"exact": 4},
+    )
     assert status["map"] == {"blocks": 10, "bytes": 320, "budget_bytes": 512 * 2**20, "evicted": 4}
     (replica,) = status["replicas"]
     assert (replica["prompt_tokens"], replica["predicted_cached_tokens"]) == (1000, 640)

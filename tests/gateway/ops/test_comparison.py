@@ -37,7 +37,9 @@ async def answered(gateway, text: str) -> dict:
 
 
 async def prompts(gateway) -> dict[str, float]:
-    return {mode: await gateway.counted("hitherto_prompts_total", mode=mode) for mode in ("exact", "engine", "text", "load")}
+    return {
+        mode: await gateway.counted("hitherto_prompts_total", mode=mode) for mode in ("exact", "engine", "text", "load")
+    }
 
 
 @pytest.mark.parametrize("workers", [[], ["--workers", "2"]])
@@ -46,23 +48,40 @@ async def test_an_engine_that_reads_the_files_in_another_way_is_followed(start_e
     folder = model(tmp_path / "distilled", {"tokenizer_class": "LlamaTokenizerFast"})
     engine = start_engine("--model", folder, "--served-model-name", "sim").wait()
     async with running("--model", folder, "--replica-url", engine.url, *workers) as gateway:
-        status = await gateway.until(lambda status: any(one["tokenizer"] != "not compared yet" for one in status["replicas"]))
+        status = await gateway.until(
+            lambda status: any(one["tokenizer"] != "not compared yet" for one in status["replicas"])
+        )
         assert status["replicas"][0]["tokenizer"] == "the gateway's, tokenizer.json as it is"
         for _ in range(200):  # workers are told a moment later
             reply = await answered(gateway, LONG)
             if (await prompts(gateway)).get("exact", 0) >= 2:
                 break
-        assert int(reply.headers["x-hitherto-cached-tokens"]) == reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
+        assert (
+            int(reply.headers["x-hitherto-cached-tokens"])
+            == reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            > 500
+        )
 
 
 async def test_a_model_whose_engine_has_another_tokenizer_is_not_called_exact(start_engine, tmp_path):
     ours = model(tmp_path / "ours", {})
     added = json.loads((tmp_path / "ours" / "tokenizer.json").read_text())["added_tokens"]
-    one = {"content": "\u4e16", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    theirs = model(tmp_path / "theirs", {}, added_tokens=[*added, {"id": max(token["id"] for token in added) + 1, **one}])
+    one = {
+        "content": "\u4e16",
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
+    theirs = model(
+        tmp_path / "theirs", {}, added_tokens=[*added, {"id": max(token["id"] for token in added) + 1, **one}]
+    )
     engine = start_engine("--model", theirs, "--served-model-name", "sim").wait()
     async with running("--model", ours, "--replica-url", engine.url) as gateway:
-        status = await gateway.until(lambda status: any(one["tokenizer"] != "not compared yet" for one in status["replicas"]))
+        status = await gateway.until(
+            lambda status: any(one["tokenizer"] != "not compared yet" for one in status["replicas"])
+        )
         assert status["replicas"][0]["tokenizer"].startswith("differs: the engine makes other tokens: ")
         assert any("tokenizer is not the gateway's" in problem for problem in status["replicas"][0]["problems"])
         for _ in range(3):
@@ -112,7 +131,9 @@ class Engine:
         ids = self.pipeline.tokenizer.encode(said["prompt"], said["add_special_tokens"])
         return web.json_response({"tokens": memoryview(ids).cast("I").tolist()})
 
-    def replica(self, incarnation: str = "1", rank: int | None = None, host: str = "127.0.0.1", **models: str) -> Replica:
+    def replica(
+        self, incarnation: str = "1", rank: int | None = None, host: str = "127.0.0.1", **models: str
+    ) -> Replica:
         id = f"{host}:{self.port}" + (f"-dp{rank}" if rank is not None else "")
         found = Replica(id, f"http://{host}:{self.port}", host, self.port, rank=rank, address="127.0.0.1")
         found.incarnation, found.models = incarnation, {"sim": None, **models}
@@ -120,7 +141,9 @@ class Engine:
 
 
 def mode(pipeline: Pipeline, model: str) -> str:
-    return pipeline.prepare("/v1/completions", json.dumps({"model": model, "prompt": LONG}).encode(), None, {"adapter"}).mode
+    return pipeline.prepare(
+        "/v1/completions", json.dumps({"model": model, "prompt": LONG}).encode(), None, {"adapter"}
+    ).mode
 
 
 @pytest.fixture

@@ -71,7 +71,21 @@ def test_a_healthy_engine(capsys, engines):
     code, found = examine(capsys, "--replica-url", engines[0].url)
     assert code == 0, found
     assert {level for level, _ in found.values()} == {"ok"}, found
-    for subject in ("config", "gateway", "model", "tokenizer", "chat template", "turn by turn", "replica", "models", "block size", "clock", "tokens", "events", "cache"):
+    for subject in (
+        "config",
+        "gateway",
+        "model",
+        "tokenizer",
+        "chat template",
+        "turn by turn",
+        "replica",
+        "models",
+        "block size",
+        "clock",
+        "tokens",
+        "events",
+        "cache",
+    ):
         assert subject in found, subject
     came, blocks = map(int, re.search(r"(\d+) of (\d+) blocks", found["events"][1]).groups())
     assert came == blocks >= 3
@@ -105,7 +119,11 @@ def test_block_sizes_that_do_not_fit(capsys, engines, monkeypatch):
     monkeypatch.setattr(trial, "EVENT_SECONDS", 1.0)
     code, found = examine(capsys, "--replica-url", engines[0].url, engines[2].url)
     assert code == 0
-    assert found["block size"][0] == "warn" and "differs between replicas of one model" in found["block size"][1] and "variants" in found["block size"][1]
+    assert (
+        found["block size"][0] == "warn"
+        and "differs between replicas of one model" in found["block size"][1]
+        and "variants" in found["block size"][1]
+    )
     code, found = examine(capsys, "--replica-url", engines[2].url, "--block-size", "16")
     assert code == 1
     assert found["block size"][0] == "fail" and "leave --block-size out" in found["block size"][1]
@@ -165,7 +183,13 @@ vllm:prefix_cache_hits_total{engine="0"} 0.0
 vllm:prompt_tokens_total{engine="0"} 0.0
 vllm:generation_tokens_total{engine="0"} 0.0
 """
-ENGINE = {"/health": "", "/v1/models": {"data": [{"id": "sim"}, {"id": "sql", "parent": "sim"}]}, "/version": {"version": "9"}, "/metrics": METRICS, "/kv_event_sources": {}}
+ENGINE = {
+    "/health": "",
+    "/v1/models": {"data": [{"id": "sim"}, {"id": "sql", "parent": "sim"}]},
+    "/version": {"version": "9"},
+    "/metrics": METRICS,
+    "/kv_event_sources": {},
+}
 
 
 @pytest.fixture
@@ -178,7 +202,13 @@ def fake():
             def do_GET(self):
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 page = pages.get(self.path, 404)
-                body = b"{}" if isinstance(page, int) else page.encode() if isinstance(page, str) else json.dumps(page).encode()
+                body = (
+                    b"{}"
+                    if isinstance(page, int)
+                    else page.encode()
+                    if isinstance(page, str)
+                    else json.dumps(page).encode()
+                )
                 self.send_response(page if isinstance(page, int) else 200)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Content-Type", "text/plain" if isinstance(page, str) else "application/json")
@@ -215,7 +245,12 @@ TRIED = {**ENGINE, "/v1/completions": COMPLETION}
         ({"/kv_event_sources": {"0": {"endpoint": "tcp://10.0.0.7:5557"}}}, "events", "warn", "tcp://*:PORT"),
         ({"/metrics": "python_info 1.0\n"}, "metrics", "warn", "--disable-log-stats"),
         ({"/metrics": "python_info 1.0\n"}, "block size", "warn", "give --block-size"),
-        ({"/metrics": METRICS.replace("num_requests_waiting", "queued")}, "metrics", "warn", "lacks vllm:num_requests_waiting"),
+        (
+            {"/metrics": METRICS.replace("num_requests_waiting", "queued")},
+            "metrics",
+            "warn",
+            "lacks vllm:num_requests_waiting",
+        ),
         ({"/metrics": METRICS.replace("True", "False")}, "caching", "fail", "--no-enable-prefix-caching"),
         ({"/v1/models": 401, "/v1/completions": 401, "/tokenize": 401}, "model names", "warn", "--api-key"),
         ({"/v1/models": 401, "/v1/completions": 401, "/tokenize": 401}, "trial", "warn", "clients' keys are passed on"),
@@ -270,7 +305,9 @@ def test_what_only_traffic_shows_comes_from_the_running_gateway():
     running = {"replicas": [{"id": "a:1", "problems": ["12 KV events were passed over (unknown type 'X')"]}]}
     (finding,) = doctor._seen_by_gateway(running, [])
     assert finding.level == "warn" and "passed over" in finding.text and finding.subject == "traffic a:1"
-    assert not list(doctor._seen_by_gateway({"replicas": [{"id": "a:1"}]}, [])) and not list(doctor._seen_by_gateway(None, []))
+    assert not list(doctor._seen_by_gateway({"replicas": [{"id": "a:1"}]}, [])) and not list(
+        doctor._seen_by_gateway(None, [])
+    )
 
 
 def test_a_port_that_somebody_holds(capsys):
@@ -290,7 +327,14 @@ def test_bad_settings_are_a_line_too_with_exit_code_2(capsys):
 
 def status(**changes) -> dict:
     replica = {"id": "a:1", "url": "http://a:1", "events": "live"}
-    return {"ready": True, "why_not": None, "policy": "least_time", "totals": {"prompts": {"exact": 99, "load": 1}}, "replicas": [replica], **changes}
+    return {
+        "ready": True,
+        "why_not": None,
+        "policy": "least_time",
+        "totals": {"prompts": {"exact": 99, "load": 1}},
+        "replicas": [replica],
+        **changes,
+    }
 
 
 def told(running) -> list[Finding]:
@@ -309,11 +353,19 @@ def test_what_a_running_gateway_says_of_itself():
 def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
     redis = {"ledger_joined": True, "ledger_reason": "joined", "trouble": ""}
     assert [finding.level for finding in told(status(map={"redis": redis}, background_failures={}))] == ["ok"]
-    _, map_, ledger = told(status(map={"redis": redis | {"ledger_joined": False, "ledger_reason": "READONLY", "trouble": "leases: NOPERM"}}))
+    _, map_, ledger = told(
+        status(
+            map={"redis": redis | {"ledger_joined": False, "ledger_reason": "READONLY", "trouble": "leases: NOPERM"}}
+        )
+    )
     assert (map_.level, map_.subject) == ("fail", "redis: map") and "NOPERM" in map_.text
     assert (ledger.level, ledger.subject) == ("fail", "redis: ledger") and "READONLY" in ledger.text
-    _, failed = told(status(background_failures={"shared map: publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}}))
-    assert failed.level == "fail" and "shared map: publish failed 3 times" in failed.text and "KeyError: 7" in failed.text
+    _, failed = told(
+        status(background_failures={"shared map: publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}})
+    )
+    assert (
+        failed.level == "fail" and "shared map: publish failed 3 times" in failed.text and "KeyError: 7" in failed.text
+    )
 
 
 @pytest.fixture
@@ -326,11 +378,25 @@ def gateway(fake, monkeypatch):
     return start
 
 
-def test_what_the_gateway_says_of_a_replica_comes_before_one_look_at_what_answers_there(capsys, fake, gateway, monkeypatch):
+def test_what_the_gateway_says_of_a_replica_comes_before_one_look_at_what_answers_there(
+    capsys, fake, gateway, monkeypatch
+):
     monkeypatch.delenv("HITHERTO_MODEL")
-    url = fake({"/health": "", "/v1/models": "<html>", "/version": "<html>", "/metrics": "<html>", "/tokenize": "<html>"})
-    name, reason = url.removeprefix("http://"), "something else than the engine answers there: /v1/models lists no models"
-    one = {"id": name, "url": url, "events": "off", "state": "warming", "reason": reason, "problems": ["KV events are off"]}
+    url = fake(
+        {"/health": "", "/v1/models": "<html>", "/version": "<html>", "/metrics": "<html>", "/tokenize": "<html>"}
+    )
+    name, reason = (
+        url.removeprefix("http://"),
+        "something else than the engine answers there: /v1/models lists no models",
+    )
+    one = {
+        "id": name,
+        "url": url,
+        "events": "off",
+        "state": "warming",
+        "reason": reason,
+        "problems": ["KV events are off"],
+    }
     gateway(status(ready=False, why_not=f"no replica is ready: {name} is warming ({reason})", replicas=[one]))
     code, found = examine(capsys, "--replica-url", url)
     assert code == 1 and found["replica"][0] == "fail" and f"warming: {reason}" in found["replica"][1]
@@ -409,6 +475,11 @@ def test_traces_that_arrive_and_that_do_not(capsys, engines, monkeypatch):
     receiver.server_close()
     (ok, takes), (wrong, elsewhere), (absent, nobody), (bad, no_url) = found.values()
     assert (ok, wrong, absent, bad) == ("ok", "warn", "warn", "fail")
-    assert takes == f"{base}/v1/traces takes them" and "404" in elsewhere and "refused" in nobody and "no http:// or https:// URL" in no_url
+    assert (
+        takes == f"{base}/v1/traces takes them"
+        and "404" in elsewhere
+        and "refused" in nobody
+        and "no http:// or https:// URL" in no_url
+    )
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT")
     assert "traces" not in examine(capsys)[1]

@@ -67,7 +67,11 @@ def test_policies_that_weigh_no_seconds_show_no_seconds():
 
 def test_a_prompt_that_was_not_read_says_so():
     demand, candidates = Demand(0), [Candidate("a:1", 0, Load(), CostGroup().add("a:1"))]
-    told = explain.describe("random", Prompt("/v1/audio", "", mode="load", note="unknown path"), Asked(demand, candidates, Choice(0, "only one"), 0))
+    told = explain.describe(
+        "random",
+        Prompt("/v1/audio", "", mode="load", note="unknown path"),
+        Asked(demand, candidates, Choice(0, "only one"), 0),
+    )
     text = explain.show(told)
     assert "not read: this request goes where the load is least" in text and "note     unknown path" in text
 
@@ -98,7 +102,9 @@ def engine(name="sim", block_size=16, waiting=0):
         return web.json_response({"data": [{"id": name, "parent": None, "max_model_len": 4096}]})
 
     async def metrics(request):
-        return web.Response(text=f'vllm:num_requests_waiting 0{waiting}\nvllm:cache_config_info{{block_size="{block_size}",num_gpu_blocks="100"}} 1\n')
+        return web.Response(
+            text=f'vllm:num_requests_waiting 0{waiting}\nvllm:cache_config_info{{block_size="{block_size}",num_gpu_blocks="100"}} 1\n'
+        )
 
     async def health(request):
         return web.Response()
@@ -126,7 +132,9 @@ async def test_a_running_gateway_is_asked(listen, empty_folder, capsys):
 
 async def test_the_gateways_refusal_is_passed_on(listen, empty_folder, capsys):
     async def refuse(request):
-        return web.json_response({"error": {"message": "'messages' is missing", "type": "t", "param": None, "code": None}}, status=400)
+        return web.json_response(
+            {"error": {"message": "'messages' is missing", "type": "t", "param": None, "code": None}}, status=400
+        )
 
     url = await listen(web.post("/explain", refuse))
     (empty_folder / "body.json").write_bytes(b"{}")
@@ -151,7 +159,18 @@ async def test_without_gateway_and_replicas_it_says_what_to_give(empty_folder, c
 async def test_alone_against_replicas(listen, empty_folder, capsys, unused_tcp_port):
     idle, busy = await listen(*engine()), await listen(*engine(waiting=9))
     (empty_folder / "body.json").write_bytes(CHAT)
-    arguments = ["body.json", "--admin-port", str(unused_tcp_port), "--replica-url", idle, busy, "http://127.0.0.1:9", "--policy", "least_load", "--json"]
+    arguments = [
+        "body.json",
+        "--admin-port",
+        str(unused_tcp_port),
+        "--replica-url",
+        idle,
+        busy,
+        "http://127.0.0.1:9",
+        "--policy",
+        "least_load",
+        "--json",
+    ]
     assert await in_thread(*arguments) == 0
     out, err = capsys.readouterr()
     told = json.loads(out)
@@ -164,13 +183,18 @@ async def test_alone_overlap_comes_from_the_engines_event_history(start_engine, 
     holder, other = [engine.wait() for engine in (start_engine(), start_engine())]
     (empty_folder / "body.json").write_bytes(CHAT)
     async with aiohttp.ClientSession() as session:
-        async with session.post(holder.url + "/v1/chat/completions", data=CHAT, headers={"Content-Type": "application/json"}) as response:
+        async with session.post(
+            holder.url + "/v1/chat/completions", data=CHAT, headers={"Content-Type": "application/json"}
+        ) as response:
             assert response.status == 200
     arguments = ["body.json", "--admin-port", str(unused_tcp_port), "--replica-url", other.url, holder.url]
     assert await in_thread(*arguments, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     overlap = {one["id"]: one["overlap_tokens"] for one in told["replicas"]}
-    assert overlap == {holder.url.removeprefix("http://"): (told["tokens"] - 1) // 16 * 16, other.url.removeprefix("http://"): 0}
+    assert overlap == {
+        holder.url.removeprefix("http://"): (told["tokens"] - 1) // 16 * 16,
+        other.url.removeprefix("http://"): 0,
+    }
     assert told["choice"] == holder.url.removeprefix("http://")
     assert await in_thread(*arguments) == 0
     assert f"choice   {told['choice']}: " in capsys.readouterr().out
@@ -178,7 +202,10 @@ async def test_alone_overlap_comes_from_the_engines_event_history(start_engine, 
 
 async def test_alone_the_clients_fault_is_told(listen, empty_folder, capsys, unused_tcp_port):
     (empty_folder / "body.json").write_bytes(b'{"messages": ')
-    assert await in_thread("body.json", "--admin-port", str(unused_tcp_port), "--replica-url", await listen(*engine())) == 1
+    assert (
+        await in_thread("body.json", "--admin-port", str(unused_tcp_port), "--replica-url", await listen(*engine()))
+        == 1
+    )
     assert "would be answered with 400: " in capsys.readouterr().err
 
 
@@ -207,6 +234,8 @@ def test_refusals_of_other_servers_are_not_taken_for_the_gateways():
 
     page = urllib.error.HTTPError("u", 500, "x", {}, io.BytesIO(b"<html>"))
     assert isinstance(explain._refusal(page, "http://a"), explain.Unanswered)
-    ours = urllib.error.HTTPError("u", 404, "x", {}, io.BytesIO(b'{"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}'))
+    ours = urllib.error.HTTPError(
+        "u", 404, "x", {}, io.BytesIO(b'{"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}')
+    )
     wrong = explain._refusal(ours, "http://a")
     assert isinstance(wrong, ApiError) and (wrong.status, wrong.message, wrong.code) == (404, "m", "c")

@@ -35,7 +35,15 @@ def attach(logger, stream) -> log.Outbox:
 def test_a_line(logger):
     stream = io.StringIO()
     outbox = attach(logger, stream)
-    log.event(logger, logging.WARNING, "replica failed", replica="127.0.0.1:9001", reason="exit code 1", seconds=0.12345678, none=None)
+    log.event(
+        logger,
+        logging.WARNING,
+        "replica failed",
+        replica="127.0.0.1:9001",
+        reason="exit code 1",
+        seconds=0.12345678,
+        none=None,
+    )
     outbox.close()
     stamp, _, rest = stream.getvalue().partition(" ")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", stamp)
@@ -136,4 +144,6 @@ def test_setup_takes_over_the_root_logger_and_access_lines_go_there():
         root.setLevel(level)
     line = stream.getvalue()
     assert line.count("\n") == 1
-    assert line.endswith("info hitherto.access POST /v1/chat/completions 200 seconds=0.5 replica=r1 prompt_tokens=812\n")
+    assert line.endswith(
+        "info hitherto.access POST /v1/chat/completions 200 seconds=0.5 replica=r1 prompt_tokens=812\n"
+    )

@@ -82,7 +82,9 @@ def test_what_can_be_counted_is_there_at_zero_before_it_happens():
     replicas = {"r1": object()}
     metrics = Metrics({"replica": replicas, "policy": ("random",)})
     page = scrape(metrics)
-    assert set(page.values()) >= {0} and not [key for key, number in page.items() if key[0].startswith("hitherto_") and number]
+    assert set(page.values()) >= {0} and not [
+        key for key, number in page.items() if key[0].startswith("hitherto_") and number
+    ]
     for series in (
         ("hitherto_requests_total", ("path", "chat"), ("status", "5xx")), ("hitherto_retries_total", ("reason", "connect")),
         ("hitherto_upstream_errors_total", ("kind", "status 500"), ("replica", "r1")), ("hitherto_heals_total", ("replica", "r1")),
@@ -90,7 +92,11 @@ def test_what_can_be_counted_is_there_at_zero_before_it_happens():
         ("hitherto_shadow_decisions_total", ("choice", "same"), ("policy", "random")), ("hitherto_rejections_total", ("reason", "413")),
     ):  # fmt: skip
         assert page.get(series) == 0, series
-    empty = [metric.name for metric in metrics.all() if len(list(metric.lines({"replica": replicas, "policy": ("random",)}))) < 2]
+    empty = [
+        metric.name
+        for metric in metrics.all()
+        if len(list(metric.lines({"replica": replicas, "policy": ("random",)}))) < 2
+    ]
     assert empty == []
     replicas["r2"] = replicas.pop("r1")
     names = {value for key in scrape(metrics) for label, value in key[1:] if label == "replica"}
@@ -162,15 +168,23 @@ async def test_the_event_loop_goes_on_while_a_page_is_made(monkeypatch):
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
             if sample.name == "hitherto_ttft_seconds_count" and sample.value:
-                assert f'hitherto_ttft_seconds_bucket{{le="+Inf",replica="{sample.labels["replica"]}"}} {sample.value}' in page.decode()
+                assert (
+                    f'hitherto_ttft_seconds_bucket{{le="+Inf",replica="{sample.labels["replica"]}"}} {sample.value}'
+                    in page.decode()
+                )
 
 
 def test_sums_by_a_label_are_those_of_each_value():
     metrics = Metrics()
     for replica, kind in (("r1", "connect"), ("r1", "request"), ("r2", "request"), ("r1", "hung")):
         metrics.upstream_errors.inc(replica, kind)
-    assert metrics.upstream_errors.by("replica") == {"r1": 3, "r2": 1} and metrics.upstream_errors.by("replica", kind="request") == {"r1": 2}
-    assert metrics.upstream_errors.total(replica="r1", kind="hung") == 1 and metrics.upstream_errors.total(kind="request", replica="r3") == 0
+    assert metrics.upstream_errors.by("replica") == {"r1": 3, "r2": 1} and metrics.upstream_errors.by(
+        "replica", kind="request"
+    ) == {"r1": 2}
+    assert (
+        metrics.upstream_errors.total(replica="r1", kind="hung") == 1
+        and metrics.upstream_errors.total(kind="request", replica="r3") == 0
+    )
 
 
 def test_a_reader_may_only_return_declared_names():

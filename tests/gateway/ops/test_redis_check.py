@@ -11,7 +11,10 @@ from tests.redis_server import Cluster, Proxy, running
 
 async def findings(url):
     """A machine that is busy with other tests is no matter here: see the test of one that is far."""
-    return [("ok" if "answers in" in one.text else one.level, one.text, one.remedy) async for one in redis_findings(url, "prod")]
+    return [
+        ("ok" if "answers in" in one.text else one.level, one.text, one.remedy)
+        async for one in redis_findings(url, "prod")
+    ]
 
 
 async def test_a_good_one(start_redis, redis_binary):
@@ -57,10 +60,16 @@ async def test_one_that_answers_and_takes_no_writes(start_redis):
     primary = start_redis()
     replica = start_redis(replicaof=f"127.0.0.1 {primary.port}")
     told = await findings(replica.url)
-    assert [level for level, *_ in told][3:] == ["fail", "fail"] and "READONLY" in told[3][1] and "READONLY" in told[4][1].upper()
+    assert (
+        [level for level, *_ in told][3:] == ["fail", "fail"]
+        and "READONLY" in told[3][1]
+        and "READONLY" in told[4][1].upper()
+    )
 
 
-DOCUMENTED = re.search(r"An ACL user needs `~hitherto:\*` and `(.*?)`", (Path(__file__).parents[3] / "docs/scaling.md").read_text(), re.S)[1].split()
+DOCUMENTED = re.search(
+    r"An ACL user needs `~hitherto:\*` and `(.*?)`", (Path(__file__).parents[3] / "docs/scaling.md").read_text(), re.S
+)[1].split()
 
 
 def acl(*commands):
@@ -79,4 +88,6 @@ async def test_one_whose_acl_lacks_something(start_redis, monkeypatch, missing):
     server = start_redis(user=acl(*(one for one in DOCUMENTED if one != missing)))
     told = await findings(server.url.replace("//", "//gate:secret@"))
     wrong = [text for level, text, _ in told if level == "fail"]
-    assert wrong and all("permission" in text.lower() or "can't run" in text or "not allowed" in text for text in wrong), told
+    assert wrong and all(
+        "permission" in text.lower() or "can't run" in text or "not allowed" in text for text in wrong
+    ), told

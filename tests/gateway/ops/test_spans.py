@@ -40,7 +40,9 @@ def test_the_services_name(made, environ, name):
         assert told["deployment.environment.name"] == "prod"
 
 
-@pytest.mark.parametrize("sampler, sampled", [("always_on", True), ("always_off", False), ("parentbased_always_off", False)])
+@pytest.mark.parametrize(
+    "sampler, sampled", [("always_on", True), ("always_off", False), ("parentbased_always_off", False)]
+)
 def test_the_sampler(made, sampler, sampled):
     trace = made(OTEL_TRACES_SAMPLER=sampler).begin("GET", {}, {})
     assert trace.sampled is sampled

@@ -14,12 +14,18 @@ from gateway.ops import traces
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, "http://c:4318/v1/traces"),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318/in/"}, "http://c:4318/in/v1/traces"),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://t:1/as/it/is"}, "http://t:1/as/it/is"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://t:1/x"}, "http://t:1/x"),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://t:1/x"},
+            "http://t:1/x",
+        ),
         ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://c:4318"}, None),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_SDK_DISABLED": "True"}, None),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_SDK_DISABLED": "false"}, "http://c:4318/v1/traces"),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_TRACES_EXPORTER": "none"}, None),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, "http://c:4318/v1/traces"),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
+            "http://c:4318/v1/traces",
+        ),
     ],
 )
 def test_the_standard_environment_names_the_receiver(environ, url):
@@ -29,8 +35,14 @@ def test_the_standard_environment_names_the_receiver(environ, url):
 @pytest.mark.parametrize(
     "environ, said",
     [
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "OTEL_EXPORTER_OTLP_PROTOCOL: 'grpc' is not spoken here; set it to http/protobuf"),
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"}, "'http/json' is not spoken"),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            "OTEL_EXPORTER_OTLP_PROTOCOL: 'grpc' is not spoken here; set it to http/protobuf",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"},
+            "'http/json' is not spoken",
+        ),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "grpc://c:4317"}, "'grpc://c:4317' is no http:// or https:// URL"),
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER: 'zipkin'"),
     ],

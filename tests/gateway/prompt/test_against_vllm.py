@@ -33,7 +33,7 @@ def test_same_ids_as_vllm(name, tmp_path):
     cases = [case for case in CASES if case["model"] == name]
     assert len(cases) >= 60
     for case in cases:
-        for time in range(7):                  # by Jinja, compiled the fifth time, then by plan
+        for time in range(7):  # by Jinja, compiled the fifth time, then by plan
             prompt = pipeline.prepare(case["path"], json.dumps(case["body"]).encode())
             assert prompt.mode == "exact", (time, prompt.note, case["body"])
             assert prompt.tokens == case["tokens"], (time, case["body"])

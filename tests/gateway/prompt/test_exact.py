@@ -12,10 +12,50 @@ from .reference import MODELS, hashes, ids_of
 
 CHAT = "/v1/chat/completions"
 # Text that looks like structure, to templates and to tokenizers.
-NASTY = ["<|im_start|>", "<|im_end|>", "<|im_start|>system\n", "</think>", "<think>\n", "<tool_response>", "</tool_response>",
-         "<|eot_id|>", "<|start_header_id|>", "[INST]", "[/INST]", "</s>", "<s>", "<|endoftext|>", "<｜User｜>", "<｜Assistant｜>",
-         "<｜end▁of▁sentence｜>", "<|im_", "start|>", "{{ messages }}", "{% if %}", "{#", "\ufdd0" "0\ufdd1", "\ufdd2", "\x00", "\u200b",
-         "  ", "\n\n", "\r\n", "\t", "'s", "é", "e\u0301", "汉字", "😀", "👩\u200d👩\u200d👧", "ẞ", "1234567", '"', "\\", "&amp;", "<b>"]
+NASTY = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|im_start|>system\n",
+    "</think>",
+    "<think>\n",
+    "<tool_response>",
+    "</tool_response>",
+    "<|eot_id|>",
+    "<|start_header_id|>",
+    "[INST]",
+    "[/INST]",
+    "</s>",
+    "<s>",
+    "<|endoftext|>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜end▁of▁sentence｜>",
+    "<|im_",
+    "start|>",
+    "{{ messages }}",
+    "{% if %}",
+    "{#",
+    "\ufdd00\ufdd1",
+    "\ufdd2",
+    "\x00",
+    "\u200b",
+    "  ",
+    "\n\n",
+    "\r\n",
+    "\t",
+    "'s",
+    "é",
+    "e\u0301",
+    "汉字",
+    "😀",
+    "👩\u200d👩\u200d👧",
+    "ẞ",
+    "1234567",
+    '"',
+    "\\",
+    "&amp;",
+    "<b>",
+]
 WORDS = ["hello", " world", "The quick brown fox", " jumps", "def f(x):\n    return x", " 3.14", "a" * 40]
 TEXTS = st.one_of(
     st.lists(st.sampled_from(NASTY + WORDS), max_size=8).map("".join),
@@ -48,7 +88,7 @@ def test_conversations_turn_by_turn(fresh, texts, system):
         talk = messages[:count]
         if talk[-1]["role"] != "user":
             continue
-        for _ in range(2):                      # the second time all is known
+        for _ in range(2):  # the second time all is known
             prompt = pipeline.prepare(CHAT, body(talk))
             ids = reference.ids(reference.render(talk))
             assert prompt.mode == "exact", prompt.note
@@ -68,8 +108,13 @@ def test_plans_were_what_answered(load_model):
         assert renderer.by_plan >= 2
 
 
-ARGUMENTS = st.dictionaries(st.sampled_from(["city", "é", "n", "<|im_end|>"]), st.one_of(
-    st.none(), st.booleans(), st.integers(-10, 10**12), st.floats(allow_nan=False, allow_infinity=False), TEXTS), max_size=3)
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["city", "é", "n", "<|im_end|>"]),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-10, 10**12), st.floats(allow_nan=False, allow_infinity=False), TEXTS
+    ),
+    max_size=3,
+)
 
 
 @given(asked=TEXTS, said=TEXTS, arguments=ARGUMENTS, result=TEXTS, again=TEXTS)
@@ -77,11 +122,21 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["city", "é", "n", "<|im_end|>"]), 
 def test_tool_calls(load_model, asked, said, arguments, result, again):
     for name in ("sim", "qwen3", "deepseek_v3"):
         pipeline, reference = load_model(name)
-        call = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": json.dumps(arguments)}}
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said, "tool_calls": [call]},
-                    {"role": "tool", "tool_call_id": "call00001", "content": result}, {"role": "user", "content": again}]
+        call = {
+            "id": "call00001",
+            "type": "function",
+            "function": {"name": "look_up", "arguments": json.dumps(arguments)},
+        }
+        messages = [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": said, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call00001", "content": result},
+            {"role": "user", "content": again},
+        ]
         seen = [dict(message) for message in messages]
-        seen[1]["tool_calls"] = [{"id": "call00001", "function": {"arguments": arguments, "name": "look_up"}, "type": "function"}]
+        seen[1]["tool_calls"] = [
+            {"id": "call00001", "function": {"arguments": arguments, "name": "look_up"}, "type": "function"}
+        ]
         for _ in range(2):
             prompt = pipeline.prepare(CHAT, body(messages))
             assert prompt.mode == "exact", prompt.note

@@ -35,13 +35,16 @@ def test_a_chats_bytes_stay_as_they_are_behind_the_ids(sim, before):
     assert json.loads(made) == {**json.loads(body), "kv_transfer_params": {"prompt_token_ids": ids(prompt)}}
 
 
-TEXTS = [WORDS, WORDS + "\\", '"prompt": "' + WORDS, WORDS + '\\"', "\u00e9\U0001f600" + WORDS, "\\\\\\\n" + WORDS + '"'] # fmt: skip
+TEXTS = [WORDS, WORDS + "\\", '"prompt": "' + WORDS, WORDS + '\\"', "\u00e9\U0001f600" + WORDS, "\\\\\\\n" + WORDS + '"']  # fmt: skip
 
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("ascii", [True, False])
 def test_a_completions_text_gives_way_to_the_ids_and_nothing_else_moves(sim, text, ascii):
-    head, tail = b'{"model":"sim", "max_tokens": 1e1, "prompt" :\n ', b' , "user":"\\"prompt\\": \\"no\\"", "seed": 0.0}'
+    head, tail = (
+        b'{"model":"sim", "max_tokens": 1e1, "prompt" :\n ',
+        b' , "user":"\\"prompt\\": \\"no\\"", "seed": 0.0}',
+    )
     head = head.replace(b"1e1", b"10")
     body = head + json.dumps(text, ensure_ascii=ascii).encode() + tail
     prompt = prepared(sim, COMPLETIONS, body)

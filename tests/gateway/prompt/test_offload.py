@@ -103,7 +103,16 @@ def test_prompts_that_come_at_once_hold_the_event_loop_for_a_bounded_time_togeth
 
 def test_what_is_known_or_short_is_not(pipeline):
     talk = [{"role": "system", "content": WORDS[:9_000]}, *turns(40)]
-    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": {"properties": {f"a{n}": {"type": "string"} for n in range(20)}}}} for i in range(8)]
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"f{i}",
+                "parameters": {"properties": {f"a{n}": {"type": "string"} for n in range(20)}},
+            },
+        }
+        for i in range(8)
+    ]
     for request_ in ({"messages": talk}, {"messages": talk, "tools": tools}, user('[{"a": 1, "b": [' * 1_200)):
         body = orjson.dumps({"model": "m", **request_})
         for _ in range(40):  # by Jinja, compiled, checked
@@ -120,7 +129,8 @@ def test_a_long_conversation_that_is_known_is_prepared_on_the_event_loop():
         except TakesLong:
             given_up += 1
             pipeline.prepare(CHAT, body)
-    assert pipeline.renderers["default"].by_plan and given_up == 5 + 32  # by Jinja and compiled, then those that are held against Jinja
+    # by Jinja and compiled, then those that are held against Jinja
+    assert pipeline.renderers["default"].by_plan and given_up == 5 + 32
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,12 @@ from .reference import hashes, ids_of, model_dir
 from .test_exact import alternate
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+)
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -29,40 +34,83 @@ def ask(pipeline, path=CHAT, headers=None, adapters=(), **body) -> Prompt:
 def test_fields(sim):
     pipeline, _ = sim
     prompt = ask(pipeline, model="m", stream=True, stream_options={"include_usage": True}, max_tokens=7, n=3, user="u")
-    assert (prompt.path, prompt.model, prompt.adapter, prompt.stream, prompt.include_usage) == (CHAT, "m", None, True, True)
+    assert (prompt.path, prompt.model, prompt.adapter, prompt.stream, prompt.include_usage) == (
+        CHAT,
+        "m",
+        None,
+        True,
+        True,
+    )
     assert (prompt.max_tokens, prompt.n, prompt.session, prompt.mode, prompt.note) == (7, 3, "u", "exact", "")
     bare = ask(pipeline)
-    assert (bare.model, bare.stream, bare.include_usage, bare.max_tokens, bare.n, bare.session) == ("", False, False, None, 1, None)
+    assert (bare.model, bare.stream, bare.include_usage, bare.max_tokens, bare.n, bare.session) == (
+        "",
+        False,
+        False,
+        None,
+        1,
+        None,
+    )
     assert bare.rendered_chars == len("<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜>")
 
 
-@pytest.mark.parametrize("path, limits, expected", [
-    (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, 2), (COMPLETIONS, {"max_tokens": 0, "prompt": "x"}, 0),
-    (RESPONSES, {"max_output_tokens": 5, "max_tokens": 6, "input": "x"}, 5), (MESSAGES, {"max_tokens": 4}, 4)])
+@pytest.mark.parametrize(
+    "path, limits, expected",
+    [
+        (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, 2),
+        (COMPLETIONS, {"max_tokens": 0, "prompt": "x"}, 0),
+        (RESPONSES, {"max_output_tokens": 5, "max_tokens": 6, "input": "x"}, 5),
+        (MESSAGES, {"max_tokens": 4}, 4),
+    ],
+)
 def test_output_limits(sim, path, limits, expected):
     assert ask(sim[0], path, **limits).max_tokens == expected
 
 
-@pytest.mark.parametrize("path, body, reads", [
-    (CHAT, {}, True), (CHAT, {"logprobs": True, "top_logprobs": 2}, True), (CHAT, {"prompt_logprobs": 0}, False),
-    (CHAT, {"echo": True, "top_logprobs": 1}, False), (CHAT, {"echo": True}, False), (CHAT, {"echo": True, "logprobs": True}, False),
-    (CHAT, {"echo": True, "top_logprobs": None}, False), (CHAT, {"echo": False}, True),
-    (COMPLETIONS, {"prompt": "x", "echo": True}, True),
-    (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, False), (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1}, False)])
+@pytest.mark.parametrize(
+    "path, body, reads",
+    [
+        (CHAT, {}, True),
+        (CHAT, {"logprobs": True, "top_logprobs": 2}, True),
+        (CHAT, {"prompt_logprobs": 0}, False),
+        (CHAT, {"echo": True, "top_logprobs": 1}, False),
+        (CHAT, {"echo": True}, False),
+        (CHAT, {"echo": True, "logprobs": True}, False),
+        (CHAT, {"echo": True, "top_logprobs": None}, False),
+        (CHAT, {"echo": False}, True),
+        (COMPLETIONS, {"prompt": "x", "echo": True}, True),
+        (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, False),
+        (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1}, False),
+    ],
+)
 def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole(sim, path, body, reads):
     assert ask(sim[0], path, **body).reads_cache is reads
 
 
-@pytest.mark.parametrize("path, body, several", [
-    (CHAT, {}, False), (CHAT, {"n": 2}, True), (COMPLETIONS, {"prompt": "x", "n": 1}, False),
-    (COMPLETIONS, {"prompt": ["x"]}, False), (COMPLETIONS, {"prompt": ["x", "y"]}, True)])
+@pytest.mark.parametrize(
+    "path, body, several",
+    [
+        (CHAT, {}, False),
+        (CHAT, {"n": 2}, True),
+        (COMPLETIONS, {"prompt": "x", "n": 1}, False),
+        (COMPLETIONS, {"prompt": ["x"]}, False),
+        (COMPLETIONS, {"prompt": ["x", "y"]}, True),
+    ],
+)
 def test_several_prompts_or_choices_are_told(sim, path, body, several):
     assert ask(sim[0], path, **body).several is several
 
 
-@pytest.mark.parametrize("headers, body, session", [
-    ({"x-session-id": "h"}, {"user": "u"}, "h"), ({}, {"session_id": "s", "prompt_cache_key": "k"}, "s"),
-    (None, {"prompt_cache_key": "k", "user": "u"}, "k"), ({"x-session-id": ""}, {"user": "u"}, "u"), ({}, {"user": 3}, None)])
+@pytest.mark.parametrize(
+    "headers, body, session",
+    [
+        ({"x-session-id": "h"}, {"user": "u"}, "h"),
+        ({}, {"session_id": "s", "prompt_cache_key": "k"}, "s"),
+        (None, {"prompt_cache_key": "k", "user": "u"}, "k"),
+        ({"x-session-id": ""}, {"user": "u"}, "u"),
+        ({}, {"user": 3}, None),
+    ],
+)
 def test_session(sim, headers, body, session):
     assert ask(sim[0], headers=headers, **body).session == session
 
@@ -71,8 +119,12 @@ def test_chains_start_from_model_adapter_salt_and_block_size(sim):
     pipeline, _ = sim
     text = "word " * 100
     starts = {}
-    for name, more, adapters in (("base", {}, ()), ("lora", {"model": "ad"}, {"ad"}), ("other", {"model": "ad"}, ()),
-                                 ("salted", {"cache_salt": "s"}, ())):
+    for name, more, adapters in (
+        ("base", {}, ()),
+        ("lora", {"model": "ad"}, {"ad"}),
+        ("other", {"model": "ad"}, ()),
+        ("salted", {"cache_salt": "s"}, ()),
+    ):
         prompt = ask(pipeline, COMPLETIONS, adapters=adapters, prompt=text, **more)
         seed = chain_seed("m", 16, "ad" if name == "lora" else None, more.get("cache_salt"))
         assert prompt.adapter == ("ad" if name == "lora" else None)
@@ -91,7 +143,9 @@ def test_lists_of_prompts(sim):
     several = ask(pipeline, COMPLETIONS, prompt=[[1, 2], [3, 4, 5]])
     assert ids_of(several) == [3, 4, 5] and several.tokens == 5
     assert ids_of(ask(pipeline, EMBEDDINGS, input=[short, long])) == reference.ids(long)
-    assert ids_of(ask(pipeline, EMBEDDINGS, messages=HI)) == reference.ids(reference.render(HI, add_generation_prompt=False))
+    assert ids_of(ask(pipeline, EMBEDDINGS, messages=HI)) == reference.ids(
+        reference.render(HI, add_generation_prompt=False)
+    )
 
 
 def test_ids_that_came_with_the_request_are_the_prompt(sim):
@@ -111,24 +165,55 @@ def test_other_paths_are_not_looked_at(sim):
 
 # Each of these a real vLLM refuses, too (tests/vllm/test_tokens.py).
 FAULTS = [
-    (CHAT, b"{", None), (CHAT, b"[1]", None), (CHAT, b"\xff", None), (CHAT, b"", None),
-    (CHAT, {"model": 1}, "model"), (CHAT, {"stream": "perhaps"}, "stream"), (CHAT, {"stream": 2}, "stream"), (CHAT, {"stream_options": []}, "stream_options"),
-    (CHAT, {"max_tokens": "many"}, "max_tokens"), (CHAT, {"max_tokens": -1}, "max_tokens"), (CHAT, {"n": 1.5}, "n"), (CHAT, {"n": "x"}, "n"),
-    (CHAT, {"cache_salt": 3}, "cache_salt"), (CHAT, {"messages": None}, "messages"), (CHAT, {"messages": []}, "messages"),
-    (CHAT, {"messages": "hi"}, "messages"), (CHAT, {"messages": ["hi"]}, "messages[0]"), (CHAT, {"messages": [{}]}, "messages[0].role"),
-    (CHAT, {"messages": [{"role": 1}]}, "messages[0].role"), (CHAT, {"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content"),
+    (CHAT, b"{", None),
+    (CHAT, b"[1]", None),
+    (CHAT, b"\xff", None),
+    (CHAT, b"", None),
+    (CHAT, {"model": 1}, "model"),
+    (CHAT, {"stream": "perhaps"}, "stream"),
+    (CHAT, {"stream": 2}, "stream"),
+    (CHAT, {"stream_options": []}, "stream_options"),
+    (CHAT, {"max_tokens": "many"}, "max_tokens"),
+    (CHAT, {"max_tokens": -1}, "max_tokens"),
+    (CHAT, {"n": 1.5}, "n"),
+    (CHAT, {"n": "x"}, "n"),
+    (CHAT, {"cache_salt": 3}, "cache_salt"),
+    (CHAT, {"messages": None}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hi"}, "messages"),
+    (CHAT, {"messages": ["hi"]}, "messages[0]"),
+    (CHAT, {"messages": [{}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": 1}]}, "messages[0].role"),
+    (CHAT, {"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content"),
     (CHAT, {"messages": [{"role": "user", "content": [5]}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": {"a": 1}}]}, "messages[0].tool_calls"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"type": "x", "function": {}}]}]}, "messages[0].tool_calls"),
-    (CHAT, {"tools": []}, "tools"), (CHAT, {"tools": [{}]}, "tools[0]"), (CHAT, {"chat_template_kwargs": 1}, "chat_template_kwargs"),
-    (CHAT, {"add_generation_prompt": None}, "add_generation_prompt"), (CHAT, {"continue_final_message": True}, "continue_final_message"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [{"type": "x", "function": {}}]}]},
+        "messages[0].tool_calls",
+    ),
+    (CHAT, {"tools": []}, "tools"),
+    (CHAT, {"tools": [{}]}, "tools[0]"),
+    (CHAT, {"chat_template_kwargs": 1}, "chat_template_kwargs"),
+    (CHAT, {"add_generation_prompt": None}, "add_generation_prompt"),
+    (CHAT, {"continue_final_message": True}, "continue_final_message"),
     (CHAT, {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
-    (COMPLETIONS, {}, "prompt"), (COMPLETIONS, {"prompt": []}, "prompt"), (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
-    (COMPLETIONS, {"prompt": [-1]}, "prompt"), (COMPLETIONS, {"prompt": [[1.5]]}, "prompt"), (COMPLETIONS, {"prompt": [2**32]}, "prompt"),
-    (COMPLETIONS, {"prompt": [None]}, "prompt"), (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"), (EMBEDDINGS, {}, "input"),
-    (RESPONSES, {}, "input"), (RESPONSES, {"input": [1]}, "input"), (RESPONSES, {"input": "x", "instructions": 1}, "instructions"),
-    (MESSAGES, {"messages": []}, "messages"), (MESSAGES, {"messages": [1]}, "messages[0]"), (MESSAGES, {"system": 4}, "system"),
+    (COMPLETIONS, {}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+    (COMPLETIONS, {"prompt": [[1.5]]}, "prompt"),
+    (COMPLETIONS, {"prompt": [2**32]}, "prompt"),
+    (COMPLETIONS, {"prompt": [None]}, "prompt"),
+    (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"),
+    (EMBEDDINGS, {}, "input"),
+    (RESPONSES, {}, "input"),
+    (RESPONSES, {"input": [1]}, "input"),
+    (RESPONSES, {"input": "x", "instructions": 1}, "instructions"),
+    (MESSAGES, {"messages": []}, "messages"),
+    (MESSAGES, {"messages": [1]}, "messages[0]"),
+    (MESSAGES, {"system": 4}, "system"),
     (MESSAGES, {"tools": 1}, "tools"),
 ]
 
@@ -148,26 +233,39 @@ def test_a_prompt_longer_than_the_context(sim, monkeypatch):
     pipeline, _ = sim
     monkeypatch.setattr(pipeline, "max_model_len", 10)
     assert ask(pipeline, COMPLETIONS, prompt=list(range(10))).tokens == 10
-    for path, body, param in ((COMPLETIONS, {"prompt": list(range(11))}, "prompt"), (CHAT, {"messages": alternate(["x " * 30], None)}, "messages")):
+    for path, body, param in (
+        (COMPLETIONS, {"prompt": list(range(11))}, "prompt"),
+        (CHAT, {"messages": alternate(["x " * 30], None)}, "messages"),
+    ):
         with pytest.raises(ApiError, match="maximum context length is 10 tokens") as caught:
             ask(pipeline, path, **body)
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
     assert ask(pipeline, COMPLETIONS, prompt=list(range(11)), truncate_prompt_tokens=-1).tokens == 9
 
 
-@pytest.mark.parametrize("path, body, note", [
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
-    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "Unknown role"),
-    (CHAT, {"chat_template": "{{ 1 }}"}, "own chat template"), (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "own chat template"),
-    (RESPONSES, {"input": "x", "previous_response_id": "r"}, "previous_response_id"), (RESPONSES, {"input": [{"type": "item_reference"}]}, "item_reference"),
-    (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "no function"), (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "completes itself"),
-    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
-])
+@pytest.mark.parametrize(
+    "path, body, note",
+    [
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "image_url",
+        ),
+        (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "Unknown role"),
+        (CHAT, {"chat_template": "{{ 1 }}"}, "own chat template"),
+        (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "own chat template"),
+        (RESPONSES, {"input": "x", "previous_response_id": "r"}, "previous_response_id"),
+        (RESPONSES, {"input": [{"type": "item_reference"}]}, "item_reference"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "no function"),
+        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "completes itself"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+    ],
+)
 def test_what_cannot_be_known_is_routed_by_load(sim, path, body, note):
     prompt = ask(sim[0], path, **body)
     assert prompt.mode == "load" and note in prompt.note
     assert not prompt.hashes and prompt.token_ids == b""
-    assert prompt.tokens > 0                       # an estimate, so that its load counts
+    assert prompt.tokens > 0  # an estimate, so that its load counts
 
 
 def test_a_failing_tokenizer_fails_nobody(sim, monkeypatch):
@@ -220,7 +318,7 @@ def test_plans_that_turn_out_wrong_are_given_up_at_once(load_model, tmp_path, mo
     with caplog.at_level(logging.ERROR):
         prompt = ask(pipeline)
     assert renderer.compiled.why_not and "off from now on" in caplog.text
-    assert ids_of(prompt) == ids_of(ask(pipeline))          # both by Jinja now
+    assert ids_of(prompt) == ids_of(ask(pipeline))  # both by Jinja now
     assert prompt.tokens > 3
 
 
@@ -238,7 +336,11 @@ def test_checks_thin_out_but_never_stop(sim, monkeypatch):
 def test_many_threads_prepare_at_once(sim):
     pipeline = Pipeline(model_dir("sim"), "m", 16, prefix_bytes=200_000)
     _, reference = sim
-    talks = [alternate([f"{i % 7} words " * 20, f"{i % 3}", f"{i}" * 30][: i % 3 + 1 - i % 2], "system" if i % 2 else None) or HI for i in range(300)]
+    talks = [
+        alternate([f"{i % 7} words " * 20, f"{i % 3}", f"{i}" * 30][: i % 3 + 1 - i % 2], "system" if i % 2 else None)
+        or HI
+        for i in range(300)
+    ]
     with ThreadPoolExecutor(8) as threads:
         prompts = list(threads.map(lambda talk: ask(pipeline, messages=talk), talks))
     assert pipeline.renderers["default"].by_plan > 100

@@ -31,7 +31,9 @@ def text(pipeline, version, **body):
     return pipeline.tokenizer.decode(ids_of(prompt))
 
 
-@pytest.mark.parametrize("version", [None, "", "0.32.0", "0.33.1rc1.dev4+gabc", "1.0", "v0.32.1", "0.1.dev1+g5d3a", "nightly", "0.0"])
+@pytest.mark.parametrize(
+    "version", [None, "", "0.32.0", "0.33.1rc1.dev4+gabc", "1.0", "v0.32.1", "0.1.dev1+g5d3a", "nightly", "0.0"]
+)
 def test_the_newest_has_none(version):
     assert replace(quirks(version), transformers=NEWEST.transformers) == NEWEST
 
@@ -43,16 +45,30 @@ def test_each_way_begins_with_its_version():
 
 
 def test_the_attribution_line(pipeline):
-    said = {"messages": [{"role": "system", "content": "x-anthropic-billing-header: 1\nBe brief."}, {"role": "user", "content": "hi"}]}
+    said = {
+        "messages": [
+            {"role": "system", "content": "x-anthropic-billing-header: 1\nBe brief."},
+            {"role": "user", "content": "hi"},
+        ]
+    }
     assert "billing" in text(pipeline, "0.31.0", **said)
     assert "billing" not in text(pipeline, "0.32.0", **said) and "Be brief." in text(pipeline, "0.32.0", **said)
 
 
-@pytest.mark.parametrize("arguments, old, new", [("[1]", "[1]", "{}"), ("7", "7", "{}"), ("null", "{}", "{}"), ("", "{}", "{}"), ('{"a": 1}', '{"a": 1}', '{"a": 1}')])
+@pytest.mark.parametrize(
+    "arguments, old, new",
+    [
+        ("[1]", "[1]", "{}"),
+        ("7", "7", "{}"),
+        ("null", "{}", "{}"),
+        ("", "{}", "{}"),
+        ('{"a": 1}', '{"a": 1}', '{"a": 1}'),
+    ],
+)
 def test_arguments(pipeline, arguments, old, new):
     call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    for _ in range(7):                     # also by plan
+    for _ in range(7):  # also by plan
         assert old in text(pipeline, "0.28.0", messages=talk)
     for _ in range(7):
         made = text(pipeline, "0.29.0", messages=talk)
@@ -64,7 +80,8 @@ def test_a_template_that_loops_in_a_macro(tmp_path):
         (tmp_path / name).symlink_to(model_dir("sim") / name)
     (tmp_path / "chat_template.jinja").write_text(
         "{% macro show(what) %}{% if what is string %}TEXT{% else %}{% for part in what %}PART{% endfor %}{% endif %}{% endmacro %}"
-        "{% for m in messages %}{{ show(m.content) }}{% endfor %}")
+        "{% for m in messages %}{{ show(m.content) }}{% endfor %}"
+    )
     pipeline = Pipeline(tmp_path, "m", 16)
     said = {"messages": [{"role": "user", "content": "hi"}]}
     assert text(pipeline, "0.29.0", **said) == "TEXT"
@@ -82,9 +99,17 @@ def test_what_messages_ask_the_template(pipeline):
     assert given._habits == Habits(False, None)
 
 
-@pytest.mark.parametrize("version, path, body, kept", [
-    ("0.28.0", "/v1/completions", {}, 84), ("0.32.0", "/v1/completions", {}, 99), ("0.28.0", "/v1/completions", {"max_tokens": 1}, 99),
-    ("0.32.0", "/v1/completions", {"max_tokens": 0}, 100), ("0.28.0", "/v1/embeddings", {}, 100), ("0.32.0", "/v1/embeddings", {}, 100)])
+@pytest.mark.parametrize(
+    "version, path, body, kept",
+    [
+        ("0.28.0", "/v1/completions", {}, 84),
+        ("0.32.0", "/v1/completions", {}, 99),
+        ("0.28.0", "/v1/completions", {"max_tokens": 1}, 99),
+        ("0.32.0", "/v1/completions", {"max_tokens": 0}, 100),
+        ("0.28.0", "/v1/embeddings", {}, 100),
+        ("0.32.0", "/v1/embeddings", {}, 100),
+    ],
+)
 def test_truncation_to_the_context_length(pipeline, version, path, body, kept):
     pipeline.follow(version_quirks(version))
     key = "input" if path == "/v1/embeddings" else "prompt"
@@ -97,8 +122,12 @@ def test_forwarded_ids_beside_media(pipeline):
     plain = [{"role": "user", "content": [{"type": "text", "text": "x"}, "y"]}]
     sent = {"prompt_token_ids": [1, 2, 3]}
     for version, messages, more, mode, count in (
-        ("0.31.0", image, {}, "exact", 3), ("0.32.0", image, {}, "load", None), ("0.32.0", plain, {}, "exact", 3),
-        ("0.31.0", plain, {"echo": True}, "exact", 3), ("0.32.0", plain[:1], {"echo": True}, "exact", None)):
+        ("0.31.0", image, {}, "exact", 3),
+        ("0.32.0", image, {}, "load", None),
+        ("0.32.0", plain, {}, "exact", 3),
+        ("0.31.0", plain, {"echo": True}, "exact", 3),
+        ("0.32.0", plain[:1], {"echo": True}, "exact", None),
+    ):
         pipeline.follow(version_quirks(version))
         body = {"messages": messages, "kv_transfer_params": sent, **more}
         prompt = pipeline.prepare(CHAT, json.dumps(body).encode())

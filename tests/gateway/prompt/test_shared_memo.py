@@ -14,7 +14,10 @@ CHAT = "/v1/chat/completions"
 ROLES = "{% for m in messages %}<｜User｜>HEAD {{ m.role }}: {{ m.content }}{% endfor %}<｜Assistant｜>"
 DEFAULT = ROLES.replace("HEAD", "talk,")
 TOOL_USE = ROLES.replace("HEAD", "{{ tools | tojson }}")
-TOOL = {"type": "function", "function": {"name": "open_account", "description": "Only for the other client.", "parameters": {}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "open_account", "description": "Only for the other client.", "parameters": {}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +90,10 @@ def test_a_question_that_one_template_answered_is_asked_again_by_another(tmp_pat
         file.unlink()
     source = "{%% for m in messages %%}<｜User｜>{%% if '%s' in m.content %%}<｜Assistant｜>found{%% endif %%}{{ m.content }}{%% endfor %%}"
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": "default", "template": source % "X"}, {"name": "tool_use", "template": source % "Y"}]
+    config["chat_template"] = [
+        {"name": "default", "template": source % "X"},
+        {"name": "tool_use", "template": source % "Y"},
+    ]
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     pipeline = Pipeline(directory, "m", 16)
     for turn in range(45):

@@ -58,7 +58,9 @@ def test_what_is_too_long_however_it_is_tokenized_is_not_tokenized(pipeline, pat
 
 
 def test_a_prompt_that_is_to_be_truncated_may_be_too_long(pipeline):
-    prompt = pipeline.prepare("/v1/completions", orjson.dumps({"model": "m", "prompt": TEXT, "truncate_prompt_tokens": 10}))
+    prompt = pipeline.prepare(
+        "/v1/completions", orjson.dumps({"model": "m", "prompt": TEXT, "truncate_prompt_tokens": 10})
+    )
     assert prompt.mode == "load"
 
 
@@ -81,7 +83,11 @@ def tokenizer():
 BLANKS = " " * 128
 
 
-@given(text=st.text(max_size=300) | st.text(" \n-=*#", max_size=2000) | st.sampled_from([BLANKS * 40, "=" * 2000, "\u1100\u1161\u11a8" * 99]))
+@given(
+    text=st.text(max_size=300)
+    | st.text(" \n-=*#", max_size=2000)
+    | st.sampled_from([BLANKS * 40, "=" * 2000, "\u1100\u1161\u11a8" * 99])
+)
 @example(text=BLANKS)
 @example(text="\u03b1\u0313\u0300\u0345" * 50)
 def test_no_text_that_fits_is_refused(text, tokenizer):
@@ -131,7 +137,10 @@ def test_what_is_too_long_is_tokenized_no_further_than_the_context(pipeline, mon
 SMALL_SLICES = {"_BRIEF": {"fastokens": 0}, "_UNLIKELY": 1, "_SLICE": 200, "_CUT_TOKENS": 8}
 
 
-@given(text=st.text(" \n-=*#x1\u4f60\u0301\U0001f600", max_size=3000) | st.sampled_from([BLANKS * 40, "=" * 2000, "x" * 3000, "12" * 1500, "\u4f60\u597d" * 900]))
+@given(
+    text=st.text(" \n-=*#x1\u4f60\u0301\U0001f600", max_size=3000)
+    | st.sampled_from([BLANKS * 40, "=" * 2000, "x" * 3000, "12" * 1500, "\u4f60\u597d" * 900])
+)
 def test_no_text_that_fits_is_refused_for_what_its_slices_hold(text, tokenizer):
     ids = tokenizer.encode(text)
     with pytest.MonkeyPatch.context() as patch:
@@ -168,11 +177,33 @@ BYTES = {"model": {"type": "BPE", "vocab": {"a": 0, "abc": 1}}, "pre_tokenizer":
         ({**BYTES, "added_tokens": [added(rstrip=True)]}, None),  # takes any number of blanks
         ({**BYTES, "normalizer": {"type": "NFC"}}, 3),
         ({**BYTES, "normalizer": {"type": "Strip"}}, None),
-        ({**BYTES, "normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, {"type": "Strip"}]}}, None),
-        ({**BYTES, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split", "behavior": "Isolated"}, {"type": "ByteLevel"}]}}, 3),
-        ({**BYTES, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split", "behavior": "Removed"}, {"type": "ByteLevel"}]}}, None),
+        (
+            {**BYTES, "normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, {"type": "Strip"}]}},
+            None,
+        ),
+        (
+            {
+                **BYTES,
+                "pre_tokenizer": {
+                    "type": "Sequence",
+                    "pretokenizers": [{"type": "Split", "behavior": "Isolated"}, {"type": "ByteLevel"}],
+                },
+            },
+            3,
+        ),
+        (
+            {
+                **BYTES,
+                "pre_tokenizer": {
+                    "type": "Sequence",
+                    "pretokenizers": [{"type": "Split", "behavior": "Removed"}, {"type": "ByteLevel"}],
+                },
+            },
+            None,
+        ),
         ({**BYTES, "pre_tokenizer": {"type": "Metaspace"}}, None),
-        ({"model": {"type": "WordPiece", "vocab": {"a": 0}}, "pre_tokenizer": {"type": "BertPreTokenizer"}}, None),  # a word of any length is one [UNK]
+        # a word of any length is one [UNK]
+        ({"model": {"type": "WordPiece", "vocab": {"a": 0}}, "pre_tokenizer": {"type": "BertPreTokenizer"}}, None),
     ],
 )
 def test_where_a_token_may_stand_for_any_number_of_characters_there_is_no_bound(settings, longest):

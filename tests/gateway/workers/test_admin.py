@@ -1,4 +1,5 @@
-"""A change of the replicas is made by all workers or by none. Workers are scripted here; `test_workers` has real ones."""
+"""A change of the replicas is made by all workers or by none. Workers are scripted here; `test_workers` has real
+ones."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -17,8 +18,8 @@ URL = f"http://{ENGINE}"
 
 
 class ScriptedWorker:
-    """Knows the replicas that it was told, as a worker's admin side does; `refuses` what is asked of it with that status, or is
-    `gone` with the next question."""
+    """Knows the replicas that it was told, as a worker's admin side does; `refuses` what is asked of it with that
+    status, or is `gone` with the next question."""
 
     def __init__(self, index: int, urls=()):
         self.index, self.live, self.told, self.silent = index, True, True, 0
@@ -41,7 +42,9 @@ class ScriptedWorker:
             raise ConnectionResetError
         if self.refuses:
             return Answer(self.refuses, {"content-type": "application/json"}, b'{"error": {}}')
-        _, _, id, *verb = path.split("/") if path != "/replicas" else (0, 0, orjson.loads(body)["url"].removeprefix("http://"))
+        _, _, id, *verb = (
+            path.split("/") if path != "/replicas" else (0, 0, orjson.loads(body)["url"].removeprefix("http://"))
+        )
         id = id.replace("%3A", ":")
         if method == "POST" and not verb:
             self.replicas[id] = "ready"
@@ -132,7 +135,12 @@ async def test_a_worker_that_does_not_say_whether_it_made_a_change_is_replaced_b
     supervisor = ScriptedSupervisor(members)
     async with admin_of(supervisor) as client:
         assert (await client.post("/replicas", json={"url": URL})).status_code == 200
-    assert (supervisor.urls, first.replicas, first.killed, second.killed) == ({ENGINE: URL}, {ENGINE: "ready"}, False, True)
+    assert (supervisor.urls, first.replicas, first.killed, second.killed) == (
+        {ENGINE: URL},
+        {ENGINE: "ready"},
+        False,
+        True,
+    )
 
 
 async def test_a_change_waits_for_a_worker_that_waits_for_a_drain(monkeypatch):

@@ -14,17 +14,32 @@ async def page(requests: int) -> bytes:
 
 async def test_one_page_keeps_workers_apart_and_every_series():
     first, second = await page(3), await page(4)
-    own = "".join(lines({"worker_up": {"0": 1.0, "1": 0.0}, "worker_restarts": 2, "replica_restarts": {"a": 1}})).encode()
-    families = {family.name: family for family in text_string_to_metric_families(pages({"0": first, "1": second}, own).decode())}
+    own = "".join(
+        lines({"worker_up": {"0": 1.0, "1": 0.0}, "worker_restarts": 2, "replica_restarts": {"a": 1}})
+    ).encode()
+    families = {
+        family.name: family for family in text_string_to_metric_families(pages({"0": first, "1": second}, own).decode())
+    }
     series = [sample for family in families.values() for sample in family.samples]
-    apart = [[sample for sample in series if sample.labels.get("worker") == worker and not sample.name.startswith("hitherto_worker")] for worker in "01"]
+    apart = [
+        [
+            sample
+            for sample in series
+            if sample.labels.get("worker") == worker and not sample.name.startswith("hitherto_worker")
+        ]
+        for worker in "01"
+    ]
     for some, alone in zip(apart, (first, second)):
         before = [sample for family in text_string_to_metric_families(alone.decode()) for sample in family.samples]
         assert sorted((one.name, sorted(one.labels.items()), one.value) for one in some) == sorted(
             (one.name, sorted({**one.labels, "worker": some[0].labels["worker"]}.items()), one.value) for one in before
         )
     assert [sample.value for sample in families["hitherto_worker_restarts"].samples] == [2]
-    assert [sample.value for sample in families["hitherto_requests"].samples if sample.labels["path"] == "chat" and sample.labels["status"] == "2xx"] == [3, 4]
+    assert [
+        sample.value
+        for sample in families["hitherto_requests"].samples
+        if sample.labels["path"] == "chat" and sample.labels["status"] == "2xx"
+    ] == [3, 4]
 
 
 def said(state: str, *, requests: int, inflight: int, joined: bool = True, problems: tuple[str, ...] = ()) -> dict:
@@ -44,21 +59,59 @@ def said(state: str, *, requests: int, inflight: int, joined: bool = True, probl
 
 
 def test_a_status_adds_up_and_is_no_better_than_the_least_ready_worker():
-    both = statuses([said("ready", requests=3, inflight=1), said("degraded", requests=4, inflight=2, joined=False, problems=("slow",))], {}, (), {"uptime_seconds": 5})
+    both = statuses(
+        [
+            said("ready", requests=3, inflight=1),
+            said("degraded", requests=4, inflight=2, joined=False, problems=("slow",)),
+        ],
+        {},
+        (),
+        {"uptime_seconds": 5},
+    )
     (replica,) = both["replicas"]
-    assert (replica["state"], replica["inflight"], replica["requests"], replica["problems"]) == ("degraded", 3, 7, ["slow"])
+    assert (replica["state"], replica["inflight"], replica["requests"], replica["problems"]) == (
+        "degraded",
+        3,
+        7,
+        ["slow"],
+    )
     assert (both["ready"], both["why_not"], both["uptime_seconds"]) == (False, "a is degraded", 5)
     assert both["totals"]["requests"] == 7 and both["totals"]["inflight"] == 3
-    assert both["map"] == {"blocks": 40, "bytes": 200, "budget_bytes": 2000, "evicted": 2, "redis": {"ledger_joined": False, "ledger_reason": "away"}}
+    assert both["map"] == {
+        "blocks": 40,
+        "bytes": 200,
+        "budget_bytes": 2000,
+        "evicted": 2,
+        "redis": {"ledger_joined": False, "ledger_reason": "away"},
+    }
 
 
 def test_of_an_engine_that_was_launched_the_supervisor_knows_why_it_is_not_there():
-    launched = {"a": {"managed": True, "pid": None, "restarts": 2, "state": "failed", "reason": "exit code 1: out of memory", "since_seconds": 3.0}}
+    launched = {
+        "a": {
+            "managed": True,
+            "pid": None,
+            "restarts": 2,
+            "state": "failed",
+            "reason": "exit code 1: out of memory",
+            "since_seconds": 3.0,
+        }
+    }
     one = said("failed", requests=0, inflight=0)
     (replica,) = statuses([one, one], launched, (), {})["replicas"]
-    assert (replica["managed"], replica["restarts"], replica["state"], replica["reason"]) == (True, 2, "failed", "exit code 1: out of memory")
+    assert (replica["managed"], replica["restarts"], replica["state"], replica["reason"]) == (
+        True,
+        2,
+        "failed",
+        "exit code 1: out of memory",
+    )
     launched["a"] |= {"state": "ready", "reason": "serves"}
-    assert statuses([said("ready", requests=0, inflight=0), said("draining", requests=0, inflight=1)], launched, (), {})["replicas"][0]["state"] == "draining"
+    assert (
+        statuses([said("ready", requests=0, inflight=0), said("draining", requests=0, inflight=1)], launched, (), {})[
+            "replicas"
+        ][0]["state"]
+        == "draining"
+    )
 
 
 def test_the_work_of_a_status_grows_with_the_replicas_not_with_their_square():
@@ -71,7 +124,9 @@ def test_the_work_of_a_status_grows_with_the_replicas_not_with_their_square():
 
     def looks(replicas: int) -> int:
         one, Counted.looks = said("ready", requests=0, inflight=0), 0
-        one["status"]["replicas"] = [Counted(one["status"]["replicas"][0], id=f"r{number}") for number in range(replicas)]
+        one["status"]["replicas"] = [
+            Counted(one["status"]["replicas"][0], id=f"r{number}") for number in range(replicas)
+        ]
         assert len(statuses([one, one], {}, (), {})["replicas"]) == replicas
         return Counted.looks
 

@@ -1,5 +1,5 @@
-"""The supervisor in this very process, so that a test can freeze it and set its clocks; on the gateway's event loop, whose timers run
-before sockets are read."""
+"""The supervisor in this very process, so that a test can freeze it and set its clocks; on the gateway's event loop,
+whose timers run before sockets are read."""
 
 import asyncio
 import shutil
@@ -23,7 +23,8 @@ from gateway.workers.supervisor import Workers
 
 @asynccontextmanager
 async def watched(folder: Path):
-    """A worker that takes connections, as far as its supervisor can tell, and the worker's end of their socket; the supervisor watches."""
+    """A worker that takes connections, as far as its supervisor can tell, and the worker's end of their socket; the
+    supervisor watches."""
     ours, theirs = socket.socketpair()
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     member = Member(0, process, *await asyncio.open_connection(sock=ours), folder / "socket")

@@ -65,14 +65,17 @@ class Client:
 
 
 async def clients(stack: AsyncExitStack, gateway: Running, each: int) -> list[list[Client]]:
-    """So many connections to each worker, by worker: the kernel spreads them, so more are opened until all have enough."""
+    """So many connections to each worker, by worker: the kernel spreads them, so more are opened until all have
+    enough."""
     found: list[list[Client]] = [[] for _ in connections(await gateway.status())]
     for number in range(200):
         before = connections(await gateway.status())
         one = Client(gateway, number)
         await stack.enter_async_context(one.http)
         await one.ask("hello")
-        worker = next(at for at, (now, then) in enumerate(zip(connections(await gateway.status()), before)) if now > then)
+        worker = next(
+            at for at, (now, then) in enumerate(zip(connections(await gateway.status()), before)) if now > then
+        )
         found[worker].append(one)
         if all(len(some) >= each for some in found):
             return found
@@ -97,12 +100,16 @@ def failures(some: list[list[Client]]) -> list[str]:
 
 async def replaced(gateway: Running, pid: int) -> dict:
     """The status once another worker has taken the place of that process."""
-    return await gateway.until(lambda status: len(status["workers"]) == 2 and all(one["ready"] for one in status["workers"]) and pid not in pids(status))
+    return await gateway.until(
+        lambda status: (
+            len(status["workers"]) == 2 and all(one["ready"] for one in status["workers"]) and pid not in pids(status)
+        )
+    )
 
 
 async def known(gateway: Running, text: str) -> None:
-    """Wait until both workers, which answer in turn, know that some replica holds all of this prompt, and that none is busy:
-    what these prompts save is as much as the wait for one that was answered a moment ago."""
+    """Wait until both workers, which answer in turn, know that some replica holds all of this prompt, and that none is
+    busy: what these prompts save is as much as the wait for one that was answered a moment ago."""
     body, seen = {"model": "sim", "messages": [{"role": "user", "content": text}]}, 0
     async with asyncio.timeout(20):
         while seen < 2:
@@ -134,7 +141,8 @@ async def test_connections_spread(gateway):
     before = connections(await gateway.status())
     readers = [await asyncio.open_connection("127.0.0.1", gateway.client.base_url.port) for _ in range(64)]
     status = await gateway.until(lambda status: sum(connections(status)) == sum(before) + 64)
-    assert min(now - then for now, then in zip(connections(status), before)) > 8  # of 64 coins the worse side shows less once in 10^9
+    # of 64 coins the worse side shows less once in 10^9
+    assert min(now - then for now, then in zip(connections(status), before)) > 8
     for _, writer in readers:
         writer.close()
     await gateway.until(lambda status: sum(connections(status)) == sum(before))
@@ -148,8 +156,14 @@ async def test_metrics_of_all_workers_are_on_one_page(gateway):
         per_worker = [await gateway.counted("hitherto_requests_total", worker=worker, status="2xx") for worker in "01"]
         assert per_worker == [one["requests"] for one in (await gateway.status())["workers"]] and min(per_worker) > 0
         assert (await gateway.status())["totals"]["requests"] == sum(per_worker)
-        assert await gateway.counted("hitherto_worker_up") == 2 and await gateway.counted("hitherto_worker_restarts_total") == 0
-        assert page.count("# TYPE hitherto_requests_total counter") == 1 and 'process_cpu_seconds_total{worker="1"}' in page
+        assert (
+            await gateway.counted("hitherto_worker_up") == 2
+            and await gateway.counted("hitherto_worker_restarts_total") == 0
+        )
+        assert (
+            page.count("# TYPE hitherto_requests_total counter") == 1
+            and 'process_cpu_seconds_total{worker="1"}' in page
+        )
         assert failures([first, second]) == []
 
 
@@ -159,12 +173,16 @@ async def test_the_admin_side_answers_for_all(gateway):
     assert (await gateway.admin.get("/readyz")).json() == {"ready": True, "why_not": None}
     assert "<title>" in (await gateway.admin.get("/")).text
     nothing = await gateway.admin.get("/worker/costs")
-    assert nothing.status_code == 404 and nothing.json()["error"]["message"].startswith("there is nothing at /worker/costs")
+    assert nothing.status_code == 404 and nothing.json()["error"]["message"].startswith(
+        "there is nothing at /worker/costs"
+    )
     wrong = await gateway.admin.post("/replicas", json={"url": "ftp://nobody"})
     assert wrong.status_code == 400 and wrong.json()["error"]["code"] == "invalid_url"
     assert (await gateway.admin.post("/replicas", content=b"{}")).status_code == 415
     assert (await gateway.admin.post("/replicas/no:1/drain", json={})).status_code == 404
-    other_site = await gateway.admin.post("/replicas", json={"url": "http://h:1"}, headers={"origin": "http://elsewhere.example"})
+    other_site = await gateway.admin.post(
+        "/replicas", json={"url": "http://h:1"}, headers={"origin": "http://elsewhere.example"}
+    )
     assert other_site.status_code == 403
     assert len((await gateway.admin.get("/replicas")).json()["replicas"]) == 2
 
@@ -236,7 +254,9 @@ async def test_a_worker_in_anothers_place_knows_what_its_siblings_know(engines, 
         os.kill(pids(before)[0], signal.SIGKILL)
         status = await replaced(gateway, pids(before)[0])
         assert {one["url"] for one in status["replicas"]} == {*engines, third.url}
-        await gateway.until(lambda status: {one["state"] for one in status["replicas"] if one["url"] == third.url} == {"stopped"})
+        await gateway.until(
+            lambda status: {one["state"] for one in status["replicas"] if one["url"] == third.url} == {"stopped"}
+        )
         one, other = await seconds(), await seconds()
         # Not to the digit: each worker lets a replica that is passed over be thought quicker again, by its own clock.
         assert one == pytest.approx(other, rel=0.3)
@@ -274,13 +294,20 @@ async def test_engines_and_redis_are_started_once_and_again_when_they_die():
         os.kill(redis, signal.SIGKILL)
         for number in range(20):
             assert (await gateway.chat([{"role": "user", "content": f"{number} {TEXT}"}])).status_code == 200
-        status = await gateway.until(lambda status: {one["restarts"] for one in status["replicas"] if one["id"] == victim} == {1})
+        status = await gateway.until(
+            lambda status: {one["restarts"] for one in status["replicas"] if one["id"] == victim} == {1}
+        )
         await gateway.ready(2)
         await joined(gateway, 60)
         assert redis_of(gateway) != redis and await gateway.counted("hitherto_replica_restarts_total") == 1
         drained = await gateway.admin.post(f"/replicas/{other}/drain", json={})
         assert drained.status_code == 202
-        await gateway.until(lambda status: next(one for one in status["replicas"] if one["id"] == other)["state"] == "stopped" and not alive(engines[other]))
+        await gateway.until(
+            lambda status: (
+                next(one for one in status["replicas"] if one["id"] == other)["state"] == "stopped"
+                and not alive(engines[other])
+            )
+        )
         assert (await gateway.chat([{"role": "user", "content": TEXT}])).headers["x-hitherto-replica"] == victim
         assert (await gateway.admin.post("/replicas", json={"url": f"http://{other}"})).status_code == 200
         status = await gateway.ready(2)
@@ -293,7 +320,10 @@ async def test_running_requests_end_before_the_workers_do(engines):
         first, second = await clients(stack, gateway, 2)
         status = await gateway.status()
         there = [*pids(status), redis_of(gateway)]
-        running_ones = [asyncio.create_task(one.ask("tell me more", max_tokens=1500, ignore_eos=True)) for one in (first[0], second[0], second[1])]
+        running_ones = [
+            asyncio.create_task(one.ask("tell me more", max_tokens=1500, ignore_eos=True))
+            for one in (first[0], second[0], second[1])
+        ]
         await gateway.until(lambda status: sum(one["inflight"] for one in status["replicas"]) == 3)
         gateway.process.terminate()
         for pid in pids(status):
@@ -325,14 +355,19 @@ async def test_an_adapter_loaded_a_moment_ago_is_served_by_each_worker(engines):
 
 
 async def test_a_redis_that_is_named_is_used_and_no_other_is_started(engines, redis_server):
-    async with two(engines, "--redis-url", redis_server.url, "--shadow", "round_robin") as gateway, AsyncExitStack() as stack:
+    async with (
+        two(engines, "--redis-url", redis_server.url, "--shadow", "round_robin") as gateway,
+        AsyncExitStack() as stack,
+    ):
         await gateway.ready(2)
         await joined(gateway)
         some = [one for group in await clients(stack, gateway, 2) for one in group]
         async with asyncio.timeout(20):  # on a busy machine a whole burst may be late for Redis; never all of them
             while not await gateway.counted("hitherto_shared_decisions_total", outcome="shared"):
                 before = sum(one.answers for one in some)
-                await asyncio.gather(*(one.ask(f"{before + number} {TEXT * 20}") for number, one in enumerate(some * 5)))
+                await asyncio.gather(
+                    *(one.ask(f"{before + number} {TEXT * 20}") for number, one in enumerate(some * 5))
+                )
         asked = sum(one.answers for one in some)
         status = await gateway.until(lambda status: idle(status) and status["totals"]["requests"] == asked)
         assert status["shadow"][0]["decisions"] == asked
@@ -377,7 +412,9 @@ async def test_no_redis_server_at_hand_is_said(tmp_path):
 
 
 async def test_a_worker_that_cannot_start_is_said_at_once(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import os, sys\nif 'gateway.workers.worker' in sys.orig_argv: os._exit(7)\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif 'gateway.workers.worker' in sys.orig_argv: os._exit(7)\n"
+    )
     code, text = await said(env={"PYTHONPATH": str(tmp_path)})
     assert code == 2 and "a worker ended with exit code 7 while it started" in text
 
@@ -395,7 +432,8 @@ async def test_workers_are_of_the_supervisors_own_package(tmp_path, monkeypatch)
 
 
 async def test_a_signal_to_the_whole_group_ends_no_worker_that_starts(tmp_path, monkeypatch):
-    """As a service manager sends it, while a worker's interpreter comes up. This one is told no settings, and ends of that."""
+    """As a service manager sends it, while a worker's interpreter comes up. This one is told no settings, and ends of
+    that."""
     (tmp_path / "sitecustomize.py").write_text("import os\nos.kill(os.getpid(), 15)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     member = await Member.start(0, tmp_path / "socket", {}, None)
@@ -410,7 +448,9 @@ async def test_a_setting_that_only_workers_can_judge_is_said_as_by_one_gateway(t
     shutil.copytree(sim_model_dir(), tmp_path / "model")
     (tmp_path / "model/tokenizer_config.json").write_text("{")
     code, text = await said("--model", str(tmp_path / "model"))
-    assert code == 2 and re.fullmatch(r"hitherto: model model: can't read \S+/tokenizer_config.json: .*", text.splitlines()[-1])
+    assert code == 2 and re.fullmatch(
+        r"hitherto: model model: can't read \S+/tokenizer_config.json: .*", text.splitlines()[-1]
+    )
     assert "replica" not in text, "no engine was started"
 
 

@@ -24,27 +24,51 @@ def one(message, **options):
     return conversation([message], options.pop("as_parts", False), **{"quirks": LATEST, **options})[0]
 
 
-@pytest.mark.parametrize("message, seen", [
-    ({"role": "user", "content": None}, {"role": "user", "content": ""}),
-    ({"role": "user"}, {"role": "user", "content": ""}),
-    ({"role": "user", "content": [{"type": "text", "text": "a"}, "b", {"type": "text", "text": ""}]}, {"role": "user", "content": "a\nb"}),
-    ({"role": "user", "content": "x", "name": "bob", "extra": 1}, {"role": "user", "content": "x", "name": "bob"}),
-    ({"role": "user", "content": "x", "name": None}, {"role": "user", "content": "x"}),
-    ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, {"role": "assistant", "content": "no"}),
-    ({"role": "assistant", "content": "x", "reasoning_content": "r"},
-     {"role": "assistant", "content": "x", "reasoning": "r", "reasoning_content": "r", "thinking": "r"}),
-    ({"role": "assistant", "content": "x", "tool_calls": []}, {"role": "assistant", "content": "x"}),
-    ({"role": "tool", "content": "x", "tool_call_id": "1"}, {"role": "tool", "content": "x", "tool_call_id": "1"}),
-    ({"role": "tool", "content": "x", "tool_call_id": None}, {"role": "tool", "content": "x"}),
-    ({"role": "system", "content": "x-anthropic-billing-header: cc=1;\nYou are"}, {"role": "system", "content": "You are"}),
-    ({"role": "system", "content": "x-anthropic-billing-header"}, {"role": "system", "content": ""}),
-])
+@pytest.mark.parametrize(
+    "message, seen",
+    [
+        ({"role": "user", "content": None}, {"role": "user", "content": ""}),
+        ({"role": "user"}, {"role": "user", "content": ""}),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, "b", {"type": "text", "text": ""}]},
+            {"role": "user", "content": "a\nb"},
+        ),
+        ({"role": "user", "content": "x", "name": "bob", "extra": 1}, {"role": "user", "content": "x", "name": "bob"}),
+        ({"role": "user", "content": "x", "name": None}, {"role": "user", "content": "x"}),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+            {"role": "assistant", "content": "no"},
+        ),
+        (
+            {"role": "assistant", "content": "x", "reasoning_content": "r"},
+            {"role": "assistant", "content": "x", "reasoning": "r", "reasoning_content": "r", "thinking": "r"},
+        ),
+        ({"role": "assistant", "content": "x", "tool_calls": []}, {"role": "assistant", "content": "x"}),
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, {"role": "tool", "content": "x", "tool_call_id": "1"}),
+        ({"role": "tool", "content": "x", "tool_call_id": None}, {"role": "tool", "content": "x"}),
+        (
+            {"role": "system", "content": "x-anthropic-billing-header: cc=1;\nYou are"},
+            {"role": "system", "content": "You are"},
+        ),
+        ({"role": "system", "content": "x-anthropic-billing-header"}, {"role": "system", "content": ""}),
+    ],
+)
 def test_messages(message, seen):
     assert one(message) == seen
 
 
-@pytest.mark.parametrize("version, copied, dropped", [
-    ("0.28.0", None, None), ("0.30.0", None, None), ("0.31.0", False, False), ("0.32.0", False, False), ("0.33.0", False, None), ("0.34.0", None, None), (None, None, None)])
+@pytest.mark.parametrize(
+    "version, copied, dropped",
+    [
+        ("0.28.0", None, None),
+        ("0.30.0", None, None),
+        ("0.31.0", False, False),
+        ("0.32.0", False, False),
+        ("0.33.0", False, None),
+        ("0.34.0", None, None),
+        (None, None, None),
+    ],
+)
 def test_what_depends_on_the_release_of_transformers(version, copied, dropped):
     """5.20 drops keys that are None, 5.21 copies reasoning; a vLLM may be installed with several releases."""
     spoken = {"role": "assistant", "content": "x", "reasoning": "r"}
@@ -52,7 +76,7 @@ def test_what_depends_on_the_release_of_transformers(version, copied, dropped):
     if copied is None:
         with pytest.raises(Unroutable, match="transformers"):
             one(spoken, quirks=quirks(version), reads_thinking=True)
-        assert "thinking" not in one(spoken, quirks=quirks(version))       # this template would not look for it
+        assert "thinking" not in one(spoken, quirks=quirks(version))  # this template would not look for it
     else:
         assert ("thinking" in one(spoken, quirks=quirks(version), reads_thinking=True)) is copied
     if dropped is None:
@@ -62,15 +86,37 @@ def test_what_depends_on_the_release_of_transformers(version, copied, dropped):
         assert ("tool_call_id" in one(called, quirks=quirks(version))) is not dropped
 
 
-@pytest.mark.parametrize("source, reads", [
-    ("{{ m.thinking }}", True), ("{{ m['thinking'] }}", True), ('{% if "thinking" in m %}', True), ("{{ messages[-1] | tojson }}", True),
-    ("{{ message|tojson }}", True), ("{{ enable_thinking }}{{ m.reasoning_content }}", False), ("{{ m.content | tojson }}", False)])
+@pytest.mark.parametrize(
+    "source, reads",
+    [
+        ("{{ m.thinking }}", True),
+        ("{{ m['thinking'] }}", True),
+        ('{% if "thinking" in m %}', True),
+        ("{{ messages[-1] | tojson }}", True),
+        ("{{ message|tojson }}", True),
+        ("{{ enable_thinking }}{{ m.reasoning_content }}", False),
+        ("{{ m.content | tojson }}", False),
+    ],
+)
 def test_which_templates_may_look_for_thinking(source, reads):
-    assert ChatTemplate(source.replace("{% if", "{% set x =") if "{% if" in source else source, {}).reads_thinking is reads
+    assert (
+        ChatTemplate(source.replace("{% if", "{% set x =") if "{% if" in source else source, {}).reads_thinking is reads
+    )
 
 
-@pytest.mark.parametrize("arguments, seen", [
-    ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("", {}), (None, {}), ("[1]", {}), ("not json", {}), (3, {}), ('{"a": 1e2}', {"a": 100.0})])
+@pytest.mark.parametrize(
+    "arguments, seen",
+    [
+        ('{"a": 1}', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        ("", {}),
+        (None, {}),
+        ("[1]", {}),
+        ("not json", {}),
+        (3, {}),
+        ('{"a": 1e2}', {"a": 100.0}),
+    ],
+)
 def test_arguments_are_objects(arguments, seen):
     call = {"type": "function", "id": "i", "function": {"name": "f", "arguments": arguments, "z": 0}, "index": 0}
     made = one({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]
@@ -83,43 +129,82 @@ def test_arguments_are_objects(arguments, seen):
 def test_parts_for_templates_that_loop_over_them():
     parts = [{"type": "input_text", "text": "a", "cache_control": 1}, "b", {"type": "text", "text": ""}]
     assert one({"role": "user", "content": parts}, as_parts=True)["content"] == [
-        {"type": "text", "text": "a", "cache_control": 1}, {"type": "text", "text": "b"}, {"type": "text", "text": ""}]
+        {"type": "text", "text": "a", "cache_control": 1},
+        {"type": "text", "text": "b"},
+        {"type": "text", "text": ""},
+    ]
     assert one({"role": "user", "content": "x"}, as_parts=True)["content"] == [{"type": "text", "text": "x"}]
     assert one({"role": "tool", "content": parts}, as_parts=True)["content"] == "a\nb\n"
 
 
 def test_developers_without_a_template_that_knows_them():
-    talk = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b", "tools": [1]}, {"role": "user", "content": "c"}]
-    assert conversation(talk, False, knows_developer=False) == [{"role": "system", "content": "a\n\nb"}, {"role": "user", "content": "c"}]
+    talk = [
+        {"role": "system", "content": "a"},
+        {"role": "developer", "content": "b", "tools": [1]},
+        {"role": "user", "content": "c"},
+    ]
+    assert conversation(talk, False, knows_developer=False) == [
+        {"role": "system", "content": "a\n\nb"},
+        {"role": "user", "content": "c"},
+    ]
     assert conversation(talk, False, quirks=LATEST)[1] == {"role": "developer", "content": "b", "tools": [1]}
     assert conversation(talk[1:], False, knows_developer=False)[0] == {"role": "system", "content": "b"}
 
 
 def test_tools_as_the_schema_dumps_them():
-    given = [{"function": {"parameters": {"b": 1, "a": 2}, "name": "f", "extra": 1}}, {"type": "function", "function": {"name": "g", "strict": False}, "defer_loading": True}]
+    given = [
+        {"function": {"parameters": {"b": 1, "a": 2}, "name": "f", "extra": 1}},
+        {"type": "function", "function": {"name": "g", "strict": False}, "defer_loading": True},
+    ]
     seen = tool_schemas(given)
-    assert seen == [{"type": "function", "function": {"name": "f", "description": None, "parameters": {"b": 1, "a": 2}}},
-                    {"type": "function", "function": {"name": "g", "description": None, "parameters": None, "strict": False, "defer_loading": True}, "defer_loading": True}]
+    assert seen == [
+        {"type": "function", "function": {"name": "f", "description": None, "parameters": {"b": 1, "a": 2}}},
+        {
+            "type": "function",
+            "function": {"name": "g", "description": None, "parameters": None, "strict": False, "defer_loading": True},
+            "defer_loading": True,
+        },
+    ]
     assert list(seen[0]["function"]) == ["name", "description", "parameters"]
 
 
-@pytest.mark.parametrize("request_, variables", [
-    ({}, None),
-    ({"chat_template_kwargs": {"a": 1, "b": None, "c": "auto"}}, {"a": 1}),
-    ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
-    ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
-    ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "low", "enable_thinking": False}),
-    ({"documents": [{"title": "t"}], "chat_template_kwargs": {"documents": []}}, {"documents": [{"title": "t"}]}),
-])
+@pytest.mark.parametrize(
+    "request_, variables",
+    [
+        ({}, None),
+        ({"chat_template_kwargs": {"a": 1, "b": None, "c": "auto"}}, {"a": 1}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
+        ({"documents": [{"title": "t"}], "chat_template_kwargs": {"documents": []}}, {"documents": [{"title": "t"}]}),
+    ],
+)
 def test_template_variables(request_, variables):
     seen = from_chat({"messages": [], **request_}).variables
-    assert seen == (variables if variables is None else {**variables, "add_generation_prompt": True, "continue_final_message": False})
+    assert seen == (
+        variables
+        if variables is None
+        else {**variables, "add_generation_prompt": True, "continue_final_message": False}
+    )
 
 
 def test_items_of_one_assistant_turn_join():
-    items = [{"role": "user", "content": "q"}, {"type": "reasoning", "content": [{"text": "r"}]}, {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
-             {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"}, {"type": "function_call_output", "call_id": "1", "output": "o"},
-             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}], "status": "incomplete"}]
+    items = [
+        {"role": "user", "content": "q"},
+        {"type": "reasoning", "content": [{"text": "r"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "o"},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "a"}],
+            "status": "incomplete",
+        },
+    ]
     chat = from_responses({"input": items, "instructions": "i"})
     assert [m["role"] for m in chat.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert chat.messages[2]["reasoning"] == "r" and [c["id"] for c in chat.messages[2]["tool_calls"]] == ["1", "2"]
@@ -128,44 +213,92 @@ def test_items_of_one_assistant_turn_join():
 
 
 def test_messages_blocks():
-    request = {"system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "s"}], "messages": [
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "r"}]}]},
-        {"role": "system", "content": "reminder"},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "h"}, {"type": "text", "text": "a"}, {"type": "tool_use", "id": "t", "name": "f", "input": {"é": 1}}]}]}
+    request = {
+        "system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "s"}],
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "r"}]}],
+            },
+            {"role": "system", "content": "reminder"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "h"},
+                    {"type": "text", "text": "a"},
+                    {"type": "tool_use", "id": "t", "name": "f", "input": {"é": 1}},
+                ],
+            },
+        ],
+    }
     inside = from_messages(request, Habits(False, "none")).messages
     assert [m["role"] for m in inside] == ["system", "tool", "system", "assistant"]
-    assert inside[3] == {"role": "assistant", "reasoning": "h", "content": "a", "tool_calls": [
-        {"id": "t", "type": "function", "function": {"name": "f", "arguments": '{"\\u00e9": 1}'}}]}
+    assert inside[3] == {
+        "role": "assistant",
+        "reasoning": "h",
+        "content": "a",
+        "tool_calls": [{"id": "t", "type": "function", "function": {"name": "f", "arguments": '{"\\u00e9": 1}'}}],
+    }
     moved = from_messages(request, Habits(True, "none")).messages
     assert [m["role"] for m in moved] == ["system", "tool", "assistant"] and moved[0]["content"] == "sreminder"
 
 
-@pytest.mark.parametrize("source, expected", [
-    ("{{ enable_thinking }}", Habits(False, "none")), ("x", Habits(False, "low")),
-    ("{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}{% endfor %}", Habits(True, "low"))])
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("{{ enable_thinking }}", Habits(False, "none")),
+        ("x", Habits(False, "low")),
+        (
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}{% endfor %}",
+            Habits(True, "low"),
+        ),
+    ],
+)
 def test_what_vllm_finds_out_by_asking_the_template(source, expected):
     assert habits(ChatTemplate(source, {})) == expected
 
 
-@pytest.mark.parametrize("source, parts", [
-    ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
-    ("{% for m in messages %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}", True),
-    ("{% for m in messages %}{% for c in m['content'] | list %}{{ c }}{% endfor %}{% endfor %}", True),
-    ("{% set rest = messages[1:] %}{% for m in rest %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}", True),
-    ("{% for m in messages %}{% set content = m.content %}{% for c in content %}{{ c }}{% endfor %}{% endfor %}", True),
-    ("{% macro f(x) %}{% for c in x %}{{ c }}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(m.content) }}{% endfor %}", True),
-    ("{% macro f(x) %}{% for c in x %}{{ c }}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(m.tools) }}{% endfor %}", False),
-    ("{% macro f(content) %}{% for c in content %}{{ c }}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(tools) }}{% endfor %}", False),
-    ("{% for m in messages %}{% for c in m.tool_calls %}{{ c }}{% endfor %}{% endfor %}", False),
-])
+@pytest.mark.parametrize(
+    "source, parts",
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% for c in m['content'] | list %}{{ c }}{% endfor %}{% endfor %}", True),
+        (
+            "{% set rest = messages[1:] %}{% for m in rest %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}",
+            True,
+        ),
+        (
+            "{% for m in messages %}{% set content = m.content %}{% for c in content %}{{ c }}{% endfor %}{% endfor %}",
+            True,
+        ),
+        (
+            "{% macro f(x) %}{% for c in x %}{{ c }}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(m.content) }}{% endfor %}",
+            True,
+        ),
+        (
+            "{% macro f(x) %}{% for c in x %}{{ c }}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(m.tools) }}{% endfor %}",
+            False,
+        ),
+        (
+            "{% macro f(content) %}{% for c in content %}{{ c }}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(tools) }}{% endfor %}",
+            False,
+        ),
+        ("{% for m in messages %}{% for c in m.tool_calls %}{{ c }}{% endfor %}{% endfor %}", False),
+    ],
+)
 def test_which_templates_take_parts(source, parts):
     environment().from_string(source)
     assert ChatTemplate(source, {}).takes_parts is parts
 
 
-@pytest.mark.parametrize("source, expected", [
-    ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<q><so far  "),
-    ("{% for m in messages %}<{{ m.content | trim }}>{% endfor %}", "<q><so far")])
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<q><so far  "),
+        ("{% for m in messages %}<{{ m.content | trim }}>{% endfor %}", "<q><so far"),
+    ],
+)
 def test_continued_messages_end_where_they_end(source, expected):
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "so far  "}]
     assert ChatTemplate(source, {}).render(talk, None, {"continue_final_message": True}) == expected
@@ -173,21 +306,37 @@ def test_continued_messages_end_where_they_end(source, expected):
 
 
 def test_messages_that_cannot_be_continued():
-    for source, talk in (("{{ messages[0].content }}", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]),
-                         ("content", [{"role": "user"}]), ("nothing", [{"role": "user", "content": "a"}]),
-                         ("{{ messages[-1].content }}", [{"role": "user", "content": [{"type": "image"}]}])):
+    for source, talk in (
+        ("{{ messages[0].content }}", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]),
+        ("content", [{"role": "user"}]),
+        ("nothing", [{"role": "user", "content": "a"}]),
+        ("{{ messages[-1].content }}", [{"role": "user", "content": [{"type": "image"}]}]),
+    ):
         with pytest.raises(TemplateError, match="continue_final_message"):
             ChatTemplate(source, {}).render(talk, None, {"continue_final_message": True})
 
 
 def test_parts_are_continued_in_their_last_text():
-    talk, text = tag_final_message([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}, {"type": "image"}]}], "content")
+    talk, text = tag_final_message(
+        [
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}, {"type": "image"}],
+            }
+        ],
+        "content",
+    )
     assert text == "b" and talk[0]["content"][0]["text"] == "a"
     assert cut_at_tag("x" + talk[0]["content"][1]["text"] + "</s>", text) == "xb"
 
 
 def test_templates_are_kept_in_their_sandbox():
-    for source in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ ''.__class__ }}", "{{ raise_exception('no') }}"):
+    for source in (
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__ }}",
+        "{{ raise_exception('no') }}",
+    ):
         with pytest.raises(TemplateError):
             ChatTemplate(source + "{{ nothing.at.all }}", {}).render([{"role": "user", "content": "x"}], None, {})
 
@@ -196,18 +345,26 @@ INLINE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
 FIRST_ONLY = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}{{ m.content }}{% endfor %}"
 
 
-@pytest.mark.parametrize("source, first", [
-    (INLINE, False), (FIRST_ONLY, True),
-    (INLINE + "{{ bos_token }}", False), ("{{ bos_token + messages[0].content }}", True),          # original Llama 3
-    (INLINE + "{{ strftime_now('%d') }}", True), ("{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}" + INLINE, False),
-    ("{% generation %}" + INLINE + "{% endgeneration %}", True),                                     # Laguna
-    ("{% if tools is not none %}{{ tools | length }}{% endif %}" + INLINE, False),
-    ("{% if tools is not none %}{{ tools | tojson }}{% endif %}" + INLINE, True),                    # functionary, Solar
-    ("{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}" + INLINE, True),  # Mistral-Small-3.2
-    ("{% for m in messages %}{{ 1 / 0 }}{% endfor %}", True),
-])
+@pytest.mark.parametrize(
+    "source, first",
+    [
+        (INLINE, False),
+        (FIRST_ONLY, True),
+        (INLINE + "{{ bos_token }}", False),
+        ("{{ bos_token + messages[0].content }}", True),  # original Llama 3
+        (INLINE + "{{ strftime_now('%d') }}", True),
+        ("{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}" + INLINE, False),
+        ("{% generation %}" + INLINE + "{% endgeneration %}", True),  # Laguna
+        ("{% if tools is not none %}{{ tools | length }}{% endif %}" + INLINE, False),
+        ("{% if tools is not none %}{{ tools | tojson }}{% endif %}" + INLINE, True),  # functionary, Solar
+        # Mistral-Small-3.2
+        ("{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}" + INLINE, True),
+        ("{% for m in messages %}{{ 1 / 0 }}{% endfor %}", True),
+    ],
+)
 def test_where_messages_puts_system_texts(source, first):
     """vLLM asks in a sandbox that lacks most of what the template has when it renders."""
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, LATEST)
     assert habits(template).system_first is first
-    assert habits(ChatTemplate(INLINE, {}, LATEST), [source]).system_first is first                  # the tool_use template is asked, too
+    # the tool_use template is asked, too
+    assert habits(ChatTemplate(INLINE, {}, LATEST), [source]).system_first is first

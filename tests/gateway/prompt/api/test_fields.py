@@ -15,26 +15,48 @@ CHAT = "/v1/chat/completions"
 HI = '{"messages": [{"role": "user", "content": "hi"}], '
 
 
-@pytest.mark.parametrize("body", [
-    (HI + '"x": NaN}').encode(), (HI + '"x": -Infinity}').encode(), (HI + '"x": 1e999}').encode(), (HI + '"user": "\\ud83d"}').encode(),
-    b"\xef\xbb\xbf" + (HI + '"x": 1}').encode(), (HI + '"x": 1}').encode("utf-16"),
-    b'{"messages": [{"role": "user", "content": "hi \\ud83d"}]}', b'{"messages": [{"role": "user", "content": "hi \xed\xa0\xbd"}]}',
-])
+@pytest.mark.parametrize(
+    "body",
+    [
+        (HI + '"x": NaN}').encode(),
+        (HI + '"x": -Infinity}').encode(),
+        (HI + '"x": 1e999}').encode(),
+        (HI + '"user": "\\ud83d"}').encode(),
+        b"\xef\xbb\xbf" + (HI + '"x": 1}').encode(),
+        (HI + '"x": 1}').encode("utf-16"),
+        b'{"messages": [{"role": "user", "content": "hi \\ud83d"}]}',
+        b'{"messages": [{"role": "user", "content": "hi \xed\xa0\xbd"}]}',
+    ],
+)
 def test_json_that_only_python_reads_is_left_to_the_engine(sim, body):
     prompt = sim[0].prepare(CHAT, body)
     assert prompt.mode == "load" and "only Python reads" in prompt.note and prompt.tokens > 0
-    assert (prompt.session or "").encode() is not None       # whatever leaves the room can be encoded
+    assert (prompt.session or "").encode() is not None  # whatever leaves the room can be encoded
 
 
-@pytest.mark.parametrize("body", [b"\xff{", b'{"a": 1,}', b"{'a': 1}", b"NaN", b"[" * 100_000, b'{"a": "\n"}', b'{"a": "\xff"}', b""])
+@pytest.mark.parametrize(
+    "body", [b"\xff{", b'{"a": 1,}', b"{'a': 1}", b"NaN", b"[" * 100_000, b'{"a": "\n"}', b'{"a": "\xff"}', b""]
+)
 def test_what_python_cannot_read_either(body):
     with pytest.raises(ApiError) as caught:
         parse(body)
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("given, seen", [
-    (True, True), (False, False), ("true", True), ("False", False), ("YES", True), ("off", False), (1, True), (0, False), (1.0, True)])
+@pytest.mark.parametrize(
+    "given, seen",
+    [
+        (True, True),
+        (False, False),
+        ("true", True),
+        ("False", False),
+        ("YES", True),
+        ("off", False),
+        (1, True),
+        (0, False),
+        (1.0, True),
+    ],
+)
 def test_booleans(given, seen):
     assert boolean(given, "k") is seen
 
@@ -45,10 +67,36 @@ def test_no_booleans(given):
         boolean(given, "k")
 
 
-@pytest.mark.parametrize("given, seen", [
-    (3, 3), ("3", 3), (" +3 ", 3), ("3.0", 3), ("1_000", 1000), (3.0, 3), (True, 1), ("-1", -1),
-    (2**64 - 1, 2**64 - 1), (-(2**63), -(2**63)), (2**64, None), (-(2**63) - 1, None), (2.0**64, None), (str(2**64), None), (1e308, None), ("9" * 5000, None),
-    (3.5, None), ("3.5", None), ("x", None), ("", None), (None, None), ([], None), (float("inf"), None), (float("nan"), None), ("\u0663", None)])
+@pytest.mark.parametrize(
+    "given, seen",
+    [
+        (3, 3),
+        ("3", 3),
+        (" +3 ", 3),
+        ("3.0", 3),
+        ("1_000", 1000),
+        (3.0, 3),
+        (True, 1),
+        ("-1", -1),
+        (2**64 - 1, 2**64 - 1),
+        (-(2**63), -(2**63)),
+        (2**64, None),
+        (-(2**63) - 1, None),
+        (2.0**64, None),
+        (str(2**64), None),
+        (1e308, None),
+        ("9" * 5000, None),
+        (3.5, None),
+        ("3.5", None),
+        ("x", None),
+        ("", None),
+        (None, None),
+        ([], None),
+        (float("inf"), None),
+        (float("nan"), None),
+        ("\u0663", None),
+    ],
+)
 def test_integers(given, seen):
     assert integer(given) == seen
 
@@ -60,31 +108,65 @@ def test_counts():
             count(given, "k")
 
 
-HUGE = ["9" * 4300, "9" * 4301, '"%s"' % ("9" * 5000), '"%s"' % ("9" * 30), "1e308", "1" + "0" * 25, "-" + "9" * 25, "1e400"]
+HUGE = [
+    "9" * 4300,
+    "9" * 4301,
+    '"%s"' % ("9" * 5000),
+    '"%s"' % ("9" * 30),
+    "1e308",
+    "1" + "0" * 25,
+    "-" + "9" * 25,
+    "1e400",
+]
 
 
-@pytest.mark.parametrize("path, field", [
-    (CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (CHAT, "n"), (CHAT, "priority"), (CHAT, "seed"), (CHAT, "top_logprobs"),
-    (CHAT, "min_tokens"), (CHAT, "truncate_prompt_tokens"), (CHAT, "top_k"), ("/v1/completions", "best_of"), ("/v1/completions", "logprobs"),
-    ("/v1/completions", "prompt_logprobs"), ("/v1/responses", "max_output_tokens"), ("/v1/messages", "max_tokens"),
-    ("/v1/embeddings", "dimensions"), ("/tokenize", "max_tokens"), (CHAT, "stream"), (CHAT, "thinking_token_budget")])
+@pytest.mark.parametrize(
+    "path, field",
+    [
+        (CHAT, "max_tokens"),
+        (CHAT, "max_completion_tokens"),
+        (CHAT, "n"),
+        (CHAT, "priority"),
+        (CHAT, "seed"),
+        (CHAT, "top_logprobs"),
+        (CHAT, "min_tokens"),
+        (CHAT, "truncate_prompt_tokens"),
+        (CHAT, "top_k"),
+        ("/v1/completions", "best_of"),
+        ("/v1/completions", "logprobs"),
+        ("/v1/completions", "prompt_logprobs"),
+        ("/v1/responses", "max_output_tokens"),
+        ("/v1/messages", "max_tokens"),
+        ("/v1/embeddings", "dimensions"),
+        ("/tokenize", "max_tokens"),
+        (CHAT, "stream"),
+        (CHAT, "thinking_token_budget"),
+    ],
+)
 def test_numbers_that_no_integer_holds_are_the_clients_fault(sim, path, field):
     for number in HUGE:
         refused(sim, path, field, number)
 
 
 def refused(sim, path, field, number):
-    body = '{"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "%s": %s}' % (field, number)
+    body = '{"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "%s": %s}' % (
+        field,
+        number,
+    )
     with pytest.raises(ApiError) as caught:
         sim[0].prepare(path, body.encode())
-    assert caught.value.status == 400 and ("64 bits" in caught.value.message or "not valid JSON" in caught.value.message or field == "stream")
+    assert caught.value.status == 400 and (
+        "64 bits" in caught.value.message or "not valid JSON" in caught.value.message or field == "stream"
+    )
 
 
 @pytest.mark.parametrize("field", ["prompt", "input"])
 @pytest.mark.parametrize("number", ['"%s"' % ("9" * 5000), "1e308", "9" * 30, '"%s"' % ("9" * 30)])
 def test_so_are_token_ids(sim, field, number):
     with pytest.raises(ApiError) as caught:
-        sim[0].prepare("/v1/completions" if field == "prompt" else "/v1/embeddings", ('{"%s": [1, %s]}' % (field, number)).encode())
+        sim[0].prepare(
+            "/v1/completions" if field == "prompt" else "/v1/embeddings", ('{"%s": [1, %s]}' % (field, number)).encode()
+        )
     assert caught.value.status == 400
 
 
@@ -99,25 +181,52 @@ def test_ids_as_pydantic_reads_them():
 def test_loose_fields_change_the_prompt_as_strict_ones_do(sim):
     pipeline, _ = sim
     talk = {"messages": [{"role": "user", "content": "hi"}]}
-    strict = pipeline.prepare(CHAT, json.dumps({**talk, "add_generation_prompt": False, "stream": True, "max_tokens": 5}).encode())
-    loose = pipeline.prepare(CHAT, json.dumps({**talk, "add_generation_prompt": "no", "stream": "true", "max_tokens": "5"}).encode())
+    strict = pipeline.prepare(
+        CHAT, json.dumps({**talk, "add_generation_prompt": False, "stream": True, "max_tokens": 5}).encode()
+    )
+    loose = pipeline.prepare(
+        CHAT, json.dumps({**talk, "add_generation_prompt": "no", "stream": "true", "max_tokens": "5"}).encode()
+    )
     assert ids_of(loose) == ids_of(strict) != ids_of(pipeline.prepare(CHAT, json.dumps(talk).encode()))
     assert (loose.stream, loose.max_tokens) == (strict.stream, strict.max_tokens) == (True, 5)
 
 
-NUMBERS = ["18446744073709551615", "18446744073709551616", "-9223372036854775809", "123456789012345678901234567890", "1e16", "1.5e-30",
-           "1.79e308", "-1.7976931348623157e+308", "9223372036854775808.0", "1E19"]
-# Wherever a template may print one: in tools, variables, a call's arguments (as an object and as a text), and what else reaches it.
+NUMBERS = [
+    "18446744073709551615",
+    "18446744073709551616",
+    "-9223372036854775809",
+    "123456789012345678901234567890",
+    "1e16",
+    "1.5e-30",
+    "1.79e308",
+    "-1.7976931348623157e+308",
+    "9223372036854775808.0",
+    "1E19",
+]
+# Wherever a template may print one: in tools, variables, a call's arguments (as an object and as a text), and what else
+# reaches it.
 PLACES = {
-    "tools": (CHAT, '"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f", "parameters": {"maximum": %s}}}]'),
+    "tools": (
+        CHAT,
+        '"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f", "parameters": {"maximum": %s}}}]',
+    ),
     "variables": (CHAT, '"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"limit": %s}'),
-    "arguments": (CHAT, '"messages": [{"role": "assistant", "content": "", "tool_calls": '
-                        '[{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": [%s]}}}]}]'),
-    "arguments as text": (CHAT, '"messages": [{"role": "assistant", "content": "", "tool_calls": '
-                                '[{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\\"a\\": [%s]}"}}]}]'),
+    "arguments": (
+        CHAT,
+        '"messages": [{"role": "assistant", "content": "", "tool_calls": '
+        '[{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": [%s]}}}]}]',
+    ),
+    "arguments as text": (
+        CHAT,
+        '"messages": [{"role": "assistant", "content": "", "tool_calls": '
+        '[{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\\"a\\": [%s]}"}}]}]',
+    ),
     "a part": (CHAT, '"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "weight": %s}]}]'),
-    "Messages": ("/v1/messages", '"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": '
-                                 '[{"type": "tool_use", "id": "t", "name": "f", "input": {"a": [%s]}}]}]'),
+    "Messages": (
+        "/v1/messages",
+        '"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": '
+        '[{"type": "tool_use", "id": "t", "name": "f", "input": {"a": [%s]}}]}]',
+    ),
 }
 
 
@@ -125,21 +234,26 @@ PLACES = {
 def printing(tmp_path_factory):
     """A model whose template prints all that it gets, in one way and another."""
     template = tmp_path_factory.mktemp("templates") / "all.jinja"
-    template.write_text("{% for m in messages %}<｜User｜>{{ m | tojson }}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}"
-                        "{% endfor %}{% for p in m.content %}{{ p.weight }}{% endfor %}{% endfor %}{{ tools | tojson }}{{ tools }}{{ limit }}")
+    template.write_text(
+        "{% for m in messages %}<｜User｜>{{ m | tojson }}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}"
+        "{% endfor %}{% for p in m.content %}{{ p.weight }}{% endfor %}{% endfor %}{{ tools | tojson }}{{ tools }}{{ limit }}"
+    )
     return Pipeline(model_dir("sim"), "m", 16, chat_template=template)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("place", PLACES)
 def test_numbers_of_any_size_are_printed_as_python_prints_them(printing, place, number):
-    """The engine reads JSON with Python, where an integer has as many digits as it likes. Ten times: by Jinja, then by a plan."""
+    """The engine reads JSON with Python, where an integer has as many digits as it likes. Ten times: by Jinja, then by
+    a plan."""
     path, body = PLACES[place]
-    raw = f'{{{body % number}}}'
+    raw = f"{{{body % number}}}"
     said = json.loads(raw)
     read = json.dumps(json.loads(number))
     for _ in range(10):
         prompt = printing.prepare(path, raw.encode())
         assert prompt.mode == "exact", prompt.note
         text = printing.tokenizer.decode(ids_of(prompt))
-        assert read in text and (place != "tools" or text.endswith(f"{json.dumps(tools := tool_schemas(said['tools']))}{tools}"))
+        assert read in text and (
+            place != "tools" or text.endswith(f"{json.dumps(tools := tool_schemas(said['tools']))}{tools}")
+        )

@@ -8,10 +8,16 @@ FORM = "multipart/form-data; boundary=abc"
 
 
 def form(*parts: tuple[bytes, bytes], boundary: bytes = b"abc") -> bytes:
-    return b"".join(b"--%b\r\n%b\r\n\r\n%b\r\n" % (boundary, head, value) for head, value in parts) + b"--%b--\r\n" % boundary
+    return (
+        b"".join(b"--%b\r\n%b\r\n\r\n%b\r\n" % (boundary, head, value) for head, value in parts)
+        + b"--%b--\r\n" % boundary
+    )
 
 
-FILE = b'Content-Disposition: form-data; name="file"; filename="model"\r\nContent-Type: audio/wav', b"\x00\r\n\r\nname=\"model\"\r\n\r\nwrong" * 999
+FILE = (
+    b'Content-Disposition: form-data; name="file"; filename="model"\r\nContent-Type: audio/wav',
+    b'\x00\r\n\r\nname="model"\r\n\r\nwrong' * 999,
+)
 
 
 @pytest.mark.parametrize(

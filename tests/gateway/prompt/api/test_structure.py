@@ -47,31 +47,42 @@ def test_millions_of_small_values_are_refused_before_they_are_made(body):
     assert caught.value.status == 400 and most < 60 * MB
 
 
-@pytest.mark.parametrize("request_", [
-    {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL] * 40}]},
-    {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL]}] * 40},
-    {"input": [{"type": "function_call", "call_id": "1", **CALL["function"]}] * 40},
-])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL] * 40}]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL]}] * 40},
+        {"input": [{"type": "function_call", "call_id": "1", **CALL["function"]}] * 40},
+    ],
+)
 def test_so_are_those_in_the_arguments_of_tool_calls(request_):
     with pytest.raises(ApiError, match="objects, lists and members"):
         parse(json.dumps(request_).encode())
 
 
-@pytest.mark.parametrize("request_", [
-    {"prompt": list(range(500_000))},
-    {"input": [[7] * 500] * 900},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "[{:,"}, {"type": "text", "text": '"'}]}] * 20_000},
-    {"messages": [{"role": "user", "content": json.dumps([{"a": ["x\\y", {}]}] * 200_000)}]},
-    {"messages": [{"role": "user", "content": "[{:,\\\"" * 500_000}]},
-])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"prompt": list(range(500_000))},
+        {"input": [[7] * 500] * 900},
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "[{:,"}, {"type": "text", "text": '"'}]}]
+            * 20_000
+        },
+        {"messages": [{"role": "user", "content": json.dumps([{"a": ["x\\y", {}]}] * 200_000)}]},
+        {"messages": [{"role": "user", "content": '[{:,\\"' * 500_000}]},
+    ],
+)
 def test_large_prompts_are_read(request_):
     body = json.dumps(request_).encode()
     assert len(body) > MOST_OBJECTS
     assert parse(body) == (request_, "")
 
 
-JSON = st.recursive(st.one_of(st.text(st.sampled_from('\\"[]{}:,ax\n')), st.integers(0, 9)),
-                    lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(st.sampled_from('\\"[{:,a')), inner)))
+JSON = st.recursive(
+    st.one_of(st.text(st.sampled_from('\\"[]{}:,ax\n')), st.integers(0, 9)),
+    lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(st.sampled_from('\\"[{:,a')), inner)),
+)
 
 
 @settings(max_examples=60)

@@ -13,8 +13,12 @@ from gateway.prompt.render.trace import answered
 from ..reference import environment
 
 VARIABLES = {"add_generation_prompt": True}
-TEXTS = st.one_of(st.sampled_from(["", " ", "x", "  x\n", "</t>", "a</t>b</t>", "A", "aXb", "X", "1", '"', "é\n", "<s>", "\ufdd00\ufdd1"]),
-                  st.text(st.characters(exclude_categories=("Cs",)), max_size=8))
+TEXTS = st.one_of(
+    st.sampled_from(
+        ["", " ", "x", "  x\n", "</t>", "a</t>b</t>", "A", "aXb", "X", "1", '"', "é\n", "<s>", "\ufdd00\ufdd1"]
+    ),
+    st.text(st.characters(exclude_categories=("Cs",)), max_size=8),
+)
 
 # What templates in the wild do to a text, each in a loop over messages.
 FOLLOWED = {
@@ -64,12 +68,12 @@ FOLLOWED = {
 # What they do to a content that is a list of parts, which is how those that loop over it get every text.
 IN_PARTS = {
     "iterable": "{% if m.content is string %}{{ m.content }}{% elif m.content is iterable and m.content is not mapping %}"
-                "{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% else %}{{ raise_exception('?') }}{% endif %}",
+    "{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% else %}{{ raise_exception('?') }}{% endif %}",
     "sequence": "{% if m.content is sequence and m.content is not string %}{% for p in m.content %}{{ p['text'] }}{% endfor %}{% endif %}",
     "iterable object": "{% for p in m.content %}{% if p is iterable and p is mapping %}{{ p.text }}{% endif %}{% endfor %}",
     "macro": "{% macro visible(c) %}{% if c is string %}{{ c }}{% elif c is iterable %}{% for p in c %}{% if p is mapping and p.type == 'text' %}"
-             "{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}{% set c = visible(m.content) %}"
-             "{% if '</t>' in c %}{% set c = c.split('</t>')[-1].lstrip() %}{% endif %}{% if c.strip() %}{{ c.strip() }}{% endif %}",
+    "{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}{% set c = visible(m.content) %}"
+    "{% if '</t>' in c %}{% set c = c.split('</t>')[-1].lstrip() %}{% endif %}{% if c.strip() %}{{ c.strip() }}{% endif %}",
     "set, then a call": "{% for p in m.content %}{% set t = p.text %}{{ t.strip() }}{{ m.get('name', 'x') }}{% endfor %}",
 }
 # What reads a text's characters where it can't be seen.
@@ -97,7 +101,9 @@ LOST = {
 
 
 def looped(body: str) -> str:
-    return "{% for m in messages %}<s>{{ m.role }}:" + body + "{% endfor %}{% if add_generation_prompt %}<s>a{% endif %}"
+    return (
+        "{% for m in messages %}<s>{{ m.role }}:" + body + "{% endfor %}{% if add_generation_prompt %}<s>a{% endif %}"
+    )
 
 
 def talk(*texts):
@@ -182,14 +188,21 @@ def test_segments_end_before_the_first_cut_after_a_text():
 
 
 def test_objects_in_calls_are_dumped_and_printed():
-    body = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{{ c | tojson }}{{ c.function.arguments }}" \
+    body = (
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{{ c | tojson }}{{ c.function.arguments }}"
         "{% if c.function.arguments is mapping and c.function.arguments is not string %}!{% endif %}{% endfor %}"
+    )
     compiled = Compiled(looped(body), {}, ["<s>"])
     plain = environment().from_string(looped(body))
 
     def called(name, arguments):
-        return [{"role": "assistant", "content": "", "tool_calls": [
-            {"id": "1", "function": {"arguments": arguments, "name": name}, "type": "function"}]}]
+        return [
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "1", "function": {"arguments": arguments, "name": name}, "type": "function"}],
+            }
+        ]
 
     plan, _ = plan_of(compiled, called("f", {"a": 1}))
     for name, arguments in (("f", {"a": 1}), ('g"', {"b": 'x"é', "c": [None, {"d": 1.5}]}), ("", {})):
@@ -211,10 +224,24 @@ def test_shapes_tell_apart_all_that_is_not_text():
         return describe([message])[0]
 
     plain = {"role": "user", "content": "x"}
-    shapes = [shape(m) for m in (
-        plain, {**plain, "role": "assistant"}, {**plain, "name": "n"}, {"name": "n", **plain}, {"role": "user", "content": ["x"]},
-        {"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "user", "content": [{"type": "other", "text": "x"}]},
-        {**plain, "n": 1}, {**plain, "n": True}, {**plain, "n": 1.0}, {**plain, "n": 0.0}, {**plain, "n": -0.0}, {**plain, "n": None})]
+    shapes = [
+        shape(m)
+        for m in (
+            plain,
+            {**plain, "role": "assistant"},
+            {**plain, "name": "n"},
+            {"name": "n", **plain},
+            {"role": "user", "content": ["x"]},
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            {"role": "user", "content": [{"type": "other", "text": "x"}]},
+            {**plain, "n": 1},
+            {**plain, "n": True},
+            {**plain, "n": 1.0},
+            {**plain, "n": 0.0},
+            {**plain, "n": -0.0},
+            {**plain, "n": None},
+        )
+    ]
     assert len(set(map(repr, shapes))) == len(shapes) == len(set(shapes))
     assert shape(plain) == shape({**plain, "content": "y"})
 

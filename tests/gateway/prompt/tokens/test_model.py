@@ -50,39 +50,100 @@ def test_a_snapshot_in_the_cache(monkeypatch, tmp_path):
     assert find_model("some/model") == snapshot
 
 
-@pytest.mark.parametrize("files, templates", [
-    ({}, {}),
-    ({"tokenizer_config_json": {"chat_template": "a"}}, {"default": "a"}),
-    ({"tokenizer_config_json": {"chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]}}, {"default": "a", "tool_use": "b"}),
-    ({"tokenizer_config_json": {"chat_template": "a"}, "chat_template_json": {"chat_template": "c"}}, {"default": "a"}),
-    ({"chat_template_json": {"chat_template": "c"}}, {}),
-    ({"tokenizer_config_json": {"chat_template": "a"}, "chat_template_json": {"chat_template": "c"}, "preprocessor_config_json": {}},
-     {"default": "c", "tool_use": "a"}),
-    ({"chat_template_json": {"chat_template": "c"}, "tokenizer_config_json": {"processor_class": "X"}}, {"default": "c"}),
-    ({"chat_template_json": {"chat_template": "a"}, "chat_template_jinja": "a", "config_json": {"vision_config": {}}}, {"default": "a"}),
-    ({"tokenizer_config_json": {"chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]},
-      "chat_template_jinja": "j"}, {"default": "j"}),
-    ({"tokenizer_config_json": {"chat_template": "a"}, "additional_chat_templates__tool_use_jinja": "t"}, {"tool_use": "t"}),
-    ({"tokenizer_config_json": {"chat_template": "a"}, "chat_template_jinja": "j", "additional_chat_templates__tool_use_jinja": "t"}, {"default": "j", "tool_use": "t"}),
-])
+@pytest.mark.parametrize(
+    "files, templates",
+    [
+        ({}, {}),
+        ({"tokenizer_config_json": {"chat_template": "a"}}, {"default": "a"}),
+        (
+            {
+                "tokenizer_config_json": {
+                    "chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+                }
+            },
+            {"default": "a", "tool_use": "b"},
+        ),
+        (
+            {"tokenizer_config_json": {"chat_template": "a"}, "chat_template_json": {"chat_template": "c"}},
+            {"default": "a"},
+        ),
+        ({"chat_template_json": {"chat_template": "c"}}, {}),
+        (
+            {
+                "tokenizer_config_json": {"chat_template": "a"},
+                "chat_template_json": {"chat_template": "c"},
+                "preprocessor_config_json": {},
+            },
+            {"default": "c", "tool_use": "a"},
+        ),
+        (
+            {"chat_template_json": {"chat_template": "c"}, "tokenizer_config_json": {"processor_class": "X"}},
+            {"default": "c"},
+        ),
+        (
+            {
+                "chat_template_json": {"chat_template": "a"},
+                "chat_template_jinja": "a",
+                "config_json": {"vision_config": {}},
+            },
+            {"default": "a"},
+        ),
+        (
+            {
+                "tokenizer_config_json": {
+                    "chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+                },
+                "chat_template_jinja": "j",
+            },
+            {"default": "j"},
+        ),
+        (
+            {"tokenizer_config_json": {"chat_template": "a"}, "additional_chat_templates__tool_use_jinja": "t"},
+            {"tool_use": "t"},
+        ),
+        (
+            {
+                "tokenizer_config_json": {"chat_template": "a"},
+                "chat_template_jinja": "j",
+                "additional_chat_templates__tool_use_jinja": "t",
+            },
+            {"default": "j", "tool_use": "t"},
+        ),
+    ],
+)
 def test_where_templates_are(tmp_path, files, templates):
     assert load_model(write(tmp_path, tokenizer_json={}, **files)).templates == templates
 
 
 def test_a_given_template_replaces_all(tmp_path):
-    write(tmp_path, tokenizer_json={}, tokenizer_config_json={"chat_template": [{"name": "tool_use", "template": "b"}]}, own_jinja="o")
+    write(
+        tmp_path,
+        tokenizer_json={},
+        tokenizer_config_json={"chat_template": [{"name": "tool_use", "template": "b"}]},
+        own_jinja="o",
+    )
     assert load_model(tmp_path, tmp_path / "own.jinja").templates == {"default": "o"}
     with pytest.raises(ModelError, match="can't read the chat template"):
         load_model(tmp_path, tmp_path / "missing.jinja")
 
 
 def test_two_templates_of_which_nothing_says_which_counts(tmp_path):
-    files = load_model(write(tmp_path, tokenizer_json={}, chat_template_json={"chat_template": "a"}, chat_template_jinja="b", config_json={"vision_config": {}}))
+    files = load_model(
+        write(
+            tmp_path,
+            tokenizer_json={},
+            chat_template_json={"chat_template": "a"},
+            chat_template_jinja="b",
+            config_json={"vision_config": {}},
+        )
+    )
     assert files.templates == {} and "processor" in files.no_template
 
 
 def test_context_length(tmp_path):
-    assert load_model(write(tmp_path, config_json={"text_config": {"max_position_embeddings": 512}})).max_model_len == 512
+    assert (
+        load_model(write(tmp_path, config_json={"text_config": {"max_position_embeddings": 512}})).max_model_len == 512
+    )
     assert load_model(write(tmp_path, config_json={"max_position_embeddings": 64})).max_model_len == 64
 
 
@@ -116,19 +177,27 @@ def test_report_on_a_template_that_drops_reasoning(load_model):
     assert turns["plain"].extends and turns["with tools"].extends and not turns["with reasoning"].extends
 
 
-@pytest.mark.parametrize("template, refused", [("{{ raise_exception('not today') }}", "not today"), ("{% if %}", "not valid Jinja")])
+@pytest.mark.parametrize(
+    "template, refused", [("{{ raise_exception('not today') }}", "not today"), ("{% if %}", "not valid Jinja")]
+)
 def test_report_on_a_template_that_fails(tmp_path, template, refused):
     said = report(tmp_path, template)
     assert refused in said.refused and not said.turns
 
 
-@pytest.mark.parametrize("files, chat, text", [
-    ({}, "exact", "exact"), ({"config_json": {"architectures": ["LlamaForCausalLM"]}}, "exact", "exact"),
-    ({"config_json": {"architectures": ["GptOssForCausalLM"]}}, "load", "exact"),
-    ({"config_json": {"architectures": ["DeepseekV32ForCausalLM"]}}, "load", "exact"),
-    ({"consolidated.safetensors": "", "tekken.json": ""}, "load", "load"), ({"tekken.json": ""}, "exact", "exact"),
-    ({"params.json": "", "model.safetensors": ""}, "exact", "exact"), ({"params.json": ""}, "load", "load"),
-])
+@pytest.mark.parametrize(
+    "files, chat, text",
+    [
+        ({}, "exact", "exact"),
+        ({"config_json": {"architectures": ["LlamaForCausalLM"]}}, "exact", "exact"),
+        ({"config_json": {"architectures": ["GptOssForCausalLM"]}}, "load", "exact"),
+        ({"config_json": {"architectures": ["DeepseekV32ForCausalLM"]}}, "load", "exact"),
+        ({"consolidated.safetensors": "", "tekken.json": ""}, "load", "load"),
+        ({"tekken.json": ""}, "exact", "exact"),
+        ({"params.json": "", "model.safetensors": ""}, "exact", "exact"),
+        ({"params.json": ""}, "load", "load"),
+    ],
+)
 def test_models_that_the_engine_reads_in_its_own_way(tmp_path, files, chat, text):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).symlink_to(model_dir("sim") / name)
@@ -143,7 +212,9 @@ def test_models_that_the_engine_reads_in_its_own_way(tmp_path, files, chat, text
 
 def test_a_folder_without_tokenizer_json(tmp_path):
     """Kimi and others: the engine has code of its own for such a model."""
-    pipeline = Pipeline(write(tmp_path, config_json={"model_type": "kimi_k2"}, tokenizer_config_json={"chat_template": "x"}), "m", 16)
+    pipeline = Pipeline(
+        write(tmp_path, config_json={"model_type": "kimi_k2"}, tokenizer_config_json={"chat_template": "x"}), "m", 16
+    )
     talk = pipeline.prepare("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "hi"}]}')
     plain = pipeline.prepare("/v1/completions", b'{"prompt": "hi"}')
     assert talk.mode == plain.mode == "load" and "no tokenizer.json" in talk.note and "no tokenizer.json" in plain.note

@@ -32,8 +32,15 @@ def expected(tokenizer, pieces, block_size=16, seed=SEED, lead=b""):
     return tokens, array("Q", hashes(memoryview(tokens).cast("I").tolist(), block_size, seed)), sum(map(len, pieces))
 
 
-@given(prompts=st.lists(st.lists(st.one_of(st.sampled_from(["a", "b", "c " * 40]), TEXTS), min_size=1, max_size=6), min_size=1, max_size=8),
-       block_size=st.sampled_from([1, 4, 16]), budget=st.sampled_from([0, 3000, 10**8]))
+@given(
+    prompts=st.lists(
+        st.lists(st.one_of(st.sampled_from(["a", "b", "c " * 40]), TEXTS), min_size=1, max_size=6),
+        min_size=1,
+        max_size=8,
+    ),
+    block_size=st.sampled_from([1, 4, 16]),
+    budget=st.sampled_from([0, 3000, 10**8]),
+)
 @settings(max_examples=40)
 def test_any_prompts_in_any_order(tokenizer, prompts, block_size, budget):
     """Prompts that share prefixes, with a memo that holds all, some or none: always what tokenizing gives."""
@@ -69,7 +76,13 @@ def test_seeds_and_leading_tokens_do_not_mix(tokenizer):
 
 def test_segments_of_different_literals_do_not_mix(tokenizer):
     prefixes = Prefixes(tokenizer, 4, 10**8)
-    for before, text, after in ((CUT, "text", "!"), (CUT + " ", "text", "!"), (CUT, "text", "!!"), (CUT + "text", "", "!"), (CUT, "", "text!")):
+    for before, text, after in (
+        (CUT, "text", "!"),
+        (CUT + " ", "text", "!"),
+        (CUT, "text", "!!"),
+        (CUT + "text", "", "!"),
+        (CUT, "", "text!"),
+    ):
         segment = Segment(0, before, after, (), ())
         assert prefixes.tokens(SEED, [segment], [text]).tokens == tokenizer.encode(before + text + after)
 
@@ -105,7 +118,9 @@ def test_a_long_text_is_known_without_being_kept(tokenizer, monkeypatch):
     long = CUT + "all the world " * 3000
     other = long[:-1] + "!"
     for text in (long, other):
-        assert tuple(prefixes.tokens(SEED, [piece(text), piece(CUT + "on")], ())) == expected(tokenizer, [text, CUT + "on"])
+        assert tuple(prefixes.tokens(SEED, [piece(text), piece(CUT + "on")], ())) == expected(
+            tokenizer, [text, CUT + "on"]
+        )
     tokens = len(tokenizer.encode(long + other))
     assert prefixes.stats()["young_bytes"] < tokens * 4.5 + 5000
     asked = []
@@ -123,15 +138,15 @@ def test_what_nobody_used_goes_little_by_little(tokenizer, sizes):
     for number, size in enumerate(sizes):
         prefixes.tokens(SEED, [piece(CUT + f"{number} " + "x " * size)], ())
         if prefixes._old is not generation:
-            assert not going or generation is None      # all was gone before the next ones went
+            assert not going or generation is None  # all was gone before the next ones went
             generation = prefixes._old
         going = len(prefixes._gone)
 
 
 def test_questions_are_asked_of_new_texts_and_when_they_change(tokenizer):
     prefixes = Prefixes(tokenizer, 16, 10**8)
-    no_x = ("contains", (("strip", ("text",), (), None),), ("X",), False)     # about a literal: always true
-    has_a = ("contains", ("abc",), ("Z",), True)                             # and one that is never
+    no_x = ("contains", (("strip", ("text",), (), None),), ("X",), False)  # about a literal: always true
+    has_a = ("contains", ("abc",), ("Z",), True)  # and one that is never
     easy = Segment(0, CUT, "", (), (no_x,))
     hard = Segment(0, CUT, "", (), (has_a,))
     prefixes.tokens(SEED, [easy], ["text"])
@@ -147,7 +162,7 @@ def test_the_garbage_collector_stops_tracking_nodes(tokenizer):
     prefixes.tokens(SEED, [piece(CUT + "some words " * 20)], ())
     gc.collect()
     gc.collect()
-    (key, node), = prefixes._young.items()
+    ((key, node),) = prefixes._young.items()
     assert not gc.is_tracked(key) and not gc.is_tracked(node)
 
 

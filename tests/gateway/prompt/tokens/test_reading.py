@@ -24,7 +24,10 @@ VERSIONS = {"0.32.0": "5.19", "0.99.0": None}  # of vLLM, with the one release o
 
 
 def readings(folder) -> Readings:
-    files = [json.loads(path.read_text()) if path.is_file() else {} for path in (folder / "tokenizer_config.json", folder / "config.json")]
+    files = [
+        json.loads(path.read_text()) if path.is_file() else {}
+        for path in (folder / "tokenizer_config.json", folder / "config.json")
+    ]
     return Readings(folder, *files)
 
 
@@ -53,24 +56,35 @@ def test_a_pipeline_makes_an_engines_tokens_or_says_that_it_may_not(name, tmp_pa
         for i, text in enumerate(TEXTS):
             prompt = pipeline.prepare("/v1/completions", json.dumps({"prompt": text}).encode())
             if prompt.mode == "exact":
-                assert {digest(ids_of(prompt))} == {RECORDED[one][name]["special"][i] for one in ([release] if release else RECORDED)}
+                assert {digest(ids_of(prompt))} == {
+                    RECORDED[one][name]["special"][i] for one in ([release] if release else RECORDED)
+                }
             else:
                 assert release is None and prompt.mode == "text" and "transformers" in prompt.note and not prompt.kind
-        assert pipeline.prepare("/v1/completions", b'{"prompt": [1, 2, 3]}').mode == "exact"     # no text, no doubt
+        assert pipeline.prepare("/v1/completions", b'{"prompt": [1, 2, 3]}').mode == "exact"  # no text, no doubt
 
 
 def test_releases_that_differ_are_a_doubt(tmp_path):
     """R1-Distill-Llama in a folder: 5.19 splits it at blanks, 5.23 leaves it byte-level."""
     found = readings(write("r1_distill_llama", tmp_path))
-    assert found.likeliest(RELEASES["5.19"])[0].how == "rebuilt as LlamaTokenizer" and found.likeliest(RELEASES["5.23"])[0].how == AS_IT_IS
+    assert (
+        found.likeliest(RELEASES["5.19"])[0].how == "rebuilt as LlamaTokenizer"
+        and found.likeliest(RELEASES["5.23"])[0].how == AS_IT_IS
+    )
     assert "5.16 or newer" in found.likeliest(Transformers((5, 16)))[1]
 
 
-@pytest.mark.parametrize("config, settings, why", [
-    ({"tokenizer_class": "BertTokenizer"}, {}, "BertTokenizer"), ({}, {"model_type": "xlm-roberta"}, "XLMRobertaTokenizer"),
-    ({"auto_map": {"AutoTokenizer": ["a", None]}}, {}, "auto_map"), ({"fix_mistral_regex": True}, {}, "fix_mistral_regex"),
-    ({"tokenizer_class": "MyTokenizer"}, {}, ""), ({}, {}, ""),
-])
+@pytest.mark.parametrize(
+    "config, settings, why",
+    [
+        ({"tokenizer_class": "BertTokenizer"}, {}, "BertTokenizer"),
+        ({}, {"model_type": "xlm-roberta"}, "XLMRobertaTokenizer"),
+        ({"auto_map": {"AutoTokenizer": ["a", None]}}, {}, "auto_map"),
+        ({"fix_mistral_regex": True}, {}, "fix_mistral_regex"),
+        ({"tokenizer_class": "MyTokenizer"}, {}, ""),
+        ({}, {}, ""),
+    ],
+)
 def test_what_is_not_followed_is_a_doubt(tmp_path, config, settings, why):
     write("llama_3", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -121,12 +135,17 @@ def test_text_is_not_split_at_special_tokens_where_the_config_says_so(tmp_path):
 
 
 def test_whatever_the_files_call_a_token_is_asked_of_the_engine(tmp_path):
-    """One that is none here may be one there: three ordinary texts would not show it, and the ids would be forwarded."""
+    """One that is none here may be one there: three ordinary texts would not show it, and the ids would be
+    forwarded."""
     folder = write("tokens_of_a_models_own_as_untyped_objects", tmp_path)
-    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"unheard_of_tokens": ["<new>", {"content": "<newer>"}]}
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {
+        "unheard_of_tokens": ["<new>", {"content": "<newer>"}]
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "added_tokens.json").write_text('{"<older>": 9}')
     pipeline = Pipeline(folder, "m", 16)
     assert any("<new>" in text and "<newer>" in text for text in pipeline.fixed_texts())
     known = {token["content"] for token in pipeline.tokenizer.added_tokens}
-    assert all(any(one in text for text in pipeline.fixed_texts()) for one in {"<older>", "<image>", "<|extra|>"} | known)
+    assert all(
+        any(one in text for text in pipeline.fixed_texts()) for one in {"<older>", "<image>", "<|extra|>"} | known
+    )

@@ -72,8 +72,8 @@ class Attempt:
         self.backend, self.placement, self.prompt = backend, placement, prompt
         self.fresh, self.as_text, self.streams = fresh, as_text, streams
         self.exchange: Any = None  # an `Exchange`, whose module imports this one
-        self.client: Downstream = None  # type: ignore[assignment]
-        self.conductor: AttemptHandler = None  # type: ignore[assignment]
+        self.client: Downstream = None  # type: ignore[assignment]  # until it is the exchange's
+        self.conductor: AttemptHandler = None  # type: ignore[assignment]  # as the client
         self.state = Leg.CONNECTING
         self.upstream: Upstream | None = None
         self.held: Head = None  # type: ignore[assignment]  # until the head is there

@@ -53,8 +53,10 @@ class Attempt:
         "tail", "pieces", "seen_pieces", "seen_at",
         # monotonic seconds, 0.0 for what did not happen; `first_at`: of the answer itself, not of other bytes
         "begun_at", "sent_at", "first_at", "ended_at",
-        # why it failed, if it did; and its span, with traces on
-        "error", "context",
+        # why it failed, if it did
+        "error",
+        # with traces on: its span, and the seconds to the first token that were predicted when it began
+        "context", "predicted_ttft",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +87,7 @@ class Attempt:
         self.seen_at = self.sent_at = self.first_at = self.ended_at = 0.0
         self.error: Exception | None = None
         self.context: Any = None
+        self.predicted_ttft = 0.0
 
     def turn(self, event: Turn) -> None:
         self.state = LEGS[self.state, event]
@@ -92,7 +95,7 @@ class Attempt:
     def end_as(self, event: Turn, error: Exception | None = None) -> None:
         """Nothing stays connected: closing is what makes an engine give a request up."""
         self.state = LEGS[self.state, event]
-        self.ended_at, self.error = monotonic(), error
+        self.ended_at, self.error, self.announced = monotonic(), error, b""
         upstream, self.upstream = self.upstream, None
         if upstream is not None:
             upstream.drop()

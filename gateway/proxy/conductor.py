@@ -50,9 +50,9 @@ class Conductor:
         self.draining = False
 
     def begin(self, exchange: Exchange) -> None:
-        self.under_way.add(exchange)
         if self._traces is not None:
             self._traces.begin(exchange)
+        self.under_way.add(exchange)
 
     def dispatch(self, exchange: Exchange, event: Event, detail: Any = None) -> None:
         exchange.state, action = TRANSITIONS[exchange.state, event]

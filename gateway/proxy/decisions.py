@@ -105,9 +105,10 @@ class Decisions:
         self._placing.place(leased)
         try:
             attempt = await leased.found
-        except asyncio.CancelledError:  # an answer of the shared ledger that comes now is taken back
-            if leased.attempt is not None:  # it may have answered in the same turn
+        except BaseException:  # an answer of the shared ledger that comes after a cancellation is taken back there
+            if leased.attempt is not None:  # it has answered in the same turn
                 self._router.abandon(leased.attempt.placement)
+            del leased  # what is raised is held by it, and holds this frame
             raise
         self._open[leased.id] = leased
         self._bytes += leased.size

@@ -63,12 +63,13 @@ class Judge:
                     return None
                 if sight is Sight.BLIND:
                     return data
-            attempt.fault = fault = error_status(data, attempt.streams)
+            fault = error_status(data, attempt.streams)
             if fault >= 500 and self._unsettled(exchange, attempt, ERROR_ANSWER):
                 return UpstreamError(ERROR_ANSWER, f"answered 200 with an error that amounts to {fault}")
             if attempt.sent_ids and fault in MAY_BE_OURS:
                 return UpstreamError(IDS, f"answered 200 with an error that amounts to {fault}")
-        if attempt.backend.replica.dialect.abort_marker in data:
+            attempt.fault = fault
+        if attempt.backend.replica.dialect.aborted(exchange.request.path, data):
             if self.may_retry(exchange, attempt):
                 return UpstreamError(ABORTED, "aborted it")
             attempt.fault = 503

@@ -153,8 +153,8 @@ class Proxy:
         )
         if path.startswith(RESPONSES):
             exchange.response = referred_to(request)
-        client.exchange = exchange
         self.conductor.begin(exchange)
+        client.exchange = exchange
         error = self._refusal(path, request.method)
         if error is not None:
             exchange.refused(error)

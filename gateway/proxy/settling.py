@@ -166,6 +166,7 @@ class Settling:
             except Exception:
                 log.exception("learning from an answer failed")
                 exchange.run_isolated(self._router.abandon, attempt.placement)
+                exchange.attempts.clear()
 
     def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> None:
         """A complete answer, which its client has: compare what was predicted with what was delivered."""
@@ -177,9 +178,8 @@ class Settling:
             router.abandon(placement)
             if fault >= 500:
                 self.failed(backend, ERROR_ANSWER)
-        elif tail.find(backend.replica.dialect.abort_marker, -TAIL_BYTES) >= 0:
-            # The engine stopped in the middle of it
-            attempt.fault = 503
+        elif backend.replica.dialect.aborted(exchange.request.path, tail[-TAIL_BYTES:]):
+            attempt.fault = 503  # the engine stopped in the middle of it
             router.abandon(placement)
             self.failed(backend, ABORTED)
         elif _is_foreign(exchange.label, attempt, tail, usage):
@@ -282,9 +282,11 @@ class Settling:
         if exchange.prompt is not None:
             metrics.prompts.inc(exchange.prompt.mode)
         metrics.request_seconds.observe(exchange.label, monotonic() - exchange.begun)
-        for told in self._on_end:
-            told(exchange, outcome, usage)
-        exchange.attempts.clear()  # they refer back to it
+        try:
+            for told in self._on_end:
+                told(exchange, outcome, usage)
+        finally:
+            exchange.attempts.clear()  # they refer back to it
 
 
 def _is_foreign(label: str, attempt: Attempt, tail: bytes, usage: Usage) -> bool:

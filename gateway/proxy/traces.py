@@ -42,7 +42,7 @@ class Traces:
     def attempt(self, exchange: Exchange, attempt: Attempt) -> None:
         """It begins."""
         if exchange.trace.sampled:
-            attempt.context = exchange.trace.child()
+            attempt.context, attempt.predicted_ttft = exchange.trace.child(), attempt.placement.ttft
 
     def parent(self, exchange: Exchange, attempt: Attempt) -> Parent | None:
         """What its replica is told."""
@@ -93,7 +93,7 @@ class Traces:
         self, exchange: Exchange, attempt: Attempt, number: int, before: str | None, usage: Usage | None
     ) -> None:
         """`before`: how the attempt before it failed."""
-        replica, placement, kind = attempt.backend.replica, attempt.placement, _kind(attempt)
+        replica, kind = attempt.backend.replica, _kind(attempt)
         fault = exchange.fault if attempt is exchange.attempts[-1] else 0
         refused = (fault or attempt.status) >= 400
         ttft = attempt.first_at - attempt.sent_at if attempt.first_at and attempt.streams else None
@@ -112,7 +112,10 @@ class Traces:
             "hitherto.ttft.observed": ttft,
         }
         if attempt.prompt is not None and attempt.prompt.tokens:
-            told |= {"hitherto.cached_tokens.predicted": placement.overlap, "hitherto.ttft.predicted": placement.ttft}
+            told |= {
+                "hitherto.cached_tokens.predicted": attempt.placement.overlap,
+                "hitherto.ttft.predicted": attempt.predicted_ttft,
+            }
         moments: list[Moment] = [
             (name, at, {}) for name, at in (("sent", attempt.sent_at), ("first_byte", attempt.first_at)) if at
         ]

@@ -47,7 +47,6 @@ class EngineDialect(Protocol):
     # what stands before and after the prompt's token ids in a chat's JSON object
     chat_token_ids: tuple[bytes, bytes] | None
     limits_path: str  # tells the scheduler's limits, where the operator allows it
-    abort_marker: bytes  # is in an answer with status 200 that the engine cut short because it was asked to stop
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:
         """Whether an engine that answers so is of this kind. `answers`: of a full probe, by path."""

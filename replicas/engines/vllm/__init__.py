@@ -42,7 +42,6 @@ class Vllm:
     # It takes them out of this field before anything else looks at it, so that without a KV connector nothing else
     # changes.
     chat_token_ids = (b'"kv_transfer_params":{"prompt_token_ids":', b"}")
-    abort_marker = b'"finish_reason":"abort"'
     limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:

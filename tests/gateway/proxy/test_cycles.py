@@ -15,6 +15,7 @@ import uvloop
 from gateway.errors import ApiError
 from gateway.ops.spans import Spans
 from gateway.prompt.pipeline import OFFLOAD_BYTES, Pipeline
+from gateway.proxy.decisions import Decisions
 from gateway.proxy.traces import Traces
 from replicas.simulated.model import sim_model_dir
 
@@ -152,13 +153,24 @@ async def test_a_bug_of_ours_leaves_nothing_to_the_collector(pipeline, monkeypat
         raise ZeroDivisionError("a bug")
 
     async with stack(answers(), pipeline=pipeline) as s:
+        decisions = Decisions(s.proxy)
         with no_cycles():
             with monkeypatch.context() as patched:
                 patched.setattr(s.proxy.models.pipelines[0], "prepare", fails)
                 talk = await s.talk()
                 await asks(talk, post(), post(LONG))
+            with monkeypatch.context() as patched:
+                patched.setattr(s.proxy.settling, "_settle", fails)
+                await asks(talk, post(), post(LONG))
+                await eventually(s.idle)
+            with monkeypatch.context() as patched:
+                patched.setattr(s.proxy.settling, "_on_end", (fails,))
+                await asks(talk, post())
+                await eventually(s.idle)
             for body in (BAD, LONG, NOT_JSON + b" " * OFFLOAD_BYTES):
                 with suppress(ApiError):
                     await s.proxy.preparation.prompt("/v1/chat/completions", body, {})
+            with suppress(ApiError):
+                await decisions.decide("/v1/chat/completions", UNKNOWN, {})
             await talk.close()
             await eventually(lambda: s.idle() and not s.server.connections)

@@ -146,6 +146,22 @@ async def test_an_engine_that_stops_and_aborts_what_it_has_is_passed_over(stream
         await eventually(lambda: s.metrics.requests.total(status="5xx") == 1)  # which is no complete answer
 
 
+MESSAGE_BEGINS = b'event: message_start\ndata: {"type":"message_start","message":{"content":[],"stop_reason":null}}\n\n'
+MESSAGE_ABORTED = (
+    b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":null,"stop_sequence":null},"usage":{}}\n\n'
+    b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+)
+
+
+async def test_an_answer_that_was_aborted_in_the_middle_is_no_complete_one_in_an_api_with_other_words():
+    half = b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"half"}}\n\n'
+    async with stack(streams(chunk(MESSAGE_BEGINS), chunk(half), chunk(MESSAGE_ABORTED), end=b"0\r\n\r\n")) as s:
+        talk = await s.talk()
+        await talk.say(post(path=b"/v1/messages"))
+        assert (await talk.response())[0] == 200
+        await eventually(lambda: s.metrics.requests.total(status="5xx") == 1 and s.faults == ["aborted"])
+
+
 async def test_a_request_stays_where_it_is_only_waited_for():
     async with stack(silent, answers()) as s:
         talk = await s.talk()

@@ -10,11 +10,13 @@ import pytest
 
 from gateway.ops import spans as module
 from gateway.ops.spans import Spans
+from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.traces import Traces
+from replicas.simulated.model import sim_model_dir
 
 from ..collector import collecting
 from ..http.talk import eventually, free_port, read_request
-from .replies import EVENT, SSE_HEAD, USAGE, answers, chunk, post, reply, says, streams
+from .replies import EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, reply, says, streams
 from .stack import stack
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -369,3 +371,21 @@ async def test_requests_of_one_connection_are_traces_of_their_own(monkeypatch, e
     told = [told_of(head) for head, _ in seen]
     assert all(len(one) == 1 for one in told) and len({one.split(b"-")[1] for (one,) in told}) == 3
     assert len(collector.spans) == (0 if env else 6) and not any(span.parent for span in collector.of("SERVER"))
+
+
+async def test_the_ttft_that_was_predicted_is_told_and_not_what_was_learned_since(monkeypatch):
+    """An answer that takes longer than predicted teaches another cost before its span is written."""
+    predicted = []
+
+    async def slow(reader, writer):
+        await read_request(reader)
+        predicted.extend(exchange.attempt.placement.ttft for exchange in made.proxy.exchanges)
+        await asyncio.sleep(0.2)
+        writer.write(SSE_HEAD + chunk(EVENT) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    async with traced(monkeypatch, slow, pipeline=Pipeline(sim_model_dir(), "m", 16)) as made:
+        await ask(made, post(json.dumps({**json.loads(LONG), "stream": True}).encode()))
+        collector = await made.collected()
+    (client,) = collector.of("CLIENT")
+    assert client.told["hitherto.ttft.predicted"] == pytest.approx(predicted[0], rel=1e-3)
+    assert client.told["hitherto.ttft.observed"] > 2 * predicted[0]

@@ -93,7 +93,7 @@ class Refusal:
 class Downstream(asyncio.Protocol):
     __slots__ = (
         # for the connection's life
-        "clients", "transport", "parser", "closing", "close_at", "close_last", "active_at", "reading_paused", "writing_paused", "known", "read",
+        "clients", "transport", "parser", "closing", "close_at", "close_last", "unsent", "active_at", "reading_paused", "writing_paused", "known", "read",
         # the request being read
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
         "refused", "expects", "again", "framing", "raw", "parsed", "bare_chunk", "completed", "rated", "rated_at",
@@ -111,6 +111,7 @@ class Downstream(asyncio.Protocol):
         self.parser = httptools.HttpRequestParser(self)  # refers back to this: `connection_lost` lets go of it
         self.closing = False
         self.close_at = self.close_last = 0.0
+        self.unsent = 0  # bytes, when a closing connection was last looked at
         self.active_at = monotonic()
         self.reading_paused = False
         self.writing_paused = False
@@ -568,9 +569,10 @@ class Downstream(asyncio.Protocol):
             self.transport.write_eof()
 
     def _close(self) -> None:
-        """Close once everything is sent, or has not been for `flush_seconds`."""
+        """Close once everything is sent, or nothing was for `keep_alive_seconds`."""
         self.closing = True
-        self.close_at = self.close_last = monotonic() + self.clients.limits.flush_seconds
+        self.unsent = self.transport.get_write_buffer_size()
+        self.close_at = self.close_last = monotonic() + self.clients.limits.keep_alive_seconds
         self.transport.close()
 
     @property
@@ -590,7 +592,11 @@ class Downstream(asyncio.Protocol):
         if self.reading_paused and not self.closing and self._left():
             self._close()
         elif self.closing:
-            if now > self.close_at:
+            left = self.transport.get_write_buffer_size()
+            if left < self.unsent:  # the client still takes it
+                self.unsent = left
+                self.close_at = self.close_last = now + limits.keep_alive_seconds
+            elif now > self.close_at:
                 self.transport.abort()
         elif self.reading:
             if self.reading_paused or (self.expects and (self.current is not None or self.waiting)):

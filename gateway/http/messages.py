@@ -63,7 +63,7 @@ class Limits:
     body_rate: int = 512
     keep_alive_seconds: float = 75.0
     linger_seconds: float = 2.0  # after a refusal: how long a client may pause while we read on into nothing
-    flush_seconds: float = 30.0  # how long a closing connection may take to send what is left, or to linger in all
+    flush_seconds: float = 30.0  # how long a connection that was refused may linger in all
 
 
 class Request:

@@ -43,6 +43,8 @@ async def answered(request: web.Request, handler: Handler) -> web.StreamResponse
         if refusal.status == 401:
             refused.headers["WWW-Authenticate"] = CHALLENGE
         return refused
+    except ConnectionResetError:  # in the middle of the request's body: nobody reads this
+        return error(400, "the request ended before its body did", "bad_request")
     except ApiError as wrong:
         return answer(wrong.object(""), wrong.status)
     except web.HTTPMethodNotAllowed as refused:

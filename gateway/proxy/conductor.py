@@ -122,8 +122,10 @@ class Conductor:
         attempt = exchange.attempt
         if now - exchange.begun > self._request_timeout:
             self.settling.failed(attempt.backend if attempt else None, TIMEOUT)
-            where = f"replica {attempt.backend.id} sent" if attempt else "no replica sent"
-            self._time_out(exchange, ApiError(504, f"{where} no byte of an answer within {self._request_timeout:g} s"))
+            what = (
+                f"replica {attempt.backend.id} sent no byte of an answer" if attempt else "no replica was found for it"
+            )
+            self._time_out(exchange, ApiError(504, f"{what} within {self._request_timeout:g} s"))
         elif attempt is not None and attempt.state is Leg.AWAITING:
             self._check_unanswered(exchange, attempt, now)
 

@@ -63,6 +63,7 @@ class Leased:
             self.found.set_result(self.attempt)
 
     def unplaced(self, error: Exception) -> None:
+        error.__traceback__ = None  # it has this in its frames, and `found` keeps the error: a cycle
         if not self.found.done():
             self.found.set_exception(error)
 
@@ -87,8 +88,8 @@ class Decisions:
         self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str] = (), lease: float = LEASE
     ) -> dict[str, Any]:
         """Choose and reserve. Raises ApiError for the client's faults, and where nobody can take the request."""
-        if self._proxy.draining:
-            raise ApiError(503, "the gateway is shutting down; ask another one", code="shutting_down")
+        if (refused := self._proxy.refusal(path, "POST")) is not None:
+            raise refused
         if len(self._open) >= MOST or self._bytes >= MOST_BYTES:
             what = f"{len(self._open)} requests" + (
                 f" and bodies of others, in all {self._bytes >> 20} MiB" if self._bytes >= MOST_BYTES else ""

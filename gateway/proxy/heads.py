@@ -19,7 +19,9 @@ def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Pare
     """`parent`: None where what the client said of that stands."""
     request, backend = exchange.request, attempt.backend
     version = b"1.0" if request.http10 else b"1.1"
-    dropped = backend.not_forwarded
+    dropped, named = backend.not_forwarded, request.header(b"x-request-id")
+    if named == "":
+        dropped |= {b"x-request-id"}
     if parent is not None:
         dropped |= parent.replaces
     head = b"%b %b HTTP/%b\r\n%b%b" % (
@@ -31,7 +33,7 @@ def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Pare
     )
     if parent is not None:
         head += b"traceparent: %b\r\n" % parent.value
-    if request.header(b"x-request-id") is None:
+    if not named:
         head += b"x-request-id: %b\r\n" % exchange.id
     if length or request.method in ("POST", "PUT", "PATCH"):
         head += b"content-length: %d\r\n" % length

@@ -122,7 +122,7 @@ class Preparation:
             self._named(exchange, named_model(content_type, body))
         else:
             thread = self.long.submit(len(body), functools.partial(named_model, content_type, body))
-            thread.add_done_callback(lambda done: exchange.run_isolated(self._named, exchange, done.result()))
+            thread.add_done_callback(lambda done: exchange.run_isolated(lambda: self._named(exchange, done.result())))
 
     def _named(self, exchange: Exchange, model: str | None) -> None:
         exchange.model = model
@@ -171,13 +171,17 @@ class Preparation:
         """Others are answered meanwhile. Nothing is prepared if the client has left when its turn comes."""
 
         def prepared(thread: asyncio.Future[Prepared | None]) -> None:
-            if exchange.state is not State.ENDED and (done := thread.result()) is not None:
+            if (done := thread.result()) is not None:
                 exchange.run_isolated(self._prepared, exchange, *done, "prepare_offloaded")
+
+        def ended(thread: asyncio.Future[Prepared | None]) -> None:
+            if exchange.state is not State.ENDED:
+                exchange.run_isolated(prepared, thread)
 
         thread = self.long.submit(
             len(exchange.request.body), lambda: None if exchange.state is State.ENDED else self._prepare(exchange)
         )
-        thread.add_done_callback(prepared)
+        thread.add_done_callback(ended)
 
     def _prepare(self, exchange: Exchange) -> Prepared:
         """Runs in a thread for long bodies: touches nothing that changes."""

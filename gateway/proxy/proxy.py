@@ -155,7 +155,7 @@ class Proxy:
             exchange.response = referred_to(request)
         self.conductor.begin(exchange)
         client.exchange = exchange
-        error = self._refusal(path, request.method)
+        error = self.refusal(path, request.method)
         if error is not None:
             exchange.refused(error)
         elif path not in PROMPT_PATHS or request.method != "POST":
@@ -163,7 +163,7 @@ class Proxy:
         else:
             self.preparation.begin(exchange)
 
-    def _refusal(self, path: str, method: str) -> ApiError | None:
+    def refusal(self, path: str, method: str) -> ApiError | None:
         """Why nothing is sent on."""
         if self.draining:
             return ApiError(503, "the gateway is shutting down; ask another one", code="shutting_down")

@@ -28,6 +28,7 @@ class Serving:
         self.backends: dict[str, Backend] = {}
         self.names: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
+        self._served: dict[str, frozenset[str]] = {}  # by replica: the names it told last, also while it is away
         self._of_model: dict[str | None, Targets] = {}
         self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
 
@@ -38,6 +39,8 @@ class Serving:
         self._with_room.clear()
         self.names = {name: parent for backend in self._taking(None) for name, parent in backend.replica.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
+        told = {id: frozenset(backend.replica.models) for id, backend in self.backends.items()}
+        self._served = {id: names or self._served.get(id, names) for id, names in told.items()}
 
     def targets(self, prompt: Prompt | None, tried: tuple[Backend, ...] = (), named: str | None = None) -> Targets:
         """Who may get it now. Raises ApiError when nobody can. `named`: the model of a request without prompt."""
@@ -73,7 +76,12 @@ class Serving:
 
     def unheard_of(self, model: str) -> bool:
         """Replicas are ready and have told their models, and this is none of them."""
-        return model not in self.names and bool(model and self.names) and not self._taking(model)
+        known = model in self.names or not (model and self.names) or self._is_away(model)
+        return not known and not self._taking(model)
+
+    def _is_away(self, model: str) -> bool:
+        """Whether a replica that is not ready served it before."""
+        return any(model in names for names in self._served.values())
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
         for state in TAKE_TRAFFIC:
@@ -110,7 +118,7 @@ class Serving:
 
     def _nobody(self, model: str | None) -> ApiError:
         known = self.names
-        if model is not None and known and model not in known:
+        if model is not None and known and model not in known and not self._is_away(model):
             return ApiError(
                 404,
                 f"the model {model[:200]!r} does not exist; served here: {', '.join(sorted(known))}",

@@ -36,7 +36,7 @@ def named_model(content_type: str, body: bytes) -> str | None:
         return _in_form(b"--" + (match[1] or match[2]).encode("latin-1", "replace"), body)
     try:
         model = _DECODER.decode(body).model
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return model if type(model) is str and model else None
 

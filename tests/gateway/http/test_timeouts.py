@@ -49,6 +49,22 @@ async def test_an_answer_nobody_takes_is_cut_in_the_end():
         await eventually(lambda: not server.connections)
 
 
+async def test_an_answer_that_is_still_being_taken_is_not_cut():
+    """Its connection is to be closed, and the client takes longer than a connection may be idle."""
+    async with served(Limits(keep_alive_seconds=30)) as (talk, echo, server):
+        await talk.say(b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await eventually(lambda: echo.held)
+        (client,) = server.connections
+        echo.held.pop().reply(200, b"x" * 30_000_000, [])
+        begun = time.monotonic()
+        for late in range(1, 4):
+            assert client.transport.get_write_buffer_size() > 0
+            await talk.reader.readexactly(1_000_000)
+            await eventually(lambda: client.transport.get_write_buffer_size() < client.unsent)
+            client.check(begun + late * 29)
+        assert len(await talk.rest()) > 26_000_000
+
+
 async def test_a_slow_uploader_still_gets_its_413():
     async with served(Limits(body_bytes=1000, linger_seconds=0.3)) as (talk, _, _):
         await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")

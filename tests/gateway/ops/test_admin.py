@@ -324,3 +324,18 @@ async def test_a_taken_port_is_a_clear_error(gateway):
             await second.start("127.0.0.1", port)
     finally:
         await first.stop()
+
+
+async def test_a_caller_that_leaves_in_the_middle_of_a_body_is_no_fault_of_the_admin_side(http, gateway, caplog):
+    port = http._base_url.port
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /explain HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{"
+    writer.write(head)
+    await writer.drain()
+    async with http.get("/livez") as alive:
+        assert alive.status == 200
+    writer.transport.abort()
+    for _ in range(3):
+        async with http.get("/livez") as alive:
+            assert alive.status == 200
+    assert "the admin side failed" not in caplog.text

@@ -131,6 +131,14 @@ async def test_a_gateway_that_stops_decides_nothing():
         assert (failure.status, failure.code) == (503, "shutting_down") and s.idle()
 
 
+@pytest.mark.parametrize(
+    ("path", "status"), [("/nope", 404), ("/metrics", 404), ("/sleep", 404), ("", 404), ("/v1/models", 405)]
+)
+async def test_nothing_is_decided_for_a_path_that_no_client_may_ask(path, status):
+    async with decisions() as (s, d):
+        assert (await refused(d.decide(path, chat(), {}))).status == status and s.idle()
+
+
 async def test_what_is_told_is_learned_from():
     async with decisions(1, policy="least_time") as (s, d):
         (backend,) = s.proxy.backends.values()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -53,6 +54,32 @@ async def test_the_clients_request_id_is_kept():
         await talk.say(post(extra=b"X-Request-Id: mine-1\r\n"))
         assert (await talk.response())[1]["x-request-id"] == "mine-1"
         assert seen[0][0].count(b"x-request-id: mine-1\r\n") == 1
+
+
+async def test_an_empty_request_id_is_none():
+    seen = []
+    async with stack(answers(seen=seen)) as s:
+        talk = await s.talk()
+        await talk.say(post(extra=b"X-Request-Id:\r\n"))
+        _, headers, _ = await talk.response()
+    assert re.findall(rb"(?i)x-request-id: *(.*)\r", seen[0][0]) == [headers["x-request-id"].encode()]
+    assert headers["x-request-id"]
+
+
+async def test_a_model_whose_only_replica_is_away_is_not_unknown():
+    async with stack(answers(), answers()) as s:
+        other, away = s.proxy.backends.values()
+        away.replica.models = {"away": None}
+        s.proxy.changed()
+        away.replica.state, away.replica.models = State.FAILED, {}
+        s.proxy.changed()
+        talk = await s.talk()
+        for model, status in (("away", 503), ("none", 404)):
+            await talk.say(post(BODY.replace(b'"m"', b'"%b"' % model.encode())))
+            assert (await talk.response())[0] == status
+        s.proxy.remove(away.id)
+        await talk.say(post(BODY.replace(b'"m"', b'"away"')))
+        assert (await talk.response())[0] == 404 and s.proxy.serving.names == other.replica.models
 
 
 async def test_stream_bytes_pass_untouched_chunk_framing_included():

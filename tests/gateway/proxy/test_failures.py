@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import pytest
 
+from gateway.proxy import preparation
 from policies.costs import Costs
 from replicas import State
 
@@ -144,6 +145,17 @@ async def test_an_engine_that_stops_and_aborts_what_it_has_is_passed_over(stream
         await talk.say(post())
         assert abort in (await talk.response())[2] and s.faults == ["aborted"]
         await eventually(lambda: s.metrics.requests.total(status="5xx") == 1)  # which is no complete answer
+
+
+@pytest.mark.parametrize("padding", [0, 100_000], ids=["at once", "in a thread"])
+async def test_a_bug_in_looking_for_the_model_ends_the_request_with_an_answer(padding, monkeypatch, caplog):
+    async with stack(answers()) as s:
+        s.proxy.models.several = True
+        monkeypatch.setattr(preparation, "named_model", lambda *_: 1 / 0)
+        talk = await s.talk()
+        await talk.say(post(b"{}" + b" " * padding, path=b"/v1/rerank"))
+        assert (await talk.response())[0] == 500 and "ZeroDivisionError" in caplog.text
+        await eventually(s.idle)
 
 
 MESSAGE_BEGINS = b'event: message_start\ndata: {"type":"message_start","message":{"content":[],"stop_reason":null}}\n\n'

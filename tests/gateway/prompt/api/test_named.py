@@ -29,6 +29,7 @@ FILE = (
         ("application/json", b'{"model": 7}', None),
         ("application/json", b'{"model": ""}', None),
         ("application/json", b'["model"]', None),
+        ("application/json", b'{"model": "\xff"}', None),
         ("application/json", b'{"model": "bge"', None),
         ("application/json", b"[" * 100_000, None),
         (FORM, form((b'Content-Disposition: form-data; name="model"', b"whisper"), FILE), "whisper"),

@@ -25,6 +25,7 @@ from .messages import (
     Limits,
     Request,
     connection_tokens,
+    origin_form,
     response,
     without_upgrade,
 )
@@ -556,7 +557,8 @@ class Downstream(asyncio.Protocol):
             self.waiting.append(refusal)
 
     def _answer_refusal(self, refusal: Refusal) -> None:
-        headers, body = self.clients.handler.refuse(refusal.status, refusal.message, refusal.target)
+        target = origin_form(refusal.target)
+        headers, body = self.clients.handler.refuse(refusal.status, refusal.message, target)
         self.transport.write(response(refusal.status, body, headers, close=True))
         # Closing at once with unread data in the socket would reset it, and the client would lose the answer:
         # half-close, and read on into nothing until the client closes, pauses for `linger_seconds`, or `flush_seconds`

@@ -66,6 +66,14 @@ class Limits:
     flush_seconds: float = 30.0  # how long a connection that was refused may linger in all
 
 
+def origin_form(target: bytes) -> bytes:
+    """Of a target in absolute form, which a server must accept (RFC 9112, 3.2.2), its path and query."""
+    if target[:1] == b"/" or b"://" not in target:
+        return target
+    target = ABSOLUTE.sub(b"", target)
+    return target if target[:1] == b"/" else b"/" + target
+
+
 class Request:
     """One request, complete: head parsed, body collected."""
 
@@ -87,10 +95,7 @@ class Request:
         self, method: str, target: bytes, headers: Headers, body: bytes, http10: bool, keep_alive: bool, begun: float
     ):
         self.method = method
-        if target[:1] != b"/" and b"://" in target:  # absolute form, which a server must accept (RFC 9112, 3.2.2)
-            target = ABSOLUTE.sub(b"", target)
-            target = target if target[:1] == b"/" else b"/" + target
-        self.target = target
+        self.target = target = origin_form(target)
         self.path = target.partition(b"?")[0].decode("latin-1")
         self.set_headers(headers)
         self.body = body

@@ -283,10 +283,11 @@ async def test_names_that_clients_make_up_are_not_kept():
         assert set(s.proxy.serving._of_model) <= {None, "m"}
 
 
-async def test_errors_of_the_wire_have_the_shape_of_the_api_that_was_asked():
+@pytest.mark.parametrize("target", [b"/v1/messages", b"http://gateway.example/v1/messages"])
+async def test_errors_of_the_wire_have_the_shape_of_the_api_that_was_asked(target):
     async with stack(answers(), limits=Limits(body_bytes=10)) as s:
         talk = await s.talk()
-        await talk.say(post(path=b"/v1/messages"))
+        await talk.say(post(path=target))
         status, _, body = await talk.response()
         assert status == 413 and json.loads(body) == {
             "type": "error",

@@ -14,7 +14,8 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 # A gateway as far as this room is concerned: a fleet on uvloop that launches, says so, and goes on.
 GATEWAY = f"""
 import asyncio, json, sys, uvloop
-from replicas import Fleet, State, supervisor
+from replicas import Fleet, State
+from replicas.launch import supervisor
 from replicas.launch.command import Command
 from replicas.engines.simulated.profile import SimProfile
 

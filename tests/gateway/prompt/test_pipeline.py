@@ -225,7 +225,7 @@ def test_the_clients_faults(sim, path, body, param):
     with pytest.raises(ApiError) as caught:
         sim[0].prepare(path, body)
     error = caught.value
-    assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
+    assert (error.status, error.object("")["error"]["type"], error.param) == (400, "invalid_request_error", param)
     assert error.message
 
 

@@ -153,7 +153,7 @@ def weighed(proxy: Proxy, prompt):
     """A request, and what each replica holds of it: all of a decision but the policy's choice."""
     now = time.monotonic()
     demand = proxy.placing.demand(prompt, now)
-    return demand, proxy.router.weighed(demand, proxy.serving.targets(prompt), now)
+    return demand, proxy.router.weighed(demand, proxy.eligible.targets(prompt), now)
 
 
 def least_loaded(candidates) -> int:

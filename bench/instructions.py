@@ -136,7 +136,7 @@ def count(proxy, loads: list[bytes]) -> None:
         cachemap.match(prompt.hashes, 1000.0)
     ask(DUMP_AT, b"match")
     demand, candidates, *_ = proxy.router.ask(
-        proxy.placing.demand(prompts[-1], 1000.0), proxy.serving.targets(prompts[-1]), 1000.0
+        proxy.placing.demand(prompts[-1], 1000.0), proxy.eligible.targets(prompts[-1]), 1000.0
     )
     ask(ZERO)
     for _ in prompts:

@@ -29,8 +29,8 @@ from gateway.ops.metrics import Metrics
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy import conductor
 from gateway.proxy.backend import Backend
+from gateway.proxy.batcher import Batcher
 from gateway.proxy.proxy import Proxy
-from gateway.proxy.together import Together
 from policies import CostGroup, Ledger, Router, make
 from replicas import Replica, State
 from replicas.simulated.model import sim_model_dir
@@ -61,7 +61,7 @@ class NoTransport:
     def abort(self): ...
 
 
-class AtOnce(Together):
+class AtOnce(Batcher):
     """In place of what waits for the end of the loop's turn."""
 
     def add(self, item) -> None:

@@ -96,8 +96,8 @@ class Gateway:
         self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
         if self.shared_ledger is not None:
             self.shared_ledger.begin_answers, self.shared_ledger.end_answers = (
-                self.proxy.placing.hold_back,
-                self.proxy.placing.send_on,
+                self.proxy.placing.begin_batch,
+                self.proxy.placing.end_batch,
             )
         self.metrics.read_from(self.view.reading)
         self.metrics.read_from(self._connections)

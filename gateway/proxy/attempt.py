@@ -11,7 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..http.upstream import Head, Upstream, UpstreamError
-from .states import LEGS, Leg, Turn
+from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState
 
 if TYPE_CHECKING:
     from policies import Placement
@@ -40,15 +40,15 @@ class AttemptHandler(Protocol):
 class Attempt:
     __slots__ = (
         # given
-        "backend", "placement", "prompt", "fresh", "as_text",
+        "backend", "placement", "prompt", "new_connection", "without_ids",
         # whose it is: the exchange, its client and who conducts both; only None where the bytes pass elsewhere
         "exchange", "client", "conductor",
         # what was sent
         "state", "upstream", "sent_ids",
         # the answer: its status and head, and the status that an error behind a 200 amounts to, 0 without one
-        "status", "held", "fault", "streams",
+        "status", "response_head", "fault", "streams",
         # first bytes of its body that are held back, since nothing of an answer is in them
-        "announced",
+        "withheld",
         # the answer as it passes
         "tail", "pieces", "seen_pieces", "seen_at",
         # monotonic seconds, 0.0 for what did not happen; `first_at`: of the answer itself, not of other bytes
@@ -67,21 +67,21 @@ class Attempt:
         streams: bool,
         begun_at: float,
         *,
-        fresh: bool = False,
-        as_text: bool = False,
+        new_connection: bool = False,
+        without_ids: bool = False,
     ):
-        """`fresh`: not on a kept connection. `as_text`: without token ids, whatever the replica takes."""
+        """`new_connection`: not on a kept connection. `without_ids`: without token ids, whatever the replica takes."""
         self.backend, self.placement, self.prompt = backend, placement, prompt
-        self.fresh, self.as_text, self.streams = fresh, as_text, streams
+        self.new_connection, self.without_ids, self.streams = new_connection, without_ids, streams
         self.exchange: Any = None  # an `Exchange`, whose module imports this one
         self.client: Downstream = None  # type: ignore[assignment]  # until it is the exchange's
         self.conductor: AttemptHandler = None  # type: ignore[assignment]  # as the client
-        self.state = Leg.CONNECTING
+        self.state = AttemptState.CONNECTING
         self.upstream: Upstream | None = None
-        self.held: Head = None  # type: ignore[assignment]  # until the head is there
+        self.response_head: Head = None  # type: ignore[assignment]  # until the head is there
         self.sent_ids = False
         self.status = self.fault = self.pieces = self.seen_pieces = 0
-        self.announced = b""
+        self.withheld = b""
         self.tail: deque[bytes] = deque(maxlen=TAIL)
         self.begun_at = begun_at
         self.seen_at = self.sent_at = self.first_at = self.ended_at = 0.0
@@ -89,18 +89,18 @@ class Attempt:
         self.context: Any = None
         self.predicted_ttft = 0.0
 
-    def turn(self, event: Turn) -> None:
-        self.state = LEGS[self.state, event]
+    def advance(self, event: AttemptEvent) -> None:
+        self.state = ATTEMPT_TRANSITIONS[self.state, event]
 
-    def end_as(self, event: Turn, error: Exception | None = None) -> None:
+    def end_as(self, event: AttemptEvent, error: Exception | None = None) -> None:
         """Nothing stays connected: closing is what makes an engine give a request up."""
-        self.state = LEGS[self.state, event]
-        self.ended_at, self.error, self.announced = monotonic(), error, b""
+        self.state = ATTEMPT_TRANSITIONS[self.state, event]
+        self.ended_at, self.error, self.withheld = monotonic(), error, b""
         upstream, self.upstream = self.upstream, None
         if upstream is not None:
             upstream.drop()
 
-    def again(self, *, fresh: bool = False, as_text: bool = False) -> Attempt:
+    def repeat(self, *, new_connection: bool = False, without_ids: bool = False) -> Attempt:
         """The next one, to the same replica and on the same reservation."""
         streams = self.prompt is not None and self.prompt.stream
         return Attempt(
@@ -109,8 +109,8 @@ class Attempt:
             self.prompt,
             streams,
             monotonic(),
-            fresh=fresh or self.fresh,
-            as_text=as_text or self.as_text,
+            new_connection=new_connection or self.new_connection,
+            without_ids=without_ids or self.without_ids,
         )
 
     # --- what the replica's side calls
@@ -119,11 +119,11 @@ class Attempt:
         self.conductor.connected(self, upstream)
 
     def head(self, status: int, head: Head, body: bytes) -> None:
-        self.status, self.held = status, head
+        self.status, self.response_head = status, head
         self.conductor.head(self, body)
 
     def data(self, data: bytes) -> None:
-        if self.state is Leg.ANSWERING:
+        if self.state is AttemptState.ANSWERING:
             self.tail.append(data)
             self.pieces += 1
             self.client.transport.write(data)

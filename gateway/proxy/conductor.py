@@ -24,7 +24,7 @@ from .placing import Placing
 from .responses import Responses
 from .retries import CLOSED, HUNG, IDS, KINDS, STALLED, TIMEOUT, Failed, Next, after, is_loss
 from .settling import Settling
-from .states import TRANSITIONS, Action, Event, Leg, State, Turn
+from .states import TRANSITIONS, Action, AttemptEvent, AttemptState, Event, State
 
 if TYPE_CHECKING:
     from ..ops.metrics import Metrics
@@ -56,17 +56,17 @@ class Conductor:
 
     def dispatch(self, exchange: Exchange, event: Event, detail: Any = None) -> None:
         exchange.state, action = TRANSITIONS[exchange.state, event]
-        DO[action](self, exchange, detail)
+        ACTIONS[action](self, exchange, detail)
 
     # --- what an attempt's replica does
 
     def connected(self, attempt: Attempt, upstream: Upstream) -> None:
         exchange: Exchange = attempt.exchange
-        if attempt.state is Leg.CONNECTING and upstream.pool is attempt.backend.pool:
+        if attempt.state is AttemptState.CONNECTING and upstream.pool is attempt.backend.pool:
             exchange.run_isolated(self._send, exchange, attempt, upstream)
             return
         upstream.pool.release(upstream)
-        if attempt.state is Leg.CONNECTING:  # the replica has moved meanwhile, and this leads to where it was
+        if attempt.state is AttemptState.CONNECTING:  # the replica has moved meanwhile, and this leads to where it was
             exchange.run_isolated(self._connect, exchange, attempt)
 
     def head(self, attempt: Attempt, body: bytes) -> None:
@@ -87,25 +87,25 @@ class Conductor:
             self._failed(attempt, first)
 
     def over(self, attempt: Attempt) -> None:
-        if attempt.state is Leg.AWAITING:
+        if attempt.state is AttemptState.AWAITING:
             self.begun(attempt, b"", whole=True)
-        if attempt.state is Leg.ANSWERING:
-            attempt.end_as(Turn.FINISHED)
+        if attempt.state is AttemptState.ANSWERING:
+            attempt.end_as(AttemptEvent.FINISHED)
             self.dispatch(attempt.exchange, Event.FINISHED)
 
     def lost(self, attempt: Attempt, error: UpstreamError) -> None:
-        if attempt.state is not Leg.ENDED:
+        if attempt.state is not AttemptState.ENDED:
             attempt.exchange.run_isolated(self._failed, attempt, error)
 
     def _answered(self, exchange: Exchange, attempt: Attempt, data: bytes) -> None:
-        attempt.turn(Turn.ANSWERED)
+        attempt.advance(AttemptEvent.ANSWERED)
         self.dispatch(exchange, Event.ANSWERED, data)
 
     def _failed(self, attempt: Attempt, error: UpstreamError) -> None:
         # A kept connection may die of old age under the request; that says nothing about the replica.
-        stale = attempt.upstream is not None and attempt.upstream.used and attempt.held is None
-        attempt.end_as(Turn.FAILED, error)
-        self.dispatch(attempt.exchange, Event.FAILED, Failed(error.kind, stale, attempt.fresh))
+        stale = attempt.upstream is not None and attempt.upstream.used and attempt.response_head is None
+        attempt.end_as(AttemptEvent.FAILED, error)
+        self.dispatch(attempt.exchange, Event.FAILED, Failed(error.kind, stale, attempt.new_connection))
 
     # --- deadlines
 
@@ -126,12 +126,12 @@ class Conductor:
                 f"replica {attempt.backend.id} sent no byte of an answer" if attempt else "no replica was found for it"
             )
             self._time_out(exchange, ApiError(504, f"{what} within {self._request_timeout:g} s"))
-        elif attempt is not None and attempt.state is Leg.AWAITING:
+        elif attempt is not None and attempt.state is AttemptState.AWAITING:
             self._check_unanswered(exchange, attempt, now)
 
     def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        if attempt.announced and now - attempt.sent_at > KEEP_ALIVE_SECONDS and keeps_alive(attempt.announced):
-            data, attempt.announced = attempt.announced, b""
+        if attempt.withheld and now - attempt.sent_at > KEEP_ALIVE_SECONDS and keeps_alive(attempt.withheld):
+            data, attempt.withheld = attempt.withheld, b""
             self._answered(exchange, attempt, data)
         elif self._better_elsewhere(exchange, attempt, now):
             self._failed(
@@ -170,8 +170,8 @@ class Conductor:
 
     def _time_out(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
         attempt = exchange.attempt
-        if attempt is not None and attempt.state is not Leg.ENDED:
-            attempt.end_as(Turn.FAILED, error)
+        if attempt is not None and attempt.state is not AttemptState.ENDED:
+            attempt.end_as(AttemptEvent.FAILED, error)
         self.dispatch(exchange, Event.TIMED_OUT, error)
 
     # --- what the tables ask for
@@ -190,17 +190,17 @@ class Conductor:
     def _connect(self, exchange: Exchange, attempt: Attempt) -> None:
         pool = attempt.backend.pool
         # Behind a kept connection that died of old age there may be more of the same age.
-        upstream = None if exchange.request.http10 or attempt.fresh else pool.acquire()
+        upstream = None if exchange.request.http10 or attempt.new_connection else pool.acquire()
         if upstream is not None:
             self._send(exchange, attempt, upstream)
         else:
             pool.connect(attempt)
 
     def _send(self, exchange: Exchange, attempt: Attempt, upstream: Upstream) -> None:
-        attempt.turn(Turn.CONNECTED)
+        attempt.advance(AttemptEvent.CONNECTED)
         attempt.upstream, attempt.sent_at = upstream, monotonic()
         request = exchange.request
-        body = self._forwarding.body(attempt, request.body, first=not exchange.tried and not attempt.as_text)
+        body = self._forwarding.body(attempt, request.body, first=not exchange.tried and not attempt.without_ids)
         parent = None if self._traces is None else self._traces.parent(exchange, attempt)
         upstream.send(attempt, request_head(exchange, attempt, len(body), parent), body, request.method == "HEAD")
 
@@ -230,7 +230,7 @@ class Conductor:
         if kind == CLOSED:
             self.settling.on_traffic(attempt.backend.id, "reconnect")
         self._metrics.retries.inc("reconnect" if kind == CLOSED else kind)
-        exchange.add_attempt(attempt.again(fresh=kind == CLOSED, as_text=kind == IDS))
+        exchange.add_attempt(attempt.repeat(new_connection=kind == CLOSED, without_ids=kind == IDS))
         self.dispatch(exchange, Event.PLACED)
 
     def _relay(self, exchange: Exchange, data: bytes) -> None:
@@ -248,11 +248,11 @@ class Conductor:
         if attempt.prompt is None or not attempt.prompt.token_ids:  # else `forwarding` may ask about it
             exchange.forget_body()
         lines = self._added.lines(exchange, attempt, self.draining)
-        exchange.client.transport.write(attempt.held.block(lines) + data)
+        exchange.client.transport.write(attempt.response_head.block(lines) + data)
 
     def _settle(self, exchange: Exchange, _: Any) -> None:
         self.under_way.discard(exchange)
-        exchange.client.finish(not exchange.attempts[-1].held.until_close)
+        exchange.client.finish(not exchange.attempts[-1].response_head.until_close)
         self.settling.complete.add(exchange)
 
     def _cut(self, exchange: Exchange, why: Failed | UpstreamError) -> None:
@@ -264,12 +264,12 @@ class Conductor:
         if (
             attempt.streams
             and attempt.tail[-1].endswith(b"\n\n\r\n")
-            and attempt.held.get(b"transfer-encoding") == b"chunked"
+            and attempt.response_head.get(b"transfer-encoding") == b"chunked"
         ):
             event = error_event(path, 502, message)
             client.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
             client.finish()  # whole to HTTP: closing would fail the next request of a client that keeps connections
-        elif attempt.streams and attempt.held.until_close and attempt.tail[-1].endswith(b"\n\n"):
+        elif attempt.streams and attempt.response_head.until_close and attempt.tail[-1].endswith(b"\n\n"):
             client.write(error_event(path, 502, message))
             client.finish(keep_alive=False)
         else:
@@ -307,12 +307,12 @@ class Conductor:
         self.under_way.discard(exchange)
         attempt = exchange.attempt
         if attempt is not None:
-            if attempt.state is not Leg.ENDED:
-                attempt.end_as(Turn.DROPPED)
+            if attempt.state is not AttemptState.ENDED:
+                attempt.end_as(AttemptEvent.DROPPED)
             self.settling.abandon(attempt, computed=attempt.sent_at > 0)
 
 
-DO: dict[Action, Callable[[Conductor, Exchange, Any], None]] = {
+ACTIONS: dict[Action, Callable[[Conductor, Exchange, Any], None]] = {
     Action.PLACE: Conductor._place,
     Action.TRY: Conductor._try,
     Action.RETRY: Conductor._retry,

@@ -51,7 +51,7 @@ class Leased:
     # --- as an `Asker`
 
     @property
-    def waiting(self) -> bool:
+    def needs_replica(self) -> bool:
         return not self.found.done()
 
     def add_attempt(self, attempt: Attempt) -> None:
@@ -123,7 +123,7 @@ class Decisions:
     async def _prepared(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
         proxy = self._proxy
         prompt = await proxy.preparation.prompt(path, body, headers)
-        if proxy.serving.unheard_of(prompt.model):
+        if proxy.eligible.is_unknown(prompt.model):
             await proxy.newcomers.asked()
             prompt = await proxy.preparation.prompt(path, body, headers)
         return prompt
@@ -154,7 +154,7 @@ class Decisions:
         """Whom the gateway itself would try, one after the other."""
         order = [chosen.id]
         try:
-            targets = self._proxy.serving.targets(leased.prompt, (*leased.tried, chosen))
+            targets = self._proxy.eligible.targets(leased.prompt, (*leased.tried, chosen))
         except ApiError:
             return order
         now = monotonic()

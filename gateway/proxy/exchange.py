@@ -17,7 +17,7 @@ from ..http.downstream import Downstream
 from ..http.messages import Request
 from .attempt import TAIL, TAIL_BYTES, Attempt, AttemptHandler
 from .blame import Suspicion
-from .states import Event, Leg, State
+from .states import AttemptState, Event, State
 
 if TYPE_CHECKING:
     from ..prompt import Prompt
@@ -83,7 +83,7 @@ class Exchange:
         return self.attempts[-1].fault if self.attempts and not self.status else 0
 
     @property
-    def waiting(self) -> bool:
+    def needs_replica(self) -> bool:
         """Whether a replica is wanted."""
         return self.state is State.PLACING
 
@@ -91,7 +91,7 @@ class Exchange:
     def unanswered(self) -> Attempt | None:
         """What was sent, and nothing of its answer has gone to the client."""
         attempt = self.attempt
-        return attempt if attempt is not None and attempt.state is Leg.AWAITING else None
+        return attempt if attempt is not None and attempt.state is AttemptState.AWAITING else None
 
     def run_isolated(self, step: Callable[..., None], *given: object) -> None:
         """Call `step`; an exception in it, a bug of ours, ends this request alone, with an answer."""

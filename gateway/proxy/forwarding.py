@@ -96,7 +96,7 @@ class TokenIdForwarding:
         backend = attempt.backend
         if not self.wanted or prompt.path not in PATHS:
             return
-        if attempt.as_text:
+        if attempt.without_ids:
             self._reject(backend, prompt.path, "it refused a request with ids that it answered without")
         elif (
             usage.prompt is not None

@@ -49,11 +49,11 @@ class Added:
 
     def lines(self, exchange: Exchange, attempt: Attempt, last: bool) -> bytes:
         """`last`: the connection ends with this answer."""
-        lines = b"" if attempt.held.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % exchange.id
+        lines = b"" if attempt.response_head.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % exchange.id
         if self._replica:
             lines += b"x-hitherto-replica: %b\r\n" % attempt.backend.id.encode()
         if self._cached_tokens and attempt.prompt is not None:
             lines += b"x-hitherto-cached-tokens: %d\r\n" % attempt.placement.overlap
-        if last or attempt.held.until_close or not exchange.request.keep_alive:
+        if last or attempt.response_head.until_close or not exchange.request.keep_alive:
             lines += b"connection: close\r\n"
         return lines

@@ -9,9 +9,9 @@ from .answers import Sight, begins, error_status, foreign_head, look
 from .attempt import Attempt
 from .backend import Backend
 from .blame import DOUBTFUL, agree, settled
+from .eligibility import Eligibility
 from .exchange import Exchange
 from .retries import ABORTED, ELSEWHERE, ERROR_ANSWER, FOREIGN_ANSWER, IDS, RETRYABLE, of_status
-from .serving import Serving
 from .settling import Settling
 
 # To a request with ids in it: it is said again as received, so that the client's own fault is all a client is told of.
@@ -21,14 +21,14 @@ NO_RETRY = (b"x-should-retry", b"false")
 
 
 class Judge:
-    def __init__(self, serving: Serving, settling: Settling, retries: int):
+    def __init__(self, eligible: Eligibility, settling: Settling, retries: int):
         """`retries`: as in `retries.after`."""
-        self._serving, self._settling, self._retries = serving, settling, retries
+        self._eligible, self._settling, self._retries = eligible, settling, retries
 
     def head(self, exchange: Exchange, attempt: Attempt) -> UpstreamError | None:
         """Why an answer with this head is not for the client, if it is not."""
-        status, held = attempt.status, attempt.held
-        content_type = held.get(b"content-type") or b""
+        status, head = attempt.status, attempt.response_head
+        content_type = head.get(b"content-type") or b""
         attempt.streams = content_type.startswith(b"text/event-stream")
         has_prompt = exchange.prompt is not None
         if has_prompt and not attempt.streams and foreign_head(status, content_type):
@@ -48,18 +48,20 @@ class Judge:
     ) -> bytes | UpstreamError | None:
         """The first bytes of an answer's body, or all of it: what the client gets, why it gets nothing of this answer,
         or None while nothing of an answer is in them."""
-        held_back = attempt.announced
+        held_back = attempt.withheld
         if held_back:
-            data, attempt.announced = held_back + data, b""
+            data, attempt.withheld = held_back + data, b""
         if attempt.status == 200 and exchange.prompt is not None:
-            if (held_back or not begins(exchange.label, data, attempt.streams)) and attempt.held.get(
+            if (held_back or not begins(exchange.label, data, attempt.streams)) and attempt.response_head.get(
                 b"content-encoding"
             ) is None:
-                sight = look(exchange.label, data, attempt.streams, attempt.held.get(b"content-type") or b"", whole)
+                sight = look(
+                    exchange.label, data, attempt.streams, attempt.response_head.get(b"content-type") or b"", whole
+                )
                 if sight is Sight.FOREIGN:
                     return _foreign(f"answered 200 with {data[:40]!r}")
                 if sight is Sight.EARLY:
-                    attempt.announced = data
+                    attempt.withheld = data
                     return None
                 if sight is Sight.BLIND:
                     return data
@@ -83,7 +85,7 @@ class Judge:
 
     def others(self, exchange: Exchange, attempt: Attempt) -> list[Backend]:
         """Replicas that are left to try if this attempt fails."""
-        return self._serving.untried(exchange.prompt, (*exchange.tried, attempt.backend), exchange.model)
+        return self._eligible.remaining(exchange.prompt, (*exchange.tried, attempt.backend), exchange.model)
 
     def _unsettled(self, exchange: Exchange, attempt: Attempt, kind: str) -> bool:
         """Whether to ask another replica, now that this one has answered with an error. Else the client gets that."""
@@ -91,7 +93,7 @@ class Judge:
         if not settled(exchange.suspicions) and self.may_retry(exchange, attempt):
             return True
         if agree(exchange.suspicions):
-            attempt.held.add(NO_RETRY)
+            attempt.response_head.add(NO_RETRY)
         return False
 
 

@@ -12,8 +12,8 @@ from policies import UNTIMED, Asked, Decision, Demand, Router, Targets
 
 from ..errors import ApiError
 from .attempt import Attempt
+from .eligibility import TAKE_TRAFFIC, Eligibility
 from .responses import Responses
-from .serving import TAKE_TRAFFIC, Serving
 from .shadow import Seen, Shadows
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Asker(Protocol):
         """Replicas that it is not to get."""
 
     @property
-    def waiting(self) -> bool:
+    def needs_replica(self) -> bool:
         """Whether it still wants one."""
 
     def add_attempt(self, attempt: Attempt) -> None:
@@ -59,18 +59,23 @@ class Asker(Protocol):
 
 class Placing:
     def __init__(
-        self, serving: Serving, router: Router, responses: Responses, metrics: Metrics, shadows: Shadows | None = None
+        self,
+        eligible: Eligibility,
+        router: Router,
+        responses: Responses,
+        metrics: Metrics,
+        shadows: Shadows | None = None,
     ):
-        self.serving, self.router, self.responses = serving, router, responses
+        self.eligible, self.router, self.responses = eligible, router, responses
         self._metrics, self.shadows = metrics, shadows
         self.shared: SharedLedger | None = None  # with Redis
         self._found: list[Asker] | None = None  # while they are held back
 
-    def hold_back(self) -> None:
-        """Whoever gets a replica from now on goes on with `send_on`, when all have theirs."""
+    def begin_batch(self) -> None:
+        """Whoever gets a replica from now on goes on with `end_batch`, when all have theirs."""
         self._found = []
 
-    def send_on(self) -> None:
+    def end_batch(self) -> None:
         found, self._found = self._found, None
         for asker in found or ():
             asker.run_isolated(asker.placed)
@@ -106,7 +111,7 @@ class Placing:
 
     def _targets(self, asker: Asker) -> Targets:
         """With one alone where only that can do it."""
-        targets = self.serving.targets(asker.prompt, asker.tried, asker.model)
+        targets = self.eligible.targets(asker.prompt, asker.tried, asker.model)
         if asker.response is not None and (maker := self.responses.maker(asker.response)) is not None:
             return targets.only(maker) or targets
         return targets
@@ -121,7 +126,7 @@ class Placing:
             prompt = as_variant(prompt, placement.candidate.space)
         asker.add_attempt(
             Attempt(
-                self.serving.backends[placement.candidate.replica],
+                self.eligible.backends[placement.candidate.replica],
                 placement,
                 prompt,
                 prompt is not None and prompt.stream,
@@ -148,9 +153,9 @@ class Placing:
     ) -> None:
         """What the shared ledger answers; None: too late, or not at all, and the choice made here stands."""
         self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
-        waiting = asker.waiting  # else the client left meanwhile
+        waiting = asker.needs_replica  # else the client left meanwhile
         candidate = asked.candidates[decision.index if decision is not None else asked.choice.index]
-        backend = self.serving.backends.get(candidate.replica)
+        backend = self.eligible.backends.get(candidate.replica)
         there = (
             waiting and backend is not None and backend.candidate is candidate and backend.replica.state in TAKE_TRAFFIC
         )

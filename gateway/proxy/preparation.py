@@ -17,12 +17,12 @@ from ..prompt import Prompt
 from ..prompt.api.named import named_model
 from ..prompt.offload import TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS
+from .batcher import Batcher
+from .eligibility import Eligibility
 from .exchange import Exchange
 from .newcomers import Newcomers
 from .placing import Placing
-from .serving import Serving
 from .states import State
-from .together import Together
 
 if TYPE_CHECKING:
     from ..ops.metrics import Metrics
@@ -97,11 +97,11 @@ class LongPrompts:
 
 
 class Preparation:
-    def __init__(self, serving: Serving, placing: Placing, newcomers: Newcomers, metrics: Metrics):
-        self._serving, self._placing, self._newcomers, self._metrics = serving, placing, newcomers, metrics
-        self._models = serving.models
+    def __init__(self, eligible: Eligibility, placing: Placing, newcomers: Newcomers, metrics: Metrics):
+        self._eligible, self._placing, self._newcomers, self._metrics = eligible, placing, newcomers, metrics
+        self._models = eligible.models
         self.long = LongPrompts()
-        self._short = Together(self._together)
+        self._short = Batcher(self._together)
         self._unheard: set[asyncio.Task[None]] = set()
 
     def begin(self, exchange: Exchange) -> None:
@@ -126,7 +126,7 @@ class Preparation:
 
     def _named(self, exchange: Exchange, model: str | None) -> None:
         exchange.model = model
-        if model is not None and self._serving.unheard_of(model):
+        if model is not None and self._eligible.is_unknown(model):
             self._ask_anew(self._passed_on(exchange))
         else:
             exchange.prepared(None)
@@ -142,7 +142,7 @@ class Preparation:
 
     async def prompt(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
         """Of a request that is not sent from here. Raises ApiError, and whatever else goes wrong."""
-        models, adapters = self._models, self._serving.adapters
+        models, adapters = self._models, self._eligible.adapters
         if len(body) <= OFFLOAD_BYTES:
             try:
                 with event_loop:
@@ -157,7 +157,7 @@ class Preparation:
             prepared = [
                 (exchange, self._prepare(exchange)) for exchange in exchanges if exchange.state is not State.ENDED
             ]
-        self._placing.hold_back()
+        self._placing.begin_batch()
         try:
             for exchange, (prompt, seconds) in prepared:
                 if prompt is TAKES_LONG:
@@ -165,7 +165,7 @@ class Preparation:
                 else:
                     exchange.run_isolated(self._prepared, exchange, prompt, seconds, "prepare")
         finally:
-            self._placing.send_on()
+            self._placing.end_batch()
 
     def _beside(self, exchange: Exchange) -> None:
         """Others are answered meanwhile. Nothing is prepared if the client has left when its turn comes."""
@@ -189,7 +189,7 @@ class Preparation:
         session = request.header(b"x-session-id")
         try:
             prompt = self._models.prepare(
-                request.path, request.body, {"x-session-id": session} if session else None, self._serving.adapters
+                request.path, request.body, {"x-session-id": session} if session else None, self._eligible.adapters
             )
         except ApiError as error:
             # Its traceback holds this frame, and with it the request, until the garbage collector comes by.
@@ -214,7 +214,7 @@ class Preparation:
         metrics.stage_seconds.observe(stage, seconds)
         if prompt.mode == "load" and exchange.label not in NO_PREFILL:
             metrics.prompt_failures.inc(prompt.path)
-        if self._serving.unheard_of(prompt.model):
+        if self._eligible.is_unknown(prompt.model):
             self._ask_anew(self._anew(exchange, prompt))
         else:
             exchange.prepared(prompt)
@@ -222,7 +222,7 @@ class Preparation:
     async def _anew(self, exchange: Exchange, prompt: Prompt) -> None:
         """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""
         await self._newcomers.asked()
-        if self._serving.unheard_of(prompt.model):
+        if self._eligible.is_unknown(prompt.model):
             exchange.run_isolated(exchange.prepared, prompt)
         else:
             self._beside(exchange)

@@ -21,6 +21,7 @@ from ..http.downstream import Downstream
 from ..http.messages import Headers, Request
 from .backend import Backend
 from .conductor import Conductor
+from .eligibility import Eligibility
 from .exchange import Exchange
 from .forwarding import TokenIdForwarding
 from .heads import Added
@@ -31,7 +32,6 @@ from .placing import Placing
 from .preparation import Preparation
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
-from .serving import Serving
 from .settling import OnEnd, OnTraffic, Settling
 from .shadow import Shadows
 
@@ -71,17 +71,19 @@ class Proxy:
         self.models, self.router, self.metrics = models, router, metrics
         self.on_traffic = on_traffic
         self.allowed_paths = AllowedPaths(allow_paths)
-        self.serving = Serving(models, router, replicas)
-        self.backends = self.serving.backends
+        self.eligible = Eligibility(models, router, replicas)
+        self.backends = self.eligible.backends
         responses = Responses()
-        self.placing = Placing(self.serving, router, responses, metrics, Shadows(shadows, metrics) if shadows else None)
+        self.placing = Placing(
+            self.eligible, router, responses, metrics, Shadows(shadows, metrics) if shadows else None
+        )
         self.newcomers = Newcomers(ask_models)
-        self.preparation = Preparation(self.serving, self.placing, self.newcomers, metrics)
+        self.preparation = Preparation(self.eligible, self.placing, self.newcomers, metrics)
         self.forwarding = TokenIdForwarding(metrics, tokenize_once, self.backends, models.made_by)
         ended = on_end if traces is None else (traces.end, *on_end)
         self.settling = Settling(self.backends, router, metrics, self.forwarding, on_traffic, ended)
         self.conductor = Conductor(
-            self.placing, Judge(self.serving, self.settling, retries), self.settling, self.forwarding, responses, metrics,
+            self.placing, Judge(self.eligible, self.settling, retries), self.settling, self.forwarding, responses, metrics,
             Added(response_headers, cached_tokens_header),
             retries=retries, request_timeout=request_timeout, idle_timeout=idle_timeout, traces=traces,
         )  # fmt: skip
@@ -115,7 +117,7 @@ class Proxy:
 
     def changed(self) -> None:
         """Some replica's state, models or space changed."""
-        self.serving.changed()
+        self.eligible.changed()
         self.forwarding.look()
 
     def waited(self, replica: str, now: float) -> float:
@@ -139,7 +141,7 @@ class Proxy:
         if (
             local is not None
             and request.method in ("GET", "HEAD")
-            and (self.serving.names or local != self._list_models)
+            and (self.eligible.names or local != self._list_models)
         ):
             local(client, request)
             return
@@ -207,12 +209,12 @@ class Proxy:
                 "id": name, "object": "model", "created": 0, "owned_by": "hitherto", "root": parent or name, "parent": parent,
                 "max_model_len": max(self.models.contexts.get(name, ()), default=None),
             }
-            for name, parent in sorted(self.serving.names.items())
+            for name, parent in sorted(self.eligible.names.items())
         ]  # fmt: skip
         client.reply(200, orjson.dumps({"object": "list", "data": data}), JSON)
 
     def _health(self, client: Downstream, request: Request) -> None:
-        ready = bool(self.serving.of_model(None)) and not self.draining
+        ready = bool(self.eligible.ready_for(None)) and not self.draining
         client.reply(
             200 if ready else 503, b"" if ready else error_body("", 503, "no replica is ready"), [] if ready else JSON
         )

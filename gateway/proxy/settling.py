@@ -14,12 +14,12 @@ from policies import Placement, Router, hittable
 
 from .answers import Usage, error_status, read_usage, speaks_api
 from .attempt import TAIL, TAIL_BYTES, Attempt
+from .batcher import Batcher
 from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, Suspicion, agree
 from .drift import TOLERATED
 from .exchange import Exchange
 from .forwarding import TokenIdForwarding
 from .retries import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, FULL, RETRYABLE, UNCONFIRMED
-from .together import Together
 
 if TYPE_CHECKING:
     from ..errors import ApiError
@@ -63,7 +63,7 @@ class Settling:
         or "reconnect": a kept connection broke."""
         self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
         self.on_traffic, self._on_end = on_traffic, on_end
-        self.complete: Together[Exchange] = Together(self._settle_all)
+        self.complete: Batcher[Exchange] = Batcher(self._settle_all)
         self.held_up_at = 0.0  # the last time at which the event loop went on after it had been held up
 
     # --- failures
@@ -299,4 +299,4 @@ def _is_foreign(label: str, attempt: Attempt, tail: bytes, usage: Usage) -> bool
         or label not in STREAMING_APIS
     ):
         return False
-    return not speaks_api(tail, attempt.pieces <= TAIL) and attempt.held.get(b"content-encoding") is None
+    return not speaks_api(tail, attempt.pieces <= TAIL) and attempt.response_head.get(b"content-encoding") is None

@@ -87,7 +87,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {
 }
 
 
-class Leg(Enum):
+class AttemptState(Enum):
     """States of an attempt."""
 
     CONNECTING = "connecting"  # a replica is chosen and reserved, no connection yet
@@ -98,7 +98,7 @@ class Leg(Enum):
     __hash__ = object.__hash__
 
 
-class Turn(Enum):
+class AttemptEvent(Enum):
     """Events in an attempt."""
 
     CONNECTED = "connected"
@@ -110,8 +110,8 @@ class Turn(Enum):
     __hash__ = object.__hash__
 
 
-L, T = Leg, Turn
-LEGS: dict[tuple[Leg, Turn], Leg] = {
+L, T = AttemptState, AttemptEvent
+ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
     (L.CONNECTING, T.CONNECTED): L.AWAITING,
     (L.CONNECTING, T.FAILED): L.ENDED,
     (L.CONNECTING, T.DROPPED): L.ENDED,

@@ -474,7 +474,7 @@ async def test_a_stream_that_fails_in_any_shape_is_tried_elsewhere(name, pieces)
         await eventually(
             lambda: (
                 begun.is_set()
-                or any(x.attempt is not None and x.attempt.announced for x in s.proxy.exchanges)
+                or any(x.attempt is not None and x.attempt.withheld for x in s.proxy.exchanges)
                 or not s.proxy.exchanges
             )
         )
@@ -496,7 +496,7 @@ async def test_an_error_behind_what_only_announces_an_answer_is_tried_elsewhere(
     async def until_it_is_held_back():
         await eventually(
             lambda: (
-                any(x.attempt is not None and x.attempt.announced for x in s.proxy.exchanges) or not s.proxy.exchanges
+                any(x.attempt is not None and x.attempt.withheld for x in s.proxy.exchanges) or not s.proxy.exchanges
             )
         )
 
@@ -514,7 +514,7 @@ async def test_pings_reach_a_client_that_waits_for_long_and_are_no_first_token()
         (backend,) = s.proxy.backends.values()
         talk = await s.talk()
         await talk.say(post(body_for(b"/v1/chat/completions")))
-        await eventually(lambda: any(x.attempt is not None and x.attempt.announced for x in s.proxy.exchanges))
+        await eventually(lambda: any(x.attempt is not None and x.attempt.withheld for x in s.proxy.exchanges))
         (exchange,) = s.proxy.exchanges
         s.proxy.sweep(exchange.attempt.sent_at + 29)
         assert exchange.unanswered

@@ -79,7 +79,7 @@ async def test_a_model_whose_only_replica_is_away_is_not_unknown():
             assert (await talk.response())[0] == status
         s.proxy.remove(away.id)
         await talk.say(post(BODY.replace(b'"m"', b'"away"')))
-        assert (await talk.response())[0] == 404 and s.proxy.serving.names == other.replica.models
+        assert (await talk.response())[0] == 404 and s.proxy.eligible.names == other.replica.models
 
 
 async def test_stream_bytes_pass_untouched_chunk_framing_included():
@@ -280,7 +280,7 @@ async def test_names_that_clients_make_up_are_not_kept():
             await talk.say(post(json.dumps({"model": f"{i}" + "x" * 100_000, "messages": []}).encode()))
             status, _, body = await talk.response()
             assert status == 404 and len(body) < 1000
-        assert set(s.proxy.serving._of_model) <= {None, "m"}
+        assert set(s.proxy.eligible._ready) <= {None, "m"}
 
 
 @pytest.mark.parametrize("target", [b"/v1/messages", b"http://gateway.example/v1/messages"])
@@ -322,7 +322,7 @@ async def test_blocks_in_a_slower_tier_reach_the_policy_for_that_request_only():
         proxy.router.map.store(slow.slot, prompt.hashes, keys, "cpu")
 
         def candidates_for(prompt):
-            return proxy.router.ask(proxy.placing.demand(prompt, 0.0), proxy.serving.targets(prompt), 0.0).candidates
+            return proxy.router.ask(proxy.placing.demand(prompt, 0.0), proxy.eligible.targets(prompt), 0.0).candidates
 
         candidates = candidates_for(prompt)
         size = proxy.models.pipelines[0].block_size

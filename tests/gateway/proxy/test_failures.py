@@ -101,7 +101,7 @@ async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state,
         s.proxy.changed()
         talk = await s.talk()
         await talk.say(post())
-        await eventually(lambda: any(x.attempt is not None and x.attempt.held for x in s.proxy.exchanges))
+        await eventually(lambda: any(x.attempt is not None and x.attempt.response_head for x in s.proxy.exchanges))
         (exchange,) = s.proxy.exchanges
         assert (
             s.proxy.waited(ill.id, exchange.attempt.sent_at + 3) == 3

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway.ops.metrics import Metrics
 from gateway.proxy import shadow
 from gateway.proxy.shadow import Shadows, told
-from gateway.proxy.states import Leg
+from gateway.proxy.states import AttemptState
 from policies import NAMES, Candidate, Choice, CostGroup, Demand, Load, make
 
 from ..http.talk import eventually
@@ -131,7 +131,7 @@ async def test_shadows_are_asked_when_the_request_is_on_its_way_and_act_on_nothi
             assert (await talk.response())[0] == 200
         # the first two open a connection to a replica of their own; the others find it open and are sent in the same
         # step
-        assert len(watched.states) == 6 and set(watched.states[2:]) == {Leg.AWAITING}
+        assert len(watched.states) == 6 and set(watched.states[2:]) == {AttemptState.AWAITING}
         await eventually(s.idle)
         assert sorted(s.metrics.replica_requests.values.values()) == [3, 3]
         assert s.metrics.shadow_decisions.values == {

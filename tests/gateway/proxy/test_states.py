@@ -1,7 +1,7 @@
 """The tables of an exchange and of its attempts, on their own."""
 
-from gateway.proxy.conductor import DO
-from gateway.proxy.states import LEGS, TRANSITIONS, Action, Event, Leg, State, Turn
+from gateway.proxy.conductor import ACTIONS
+from gateway.proxy.states import ATTEMPT_TRANSITIONS, TRANSITIONS, Action, AttemptEvent, AttemptState, Event, State
 
 
 def reached(first, steps):
@@ -17,19 +17,21 @@ def reached(first, steps):
 
 def test_every_state_is_reached_and_every_exchange_can_end():
     assert reached(State.PREPARING, [(before, after) for (before, _), (after, _) in TRANSITIONS.items()]) == set(State)
-    assert reached(Leg.CONNECTING, [(before, after) for (before, _), after in LEGS.items()]) == set(Leg)
+    assert reached(
+        AttemptState.CONNECTING, [(before, after) for (before, _), after in ATTEMPT_TRANSITIONS.items()]
+    ) == set(AttemptState)
 
 
 def test_nothing_follows_the_end():
     assert not [key for key in TRANSITIONS if key[0] is State.ENDED]
-    assert not [key for key in LEGS if key[0] is Leg.ENDED]
+    assert not [key for key in ATTEMPT_TRANSITIONS if key[0] is AttemptState.ENDED]
 
 
 def test_a_client_that_leaves_ends_every_state():
     for state in set(State) - {State.ENDED}:
         assert TRANSITIONS[state, Event.GONE] == (State.ENDED, Action.ABANDON)
-    for leg in set(Leg) - {Leg.ENDED}:
-        assert LEGS[leg, Turn.DROPPED] is Leg.ENDED
+    for leg in set(AttemptState) - {AttemptState.ENDED}:
+        assert ATTEMPT_TRANSITIONS[leg, AttemptEvent.DROPPED] is AttemptState.ENDED
 
 
 def test_nothing_is_retried_once_the_client_has_a_byte():
@@ -41,4 +43,4 @@ def test_nothing_is_retried_once_the_client_has_a_byte():
 
 
 def test_every_action_is_done():
-    assert set(DO) == set(Action) == {action for _, action in TRANSITIONS.values()}
+    assert set(ACTIONS) == set(Action) == {action for _, action in TRANSITIONS.values()}

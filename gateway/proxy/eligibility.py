@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TAKE_TRAFFIC = (State.READY, State.DEGRADED)  # the second only for want of the first
 
 
-class Serving:
+class Eligibility:
     """`replicas`: all that are known, for the words of a 503. `backends` are those that were ready once."""
 
     def __init__(self, models: Models, router: Router, replicas: Mapping[str, Replica]):
@@ -29,13 +29,13 @@ class Serving:
         self.names: dict[str, str | None] = {}  # every served name, with the base model of an adapter
         self.adapters: frozenset[str] = frozenset()
         self._served: dict[str, frozenset[str]] = {}  # by replica: the names it told last, also while it is away
-        self._of_model: dict[str | None, Targets] = {}
+        self._ready: dict[str | None, Targets] = {}
         self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
 
     def changed(self) -> None:
         """Some replica's state, models or space changed: who may serve what is found anew."""
         self.models.refresh()
-        self._of_model.clear()
+        self._ready.clear()
         self._with_room.clear()
         self.names = {name: parent for backend in self._taking(None) for name, parent in backend.replica.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
@@ -45,27 +45,27 @@ class Serving:
     def targets(self, prompt: Prompt | None, tried: tuple[Backend, ...] = (), named: str | None = None) -> Targets:
         """Who may get it now. Raises ApiError when nobody can. `named`: the model of a request without prompt."""
         model = (prompt.model if prompt is not None else named) or None
-        targets = self.of_model(model)
+        targets = self.ready_for(model)
         if not targets:
             raise self._nobody(model)
         if tried:
-            targets = Targets([backend.candidate for backend in self.untried(prompt, tried, named)])
+            targets = Targets([backend.candidate for backend in self.remaining(prompt, tried, named)])
             if not targets:
                 raise ApiError(503, "no replica is left to try")
         elif prompt is not None and self.models.differ_in_context(model):
             targets = self._roomy(model, self._least_context(model, prompt))
         return targets
 
-    def of_model(self, model: str | None) -> Targets:
+    def ready_for(self, model: str | None) -> Targets:
         """The ready replicas; degraded ones only if none is ready."""
-        found = self._of_model.get(model)
+        found = self._ready.get(model)
         if found is None:
             found = self._router.targets([backend.candidate for backend in self._taking(model)])
             if model is None or model in self.names:  # a client may ask for any name; those are not kept
-                self._of_model[model] = found
+                self._ready[model] = found
         return found
 
-    def untried(self, prompt: Prompt | None, tried: tuple[Backend, ...], named: str | None = None) -> list[Backend]:
+    def remaining(self, prompt: Prompt | None, tried: tuple[Backend, ...], named: str | None = None) -> list[Backend]:
         """Replicas that a request may go to next: ready ones, and degraded ones once all ready ones have failed it."""
         model = (prompt.model if prompt is not None else named) or None
         found = self._taking(model, tried)
@@ -74,7 +74,7 @@ class Serving:
             found = [backend for backend in found if self.models.has_room(backend.id, least)]
         return found
 
-    def unheard_of(self, model: str) -> bool:
+    def is_unknown(self, model: str) -> bool:
         """Replicas are ready and have told their models, and this is none of them."""
         known = model in self.names or not (model and self.names) or self._is_away(model)
         return not known and not self._taking(model)

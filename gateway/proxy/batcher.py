@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 MOST = 12
 
 
-class Together(Generic[Item]):
+class Batcher(Generic[Item]):
     """Items that are worked on by the dozen, so that of several stages each can be done for all before the next one.
 
     A busy loop wakes up to a dozen requests. From the socket to the socket, one by one, each finds the kernel's code

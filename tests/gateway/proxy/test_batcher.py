@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from gateway.prompt.pipeline import OFFLOAD_BYTES, Pipeline
-from gateway.proxy import together
-from gateway.proxy.together import Together
+from gateway.proxy import batcher
+from gateway.proxy.batcher import Batcher
 
 from ..http.talk import eventually
 from .replies import answers, post
@@ -24,7 +24,7 @@ async def turn() -> None:
 
 async def test_what_comes_in_one_turn_is_given_in_its_order_and_once():
     given = []
-    work = Together(given.append)
+    work = Batcher(given.append)
     work.add("a")
     work.add("b")
     assert given == []
@@ -36,9 +36,9 @@ async def test_what_comes_in_one_turn_is_given_in_its_order_and_once():
 
 
 async def test_many_are_given_in_parts_between_which_others_have_their_turn(monkeypatch):
-    monkeypatch.setattr(together, "MOST", 2)
+    monkeypatch.setattr(batcher, "MOST", 2)
     seen = []
-    work = Together(seen.append)
+    work = Batcher(seen.append)
     for item in range(5):
         work.add(item)
     for _ in range(4):
@@ -48,7 +48,7 @@ async def test_many_are_given_in_parts_between_which_others_have_their_turn(monk
 
 
 async def test_work_that_fails_leaves_the_rest_to_be_done(monkeypatch):
-    monkeypatch.setattr(together, "MOST", 1)
+    monkeypatch.setattr(batcher, "MOST", 1)
     done, failed = [], []
 
     def work(items: list[int]) -> None:
@@ -57,7 +57,7 @@ async def test_work_that_fails_leaves_the_rest_to_be_done(monkeypatch):
         done.extend(items)
 
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context["exception"]))
-    both = Together(work)
+    both = Batcher(work)
     both.add(0)
     both.add(1)
     await turn()

@@ -135,7 +135,7 @@ def count(proxy, loads: list[bytes]) -> None:
     for prompt in prompts:
         cachemap.match(prompt.hashes, 1000.0)
     ask(DUMP_AT, b"match")
-    demand, candidates, *_ = proxy.router.ask(
+    demand, candidates, *_ = proxy.router.evaluate(
         proxy.placing.demand(prompts[-1], 1000.0), proxy.eligible.targets(prompts[-1]), 1000.0
     )
     ask(ZERO)

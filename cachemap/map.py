@@ -87,6 +87,7 @@ class CacheMap:
         self._replicas: list[_Replica | None] = []
         self._live: list[tuple[int, _Replica]] = []
         self._modelled: list[tuple[int, EngineModel]] = []
+        self._observed = False
         self._last: tuple[Sequence[int], list[int]] = ([], [])
 
     def attach(self, name: str, capacity_blocks: int | None, observed: bool) -> int:
@@ -121,6 +122,7 @@ class CacheMap:
         """After a change of replicas: who is there how, and their shares of the chain budget."""
         self._live = [(slot, replica) for slot, replica in enumerate(self._replicas) if replica]
         self._modelled = [(slot, one.model) for slot, one in self._live if not one.observed]
+        self._observed = len(self._modelled) < len(self._live)  # only of these anything is predicted
         most = self._chain_budget // BYTES_PER_BLOCK // max(len(self._live), 1)
         self._routed.most = most * (len(self._live) - len(self._modelled)) // 2  # two generations
         for _, replica in self._live:
@@ -132,7 +134,7 @@ class CacheMap:
         found = gpu.prefix(hashes)
         confirmed = gpu.reach(found, len(self._replicas))
         held = confirmed.copy()
-        if self._routed:
+        if self._observed and self._routed:
             for slot, reach in self._routed.reach(hashes, now, confirmed).items():
                 while reach < found.count and gpu.holds(slot, found.number(reach)):
                     reach += 1  # confirmed again after what is predicted

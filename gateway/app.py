@@ -58,6 +58,7 @@ class Gateway:
         self.fleet = Fleet(
             self._inflight,
             self._waited,
+            self._hear,
             drain_timeout=settings.drain_timeout_s,
             model=settings.served_model_name,
             authorities=settings.replica_ca,
@@ -175,12 +176,15 @@ class Gateway:
     def _inflight(self, replica: str) -> int:
         return self.ledger.own(replica)[0]
 
+    def _hear(self) -> None:
+        self.proxy.settling.tell_answers()
+
     def _waited(self, replica: str) -> float:
         return self.proxy.waited(replica, monotonic())
 
-    def traffic(self, replica: str, fault: str | None) -> None:
+    def traffic(self, replica: str, fault: str | None, count: int) -> None:
         if fault is None:
-            self.fleet.succeeded(replica)
+            self.fleet.succeeded(replica, count)
         elif fault == "reconnect":
             self.fleet.look(replica)
         elif fault == UNCONFIRMED:

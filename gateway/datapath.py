@@ -121,7 +121,7 @@ async def explain(settings: Settings, proxy: Proxy, path: str, body: bytes, head
 
     prompt = await proxy.preparation.prompt(path, body, headers)
     now = monotonic()
-    asked = proxy.router.ask(proxy.placing.demand(prompt, now), proxy.eligible.targets(prompt), now, explain=True)
+    asked = proxy.router.evaluate(proxy.placing.demand(prompt, now), proxy.eligible.targets(prompt), now, explain=True)
     return describe(settings.policy, prompt, asked)
 
 

@@ -26,6 +26,7 @@ from .model import folder_here, model_dir
 from .ops.comparison import TokenizerComparison
 from .prompt import Prompt
 from .prompt.api.fields import parse
+from .prompt.offload import event_loop
 from .prompt.pipeline import PATHS, PREFIX_BYTES, Pipeline
 from .prompt.quirks import VersionQuirks
 from .prompt.tokens.model import ModelError, contents
@@ -182,6 +183,7 @@ class Models:
         first, *others = self.routes(request.get("model"))
         prompt = first.pipeline.prepare_parsed(path, body, request, unusual, headers, adapters)
         for other in others:
+            event_loop.begin_prompt()
             prompt.also = other.pipeline.prepare_parsed(path, body, request, unusual, headers, adapters)
         return prompt
 

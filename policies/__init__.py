@@ -8,7 +8,7 @@ from .costs import CostGroup, Costs
 from .ledger import Ledger, Reservation
 from .load import UNTIMED, Load
 from .roster import Roster
-from .router import Asked, Decision, Placement, PrefixMap, Router, Targets
+from .router import Decision, Evaluation, Placement, PrefixMap, Router, Targets
 from .rules.consistent_hash import ConsistentHash
 from .rules.least_cost import Cost
 from .rules.least_load import LeastLoad
@@ -40,7 +40,6 @@ __all__ = [
     "DEFAULT",
     "NAMES",
     "UNTIMED",
-    "Asked",
     "Candidate",
     "Choice",
     "Cost",
@@ -48,6 +47,7 @@ __all__ = [
     "Costs",
     "Decision",
     "Demand",
+    "Evaluation",
     "Ledger",
     "Load",
     "Placement",

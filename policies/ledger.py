@@ -26,33 +26,47 @@ _WINDOW = 16
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """One request's share of a replica's load. `before` is the load it met, without itself, and `at` when that was."""
+    """One request's share of a replica's load. `met`: the figures of the load that it met, without itself, in their
+    order; `at`: when that was."""
 
     replica: str
     load: Load
-    before: Load
+    met: tuple[float, ...]
     uncached: int
     tokens: int
     at: float = UNTIMED
     stage: str = "prefill"  # then "decode", then "done"
 
+    @property
+    def before(self) -> Load:
+        """The load that it met, for whoever asks: most requests end without."""
+        return Load(*self.met)  # type: ignore[arg-type]  # the figures are of two types
+
 
 class Ledger:
     """The load of this gateway's requests, and beside it what is known of other gateways' (`others`); a
     `Load` has the sum. `moved`, if set, hears of every change of this gateway's own part; `changes` has the names of
-    replicas whose `Load` changed in any way."""
+    replicas whose `Load` changed in any way, once somebody follows them."""
 
     def __init__(self) -> None:
         self._loads: dict[str, Load] = {}
         self._others: dict[str, tuple[int, ...]] = {}
         self._leaving: list[tuple[str, Load]] = []  # replicas removed while requests were still on them
-        self._weight = 1.0  # of the latest choice
+        self._weight, self._growth = 1.0, 1.0  # of the latest choice, and how much heavier the next one is
         self.moved: Callable[..., None] | None = None
-        self.changes: Changes[str] = Changes()
+        self.changes: Changes[str] | None = None
+
+    def follow(self) -> Changes[str]:
+        """The changes from now on. A fleet that nobody keeps arrays of has none to tell, three times a request."""
+        if self.changes is None:
+            self.changes = Changes()
+        return self.changes
 
     def add(self, replica: str) -> Load:
         """The replica's load; the same object until `remove`."""
-        return self._loads.setdefault(replica, Load())
+        load = self._loads.setdefault(replica, Load())
+        self._regrow()
+        return load
 
     def remove(self, replica: str) -> None:
         """Forget a replica. Requests still on it settle against its old load."""
@@ -60,6 +74,7 @@ class Ledger:
         self._others.pop(replica, None)
         if (load := self._loads.pop(replica, None)) is not None:
             self._leaving.append((replica, load))
+            self._regrow()
         self._leaving = [one for one in self._leaving if one[1].requests]
 
     def load(self, replica: str) -> Load:
@@ -89,12 +104,14 @@ class Ledger:
         if stepped or load.since == FAR:
             load.timed(now if stepped else None)
         self._others[replica] = counts
-        self.changes.tell(replica)
+        if self.changes is not None:
+            self.changes.tell(replica)
 
     def scraped(self, replica: str, waiting: int | None, kv_usage: float | None) -> None:
         """What the engine says of itself, see `Load.scraped`."""
         self._loads[replica].scraped(waiting, kv_usage)
-        self.changes.tell(replica)
+        if self.changes is not None:
+            self.changes.tell(replica)
 
     def reserve(
         self, replica: str, uncached: int, tokens: int, counted: bool = False, now: float | None = None
@@ -102,29 +119,48 @@ class Ledger:
         """Count a request of `tokens` prompt tokens, `uncached` of which must be computed. `counted`: where
         `moved` would tell of it, it is known already."""
         load = self._loads[replica]
-        reservation = Reservation(replica, load, load.copy(), uncached, tokens, UNTIMED if now is None else now)
+        met = (
+            load.requests,
+            load.prefilling,
+            load.prefill_tokens,
+            load.decoding,
+            load.context_tokens,
+            load.waiting,
+            load.kv_usage,
+            load.capacity_tokens,
+            load.since,
+            load.begun,
+            load.begun_tokens,
+            load.recent,
+        )
+        reservation = Reservation(replica, load, met, uncached, tokens, UNTIMED if now is None else now)
         alone = not load.prefilling
-        self._chosen(load)
+        self._weight *= self._growth  # heavier choices instead of fading old ones: one figure changes, not all
+        load.recent += self._weight
+        if self._weight > 1e100:
+            self._rescale()
         load.requests += 1
         load.prefilling += 1
         load.prefill_tokens += uncached
         if alone or load.since == FAR:
             load.timed(now if alone else None)
-        self.changes.tell(replica)
+        if self.changes is not None:
+            self.changes.tell(replica)
         if self.moved is not None and not counted:
             self.moved(replica, (1, 1, uncached, 0, 0))
         return reservation
 
-    def _chosen(self, load: Load) -> None:
-        """Heavier choices instead of fading old ones: one replica's figure changes, not all."""
-        self._weight *= 1.0 + 1.0 / (_WINDOW * len(self._loads))
-        load.recent += self._weight
-        if self._weight > 1e100:
-            for one in self._loads.values():
-                one.recent = round(one.recent / self._weight, 30)  # to nothing, before it is too small to divide by
-            for name in self._loads:
-                self.changes.tell(name)
-            self._weight = 1.0
+    def _regrow(self) -> None:
+        """There are more replicas, or fewer, over which choices are weighed."""
+        self._growth = 1.0 + 1.0 / (_WINDOW * max(1, len(self._loads)))
+
+    def _rescale(self) -> None:
+        """Divide the weights of all choices, before they overflow."""
+        for replica, load in self._loads.items():
+            load.recent = round(load.recent / self._weight, 30)  # to nothing, before it is too small to divide by
+            if self.changes is not None:
+                self.changes.tell(replica)
+        self._weight = 1.0
 
     def first_byte(self, reservation: Reservation, now: float | None = None) -> None:
         """Its prefill is done; it decodes from now on."""
@@ -137,7 +173,8 @@ class Ledger:
         load.decoding += 1
         load.context_tokens += tokens
         load.timed(now)
-        self.changes.tell(reservation.replica)
+        if self.changes is not None:
+            self.changes.tell(reservation.replica)
         if self.moved is not None:
             self.moved(reservation.replica, (0, -1, -uncached, 1, tokens))
 
@@ -160,7 +197,8 @@ class Ledger:
             load.decoding -= 1
             load.context_tokens -= reservation.tokens
             change = (-1, 0, 0, -1, -reservation.tokens)
-        self.changes.tell(reservation.replica)
+        if self.changes is not None:
+            self.changes.tell(reservation.replica)
         if self.moved is not None:
             self.moved(reservation.replica, change)
 

@@ -9,6 +9,9 @@ from math import inf
 FAR = 1e12
 UNTIMED = -FAR  # the time of what is asked without a clock: of what is queued, nothing is done yet
 
+# Fields of a `Load` that are all 0 where the first of them is: no prompts have no tokens, no streams no context.
+ZERO_TOGETHER = (("prefilling", "prefill_tokens", "begun", "begun_tokens"), ("decoding", "context_tokens"))
+
 
 @dataclass(slots=True)
 class Load:
@@ -28,7 +31,7 @@ class Load:
     recent: float = 0.0  # choices that fell on it, the later the heavier: what counts is its share of all replicas' sum
 
     def copy(self) -> Load:
-        """As it is now. `dataclasses.replace` takes five times as long, once a request."""
+        """As it is now. `dataclasses.replace` takes five times as long."""
         return Load(
             self.requests,
             self.prefilling,

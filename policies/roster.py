@@ -21,7 +21,7 @@ class Roster(Sequence[Candidate]):
 
     def __init__(self, candidates: Sequence[Candidate], ledger: Ledger, group: CostGroup) -> None:
         self._candidates = list(candidates)
-        self._changes = ledger.changes, group.changes
+        self._changes = ledger.follow(), group.follow()
         self._row_by_replica = {one.replica: row for row, one in enumerate(candidates)}
         self._row_by_costs = {one.costs: row for row, one in enumerate(candidates)}
         self._heard = -1, -1

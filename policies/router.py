@@ -90,7 +90,7 @@ class Held(NamedTuple):
     match: Match | None
 
 
-class Asked(NamedTuple):
+class Evaluation(NamedTuple):
     """What the policy would do with a request by the loads known here. Nothing is done yet. `overlap`: prompt tokens
     that the candidate it chose holds."""
 
@@ -125,7 +125,7 @@ class Placement:
     expects: bool = False  # whether the map was told that its blocks will be there
 
     @property
-    def held(self) -> int:
+    def cached_blocks(self) -> int:
         """Blocks."""
         return self.overlap // self.demand.block_size
 
@@ -191,7 +191,7 @@ class Router:
         alike = len(candidates) >= MANY and len({(one.space, one.costs.group) for one in candidates}) == 1
         return Targets(candidates, Roster(candidates, self.ledger, candidates[0].costs.group) if alike else None)
 
-    def rest(self, now: float) -> None:
+    def decay_idle_costs(self, now: float) -> None:
         """Move the learned costs of replicas that got no request for PASSED_OVER_SECONDS, while others did, towards
         those of the others, so that they are tried again. Called a few times a second."""
         elapsed, self._rested_at = max(0.0, min(now - self._rested_at, 1.0)), now
@@ -211,19 +211,19 @@ class Router:
     # --- a request is placed
 
     def place(self, demand: Demand, targets: Targets, now: float) -> Placement:
-        return self.take(self.ask(demand, targets, now), now)
+        return self.commit(self.evaluate(demand, targets, now), now)
 
-    def ask(self, demand: Demand, targets: Targets, now: float, explain: bool = False) -> Asked:
-        """What would be done; asked again at once it is the same."""
+    def evaluate(self, demand: Demand, targets: Targets, now: float, explain: bool = False) -> Evaluation:
+        """What would be done. Evaluated again at once it is the same."""
         spaces = None if targets.space == demand.space else self._weigh_spaces(demand, targets, now)
         candidates = self.weighed(demand, targets, now) if spaces is None else targets.candidates
         choice = self.policy.choose(demand, candidates, explain)
-        return Asked(demand, candidates, choice, candidates[choice.index].overlap, spaces)
+        return Evaluation(demand, candidates, choice, candidates[choice.index].overlap, spaces)
 
-    def take(self, asked: Asked, now: float, decision: Decision | None = None) -> Placement:
+    def commit(self, evaluation: Evaluation, now: float, decision: Decision | None = None) -> Placement:
         """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was
         made by the load of all gateways, of the same candidates."""
-        demand, candidates, choice, overlap, spaces = asked
+        demand, candidates, choice, overlap, spaces = evaluation
         if decision is None:
             candidate = candidates[choice.index]
             reservation = self.ledger.reserve(
@@ -244,20 +244,15 @@ class Router:
             placed, overlap = _in_space(candidate, spaces, demand)
         placement = Placement(candidate, placed, overlap, reservation, now)
         try:
-            self._tell(placement)
+            if placed.hashes and (candidate.rank_paths is None or placed.path in candidate.rank_paths):
+                placement.expects = True  # its blocks will be on this replica for certain
+                self.map.expect(candidate.slot, placed.hashes, now)
             if self._placed is not None:
                 self._placed(demand, candidates, choice)
         except BaseException:  # nobody could release what nobody has
             self.ledger.release(reservation)
             raise
         return placement
-
-    def _tell(self, placement: Placement) -> None:
-        """Let the map expect its blocks, where they will be on this replica for certain."""
-        candidate, demand = placement.candidate, placement.demand
-        if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
-            placement.expects = True
-            self.map.expect(candidate.slot, demand.hashes, placement.at)
 
     def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
         """Up to `most` replicas, in the order in which they would be tried."""
@@ -336,14 +331,14 @@ class Router:
             candidate.costs.observe_itl(per_token, load.decoding, load.context_tokens)
         self._release(placement)
         if reported is not None and demand.hashes and candidate.slot >= 0:
-            self.map.learn(candidate.slot, demand.hashes, placement.held, reported // demand.block_size)
+            self.map.learn(candidate.slot, demand.hashes, placement.cached_blocks, reported // demand.block_size)
 
     def abandon(self, placement: Placement, computed: bool = True) -> None:
         """It has ended otherwise. Unless it was `computed`, its blocks are not going to be there."""
         self._release(placement)
         if not computed and placement.expects and placement.candidate.slot >= 0:
             placement.expects = False
-            self.map.take_back(placement.candidate.slot, placement.demand.hashes, placement.held, placement.at)
+            self.map.take_back(placement.candidate.slot, placement.demand.hashes, placement.cached_blocks, placement.at)
 
     def _release(self, placement: Placement) -> None:
         reservation = placement.reservation

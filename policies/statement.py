@@ -27,8 +27,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 REQUEST, STANDING, OVERLAP = 1, 2, 4  # kinds; an expression has those of all its symbols
-_CALLS = ("min", "max", "abs")
-_WORTH_A_BRANCH = 8  # parts that a branch may leave out
+_CALLS: dict[str, Callable[..., float]] = {"min": min, "max": max, "abs": abs}
+_WORTH_A_BRANCH = 8  # parts that it leaves out
 
 
 class Expression:
@@ -92,7 +92,7 @@ def _number(value: Any) -> Expression:
 def _operate(op: str, one: Any, other: Any) -> Expression:
     left, right = _number(one), _number(other)
     a, b = (part.parts[0] if part.op == "number" else None for part in (left, right))
-    if op == "*" and (a == 0 or b == 0):
+    if (op == "*" and (a == 0 or b == 0)) or (op == "/" and a == 0):
         return _number(0.0)
     if (op == "*" and a == 1) or (op == "+" and a == 0):
         return right
@@ -107,7 +107,10 @@ def _call(op: str) -> Callable[..., Expression]:
     def call(*parts: Any) -> Expression:
         if len(parts) != (1 if op == "abs" else 2):
             raise TypeError(f"{op} of {len(parts)} numbers: a statement has min and max of two, abs of one")
-        return Expression.of(op, *map(_number, parts))
+        numbers = [*map(_number, parts)]
+        if all(number.op == "number" for number in numbers):
+            return _number(_CALLS[op](*[number.parts[0] for number in numbers]))
+        return Expression.of(op, *numbers)
 
     return call
 
@@ -136,64 +139,46 @@ class Text:
     """Expressions in some language. What is used more than once is assigned to a local variable first, in `lines`; what
     needs nothing but REQUEST symbols, in `request_lines`, for whoever evaluates the rest for many replicas.
 
-    In Python, what only a product with `min(1, symbol)` needs is left out where that symbol is 0: a replica that
-    computes no prompts costs a fifth less time.
+    `known`: variables that have the values of some expressions already. With these, nothing goes to `request_lines`.
     """
 
     def __init__(
-        self, roots: Sequence[Expression], assign: str = "{} = {}", calls: Mapping[str, str] | None = None
+        self,
+        roots: Sequence[Expression],
+        assign: str = "{} = {}",
+        calls: Mapping[str, str] | None = None,
+        known: Mapping[Expression, str] | None = None,
     ) -> None:
         self._assign, self._calls = assign, calls
-        self._names: dict[Expression, str] = {}
+        self._names = dict(known or {})
+        self._for_request = known is None
         self.request_lines: list[str] = []
         self.lines: list[str] = []
-        used: Counter[Expression] = Counter()
-        for root in roots:
-            self._count(root, used)
-        self._gated: dict[Expression, Expression] = {}  # products, and the symbol without which each is 0
-        hidden: set[Expression] = set()
-        for node in used if calls is None else ():
-            if (gate := _gate(node)) is not None and len(alone := _alone_in(node, used)) >= _WORTH_A_BRANCH:
-                self._gated[node] = gate
-                hidden |= alone
-        for node in used:  # parts come before what they are part of
-            if node not in hidden and self._deserves_a_name(node, used[node]):
+        for node, uses in _uses(roots).items():  # parts come before what they are part of
+            if self._deserves_a_name(node, uses):
                 self._name(node)
 
-    def _deserves_a_name(self, node: Expression, uses: int) -> bool:
+    @property
+    def request_names(self) -> dict[Expression, str]:
+        """The variables that `request_lines` assign."""
+        return {node: name for node, name in self._names.items() if node.kind == REQUEST}
+
+    @staticmethod
+    def _deserves_a_name(node: Expression, uses: int) -> bool:
         if node.op == "symbol":
             return uses > 1
-        return node.op != "number" and (uses > 1 or node.kind == REQUEST or node in self._gated)
-
-    def _count(self, node: Expression, used: Counter[Expression]) -> None:
-        if node not in used and node.op not in ("symbol", "number"):
-            for part in node.parts:
-                self._count(part, used)
-        used[node] += 1
+        return node.op != "number" and (uses > 1 or node.kind == REQUEST)
 
     def _name(self, node: Expression) -> str:
         if node not in self._names and node.op != "number" and not (node.op == "symbol" and "." not in node.parts[0]):
-            if node in self._gated:
-                return self._name_gated(node)
-            text, name = self.of(node), f"v{len(self._names)}"
-            (self.request_lines if node.kind == REQUEST else self.lines).append(self._assign.format(name, text))
+            text = self.of(node)
+            if node.kind == REQUEST and self._for_request:
+                name, lines = f"q{len(self.request_lines)}", self.request_lines
+            else:
+                name, lines = f"v{len(self._names)}", self.lines
+            lines.append(self._assign.format(name, text))
             self._names[node] = name
         return self.of(node)
-
-    def _name_gated(self, node: Expression) -> str:
-        opener = self._name(self._gated[node])
-        before, self.lines = self.lines, []
-        text, name = self.of(node), f"v{len(self._names)}"
-        inside, self.lines = self.lines, before
-        self.lines += [
-            f"if {opener}:",
-            *[f"    {line}" for line in inside],
-            f"    {name} = {text}",
-            "else:",
-            f"    {name} = 0.0",
-        ]
-        self._names[node] = name
-        return name
 
     def of(self, node: Expression) -> str:
         if node in self._names:
@@ -210,32 +195,71 @@ class Text:
         return f"({first} if {first} {'<' if node.op == 'min' else '>'} {second[0]} else {second[0]})"
 
 
-def _gate(node: Expression) -> Expression | None:
-    """The symbol without which a product is 0, if it has such a factor: min(1, symbol)."""
-    for part in node.parts if node.op == "*" else ():
-        if part.op == "min" and part.parts[0] is _number(1) and part.parts[1].op == "symbol":
-            gate: Expression = part.parts[1]
-            return gate
-    return None
+def _uses(roots: Sequence[Expression]) -> Counter[Expression]:
+    """How often each part of these expressions is used, parts before what they are part of."""
+    used: Counter[Expression] = Counter()
+
+    def count(node: Expression) -> None:
+        if node not in used and node.op not in ("symbol", "number"):
+            for part in node.parts:
+                count(part)
+        used[node] += 1
+
+    for root in roots:
+        count(root)
+    return used
 
 
-def _alone_in(node: Expression, used: Counter[Expression]) -> set[Expression]:
-    """What is part of this and of nothing else, itself left out."""
-    inside = {node}
-    uses: Counter[Expression] = Counter()
-    for one in reversed(used):  # what has parts comes before them
-        if one in inside or (one.op not in ("symbol", "number") and uses[one] == used[one]):
-            inside.add(one)
-            if one.op not in ("symbol", "number"):
-                uses.update(one.parts)
-    return inside - {node}
+def branches(
+    roots: Sequence[Expression],
+    zeros: Sequence[Sequence[Expression]],
+    last: str,
+    known: Mapping[Expression, str] | None = None,
+) -> list[str]:
+    """Return lines of Python that evaluate the expressions and end with `last`, which takes their values.
+
+    `zeros`: symbols that are all 0 where the first of them is. That case has lines of its own, without what comes to 0
+    there, if that is much: a replica without prompts and streams takes 104 bytecodes, a busy one 252.
+    """
+    known = dict(known or {})
+    for at, symbols in enumerate(zeros):
+        simpler = _where_zero(roots, symbols)
+        if len(_uses(roots)) - len(_uses(simpler)) >= _WORTH_A_BRANCH:
+            gate, others = symbols[0], zeros[at + 1 :]
+            known[gate] = f"z{len(zeros) - at}"
+            return [
+                f"{known[gate]} = {gate.parts[0]}",
+                f"if {known[gate]}:",
+                *[f"    {line}" for line in branches(roots, others, last, known)],
+                "else:",
+                *[f"    {line}" for line in branches(simpler, others, last, known)],
+            ]
+    text = Text(roots, known=known)
+    values = ", ".join(map(text.of, roots))
+    return [*text.lines, last.format(values)]
 
 
-def python(name: str, parameters: Sequence[str], roots: Sequence[Expression]) -> Callable[..., tuple[float, ...]]:
-    """Return a Python function of these parameters that gives the values of the expressions."""
-    text = Text(roots)
-    results = ", ".join(map(text.of, roots))
-    body = [*text.request_lines, *text.lines, f"return {results},"]
+def _where_zero(roots: Sequence[Expression], symbols: Sequence[Expression]) -> list[Expression]:
+    """The expressions where these symbols are 0."""
+    found: dict[Expression, Expression] = dict.fromkeys(symbols, _number(0))
+
+    def simplified(node: Expression) -> Expression:
+        if node.op in ("symbol", "number"):
+            return found.get(node, node)
+        if node not in found:
+            parts = map(simplified, node.parts)
+            found[node] = _call(node.op)(*parts) if node.op in _CALLS else _operate(node.op, *parts)
+        return found[node]
+
+    return [*map(simplified, roots)]
+
+
+def python(
+    name: str, parameters: Sequence[str], roots: Sequence[Expression], zeros: Sequence[Sequence[Expression]] = ()
+) -> Callable[..., tuple[float, ...]]:
+    """Return a Python function of these parameters that gives the values of the expressions. `zeros`: see
+    `branches`."""
+    body = branches(roots, zeros, "return {},")
     return compiled(name, [f"def {name}({', '.join(parameters)}):", *[f"    {line}" for line in body]])
 
 
@@ -315,6 +339,7 @@ class Arrays:
         request: Sequence[str],
         overlap: Sequence[str],
         keep: Sequence[Expression] = (),
+        zeros: Sequence[Sequence[Expression]] = (),
     ) -> None:
         self._columns: dict[Expression, int] = {_number(1): 0}
         self._rows: list[dict[int, Expression]] = []
@@ -331,7 +356,7 @@ class Arrays:
         self._flat = np.zeros(rows * columns)  # the places of the weights differ by statement, not by decision
         self._matrix = self._flat.reshape(rows, columns)
         self._weights = python("weights", request, [*self._scalars, *[factor for _, factor in places]])
-        self.standing = python("standing", standing, [*self._columns, *keep])
+        self.standing = python("standing", standing, [*self._columns, *keep], zeros)
         scalars = [f"q{index}" for index in range(len(self._scalars))]
         lines = [f"def elementwise({', '.join(['product', *scalars, *overlap])}):", *self._lines, f"return {result}"]
         self._elementwise: Callable[..., np.ndarray] = compiled(

@@ -57,6 +57,7 @@ class Fleet:
         self,
         inflight: Callable[[str], int] = lambda replica: 0,
         waited: Callable[[str], float] = lambda replica: 0.0,
+        hear: Callable[[], None] = lambda: None,
         *,
         interval: float = 1.0,
         drain_timeout: float = 30.0,
@@ -65,11 +66,11 @@ class Fleet:
         authorities: Path | None = None,
     ):
         """`inflight(id)`: the gateway's open requests to a replica; `waited(id)`: for how long the oldest of its
-        prompts there has had no answer. `model`: the name that adopted engines have to serve. `authorities`: as of
-        `tls.context`. Times in seconds."""
+        prompts there has had no answer; `hear()` tells `succeeded` what it was not told yet. `model`: the name that
+        adopted engines have to serve. `authorities`: as of `tls.context`. Times in seconds."""
         self.replicas: dict[str, Replica] = {}
         self.on_change: list[Change] = []
-        self._inflight, self._waited, self._interval = inflight, waited, interval
+        self._inflight, self._waited, self._hear, self._interval = inflight, waited, hear, interval
         self._drain_timeout, self._limits, self._model = drain_timeout, limits, model
         self._authorities = authorities
         self.engines: dict[str, Engine] = {}  # by "host:port"; `replicas` are theirs
@@ -182,6 +183,7 @@ class Fleet:
             lambda: self._looked(engine),
             busy=lambda: any(self._inflight(one.id) > 0 for one in engine.replicas),
             waited=lambda: max(self._waited(one.id) for one in engine.replicas),
+            hear=self._hear,
             interval=self._interval,
             limits=self._limits,
             **known,
@@ -195,10 +197,10 @@ class Fleet:
         """Of a replica, or by its own id. Raises KeyError."""
         return self.engines.get(id) or self.engines[self.replicas[id].engine]
 
-    def succeeded(self, id: str) -> None:
-        """A request was answered by the replica, with whatever status below 500."""
+    def succeeded(self, id: str, count: int = 1) -> None:
+        """So many requests were answered by the replica, with whatever status below 500."""
         if id in self.replicas:
-            self._engine(id).watch.succeeded(monotonic())
+            self._engine(id).watch.succeeded(monotonic(), count)
 
     def failed(self, id: str, kind: str) -> None:
         """A request failed by the engine's fault: connect, closed (before the answer's end), timeout, 5xx, or foreign

@@ -51,6 +51,7 @@ class Watch:
         *,
         busy: Callable[[], bool],
         waited: Callable[[], float] = lambda: 0.0,
+        hear: Callable[[], None] = lambda: None,
         interval: float = 1.0,
         limits: Limits = Limits(),
         given: EventSource | None = None,
@@ -59,12 +60,13 @@ class Watch:
         start_timeout: float = 0.0,
     ):
         """`changed` is told when a READY replica serves something else than before; `looked` whenever something new
-        may be known of it, before any `tell`. `waited`: seconds since the oldest unanswered prompt was sent.
+        may be known of it, before any `tell`. `waited`: seconds since the oldest unanswered prompt was sent. `hear`:
+        calls `succeeded` with what was answered and not told yet, before a probe counts.
         `given`: the event source as the operator or the profile knows it, instead of asking.
         `model`: the served name that must be listed. The last two for replicas of our own."""
         self.replica, self.tell, self.changed, self.looked = replica, tell, changed, looked
         self.access = Access(replica.url, replica.host, replica.tls, given)
-        self.busy, self.waited, self.interval, self.limits = busy, waited, interval, limits
+        self.busy, self.waited, self.hear, self.interval, self.limits = busy, waited, hear, interval, limits
         self.given, self.model = given, model
         self.supervisor, self.start_timeout = supervisor, start_timeout
         self.sources: list[EventSource | None] = [given]  # one for each data-parallel rank
@@ -118,8 +120,8 @@ class Watch:
 
     # What traffic shows
 
-    def succeeded(self, now: float) -> None:
-        self.health.succeeded(now)
+    def succeeded(self, now: float, count: int = 1) -> None:
+        self.health.succeeded(now, count)
         if (
             self.replica.state is State.DEGRADED
             and not self.progress.stalled(now)
@@ -193,6 +195,7 @@ class Watch:
         if health.in_question(monotonic()):
             status = await asked(self.access.session, replica.url, next(iter(replica.models), ""), DEADLINE)
             if health is self.health:  # else it is another process by now
+                self.hear()
                 health.asked(monotonic(), status in ILL if status else None)
                 self._judge(monotonic())
 
@@ -270,6 +273,7 @@ class Watch:
         elif replica.state in (State.STARTING, State.FAILED) and not replica.managed:
             self.tell(replica, Event.GONE, f"{facts.error}; asked again every {self.interval:g} s")
         else:
+            self.hear()
             self.health.probed(now, facts.fault, facts.error)
             self._judge(now)
             if replica.state is State.READY:
@@ -314,6 +318,7 @@ class Watch:
             if self.supervisor:
                 self.supervisor.works()
             self.tell(replica, Event.SERVES, "answers and serves " + (", ".join(replica.models) or "any model"))
+        self.hear()
         self.health.probed(now)
         self._judge(now)
 

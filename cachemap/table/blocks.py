@@ -74,6 +74,8 @@ class Blocks:
     def prefix(self, hashes: Sequence[int]) -> Found:
         """The leading blocks that anyone holds; marks them as used now."""
         found, piece, number = Found(), PIECE, 0
+        if not self.index.count:
+            return found
         while found.count < len(hashes):
             wanted = hashes[found.count : found.count + piece]
             number = number or self.index.at(wanted[0])

@@ -110,16 +110,21 @@ class EngineModel(Tree):
 
     def add(self, hashes: Sequence[int]) -> None:
         """The replica computed, or used, this chain just now."""
+        order, root = self._order, self._root
         asked, segment, held = self._found  # as a rule of this chain, for the choice
         if asked is not hashes:
             segment, held = self._longest(hashes)
-        self._found = ((), self._root, 0)
+        self._found = ((), root, 0)
         if 0 < held - segment.start < len(segment.blocks):
             segment = self._split(segment, held)
         if held < len(hashes):
-            new = hashes[held:]
-            segment = self._append(segment, held, new if isinstance(new, array) else array("Q", new))
-        order, root = self._order, self._root
+            new = hashes[held:] if type(hashes) is array else array("Q", hashes[held:])
+            if segment is not root and not segment.children:  # nothing else is behind it
+                self._count += len(new)
+                segment.blocks += new
+            else:
+                segment = self._branch(segment, held, new)
+                order[segment] = None
         touch = order.move_to_end
         while segment is not root:
             touch(segment)
@@ -135,7 +140,8 @@ class EngineModel(Tree):
 
     def reach(self, hashes: Sequence[int]) -> int:
         """How many leading blocks of this chain the engine should still have."""
-        self._found = _, _, held = hashes, *self._longest(hashes)
+        segment, held = self._longest(hashes)
+        self._found = hashes, segment, held
         return held
 
     def learn(self, predicted: int, reported: int) -> None:
@@ -150,16 +156,6 @@ class EngineModel(Tree):
         segment = super()._split(rest, end)
         self._order[segment] = None
         return segment
-
-    def _append(self, segment: Segment, start: int, new: array[int]) -> Segment:
-        """Put new blocks behind a segment: into it if nothing else is there."""
-        if segment is not self._root and not segment.children:
-            self._count += len(new)
-            segment.blocks += new
-            return segment
-        child = self._branch(segment, start, new)
-        self._order[child] = None
-        return child
 
     def _shed(self) -> None:
         """Drop what is too much, from the tails of the segments longest unused. What segments cost comes out of the

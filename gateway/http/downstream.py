@@ -433,12 +433,12 @@ class Downstream(asyncio.Protocol):
 
     def _take(self, request: Request, held: int) -> None:
         """`held`: how much of it is counted already."""
-        size = request.size + len(request.body)
-        self._hold(size - held)
-        if not self._fits(0):
-            self._hold(-size)
-            self._refuse_more()
-        elif self.current is None and not self.waiting and not self.writing_paused:
+        if not self._fits(more := request.size + len(request.body) - held):
+            self._hold(-held)
+            return self._refuse_more()
+        self.held += more  # as `_hold`, once a request
+        self.clients.held += more
+        if self.current is None and not self.waiting and not self.writing_paused:
             self._begin(request)
         else:
             self.waiting.append(request)

@@ -27,6 +27,7 @@ HEAD_BYTES = 64 * 1024
 # gone on for SEARCH_BYTES, line ends are looked for: between chunks there are some, and no engine makes one chunk of
 # LINE_BYTES.
 SEARCH_BYTES, LINE_BYTES = 2**20, 2**24
+NEWLINE = 0x0A
 
 
 class UpstreamError(Exception):
@@ -110,7 +111,8 @@ class Upstream(asyncio.Protocol):
         self.clean = True
         self.framed = False  # the head says where the body ends
         self.length: int | None = None  # bytes of the body, where the head says so
-        # Of the body, how many bytes more are let pass without a look, and how many were, these included.
+        # Of the body, how many bytes more are let pass without a look, and how many were, these included; of a chunked
+        # one without those reads that end a line.
         self.unseen = self.granted = SEARCH_BYTES
 
     def send(self, sink: Sink, head: bytes, body: bytes, head_only: bool) -> None:
@@ -175,8 +177,9 @@ class Upstream(asyncio.Protocol):
                 )
             self.surplus = True
         if self.forwarding:
-            self.unseen = unseen = self.unseen - len(data)
-            if unseen < 0 and not self._has_lines(data):
+            if data[-1] == NEWLINE and self.length is None:
+                self.unseen = SEARCH_BYTES  # nearly all reads of a stream end a line, and leave none unfinished
+            elif not self._count(data):
                 return self._broken(f"{LINE_BYTES} bytes of a chunked response without the end of a line")
             if not self.complete:
                 return sink.data(data)
@@ -207,13 +210,19 @@ class Upstream(asyncio.Protocol):
         body = self._to_the_end(rest) if self.complete else rest
         if body is None:
             return self._broken("bytes after the end of the response")
-        sink.head(self.status, Head(buffer[:end], self.headers, self._until_close(), self.clean), body)
+        until_close = not self.framed and self._until_close()
+        sink.head(self.status, Head(buffer[:end], self.headers, until_close, self.clean), body)
 
     def _until_close(self) -> bool:
         return not (self.framed or self._bodyless())
 
     def _bodyless(self) -> bool:
         return self.head_only or self.status in (204, 304)
+
+    def _count(self, data: bytes) -> bool:
+        """False when so much came without the end of a line that it must not go on."""
+        self.unseen -= len(data)
+        return self.unseen >= 0 or self._has_lines(data)
 
     def _has_lines(self, data: bytes) -> bool:
         """Whether lines still end. Called when more came than was to pass unseen; `data` is the last of it."""

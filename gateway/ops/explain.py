@@ -24,14 +24,14 @@ from gateway.config import Config, ConfigError, Settings, admin_headers, admin_u
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
-from policies import Asked, CostGroup, Ledger, Load, Router, Targets, make
+from policies import CostGroup, Evaluation, Ledger, Load, Router, Targets, make
 
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
 REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
 
 
-def describe(policy: str, prompt: Prompt, asked: Asked) -> dict[str, Any]:
+def describe(policy: str, prompt: Prompt, asked: Evaluation) -> dict[str, Any]:
     """One decision as plain data. `terms` are seconds and add up to `seconds`; policies that do not
     weigh seconds have none."""
     demand, candidates, choice, *_ = asked
@@ -255,7 +255,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     candidates = [router.add(one.id, slot) for slot, one in zip(slots, up, strict=True)]
     for candidate, one in zip(candidates, up, strict=True):
         candidate.load = _load(one)
-    return describe(settings.policy, prompt, router.ask(demand_of(prompt), Targets(candidates), 0.0, explain=True))
+    return describe(settings.policy, prompt, router.evaluate(demand_of(prompt), Targets(candidates), 0.0, explain=True))
 
 
 def _load(replica: Any) -> Load:

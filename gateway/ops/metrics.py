@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import accumulate, chain, product
 from operator import contains, itemgetter
@@ -114,11 +115,10 @@ class Counter:
 
     def __init__(self, name: str, help: str, **labels: Collection[str]) -> None:
         self.name, self.help, self.labels, self.known = name, help, tuple(labels), labels
-        self.values: dict[tuple[str, ...], float] = {}
+        self.values: defaultdict[tuple[str, ...], float] = defaultdict(int)
 
     def inc(self, *labels: str, by: float = 1) -> None:
-        values = self.values
-        values[labels] = values.get(labels, 0) + by
+        self.values[labels] += by
 
     def total(self, **where: str) -> float:
         """The sum over all series, or over those with these labels."""
@@ -140,7 +140,8 @@ class Counter:
         return series[self.labels.index(label)] if label in self.labels else None
 
     def forget(self, label: str, value: str) -> None:
-        self.values = {key: number for key, number in self.values.items() if self.key_of(key, label) != value}
+        for key in [key for key in self.values if self.key_of(key, label) == value]:
+            del self.values[key]
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
         """Its part of the page. `known`: values of the labels that state none themselves."""
@@ -166,8 +167,9 @@ class Histogram:
         self.series: dict[str, list[float]] = {}  # count per bucket, count above the last, sum
 
     def observe(self, value: str, number: float) -> None:
-        counts = self.series.get(value)
-        if counts is None:
+        try:
+            counts = self.series[value]
+        except KeyError:
             counts = self.series[value] = [0] * (len(self.bounds) + 2)
         counts[bisect_left(self.bounds, number)] += 1
         counts[-1] += number

@@ -91,7 +91,7 @@ async def _try_ledger(place: Place, deployment: str) -> Finding:
     """A request is placed and counted as by one gateway, and another one sees its load."""
     from cachemap.cluster import Ways
     from gateway.proxy.shared import SharedLedger
-    from policies import Asked, Candidate, CostGroup, Demand, Ledger, make
+    from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, make
 
     policy, ledgers = make("least_time"), [Ledger(), Ledger()]
     loads = [ledger.add("doctor:1") for ledger in ledgers]
@@ -117,7 +117,7 @@ async def _try_ledger(place: Place, deployment: str) -> Finding:
             answer.set_result(decision)
 
         demand = Demand(32, 16, hashes=[1, 2])
-        shared[0].decide(Asked(demand, [candidate], policy.choose(demand, [candidate]), 0), count)
+        shared[0].decide(Evaluation(demand, [candidate], policy.choose(demand, [candidate]), 0), count)
         if await answer is None:
             return Finding("fail", "redis: ledger", f"no decision is made there: {shared[0].reason}", ADVICE)
         if not await _soon(lambda: loads[1].requests == 1):

@@ -21,7 +21,7 @@ from replicas.problems import NO_CACHED_TOKENS, Problem
 from replicas.replica import Replica
 
 TAKES_TRAFFIC = (State.READY, State.DEGRADED)
-HAS_EVENTS = (State.WARMING, State.READY, State.DEGRADED, State.DRAINING)
+HAS_EVENTS = (State.READY, State.DEGRADED, State.DRAINING)  # a warming one's are those of whoever was there before
 _EVENT_COUNTS = {
     "event_batches": "batches",
     "event_blocks_stored": "blocks_stored",

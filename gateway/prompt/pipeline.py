@@ -11,7 +11,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import count as counting
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,21 +24,19 @@ from .api.anthropic import Habits, from_messages, habits
 from .api.chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
 from .api.conversation import Multimodal, has_media, refuse_deep_arguments
 from .api.fields import (
-    INTEGERS,
     Rounded,
     bad,
     boolean,
-    bounded_integers,
-    count,
     integer,
     packed,
     parse,
     parse_exactly,
     prompts_of,
 )
+from .api.options import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, read_options
 from .forward import LEAST_TOKENS, kind_of
-from .offload import TakesLong, event_loop
-from .prompt import LONGEST_RESPONSE_ID, Prompt
+from .offload import TakesLong
+from .prompt import Prompt
 from .quirks import NEWEST, VersionQuirks
 from .render.renderer import Renderer
 from .render.template import ChatTemplate, TemplateError
@@ -59,23 +56,13 @@ OFFLOAD_THREADS = 2
 # How long such a thread may go on when the event loop wants the interpreter (Python's default: 5 ms). The longest that
 # it does in one piece in 100,000 tokens is 0.4 ms, reading the JSON.
 SWITCH_SECONDS = 0.0005
-# What vLLM allows `n` to be unless VLLM_MAX_N_SEQUENCES says otherwise. It ignores `best_of` (0.28 and 0.32 tried).
-_MOST_SEQUENCES = 16_384
 _UNKNOWN_CONTEXT = 1_000_000  # tokens that a prompt may have where nothing tells how many
 PREFIX_BYTES = 256 * 1024 * 1024
-# Characters of what a client wrote that outlive the body: of a longer session the SHA-256 stands for it.
-_LONG_SESSION = 256
 _LONGEST_NOTE = 500
 
-# How a path names its output limit, and where its faults are reported.
-_CHAT = "/v1/chat/completions"
-_COMPLETIONS = "/v1/completions"
-_RESPONSES = "/v1/responses"
-_MESSAGES = "/v1/messages"
-_EMBEDDINGS = "/v1/embeddings"
 _FREE = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})  # no prefill, no cache
-_CONVERSATIONS = frozenset({_CHAT, _RESPONSES, _MESSAGES})
-PATHS = _CONVERSATIONS | _FREE | {_COMPLETIONS, _EMBEDDINGS}
+_CONVERSATIONS = frozenset({CHAT, RESPONSES, MESSAGES})
+PATHS = _CONVERSATIONS | _FREE | {COMPLETIONS, EMBEDDINGS}
 
 
 # Numbers for the ways in which prompts are made, which no two pipelines of a process share.
@@ -331,10 +318,9 @@ class Pipeline:
         adapters: Collection[str],
     ) -> Prompt:
         """As `prepare`, where `parse` has read the body already. Leaves `request` as it is."""
-        made_by = self.made_by
-        prompt = _header_fields(path, request, headers, adapters)
+        made_by, limit = self.made_by, self._max_model_len
+        prompt = read_options(path, request, headers, adapters, limit)
         prompt.made_by, prompt.space, prompt.block_size = made_by, self.space, self._block_size
-        _refuse_beyond_limits(prompt, request, self.max_model_len)
         if path in _FREE:
             refuse_deep_arguments(request)
             prompt.mode, prompt.note = "load", "needs no prefill"
@@ -342,7 +328,6 @@ class Pipeline:
         try:
             if unusual:
                 raise Unroutable(unusual)
-            event_loop.begin_prompt()
             if self._files is None:
                 return self._as_text(prompt, request, "no tokenizer: prompts are matched as text")
             why = ""
@@ -364,7 +349,6 @@ class Pipeline:
             raise self._too_long(path, f"at least {error.tokens}") from None
         except Exception as error:  # templates are foreign programs: any failure is theirs
             return _by_load(prompt, request, body, error)
-        limit = self.max_model_len
         if limit is not None and len(prompt.token_ids) > 4 * limit:
             raise self._too_long(path, str(len(prompt.token_ids) // 4))
         return prompt
@@ -378,12 +362,11 @@ class Pipeline:
         )
 
     def _fill(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> None:
-        salt = request.get("cache_salt")
-        seed = chain_seed(self.served_name, self.block_size, prompt.adapter, salt)
+        seed = chain_seed(self.served_name, self._block_size, prompt.adapter, request.get("cache_salt"))
         path = prompt.path
-        if path == _EMBEDDINGS and request.get("padding") not in (None, "do_not_pad"):
+        if path == EMBEDDINGS and request.get("padding") not in (None, "do_not_pad"):
             raise Unroutable("a prompt that is padded")
-        if path in _CONVERSATIONS or (path == _EMBEDDINGS and "messages" in request):
+        if path in _CONVERSATIONS or (path == EMBEDDINGS and "messages" in request):
             roles = self._conversation(prompt, request, body, seed)
         else:
             roles = None
@@ -398,15 +381,16 @@ class Pipeline:
         ids = _forwarded_ids(request, self._quirks.forwards_past_media) if "kv_transfer_params" in request else None
         chat = None
         if ids is None:
-            self._must_be_exact(prompt)
-            chat = self._chat(prompt.path, request)
+            if self._differs or self._doubt:
+                self._must_be_exact(prompt)
+            chat = from_chat(request) if prompt.path == CHAT else self._chat(prompt.path, request)
             chat.body = body
             prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(chat, seed)
         else:
             prompt.token_ids, prompt.hashes = ids, self._hashed(ids, seed)
         if chat is not None and ("truncate_prompt_tokens" in request or "truncation" in request):
             keep = request.get("truncate_prompt_tokens")
-            if prompt.path == _RESPONSES:
+            if prompt.path == RESPONSES:
                 keep = None if request.get("truncation", "disabled") == "disabled" else -1
             if keep is not None:
                 cut = self._truncated(prompt.token_ids, keep, request, prompt, chat.special)
@@ -416,11 +400,11 @@ class Pipeline:
         return chat.roles if chat is not None else None
 
     def _chat(self, path: str, request: dict[str, Any]) -> Chat:
-        if path == _RESPONSES:
+        if path == RESPONSES:
             return from_responses(request)
-        if path == _EMBEDDINGS:
+        if path == EMBEDDINGS:
             return from_embeddings(request)
-        return from_messages(request, self._habits) if path == _MESSAGES else from_chat(request)
+        return from_messages(request, self._habits)
 
     def _render(self, chat: Chat, seed: int) -> Found:
         renderer = self.renderers.get("tool_use") if chat.tools is not None else None
@@ -437,7 +421,7 @@ class Pipeline:
 
     def _plain_prompt(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
         """`/v1/completions` and `/v1/embeddings`: one text or list of ids, or several of either."""
-        key = "prompt" if prompt.path == _COMPLETIONS else "input"
+        key = "prompt" if prompt.path == COMPLETIONS else "input"
         if request.get("suffix") is not None or request.get("prompt_embeds") is not None:
             raise Unroutable("a prompt that the engine completes itself")
         given = request.get(key)
@@ -470,7 +454,7 @@ class Pipeline:
             prompt.copies = prompt.n * len(ids) if all(one == ids[0] for one in ids) else 0
 
     def _must_be_exact(self, prompt: Prompt) -> None:
-        if (self._differs or self._doubt) and (why := self.inexact(prompt.model)):
+        if why := self.inexact(prompt.model):
             raise _Inexact(why)
 
     def _hashed(self, ids: bytes, seed: int) -> array[int]:
@@ -499,16 +483,16 @@ class Pipeline:
         if keep < before + after:
             raise Unroutable("truncation to less than the special tokens")
         start, end, kept = 4 * before, len(ids) - 4 * after, 4 * (keep - before - after)
-        left = (given or ("right" if prompt.path == _EMBEDDINGS else "left")) == "left"
+        left = (given or ("right" if prompt.path == EMBEDDINGS else "left")) == "left"
         return ids[:start] + (ids[end - kept : end] if left else ids[start : start + kept]) + ids[end:]
 
     def _room(self, prompt: Prompt) -> int:
         """Tokens that truncation to the context length leaves for the output."""
-        if prompt.path == _EMBEDDINGS:
+        if prompt.path == EMBEDDINGS:
             return 0
         wanted = prompt.max_tokens
         if wanted is None:
-            wanted = 16 if prompt.path == _COMPLETIONS else 0
+            wanted = 16 if prompt.path == COMPLETIONS else 0
         return wanted if self._quirks.truncates_to_output else min(1, wanted)
 
     def _as_text(self, prompt: Prompt, request: dict[str, Any], why: str) -> Prompt:
@@ -530,101 +514,6 @@ def _most_ids(given: Any) -> int:
     if type(given) is not list or not given or type(given[0]) is str:
         return 0
     return len(given) if type(given[0]) is not list else max(len(one) for one in given if type(one) is list)
-
-
-def _header_fields(
-    path: str, request: dict[str, Any], headers: Mapping[str, str] | None, adapters: Collection[str]
-) -> Prompt:
-    """All of a Prompt but its tokens."""
-    get = request.get
-    model = get("model")
-    if model is None:
-        model = ""
-    elif type(model) is not str:
-        raise bad("'model' must be a string", "model")
-    prompt = Prompt(path, model)
-    if model in adapters:
-        prompt.adapter = model
-    stream = get("stream")
-    if stream is not None:
-        prompt.stream = boolean(stream, "stream")
-    if path in (_RESPONSES, _MESSAGES):
-        prompt.include_usage = True  # their streams always end with it
-        previous = get("previous_response_id")
-        prompt.previous_response = (
-            previous if type(previous) is str and 0 < len(previous) <= LONGEST_RESPONSE_ID else None
-        )
-    limit = get("max_completion_tokens")
-    if limit is None:
-        limit = get("max_output_tokens" if path == _RESPONSES else "max_tokens")
-    prompt.max_tokens = count(limit, "max_tokens")
-    session = headers.get("x-session-id") if headers else None
-    if not _SELDOM.isdisjoint(request):
-        session = _seldom_given(prompt, request, session)
-    given = get("prompt" if path == _COMPLETIONS else "input") if path in (_COMPLETIONS, _EMBEDDINGS) else None
-    listed = type(given) is list and len(given) > 1 and type(given[0]) is not int
-    prompt.several = prompt.n > 1 or listed
-    prompt.copies = 0 if listed else prompt.n
-    prompt.session = (
-        session
-        if not session or len(session) <= _LONG_SESSION
-        else sha256(session.encode("utf-8", "replace")).hexdigest()
-    )
-    return prompt
-
-
-_SELDOM = (
-    frozenset(
-        {"stream_options", "n", "prompt_logprobs", "echo", "cache_salt", "session_id", "prompt_cache_key", "user"}
-    )
-    | INTEGERS
-)
-
-
-def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) -> str | None:
-    """Fields that most requests have none of. Returns the session."""
-    get = request.get
-    options = get("stream_options")
-    if options is not None:
-        if type(options) is not dict:
-            raise bad("'stream_options' must be an object", "stream_options")
-        prompt.include_usage |= boolean(options.get("include_usage") or False, "stream_options.include_usage")
-    prompt.n = count(get("n"), "n") or 1
-    bounded_integers(request)
-    prompt.reads_cache = not _wants_prompt_logprobs(request)
-    salt = get("cache_salt")
-    if salt is not None and type(salt) is not str:
-        raise bad("'cache_salt' must be a string", "cache_salt")
-    for key in ("session_id", "prompt_cache_key", "user"):
-        if session:
-            break
-        value = get(key)
-        session = value if type(value) is str else None
-    return session
-
-
-def _refuse_beyond_limits(prompt: Prompt, request: dict[str, Any], context: int | None) -> None:
-    """Numbers that the engine would refuse, in its words: no replica is to find out what they do to it."""
-    if prompt.n > _MOST_SEQUENCES and prompt.path in (_CHAT, _COMPLETIONS):
-        raise ApiError(400, f"n must be at most {_MOST_SEQUENCES}, got {prompt.n}", param="n")
-    wanted = prompt.max_tokens
-    if context is not None and wanted is not None and wanted > context and prompt.path != _EMBEDDINGS:
-        key = "max_completion_tokens" if request.get("max_completion_tokens") is not None else "max_tokens"
-        key = "max_output_tokens" if prompt.path == _RESPONSES else key
-        raise ApiError(
-            400,
-            f"{key}={wanted} cannot be greater than max_model_len={context}. Please request fewer output tokens.",
-            param=key,
-        )
-
-
-def _wants_prompt_logprobs(request: dict[str, Any]) -> bool:
-    """What a cache holds has no logprobs, so for these vLLM computes the whole prompt (and stores it)."""
-    if request.get("prompt_logprobs") is not None:
-        return True
-    # With `echo` the prompt gets as many as each token of the answer: none by default in completions, but 0 in chat,
-    # and 0 is a number of them. A null is read as 0 by 0.32, and by 0.28 as none at all.
-    return bool(request.get("echo")) and ("messages" in request or request.get("logprobs") is not None)
 
 
 def _forwarded_ids(request: dict[str, Any], past_media: bool) -> bytes | None:

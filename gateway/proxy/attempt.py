@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TAIL = 4
 # And of each as much as matters, where a client stops reading: a read may be 256 kB.
 TAIL_BYTES = 4096
+CONNECTING, ANSWERING = AttemptState.CONNECTING, AttemptState.ANSWERING
 
 
 class AttemptHandler(Protocol):
@@ -32,8 +33,8 @@ class AttemptHandler(Protocol):
 
     def connected(self, attempt: Attempt, upstream: Upstream) -> None: ...
     def head(self, attempt: Attempt, body: bytes) -> None: ...
-    def begun(self, attempt: Attempt, data: bytes) -> None: ...
-    def over(self, attempt: Attempt) -> None: ...
+    def on_body(self, attempt: Attempt, data: bytes) -> None: ...
+    def on_complete(self, attempt: Attempt) -> None: ...
     def lost(self, attempt: Attempt, error: UpstreamError) -> None: ...
 
 
@@ -76,7 +77,7 @@ class Attempt:
         self.exchange: Any = None  # an `Exchange`, whose module imports this one
         self.client: Downstream = None  # type: ignore[assignment]  # until it is the exchange's
         self.conductor: AttemptHandler = None  # type: ignore[assignment]  # as the client
-        self.state = AttemptState.CONNECTING
+        self.state = CONNECTING
         self.upstream: Upstream | None = None
         self.response_head: Head = None  # type: ignore[assignment]  # until the head is there
         self.sent_ids = False
@@ -123,16 +124,16 @@ class Attempt:
         self.conductor.head(self, body)
 
     def data(self, data: bytes) -> None:
-        if self.state is AttemptState.ANSWERING:
+        if self.state is ANSWERING:
             self.tail.append(data)
             self.pieces += 1
             self.client.transport.write(data)
         else:
-            self.conductor.begun(self, data)
+            self.conductor.on_body(self, data)
 
     def end(self) -> None:
         self.upstream = None
-        self.conductor.over(self)
+        self.conductor.on_complete(self)
 
     def lost(self, error: UpstreamError) -> None:
         self.conductor.lost(self, error)

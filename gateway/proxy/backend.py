@@ -38,6 +38,7 @@ class Backend:
         "pool",
         "drift",
         "record",
+        "answers",
         "forwarding",
         "learn_at",
         "source",
@@ -61,6 +62,7 @@ class Backend:
         self.pool = self._new_pool()
         self.drift = Drift()
         self.record = Record()
+        self.answers = 0  # that health has not been told of
         self.forwarding = Forwarding()
         self.learn_at = 0.0  # until when what was learned so far is enough
         self.source: EventSource | None = None  # what `intake` listens to
@@ -88,7 +90,7 @@ class Backend:
         self.host_line, self.not_forwarded = self._head_parts()
         self.adapter_roots = dict(self.replica.adapter_roots)
         self.drift.reset()
-        self.record = Record()
+        self.record, self.answers = Record(), 0
         if self.pool.host != self.replica.address:
             self.pool.retire()
             self.pool = self._new_pool()

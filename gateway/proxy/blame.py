@@ -33,7 +33,7 @@ DOUBTFUL = frozenset((401, 403, 404, 429))
 REFUSED_ALIKE = frozenset(f"status {status}" for status in DOUBTFUL)
 
 
-class Suspicion(NamedTuple):
+class UnattributedError(NamedTuple):
     """One answer that was an error. Ranks of one `engine` are one witness. `witness`: whether its word counts."""
 
     replica: str
@@ -58,9 +58,9 @@ class Record:
         self._answered = answered
 
 
-def agree(suspicions: Sequence[Suspicion]) -> bool:
+def agree(unattributed_errors: Sequence[UnattributedError]) -> bool:
     """Whether the last one says of the request what another engine has said."""
-    *before, last = suspicions
+    *before, last = unattributed_errors
     return any(one.engine != last.engine and _alike(one.kind, last.kind) for one in before)
 
 
@@ -68,6 +68,8 @@ def _alike(one: str, other: str) -> bool:
     return (one in SAME and other in SAME) or (one in REFUSED_ALIKE and one == other)
 
 
-def settled(suspicions: Sequence[Suspicion]) -> bool:
+def settled(unattributed_errors: Sequence[UnattributedError]) -> bool:
     """Whether no third replica has to be asked: two witnesses agree."""
-    return suspicions[-1].witness and agree([*(one for one in suspicions[:-1] if one.witness), suspicions[-1]])
+    return unattributed_errors[-1].witness and agree(
+        [*(one for one in unattributed_errors[:-1] if one.witness), unattributed_errors[-1]]
+    )

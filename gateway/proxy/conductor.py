@@ -22,7 +22,7 @@ from .heads import Added, request_head
 from .judge import NO_RETRY, Judge
 from .placing import Placing
 from .responses import Responses
-from .retries import CLOSED, HUNG, IDS, KINDS, STALLED, TIMEOUT, Failed, Next, after, is_loss
+from .retries import CLOSED, HUNG, IDS, KINDS, STALLED, TIMEOUT, Failed, Next, after, is_crash
 from .settling import Settling
 from .states import TRANSITIONS, Action, AttemptEvent, AttemptState, Event, State
 
@@ -35,6 +35,8 @@ KEEP_ALIVE_SECONDS = 30.0
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
 LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
+AWAITING, ANSWERING, ANSWERED, FINISHED = AttemptState.AWAITING, AttemptState.ANSWERING, Event.ANSWERED, Event.FINISHED
+CONNECTED, ATTEMPT_ANSWERED, ATTEMPT_FINISHED = AttemptEvent.CONNECTED, AttemptEvent.ANSWERED, AttemptEvent.FINISHED
 
 
 class Conductor:
@@ -55,8 +57,8 @@ class Conductor:
         self.under_way.add(exchange)
 
     def dispatch(self, exchange: Exchange, event: Event, detail: Any = None) -> None:
-        exchange.state, action = TRANSITIONS[exchange.state, event]
-        ACTIONS[action](self, exchange, detail)
+        exchange.state, act = STEPS[exchange.state, event]
+        act(self, exchange, detail)
 
     # --- what an attempt's replica does
 
@@ -76,9 +78,9 @@ class Conductor:
         if error is not None:
             self._failed(attempt, error)
         elif body:
-            self.begun(attempt, body)
+            self.on_body(attempt, body)
 
-    def begun(self, attempt: Attempt, data: bytes, whole: bool = False) -> None:
+    def on_body(self, attempt: Attempt, data: bytes, whole: bool = False) -> None:
         exchange: Exchange = attempt.exchange
         first = self.judge.first(exchange, attempt, data, whole)
         if isinstance(first, bytes):
@@ -86,20 +88,20 @@ class Conductor:
         elif first is not None:
             self._failed(attempt, first)
 
-    def over(self, attempt: Attempt) -> None:
-        if attempt.state is AttemptState.AWAITING:
-            self.begun(attempt, b"", whole=True)
-        if attempt.state is AttemptState.ANSWERING:
-            attempt.end_as(AttemptEvent.FINISHED)
-            self.dispatch(attempt.exchange, Event.FINISHED)
+    def on_complete(self, attempt: Attempt) -> None:
+        if attempt.state is AWAITING:
+            self.on_body(attempt, b"", whole=True)
+        if attempt.state is ANSWERING:
+            attempt.end_as(ATTEMPT_FINISHED)
+            self.dispatch(attempt.exchange, FINISHED)
 
     def lost(self, attempt: Attempt, error: UpstreamError) -> None:
         if attempt.state is not AttemptState.ENDED:
             attempt.exchange.run_isolated(self._failed, attempt, error)
 
     def _answered(self, exchange: Exchange, attempt: Attempt, data: bytes) -> None:
-        attempt.advance(AttemptEvent.ANSWERED)
-        self.dispatch(exchange, Event.ANSWERED, data)
+        attempt.advance(ATTEMPT_ANSWERED)
+        self.dispatch(exchange, ANSWERED, data)
 
     def _failed(self, attempt: Attempt, error: UpstreamError) -> None:
         # A kept connection may die of old age under the request; that says nothing about the replica.
@@ -197,7 +199,7 @@ class Conductor:
             pool.connect(attempt)
 
     def _send(self, exchange: Exchange, attempt: Attempt, upstream: Upstream) -> None:
-        attempt.advance(AttemptEvent.CONNECTED)
+        attempt.advance(CONNECTED)
         attempt.upstream, attempt.sent_at = upstream, monotonic()
         request = exchange.request
         body = self._forwarding.body(attempt, request.body, first=not exchange.tried and not attempt.without_ids)
@@ -206,7 +208,7 @@ class Conductor:
 
     def _retry(self, exchange: Exchange, failed: Failed) -> None:
         attempt, kind = exchange.attempts[-1], failed.kind
-        following = after(failed, len(exchange.tried), exchange.losses, self._retries)
+        following = after(failed, len(exchange.tried), exchange.crash_count, self._retries)
         if following is Next.SAME:
             self._repeat(exchange, attempt, kind)
             return
@@ -214,9 +216,9 @@ class Conductor:
             self.settling.failed(attempt.backend, kind)
         self.settling.abandon(attempt, computed=KINDS[kind].computed)
         exchange.tried += (attempt.backend,)
-        exchange.losses += is_loss(failed)
+        exchange.crash_count += is_crash(failed)
         if following is Next.LOST:
-            message = f"{exchange.losses} replicas went down or hung with this request, so no other is tried; the last: {exchange.last_failure}"
+            message = f"{exchange.crash_count} replicas went down or hung with this request, so no other is tried; the last: {exchange.last_failure}"
             self.dispatch(exchange, Event.EXHAUSTED, ApiError(502, message, again=False, code="replicas_lost"))
         elif following is Next.EXHAUSTED:
             message = f"no replica answered after {len(exchange.tried)} attempt(s); the last: {exchange.last_failure}"
@@ -228,7 +230,7 @@ class Conductor:
     def _repeat(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
         """The same replica once more: as text, or on a connection of its own."""
         if kind == CLOSED:
-            self.settling.on_traffic(attempt.backend.id, "reconnect")
+            self.settling.tell(attempt.backend, "reconnect")
         self._metrics.retries.inc("reconnect" if kind == CLOSED else kind)
         exchange.add_attempt(attempt.repeat(new_connection=kind == CLOSED, without_ids=kind == IDS))
         self.dispatch(exchange, Event.PLACED)
@@ -242,13 +244,14 @@ class Conductor:
             self.settling.answered(exchange, attempt)
         else:  # what was held back, and shows nothing
             attempt.seen_at = monotonic()
-            self.settling.undecided(exchange)
+            self.settling.close_unattributed(exchange)
         if exchange.label == "responses" or exchange.response is not None:
             self._responses.answered(attempt, exchange.response, exchange.label == "responses", data)
-        if attempt.prompt is None or not attempt.prompt.token_ids:  # else `forwarding` may ask about it
-            exchange.forget_body()
         lines = self._added.lines(exchange, attempt, self.draining)
         exchange.client.transport.write(attempt.response_head.block(lines) + data)
+        upstream = attempt.upstream
+        if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
+            exchange.forget_body()  # for as long as the answer takes; with ids, `forwarding` may ask about it
 
     def _settle(self, exchange: Exchange, _: Any) -> None:
         self.under_way.discard(exchange)
@@ -283,7 +286,7 @@ class Conductor:
 
     def _report(self, exchange: Exchange, error: ApiError) -> None:
         self._close(exchange)
-        self.settling.undecided(exchange)
+        self.settling.close_unattributed(exchange)
         exchange.forget_body()
         exchange.status, exchange.error = error.status, error
         headers = [*JSON, (b"x-request-id", exchange.id)]
@@ -298,7 +301,7 @@ class Conductor:
 
     def _abandon(self, exchange: Exchange, _: Any) -> None:
         self._close(exchange)
-        self.settling.undecided(exchange)
+        self.settling.close_unattributed(exchange)
         exchange.forget_body()
         self.settling.ended(exchange, "aborted")
 
@@ -323,3 +326,4 @@ ACTIONS: dict[Action, Callable[[Conductor, Exchange, Any], None]] = {
     Action.REPORT: Conductor._report,
     Action.ABANDON: Conductor._abandon,
 }
+STEPS = {pair: (state, ACTIONS[action]) for pair, (state, action) in TRANSITIONS.items()}

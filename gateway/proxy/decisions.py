@@ -166,7 +166,7 @@ class Decisions:
         attempt = leased.attempt
         if not attempt.first_at:
             attempt.first_at = monotonic()
-            self._settling.on_traffic(attempt.backend.id, None)
+            attempt.backend.answers += 1
             self._settling.first_token(attempt, attempt.begun_at)
         self._renew(leased)
         return {"id": id, "lease_seconds": leased.seconds}

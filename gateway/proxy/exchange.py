@@ -16,12 +16,13 @@ from ..errors import ApiError
 from ..http.downstream import Downstream
 from ..http.messages import Request
 from .attempt import TAIL, TAIL_BYTES, Attempt, AttemptHandler
-from .blame import Suspicion
+from .blame import UnattributedError
 from .states import AttemptState, Event, State
 
 if TYPE_CHECKING:
     from ..prompt import Prompt
     from .backend import Backend
+PREPARING, PREPARED, PLACED = State.PREPARING, Event.PREPARED, Event.PLACED
 
 
 class ExchangeHandler(AttemptHandler, Protocol):
@@ -40,7 +41,7 @@ class Exchange:
         # the legs, the last one at the end; the status of an answer that is ours
         "attempts", "status",
         # replicas that failed it; how many of them went down or hung under it; errors that it was answered with
-        "tried", "losses", "suspicions",
+        "tried", "crash_count", "unattributed_errors",
         # monotonic seconds
         "begun", "prepared_at",
         # with traces on, its trace, and why it was answered with an error of ours or cut
@@ -53,14 +54,14 @@ class Exchange:
         self.request = request
         self.id = request_id
         self.label = label
-        self.state = State.PREPARING
+        self.state = PREPARING
         self.prompt: Prompt | None = None
         self.model: str | None = None
         self.response: str | None = None
         self.attempts: list[Attempt] = []
-        self.status = self.losses = 0
+        self.status = self.crash_count = 0
         self.tried: tuple[Backend, ...] = ()
-        self.suspicions: tuple[Suspicion, ...] = ()
+        self.unattributed_errors: tuple[UnattributedError, ...] = ()
         # The clock starts when the request is there: what its upload took is the client's.
         self.begun = monotonic()
         self.prepared_at = 0.0
@@ -126,14 +127,14 @@ class Exchange:
     # --- what those call who prepare its prompt and find it a replica
 
     def prepared(self, prompt: Prompt | None) -> None:
-        if self.state is State.PREPARING:
+        if self.state is PREPARING:
             self.prompt = prompt
             if prompt is not None:
                 self.response = prompt.previous_response
-            self.conductor.dispatch(self, Event.PREPARED)
+            self.conductor.dispatch(self, PREPARED)
 
     def refused(self, error: ApiError) -> None:
-        if self.state is State.PREPARING:
+        if self.state is PREPARING:
             self.conductor.dispatch(self, Event.REFUSED, error)
 
     def add_attempt(self, attempt: Attempt) -> None:
@@ -143,7 +144,7 @@ class Exchange:
         self.attempts.append(attempt)
 
     def placed(self) -> None:
-        self.conductor.dispatch(self, Event.PLACED)
+        self.conductor.dispatch(self, PLACED)
 
     def unplaced(self, error: ApiError) -> None:
         """Nobody can take it."""

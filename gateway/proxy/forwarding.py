@@ -98,16 +98,8 @@ class TokenIdForwarding:
             return
         if attempt.without_ids:
             self._reject(backend, prompt.path, "it refused a request with ids that it answered without")
-        elif (
-            usage.prompt is not None
-            and usage.prompt != prompt.tokens
-            and prompt.mode == "exact"
-            and not prompt.several
-            and not self._outdated(backend, prompt)
-        ):
-            self._differ(
-                backend, prompt.path, f"its usage says {usage.prompt} tokens of a prompt that has {prompt.tokens} here"
-            )
+        elif usage.prompt != prompt.tokens and usage.prompt is not None:
+            self._miscounted(backend, prompt, usage.prompt)
         if prompt.kind and prompt.token_ids:
             known = self._known(backend)
             kind = known.kinds.get((prompt.path, prompt.kind))
@@ -115,6 +107,17 @@ class TokenIdForwarding:
                 given = request.header(b"authorization")
                 headers = {**backend.replica.headers, **({"authorization": given} if given else {})}
                 known.checking = asyncio.create_task(self._check(backend, prompt, request.body, headers))
+
+    def _miscounted(self, backend: Backend, prompt: Prompt, counted: int) -> None:
+        if (
+            backend.id not in self._differed
+            and prompt.mode == "exact"
+            and not prompt.several
+            and not self._outdated(backend, prompt)
+        ):
+            self._differ(
+                backend, prompt.path, f"its usage says {counted} tokens of a prompt that has {prompt.tokens} here"
+            )
 
     def _may_forward(self, attempt: Attempt, prompt: Prompt, kind: Kind) -> bool:
         if kind.left <= 0 or not prompt.token_ids or self._outdated(attempt.backend, prompt):

@@ -30,6 +30,8 @@ class Judge:
         status, head = attempt.status, attempt.response_head
         content_type = head.get(b"content-type") or b""
         attempt.streams = content_type.startswith(b"text/event-stream")
+        if status == 200 and (attempt.streams or content_type.startswith(b"application/json")):
+            return None
         has_prompt = exchange.prompt is not None
         if has_prompt and not attempt.streams and foreign_head(status, content_type):
             return _foreign(f"answered {status} with {content_type.decode('latin-1')[:100]}")
@@ -89,10 +91,10 @@ class Judge:
 
     def _unsettled(self, exchange: Exchange, attempt: Attempt, kind: str) -> bool:
         """Whether to ask another replica, now that this one has answered with an error. Else the client gets that."""
-        self._settling.suspect(exchange, attempt, kind)
-        if not settled(exchange.suspicions) and self.may_retry(exchange, attempt):
+        self._settling.record_error(exchange, attempt, kind)
+        if not settled(exchange.unattributed_errors) and self.may_retry(exchange, attempt):
             return True
-        if agree(exchange.suspicions):
+        if agree(exchange.unattributed_errors):
             attempt.response_head.add(NO_RETRY)
         return False
 

@@ -8,7 +8,7 @@ from random import random
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-from policies import UNTIMED, Asked, Decision, Demand, Router, Targets
+from policies import UNTIMED, Decision, Demand, Evaluation, Router
 
 from ..errors import ApiError
 from .attempt import Attempt
@@ -91,38 +91,36 @@ class Placing:
         """Choose, and count the load at once: decision and reservation are one step, here or where the load
         of all gateways is known. Calls `asker.placed` or `asker.unplaced`."""
         begun, now = perf_counter(), monotonic()
+        prompt = asker.prompt
         try:
-            targets = self._targets(asker)
+            targets = self.eligible.targets(prompt, asker.tried, asker.model)
         except ApiError as error:
             asker.unplaced(error)
             return
-        demand = self.demand(asker.prompt, now)
-        asked = self.router.ask(demand, targets, now)
-        seen = self.shadows.see(demand, asked.candidates) if self.shadows is not None else None
+        if asker.response is not None and (maker := self.responses.maker(asker.response)) is not None:
+            targets = targets.only(maker) or targets
+        demand = self.demand(prompt, now)
+        evaluation = self.router.evaluate(demand, targets, now)
+        seen = self.shadows.see(demand, evaluation.candidates) if self.shadows is not None else None
         shared = self.shared
         if shared is not None:
             if shared.joined:
-                shared.decide(asked, lambda decision: self._decided(shared, asker, asked, seen, begun, decision))
+                shared.decide(
+                    evaluation, lambda decision: self._decided(shared, asker, evaluation, seen, begun, decision)
+                )
                 return
             self._metrics.shared_decisions.inc("away")
-        self._take(asker, asked, seen, now)
+        self._take(asker, evaluation, seen, now)
         self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
         self._go_on(asker)
 
-    def _targets(self, asker: Asker) -> Targets:
-        """With one alone where only that can do it."""
-        targets = self.eligible.targets(asker.prompt, asker.tried, asker.model)
-        if asker.response is not None and (maker := self.responses.maker(asker.response)) is not None:
-            return targets.only(maker) or targets
-        return targets
-
     def _take(
-        self, asker: Asker, asked: Asked, seen: Seen | None, now: float, decision: Decision | None = None
+        self, asker: Asker, evaluation: Evaluation, seen: Seen | None, now: float, decision: Decision | None = None
     ) -> None:
         """Here, or as the shared ledger has decided."""
-        placement = self.router.take(asked, now, decision)
+        placement = self.router.commit(evaluation, now, decision)
         prompt = asker.prompt
-        if asked.spaces is not None and prompt is not None:
+        if evaluation.spaces is not None and prompt is not None:
             prompt = as_variant(prompt, placement.candidate.space)
         asker.add_attempt(
             Attempt(
@@ -134,7 +132,7 @@ class Placing:
             )
         )
         if self.shadows is not None and seen is not None:
-            self.shadows.acted(seen, asked.choice.index if decision is None else decision.index)
+            self.shadows.acted(seen, evaluation.choice.index if decision is None else decision.index)
 
     def _go_on(self, asker: Asker) -> None:
         if self._found is None:
@@ -146,7 +144,7 @@ class Placing:
         self,
         shared: SharedLedger,
         asker: Asker,
-        asked: Asked,
+        evaluation: Evaluation,
         seen: Seen | None,
         begun: float,
         decision: Decision | None,
@@ -154,7 +152,7 @@ class Placing:
         """What the shared ledger answers; None: too late, or not at all, and the choice made here stands."""
         self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
         waiting = asker.needs_replica  # else the client left meanwhile
-        candidate = asked.candidates[decision.index if decision is not None else asked.choice.index]
+        candidate = evaluation.candidates[decision.index if decision is not None else evaluation.choice.index]
         backend = self.eligible.backends.get(candidate.replica)
         there = (
             waiting and backend is not None and backend.candidate is candidate and backend.replica.state in TAKE_TRAFFIC
@@ -162,7 +160,7 @@ class Placing:
         if decision is not None and not there:
             shared.undo(decision)
         if there:
-            self._take(asker, asked, seen, monotonic(), decision)
+            self._take(asker, evaluation, seen, monotonic(), decision)
             asker.run_isolated(self._go_on, asker)
         elif waiting:
             asker.run_isolated(self.place, asker)  # the replica left while Redis was asked

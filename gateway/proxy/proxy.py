@@ -69,7 +69,6 @@ class Proxy:
         traces: Traces | None = None,
     ):
         self.models, self.router, self.metrics = models, router, metrics
-        self.on_traffic = on_traffic
         self.allowed_paths = AllowedPaths(allow_paths)
         self.eligible = Eligibility(models, router, replicas)
         self.backends = self.eligible.backends
@@ -103,7 +102,7 @@ class Proxy:
 
     def add(self, backend: Backend) -> None:
         self.backends[backend.id] = backend
-        backend.on_broken = lambda: self.on_traffic(backend.id, "reconnect")
+        backend.on_broken = lambda: self.settling.tell(backend, "reconnect")
         self.changed()
 
     def remove(self, replica: str) -> Backend | None:
@@ -137,33 +136,28 @@ class Proxy:
 
     def handle(self, client: Downstream, request: Request) -> None:
         path = request.path
-        local = self._local.get(path)
-        if (
-            local is not None
-            and request.method in ("GET", "HEAD")
-            and (self.eligible.names or local != self._list_models)
-        ):
-            local(client, request)
+        label = PROMPT_PATHS.get(path)
+        has_prompt = label is not None and request.method == "POST"
+        if not has_prompt and self._is_local(request):
+            self._local[path](client, request)
             return
         given = request.header(b"x-request-id")
-        exchange = Exchange(
-            self.conductor,
-            client,
-            request,
-            given.encode("latin-1") if given else next(self._ids).encode(),
-            PROMPT_PATHS.get(path, "other"),
-        )
+        id = given.encode("latin-1") if given else next(self._ids).encode()
+        exchange = client.exchange = Exchange(self.conductor, client, request, id, label or "other")
         if path.startswith(RESPONSES):
             exchange.response = referred_to(request)
         self.conductor.begin(exchange)
-        client.exchange = exchange
-        error = self.refusal(path, request.method)
-        if error is not None:
-            exchange.refused(error)
-        elif path not in PROMPT_PATHS or request.method != "POST":
-            self.preparation.begin_other(exchange)
-        else:
+        if has_prompt and not self.conductor.draining:
             self.preparation.begin(exchange)
+        elif (error := self.refusal(path, request.method)) is not None:
+            exchange.refused(error)
+        else:
+            self.preparation.begin_other(exchange)
+
+    def _is_local(self, request: Request) -> bool:
+        """Whether it is answered here."""
+        local = self._local.get(request.path) if request.method in ("GET", "HEAD") else None
+        return local is not None and (bool(self.eligible.names) or local != self._list_models)
 
     def refusal(self, path: str, method: str) -> ApiError | None:
         """Why nothing is sent on."""
@@ -196,7 +190,8 @@ class Proxy:
                 log.exception("the sweep failed on a request")
         for backend in self.backends.values():
             backend.pool.sweep(now)
-        self.router.rest(now)
+        self.settling.tell_answers()
+        self.router.decay_idle_costs(now)
 
     # --- answers of the gateway's own
 

@@ -22,7 +22,7 @@ ERROR_ANSWER, FOREIGN_ANSWER, ABORTED, IDS, ELSEWHERE = "error answer", "foreign
 RETRYABLE = frozenset((500, 502, 503, 504))
 # An error that is not known yet to be the replica's fault is told to its watcher as this.
 UNCONFIRMED = "unconfirmed"
-MOST_LOSSES = 2  # replicas that go down or hang under one request; one may be a coincidence
+MOST_CRASHES = 2  # replicas that go down or hang under one request; one may be a coincidence
 
 
 def of_status(status: int) -> str:
@@ -37,16 +37,16 @@ class Kind(NamedTuple):
 
     computed: bool  # the replica may have computed the prompt
     blamed: bool  # it counts against the replica at once; else what another one answers decides (`blame`)
-    loss: bool = False  # the replica went down, or hangs, with the request in its hands
+    crash: bool = False  # the replica went down, or hangs, with the request in its hands
     counts: bool = True  # as one of the attempts that a request has
 
 
 KINDS: dict[str, Kind] = {
     CONNECT: Kind(computed=False, blamed=True),
     REMOVED: Kind(computed=False, blamed=True),
-    CLOSED: Kind(computed=True, blamed=True, loss=True),
-    PROTOCOL: Kind(computed=True, blamed=True, loss=True),
-    HUNG: Kind(computed=True, blamed=True, loss=True),
+    CLOSED: Kind(computed=True, blamed=True, crash=True),
+    PROTOCOL: Kind(computed=True, blamed=True, crash=True),
+    HUNG: Kind(computed=True, blamed=True, crash=True),
     ABORTED: Kind(computed=True, blamed=True),
     FOREIGN_ANSWER: Kind(computed=False, blamed=True),
     ERROR_ANSWER: Kind(computed=False, blamed=False),
@@ -71,17 +71,17 @@ class Failed(NamedTuple):
     repeated: bool = False  # it was itself the repetition on a connection of its own
 
 
-def is_loss(failed: Failed) -> bool:
-    """A refused connection is a loss as well if the one before it died with this request on it."""
-    return KINDS[failed.kind].loss or (failed.kind == CONNECT and failed.repeated)
+def is_crash(failed: Failed) -> bool:
+    """A refused connection is a crash as well if the one before it died with this request on it."""
+    return KINDS[failed.kind].crash or (failed.kind == CONNECT and failed.repeated)
 
 
-def after(failed: Failed, tried: int, losses: int, retries: int) -> Next:
-    """`tried`: replicas that had failed the request before, and `losses` those among them that went down or hung;
+def after(failed: Failed, tried: int, crash_count: int, retries: int) -> Next:
+    """`tried`: replicas that had failed the request before, and `crash_count` those among them that went down or hung;
     `retries`: how many more than one may be tried."""
     if failed.kind == IDS or (failed.kind == CLOSED and failed.stale and not failed.repeated):
         return Next.SAME
-    if losses + is_loss(failed) >= MOST_LOSSES:
+    if crash_count + is_crash(failed) >= MOST_CRASHES:
         return Next.LOST
     if KINDS[failed.kind].counts and tried >= retries:
         return Next.EXHAUSTED

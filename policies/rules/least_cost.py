@@ -12,9 +12,21 @@ from typing import Any
 import numpy as np
 
 from ..costs import STEP_PRIOR, TTFT_PRIOR, CostGroup
-from ..load import Load
+from ..load import ZERO_TOGETHER, Load
 from ..roster import Roster
-from ..statement import OVERLAP, REQUEST, STANDING, Arrays, Expression, Text, compiled, expressions, lua, symbol
+from ..statement import (
+    OVERLAP,
+    REQUEST,
+    STANDING,
+    Arrays,
+    Expression,
+    Text,
+    branches,
+    compiled,
+    expressions,
+    lua,
+    symbol,
+)
 from ..vocabulary import Candidate, Demand, pick
 
 _TTFT = [f"ttft_{index}" for index in range(len(TTFT_PRIOR))]
@@ -62,21 +74,19 @@ class Cost:
             )
             return terms
 
+        zeros = [[getattr(load, name) for name in names] for names in ZERO_TOGETHER]
         self._stated = stated(*[symbol(name, OVERLAP) for name in _HELD])
-        self._of_all = _of_all(self._stated)
+        # of_all(demand, candidates, future=0.0, held=0): the terms of each candidate, as if all held `held` tokens at
+        # least. The compiled function itself: a method around it would be one frame more, twice a decision.
+        self.of_all = _of_all(self._stated, zeros, self._lower)
         self._arrays = Arrays(
             reduce(add, stated(symbol("overlap", OVERLAP), 0, 0)),
             _REPLICA,
             _DEMAND,
             ["overlap"],
             keep=[load.decoding, load.recent],
+            zeros=zeros,
         )
-
-    def of_all(
-        self, demand: Demand, candidates: Sequence[Candidate], future: float = 0.0, held: int = 0
-    ) -> list[tuple[float, ...]]:
-        """The terms of each candidate, as if all held `held` tokens at least."""
-        return self._of_all(demand.tokens, demand.now, future, held, candidates, self._lower)
 
     def _lower(self, candidate: Candidate) -> tuple[int, float]:
         """Its tokens in slower tiers, and the same weighted."""
@@ -123,15 +133,18 @@ class Cost:
         return self._arrays.standing(candidate.load, candidate.costs.ttft.value, candidate.costs.step.value)
 
 
-def _of_all(terms: Sequence[Expression]) -> Callable[..., list[tuple[float, ...]]]:
+def _of_all(
+    terms: Sequence[Expression],
+    zeros: Sequence[Sequence[Expression]],
+    lower_of: Callable[[Candidate], tuple[int, float]],
+) -> Callable[..., list[tuple[float, ...]]]:
     """Return a function that evaluates the terms for each candidate."""
     text = Text(terms)
-    results = ", ".join(map(text.of, terms))
     return compiled(
         "of_all",
         [
-            "def of_all(tokens, now, future, held, candidates, lower_of):",
-            "    group, found = None, []",
+            "def of_all(demand, candidates, future=0.0, held=0):",
+            "    tokens, now, group, found = demand.tokens, demand.now, None, []",
             "    for candidate in candidates:",
             "        costs, load = candidate.costs, candidate.load",
             "        if costs.group is not group:",
@@ -142,17 +155,21 @@ def _of_all(terms: Sequence[Expression]) -> Callable[..., list[tuple[float, ...]
             "        overlap = candidate.overlap if candidate.overlap > held else held",
             "        lower, fetched = lower_of(candidate) if candidate.lower else (0, 0.0)",
             "        speed, pace = costs.ttft.value, costs.step.value",
-            *[f"        {line}" for line in text.lines],
-            f"        found.append(({results},))",
+            *[f"        {line}" for line in branches(terms, zeros, "found.append(({},))", text.request_names)],
             "    return found",
         ],
+        lower_of=lower_of,
     )
 
 
 def least(costs: Sequence[float], slack: tuple[float, float], draw: float) -> int:
     """Return the index of the least cost, or one of those that are equal to it."""
     limit = min(costs) * slack[0] + slack[1]
-    return pick([index for index, cost in enumerate(costs) if cost <= limit], draw)
+    equals = []
+    for index, cost in enumerate(costs):
+        if cost <= limit:
+            equals.append(index)
+    return equals[0] if len(equals) == 1 else pick(equals, draw)
 
 
 def least_of(costs: np.ndarray, slack: tuple[float, float], draw: float) -> int:

@@ -39,6 +39,7 @@ yet). Weak spot: equal prompts that share nothing, with replies of 24 tokens, pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -132,33 +133,28 @@ class LeastTime:
         self._regrets: dict[int, float] = {}  # seconds by prefix, least recently asked for first
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
-        if isinstance(candidates, Roster) and not explain and not candidates.tiered:
+        # `isinstance` would ask the abstract base class of sequences, in Python
+        if type(candidates) is Roster and not explain and not candidates.tiered:
             return self._choose_of_many(demand, candidates)
         continues = self._continues(demand, exclusive_overlap(candidates, demand.block_size))
-        future = (
-            0.0
-            if continues
-            else self._future(
-                sum([candidate.load.decoding for candidate in candidates]),
-                sum([candidate.load.recent for candidate in candidates]),
-            )
-        )
+        future = 0.0 if continues else self._future(*streams_and_recent(candidates))
         terms = COST.of_all(demand, candidates, future)
-        totals = [sum(one) for one in terms]
+        totals = [*map(sum, terms)]
         best = least(totals, COST.slack, demand.draw)
         held = candidates[best].overlap
         prefix, regret = self._regret(demand, held)
-        other = None
+        other = copy = None
         if regret is not None:
-            other = min(
-                [at for at, candidate in enumerate(candidates) if candidate.overlap < held],
-                key=totals.__getitem__,
-                default=None,
-            )
-        lesson, index = Lesson(continues, prefix, regret or 0.0), best
-        if other is not None:
-            lesson = self._with_regret(demand, lesson, (best, other), candidates, future, (terms[best], terms[other]))
-            index = other if lesson.copy is not None else best
+            for at, candidate in enumerate(candidates):
+                if candidate.overlap < held and (other is None or totals[at] < totals[other]):
+                    other = at
+            if other is not None:
+                regret, due = self._with_regret(
+                    demand, regret, terms[best], terms[other], candidates[other], held, future
+                )
+                copy = other if due else None
+        index = best if copy is None else copy
+        lesson = Lesson(continues, prefix, regret or 0.0, copy)
         among = range(len(totals)) if index == best else None
         if not explain:
             return Choice(index, lesson=lesson, among=among, future=future)
@@ -172,26 +168,23 @@ class LeastTime:
         continues = self._continues(demand, exclusive_overlap_of(overlaps, demand.block_size))
         future = 0.0 if continues else self._future(*COST.streams_and_recent(roster))
         totals = COST.totals(demand, roster, future)
-        index = best = least_of(totals, COST.slack, demand.draw)
-        prefix, regret = self._regret(demand, overlaps.item(best))
-        lesson = Lesson(continues, prefix, regret or 0.0)
-        if regret is not None and len(less := (overlaps < overlaps.item(best)).nonzero()[0]):
+        best = least_of(totals, COST.slack, demand.draw)
+        held = overlaps.item(best)
+        prefix, regret = self._regret(demand, held)
+        copy = None
+        if regret is not None and len(less := (overlaps < held).nonzero()[0]):
             other = less.item(totals.take(less).argmin())
-            lesson = self._with_regret(
-                demand,
-                lesson,
-                (best, other),
-                roster,
-                future,
-                COST.of_all(demand, (roster[best], roster[other]), future),
-            )
-            index = other if lesson.copy is not None else best
+            here, there = COST.of_all(demand, (roster[best], roster[other]), future)
+            regret, due = self._with_regret(demand, regret, here, there, roster[other], roster[best].overlap, future)
+            copy = other if due else None
+        index = best if copy is None else copy
+        lesson = Lesson(continues, prefix, regret or 0.0, copy)
         return Choice(index, lesson=lesson, among=range(len(totals)) if index == best else None, future=future)
 
     def placed(self, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
         """Learn from a placement: how often conversations go on, and what the want of a copy has cost."""
         lesson = choice.lesson
-        self._p_continuation = self._p_with(lesson.continues)
+        self._p_continuation += (lesson.continues - self._p_continuation) / _LATELY
         shortest = self._shortest.get(demand.root)
         if shortest is None or demand.tokens < shortest:
             self._shortest[demand.root] = demand.tokens
@@ -202,10 +195,6 @@ class LeastTime:
             self._regrets[lesson.prefix] = 0.0 if choice.index == lesson.copy else lesson.regret
             if len(self._regrets) > _ROOTS:
                 del self._regrets[next(iter(self._regrets))]
-
-    def _p_with(self, continues: bool) -> float:
-        """The share of requests that continue a conversation, with one request more."""
-        return self._p_continuation + (continues - self._p_continuation) / _LATELY
 
     def _continues(self, demand: Demand, held: float) -> bool:
         """Whether the request continues a conversation. `held`: tokens that one replica alone holds."""
@@ -220,7 +209,8 @@ class LeastTime:
         By Little's law a replica has that share of all streams which it has of the choices: steadier than what streams
         there just now.
         """
-        p = self._p_with(False)
+        p = self._p_continuation
+        p -= p / _LATELY  # with this one
         return _FOLLOW * p / (1.0 - p + _LEAVE) * streams / recent if recent else 0.0
 
     def _regret(self, demand: Demand, held: float) -> tuple[int | None, float | None]:
@@ -236,31 +226,47 @@ class LeastTime:
     def _with_regret(
         self,
         demand: Demand,
-        lesson: Lesson,
-        pair: tuple[int, int],
-        candidates: Sequence[Candidate],
+        regret: float,
+        here: tuple[float, ...],
+        there: tuple[float, ...],
+        other: Candidate,
+        held: int,
         future: float,
-        terms: Sequence[tuple[float, ...]],
-    ) -> Lesson:
-        """Add to a prefix's regret what its absence on one candidate costs this request, which goes to another.
+    ) -> tuple[float, bool]:
+        """Return a prefix's regret, with what its absence on one candidate costs this request, which goes to another;
+        and whether a copy is due, as it is once the regret equals what computing there costs.
 
-        A copy is due once the regret equals what computing there costs. `pair`: who holds the prefix and costs least,
-        and who costs least of those that hold less of it, with their `terms`.
+        `here`: the terms of the candidate that costs least, which has `held` tokens of the prompt. `there`: those of
+        the `other`, which costs least of those that hold less.
         """
-        (here, there), (holder, other) = terms, pair
-        [copied] = COST.of_all(demand, (candidates[other],), future, candidates[holder].overlap)
-        regret = _KEEP * lesson.regret + max(0.0, sum(here[:HELD_UP]) - sum(copied[:HELD_UP]))
-        return lesson._replace(regret=regret, copy=other if regret >= sum(there) - sum(copied) else None)
+        [copied] = COST.of_all(demand, (other,), future, held)
+        regret = _KEEP * regret + max(0.0, sum(here[:HELD_UP]) - sum(copied[:HELD_UP]))
+        return regret, regret >= sum(there) - sum(copied)
 
 
-def exclusive_overlap(candidates: Sequence[Candidate], block_size: int) -> int:
+def exclusive_overlap(candidates: Sequence[Candidate], block_size: int) -> float:
     """The longest overlap, in tokens, if one replica alone has it; else 0."""
-    overlaps = [candidate.overlap for candidate in candidates]
-    longest = max(overlaps)
-    return longest if len([overlap for overlap in overlaps if overlap >= longest - block_size]) == 1 else 0
+    longest = second = -inf
+    for candidate in candidates:
+        overlap = candidate.overlap
+        if overlap > longest:
+            longest, second = overlap, longest
+        elif overlap > second:
+            second = overlap
+    return longest if second < longest - block_size else 0.0
 
 
 def exclusive_overlap_of(overlaps: np.ndarray, block_size: int) -> float:
     """As `exclusive_overlap`, for an array."""
     longest = overlaps.item(overlaps.argmax())  # 0.2 us, `max` takes 1
     return longest if len((overlaps >= longest - block_size).nonzero()[0]) == 1 else 0.0
+
+
+def streams_and_recent(candidates: Sequence[Candidate]) -> tuple[int, float]:
+    """The sums of `Load.decoding` and `Load.recent` over the candidates."""
+    streams, recent = 0, 0.0
+    for candidate in candidates:
+        load = candidate.load
+        streams += load.decoding
+        recent += load.recent
+    return streams, recent

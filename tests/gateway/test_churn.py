@@ -84,6 +84,26 @@ async def test_replicas_come_and_go_on_either_gateway_and_the_map_stays_one(redi
                 assert not re.search(rb"Traceback|ERROR", b"".join(gateway.log))
 
 
+async def test_an_engine_that_comes_back_under_another_name_is_known_by_it(redis_server, engines):
+    (id, other) = (url.removeprefix("http://") for url in engines)
+    async with gateways(2, redis_server.url, engines) as fleet:
+        async with Clients(fleet) as clients:
+            await shared(fleet, [id, other])
+            for name in (f"localhost:{id.rpartition(':')[2]}", id):
+                for gateway in fleet:
+                    await remove(gateway, id if name != id else f"localhost:{id.rpartition(':')[2]}")
+                    await add(gateway, name)
+                for gateway in fleet:
+                    await gateway.ready(2)
+                await shared(fleet, [name, other])
+                await find_each_other(fleet, f"as {name}")
+            await clients.more()
+        assert not clients.failures
+        for gateway in fleet:
+            assert not (await gateway.status())["background_failures"]
+            assert not re.search(rb"Traceback|ERROR", b"".join(gateway.log))
+
+
 async def test_poison_in_every_key_of_a_running_system_fails_no_request_and_is_healed(redis_server, engines):
     ids = [url.removeprefix("http://") for url in engines]
     dice = random.Random(1)

@@ -220,7 +220,9 @@ async def test_what_takes_the_place_of_an_engine_answers_no_client(engines):
                 status, where, text = await ask(gateway, number)
                 assert status == 200 and "<html>" not in text and where == stays.url.removeprefix("http://")
             status = await gateway.until(lambda status: replica(status, gone)["state"] == "warming", 10)
-            assert "something else than the engine answers there" in replica(status, gone)["reason"]
+            told = replica(status, gone)
+            assert "something else than the engine answers there" in told["reason"]
+            assert told["events"] == "off" and told["models"] == [], "nothing of the engine that is gone"
             asked = replica(status, gone)["errors"]
             for number in range(20):
                 await ask(gateway, number)

@@ -338,6 +338,9 @@ async def test_a_network_split_between_one_gateway_and_redis(redis_server, engin
             await clients.more()
             proxy.cut()
             await cut.until(lambda status: not status["map"]["redis"]["ledger_joined"])
+            async with asyncio.timeout(20):
+                while "hitherto_map_redis_up 0" not in (await cut.admin.get("/metrics")).text:
+                    await asyncio.sleep(0.02)
             await clients.more(120)
             proxy.mend()
             await joined(cut)

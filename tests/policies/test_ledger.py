@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import Ledger, Load
-from policies.load import FAR
+from policies.load import FAR, ZERO_TOGETHER
 
 ACTIONS = st.lists(
     st.tuples(
@@ -65,6 +65,10 @@ def test_a_reservation_remembers_the_load_it_met():
     ledger.first_byte(second)
     assert counts(second.before) == (1, 1, 100, 0, 0)
     assert counts(load) == (2, 1, 100, 1, 50)
+    ledger.others("a", (5, 3, 700, 2, 40), 3.0)
+    ledger.scraped("a", 4, 0.75)
+    met = load.copy()
+    assert len(set(astuple(met))) >= 8 and ledger.reserve("a", 7, 9, now=4.0).before == met
 
 
 def test_a_replica_that_comes_back_starts_empty_and_old_requests_do_not_touch_it():
@@ -153,7 +157,7 @@ def test_a_step_of_other_gateways_prompts_ended_when_they_tell_of_fewer():
 
 
 @given(ACTIONS)
-def test_what_has_begun_is_never_more_than_there_is(actions):
+def test_what_has_begun_is_never_more_than_there_is_and_nothing_has_no_tokens(actions):
     ledger, reservations = Ledger(), []
     for replica in "012":
         ledger.add(replica)
@@ -161,6 +165,8 @@ def test_what_has_begun_is_never_more_than_there_is(actions):
         act(ledger, reservations, *action)
         for load in (ledger.add(replica) for replica in "012"):
             assert 0 <= load.begun <= load.prefilling and 0 <= load.begun_tokens <= load.prefill_tokens
+            for first, *others in ZERO_TOGETHER:
+                assert getattr(load, first) or not any(getattr(load, name) for name in others)
 
 
 def test_recent_choices_are_shares_that_forget():
@@ -176,3 +182,14 @@ def test_recent_choices_are_shares_that_forget():
     for _ in range(100):
         ledger.release(ledger.reserve("b", 1, 1))
     assert share() < 0.05
+
+
+def test_who_follows_the_changes_hears_of_all_from_then_on():
+    ledger = Ledger()
+    ledger.add("a"), ledger.add("b")
+    ledger.release(ledger.reserve("b", 1, 1))
+    changes = ledger.follow()
+    before = changes.count
+    ledger.first_byte(ledger.reserve("a", 1, 1))
+    ledger.scraped("b", 1, 0.5)
+    assert ledger.follow() is changes and sorted(changes.since(before)) == ["a", "a", "b"]

@@ -74,7 +74,7 @@ def test_the_last_token_of_a_prompt_is_never_a_hit():
 def test_what_a_placement_leaves_until_its_end():
     made, targets = routing(policy := Told(1), 0, 2)
     placed = made.place(demand := prompt(4), targets, 5.0)
-    assert (placed.candidate.replica, placed.overlap, placed.held, placed.at, placed.computing) == (
+    assert (placed.candidate.replica, placed.overlap, placed.cached_blocks, placed.at, placed.computing) == (
         "r1",
         2 * SIZE,
         2,
@@ -127,16 +127,16 @@ def test_what_ends_on_a_removed_replica_leaves_no_trace_in_the_map():
 
 def test_the_decision_of_a_shared_ledger_is_counted_as_it_was_made():
     made, targets = routing(policy := Told(0), 2, 2)
-    asked = made.ask(prompt(4), targets, 1.0)
-    placed = made.take(asked, 1.0, Decision(1, "r1", SIZE, 3 * SIZE + 1, (7, 0, 0, 7, 70), True))
+    evaluation = made.evaluate(prompt(4), targets, 1.0)
+    placed = made.commit(evaluation, 1.0, Decision(1, "r1", SIZE, 3 * SIZE + 1, (7, 0, 0, 7, 70), True))
     assert (placed.candidate.replica, placed.overlap) == ("r1", SIZE) and policy.heard == [("placed", "r1")]
     assert made.ledger.load("r1").requests == 8 and made.ledger.own("r1")[0] == 1
 
 
 def test_blocks_in_lower_tiers_are_those_of_one_request():
     made, targets = routing(Told(), 1, 1, lower={1: [("cpu", 2)]})
-    assert [one.lower for one in made.ask(prompt(4), targets, 1.0).candidates] == [(), (("cpu", 2 * SIZE),)]
-    assert [one.lower for one in made.ask(Demand(9), targets, 1.0).candidates] == [(), ()]
+    assert [one.lower for one in made.evaluate(prompt(4), targets, 1.0).candidates] == [(), (("cpu", 2 * SIZE),)]
+    assert [one.lower for one in made.evaluate(Demand(9), targets, 1.0).candidates] == [(), ()]
 
 
 def test_those_left_out_are_not_chosen():
@@ -155,7 +155,7 @@ def test_those_left_out_are_not_chosen():
     st.integers(0, 19),
 )
 def test_asking_leaves_no_trace(name, script, at):
-    """Whoever is asked in between, and how often, what is placed goes where it goes otherwise."""
+    """Whoever is evaluation in between, and how often, what is placed goes where it goes otherwise."""
 
     def lived(asks):
         made, targets = routing(make(name), 0, 3, 1)
@@ -164,11 +164,11 @@ def test_asking_leaves_no_trace(name, script, at):
             made.map.held[slot % 3] = blocks
             demand = prompt(blocks, draw=draw, session=str(slot))
             for _ in range(asks if number >= at else 0):
-                again = made.ask(demand, targets, float(number), explain=True)
+                again = made.evaluate(demand, targets, float(number), explain=True)
                 made.ranking(demand, targets, float(number), 3)
-            asked = made.ask(demand, targets, float(number))
-            assert not asks or number < at or again.choice.index == asked.choice.index
-            placed = made.take(asked, float(number))
+            evaluation = made.evaluate(demand, targets, float(number))
+            assert not asks or number < at or again.choice.index == evaluation.choice.index
+            placed = made.commit(evaluation, float(number))
             went.append(placed.candidate.replica)
             (made.first_token, made.abandon, made.finish)[slot % 3](placed, *[float(number)] * (slot % 3 == 0))
         return went
@@ -203,7 +203,7 @@ def test_costs_learn_what_they_are_told_and_nothing_else():
 def test_many_are_weighed_as_arrays():
     made, targets = routing(Told(), *[1] * router.MANY)
     assert targets.roster is not None and routing(Told(), *[1] * (router.MANY - 1))[1].roster is None
-    assert {one.overlap for one in made.ask(prompt(4), targets, 1.0).candidates} == {SIZE}
+    assert {one.overlap for one in made.evaluate(prompt(4), targets, 1.0).candidates} == {SIZE}
     assert Targets(targets.candidates).roster is None
 
 

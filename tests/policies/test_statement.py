@@ -162,6 +162,22 @@ def test_what_is_shared_nested_or_divided_is_computed_alike(tokens, replicas):
         assert many(columns, (tokens,), (overlaps.copy(),)) == pytest.approx(plain, rel=1e-9, abs=1e-6)
 
 
+def of_streams(load, tokens):
+    one = load.a * (3 + tokens) + load.c / (1 + load.b)
+    return one * one * tokens, min(1, load.a) + load.b
+
+
+def test_what_is_zero_with_another_is_neither_read_nor_computed():
+    load = SimpleNamespace(**{name: symbol(f"load.{name}", STANDING) for name in "abc"})
+    roots = expressions(of_streams, load, symbol("tokens", REQUEST))
+    one = python("one", ["load", "tokens"], roots, [(load.a, load.c)])
+    busy, idle = SimpleNamespace(a=2.0, b=3.0, c=4.0), SimpleNamespace(a=0.0, b=3.0)
+    assert one(busy, 5.0) == of_streams(busy, 5.0)
+    assert one(idle, 5.0) == of_streams(SimpleNamespace(a=0.0, b=3.0, c=0.0), 5.0) == (0.0, 3.0)
+    few = python("few", ["load", "tokens"], roots[1:], [(load.a, load.c)])
+    assert few(busy, 5.0) == (4.0,) and few(idle, 5.0) == (3.0,)
+
+
 def test_what_cannot_be_compiled_is_refused_where_the_statement_is_made():
     def branches(tokens, load, overlap):
         return tokens if overlap > 1 else 0

@@ -47,10 +47,13 @@ def bad(message: str, param: str | None = None) -> ApiError:
 
 
 def parse(body: bytes, context: int = 0) -> tuple[dict[str, Any], str]:
-    """The object that the body holds, and what is unusual about it, or "". Raises ApiError.
+    """The object that the body holds, and what is unusual about it, or "". Raises ApiError, and TakesLong on the event
+    loop if what came before has taken all its time: then nothing is read, since a thread reads it.
 
     `context`: the most tokens that a prompt may have, as far as is known."""
-    if len(body) > MOST_OBJECTS:
+    event_loop.begin_prompt()
+    large = len(body) > MOST_OBJECTS
+    if large:
         _bounded(too_much(body, context), context)
     note = ""
     try:
@@ -63,7 +66,7 @@ def parse(body: bytes, context: int = 0) -> tuple[dict[str, Any], str]:
         note = f"JSON that only Python reads ({error})"
     if type(request) is not dict:
         raise bad("the body must be a JSON object")
-    if len(body) > MOST_OBJECTS:
+    if large:
         _bounded(arguments_too_much(request, context), context)
     if note:
         for name in _NAMES:

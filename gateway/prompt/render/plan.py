@@ -14,14 +14,28 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from operator import itemgetter
 from typing import Any
 
 from ..bounded import Bounded, bytes_of
 from .shape import put_in
-from .trace import MARKER, Pair, Question, Slot, Trace, Untraceable, answered, raw_of, slots_in, text_of
+from .trace import (
+    MARKER,
+    Check,
+    Pair,
+    Question,
+    Slot,
+    Trace,
+    Untraceable,
+    answered,
+    check_of,
+    raw_of,
+    slots_in,
+    text_of,
+)
 from .tracing import TracingEnvironment
 
 # Memory for the plans of one template, and for the shapes that wait for theirs: a plan of 40 messages and 20 kB of
@@ -46,10 +60,10 @@ class Segment:
     expression makes of it (`pieces`, just that); or one literal and no text at all. Anything else
     is all text, put together of `pieces`. `questions` are those asked of this text alone.
 
-    `quick` is what the search for known prefixes reads: a digest of the literals (b"" where there are
-    none), the slot, and a digest of the questions (b"" where there are none). The digests name content, not
-    an order of arrival, so one memo can serve any number of templates and versions: segments whose
-    digests and texts are equal print the same, whoever compiled them.
+    `literals` and `asks` are what the search for known prefixes reads: digests of the literals and of the
+    questions (b"" where there are none). They name content, not an order of arrival, so one memo can serve any
+    number of templates and versions: segments whose digests and texts are equal print the same, whoever
+    compiled them. `checks` are the questions in the form in which they are asked.
     """
 
     slot: int
@@ -57,12 +71,16 @@ class Segment:
     after: str
     pieces: tuple
     questions: tuple[Question, ...]
-    quick: tuple[bytes, int, bytes] = field(init=False)
+    literals: bytes = field(init=False)
+    asks: bytes = field(init=False)
+    checks: tuple[Check, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         literals = digest(f"{len(self.before)}:{self.before}{self.after}") if self.before or self.after else b""
         asks = digest(repr(self.questions)) if self.questions else b""
-        object.__setattr__(self, "quick", (literals, self.slot, asks))
+        object.__setattr__(self, "literals", literals)
+        object.__setattr__(self, "asks", asks)
+        object.__setattr__(self, "checks", tuple(map(check_of, self.questions)))
 
     def text(self, slots: Sequence[Any]) -> str:
         """What this segment's own text is (without the literals)."""
@@ -71,30 +89,37 @@ class Segment:
         return slots[self.slot] if self.slot >= 0 else ""
 
 
-class Piece:
-    """A segment from a text that is rendered already: no literals, no questions."""
-
-    __slots__ = ("_text",)
-    before = after = ""
-    questions = ()
-    quick = (b"", -1, b"")
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def text(self, slots: Sequence[Any]) -> str:
-        return self._text
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """The segments of a shape. `literals` and `asks` are those of all segments, one after the other."""
+
     segments: list[Segment]
     questions: list[Question]  # those that no single segment can answer
+    literals: tuple[bytes, ...] = field(init=False)
+    asks: tuple[bytes, ...] = field(init=False)
+    # Takes the texts out of the slots and "" behind them, where each segment has a slot or no text at all
+    _take: Callable[[Sequence[Any]], tuple] | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        segments = self.segments
+        simple = len(segments) > 1 and not any(one.pieces for one in segments)
+        object.__setattr__(self, "literals", tuple(one.literals for one in segments))
+        object.__setattr__(self, "asks", tuple(one.asks for one in segments))
+        object.__setattr__(self, "_take", itemgetter(*(one.slot for one in segments)) if simple else None)
+
+    def texts(self, slots: Sequence[Any]) -> Sequence[str]:
+        """The own text of each segment."""
+        if self._take is not None:
+            return self._take((*slots, ""))
+        return [segment.text(slots) for segment in self.segments]
 
     @property
     def size(self) -> int:
         """Bytes of memory."""
-        parts = [(one.before, one.after, one.pieces, one.questions, one.quick) for one in self.segments]
+        parts = [
+            (one.before, one.after, one.pieces, one.questions, one.literals, one.asks, *one.checks)
+            for one in self.segments
+        ]
         return _SEGMENT_BYTES * len(parts) + bytes_of(parts) + bytes_of(self.questions)
 
 
@@ -106,7 +131,8 @@ class Compiled:
         self._special_tokens = special_tokens
         alternatives = "|".join(map(re.escape, sorted(cuts, key=len, reverse=True)))
         self._cut = re.compile(alternatives or "(?!)")
-        self._plans: Bounded[Any, list[Plan]] = Bounded(PLANS_BYTES)
+        # By shape; whether one of its plans applies is for their questions to say.
+        self.plans: Bounded[Any, list[Plan]] = Bounded(PLANS_BYTES)
         self._seen: Bounded[Any, int] = Bounded(SEEN_BYTES)  # shapes that no plan fitted, how often
         self._lock = threading.Lock()
         try:
@@ -119,21 +145,22 @@ class Compiled:
 
     def give_up(self, why: str) -> None:
         self.why_not = why
-        self._plans.clear()
-
-    def plans(self, shape: Any) -> list[Plan]:
-        """Plans for this shape; whether one applies is for its questions to say."""
-        return self._plans.get(shape) or _NONE
+        self.plans.clear()
 
     def learn(
-        self, shape: Any, conversation: list[dict[str, Any]], slots: list[Any], tools: Any, variables: dict[str, Any]
+        self,
+        shape: Any,
+        conversation: list[dict[str, Any]],
+        slots: Sequence[Any],
+        tools: Any,
+        variables: dict[str, Any],
     ) -> None:
         """Note a request that no plan fitted; compile its shape if that is worth it."""
         size = bytes_of(shape)
         if size > _LARGEST_SHAPE:
             return
         with self._lock:
-            known = self._plans.get(shape) or _NONE
+            known = self.plans.get(shape) or _NONE
             if self.why_not or len(known) >= _MAX_WAYS:
                 return
             seen = (self._seen.get(shape) or 0) + 1
@@ -148,10 +175,15 @@ class Compiled:
             if plan.size > PLANS_BYTES // 32:
                 plan = _NEVER
             plans = [*known, plan]
-            self._plans.put(shape, plans, size + sum(one.size for one in plans))
+            self.plans.put(shape, plans, size + sum(one.size for one in plans))
 
     def _compile(
-        self, shape: Any, conversation: list[dict[str, Any]], slots: list[Any], tools: Any, variables: dict[str, Any]
+        self,
+        shape: Any,
+        conversation: list[dict[str, Any]],
+        slots: Sequence[Any],
+        tools: Any,
+        variables: dict[str, Any],
     ) -> Plan:
         if _RESERVED.search(repr((shape, tools, variables))):
             raise Untraceable("the request contains Unicode non-characters outside its texts")
@@ -229,10 +261,16 @@ def _renumber(value: Any) -> Any:
     return tuple(map(_renumber, value)) if isinstance(value, tuple) else value
 
 
-def fits(plan: Plan, slots: list[Any]) -> bool:
+def fits(plan: Plan, slots: Sequence[Any]) -> bool:
     return all(answered(question, slots) for question in plan.questions)
 
 
+def bare(texts: int) -> Plan:
+    """The plan of so many texts that are rendered already: no literals, no questions."""
+    return Plan([_BARE] * texts, [])
+
+
+_BARE = Segment(-1, "", "", (), ())
 _NONE: list[Plan] = []
 # Stands for a way that can't be compiled: it fits nothing.
 _NEVER = Plan([], [("bool", ("",), (), True)])

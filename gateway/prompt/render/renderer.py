@@ -24,7 +24,7 @@ from ..api.structure import more_values
 from ..offload import TakesLong, event_loop
 from ..tokens.prefixes import Found, Mismatch, Prefixes
 from ..tokens.tokenizer import Tokenizer
-from .plan import Compiled, Piece, Plan, fits
+from .plan import Compiled, Plan, bare, fits
 from .shape import describe
 from .template import ChatTemplate
 
@@ -72,7 +72,7 @@ class Renderer:
             chat.roles = known[0]
         roles, slots = known
         shape = (roles, extra)
-        for plan in self.compiled.plans(shape):
+        for plan in self.compiled.plans.get(shape) or ():
             result = self._by_plan(plan, seed, slots, lead)
             if result is not None:
                 runs = self._runs + 1
@@ -88,7 +88,8 @@ class Renderer:
         if not self.compiled.why_not and not variables.get("continue_final_message"):
             self.compiled.learn(shape, talk, slots, tools, variables)
         self.by_jinja += 1
-        return self._prefixes.tokens(seed, self._pieces(text), (), lead)
+        pieces = self._pieces(text)
+        return self._prefixes.tokens(seed, bare(len(pieces)), pieces, lead)
 
     def text(self, chat: Chat) -> str:
         """The rendered text, by plain Jinja. Raises TakesLong on the event loop."""
@@ -107,17 +108,21 @@ class Renderer:
             template.reads_thinking,
         )
 
-    def _by_plan(self, plan: Plan, seed: int, slots: list[Any], lead: bytes) -> Found | None:
+    def _by_plan(self, plan: Plan, seed: int, slots: Sequence[Any], lead: bytes) -> Found | None:
         if plan.questions and not fits(plan, slots):
             return None
         try:
-            result = self._prefixes.tokens(seed, plan.segments, slots, lead)
+            texts = plan.texts(slots)
+        except Exception:  # a text has not the parts that the plan takes of it, which its questions would tell next
+            return None
+        try:
+            result = self._prefixes.tokens(seed, plan, texts, lead)
         except Mismatch:
             return None
         self.by_plan += 1
         return result
 
-    def _checked(self, result: Found, plan: Plan, seed: int, slots: list[Any], chat: Chat, lead: bytes) -> Found:
+    def _checked(self, result: Found, plan: Plan, seed: int, slots: Sequence[Any], chat: Chat, lead: bytes) -> Found:
         """Do it the engine's way too; on a difference that is one give up the plans for good."""
         text = self.text(chat)
         if result[0] == lead + self._tokenizer.encode(text):
@@ -127,20 +132,21 @@ class Renderer:
             self.compiled.give_up("a compiled prompt differed from the rendered one")
             log.error("the compiled chat template gave other tokens than Jinja: compiling is off from now on")
         self._prefixes.forget()
-        return self._prefixes.tokens(seed, [Piece(text)], (), lead)
+        return self._prefixes.tokens(seed, bare(1), [text], lead)
 
-    def _pieces(self, text: str) -> list[Piece]:
+    def _pieces(self, text: str) -> list[str]:
         """Rendered text -> segments, cut before each occurrence of the token that occurs most."""
         cut = self._text_cut
         if not cut:
             if not self._cuts:
-                return [Piece(text)]
+                return [text]
             best = max(self._cuts, key=text.count)
             if text.count(best) < 2:
-                return [Piece(text)]
+                return [text]
             cut = self._text_cut = best
         first, *rest = text.split(cut)
-        return [Piece(first), *(Piece(cut + one) for one in rest)] if first else [Piece(cut + one) for one in rest]
+        pieces = [cut + one for one in rest]
+        return [first, *pieces] if first or not pieces else pieces
 
 
 # What vLLM passes when a chat request says nothing.
@@ -164,26 +170,27 @@ def _dumped(tools: Any, variables: Any) -> bytes:
     return extra if len(extra) <= _SHORT else sha256(extra).digest()
 
 
-def _plain(messages: Any) -> tuple[tuple[str, ...], list[Any]] | None:
-    """(roles, contents) when every message is nothing but a known role and a text (0.12 us a message)."""
+def _plain(messages: Any) -> tuple[tuple[str, ...], list[str]] | None:
+    """(roles, contents) when every message is nothing but a known role and a text (0.12 us a message).
+
+    A loop, since the same by `map`, `zip` and sets takes 1.6 times the instructions for 16 messages, 2.6 for two.
+    """
     if type(messages) is not list or not messages:
         return None
     roles = []
     contents = []
-    for message in messages:
-        if type(message) is not dict or len(message) != 2:
-            return None
-        try:
+    try:
+        for message in messages:
             role, content = message["role"], message["content"]
-        except KeyError:
-            return None
-        if (
-            type(content) is not str
-            or type(role) is not str
-            or role not in PLAIN_ROLES
-            or (role == "system" and not is_plain(content))
-        ):
-            return None
-        roles.append(role)
-        contents.append(content)
+            if (
+                type(content) is not str
+                or len(message) != 2
+                or role not in PLAIN_ROLES
+                or (role == "system" and not is_plain(content))
+            ):
+                return None
+            roles.append(role)
+            contents.append(content)
+    except (KeyError, TypeError):  # not an object with both, or a role that is a list or an object
+        return None
     return tuple(roles), contents

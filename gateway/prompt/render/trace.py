@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import contains
 from typing import Any, NamedTuple
 
 from . import template as plain
@@ -46,6 +48,8 @@ class Pair(NamedTuple):
 Expression = tuple
 # A question: (method, operand, args, answer)
 Question = tuple
+# A question about one text that is at hand: what to call with the text and these arguments, and the answer
+Check = tuple[Callable[..., Any], tuple, Any]
 
 
 class Untraceable(Exception):
@@ -55,7 +59,7 @@ class Untraceable(Exception):
 class Trace:
     """What has been seen so far: expressions by marker number, questions, values of the slots."""
 
-    def __init__(self, slots: list[Any]) -> None:
+    def __init__(self, slots: Sequence[Any]) -> None:
         self.slots = slots
         self.expressions: list[Expression] = []
         self.questions: list[Question] = []
@@ -104,7 +108,7 @@ class Trace:
         return f"{OPEN}{len(self.expressions) - 1}{CLOSE}"
 
 
-def evaluate(expression: Expression, slots: list[Any]) -> Any:
+def evaluate(expression: Expression, slots: Sequence[Any]) -> Any:
     """What an expanded expression is when the slots hold these values."""
     if type(expression) is Slot:
         return slots[expression.index]
@@ -113,11 +117,34 @@ def evaluate(expression: Expression, slots: list[Any]) -> Any:
     return result if index is None else result[index]
 
 
-def text_of(operand: tuple, slots: list[Any]) -> str:
+def text_of(operand: tuple, slots: Sequence[Any]) -> str:
     return "".join([piece if type(piece) is str else _as_text(evaluate(piece, slots)) for piece in operand])
 
 
-def answered(question: Question, slots: list[Any]) -> bool:
+def check_of(question: Question) -> Check:
+    """What `hold` asks in place of a question that is about slot 0 alone."""
+    method, operand, args, answer = question
+    if operand == (Slot(0),):
+        return _OWN.get(method) or getattr(str, method), args, answer
+    return partial(_of_one, method, operand), args, answer
+
+
+def _of_one(method: str, operand: tuple, text: str, *args: Any) -> Any:
+    return apply(method, _value(operand, [text]), args)
+
+
+def hold(checks: Iterable[Check], text: str) -> bool:
+    """Does this text answer the questions of these checks as the traced one did?"""
+    try:
+        for ask, args, answer in checks:
+            if ask(text, *args) != answer:
+                return False
+    except (IndexError, ValueError):  # an item or a substring that this text does not have
+        return False
+    return True
+
+
+def answered(question: Question, slots: Sequence[Any]) -> bool:
     """Do these slots answer the question as the traced ones did?"""
     method, operand, args, answer = question
     try:
@@ -135,7 +162,7 @@ def slots_in(value: Any) -> set[int]:
     return set().union(*map(slots_in, value))
 
 
-def _value(operand: tuple, slots: list[Any]) -> Any:
+def _value(operand: tuple, slots: Sequence[Any]) -> Any:
     if type(operand) is Pair:
         return _value(operand.left, slots), _value(operand.right, slots)
     if len(operand) == 1 and type(operand[0]) is not str:  # keeps an object what it is
@@ -156,7 +183,7 @@ def apply(method: str, operand: Any, args: tuple) -> Any:
 _OWN: dict[str, Callable[..., Any]] = {
     "bool": bool,
     "len": len,
-    "contains": lambda text, part: part in text,
+    "contains": contains,
     "count_of": lambda text, method, args: len(getattr(text, method)(*args)),
     "same": lambda pair: pair[0] == pair[1],
     "slice": lambda text, start, stop, step: text[start:stop:step],

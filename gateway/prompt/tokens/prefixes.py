@@ -18,12 +18,12 @@ import itertools
 from array import array
 from collections.abc import Sequence
 from sys import getsizeof
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cachemap import hash_blocks
 
-from ..render.plan import Piece, Segment, digest
-from ..render.trace import answered
+from ..render.plan import Plan, Segment, digest
+from ..render.trace import hold
 from .tokenizer import Tokenizer
 
 _NODE_BYTES = 500  # a node, its key, its serial and its place in the dictionary
@@ -41,6 +41,7 @@ Key = tuple[int, bytes, str | bytes]  # parent's serial, digest of the literals,
 # of a million nodes costs nothing at each full collection.
 Node = tuple[int, bytes, bytes, int, bytes, int, bytes]
 _ASKED = 6
+_HASH_BYTES = 8
 
 
 class Found(NamedTuple):
@@ -65,7 +66,7 @@ class Prefixes:
         self._half = budget_bytes // 2
         self._young: dict[Key, Node] = {}
         self._old: dict[Key, Node] = {}
-        self._gone: dict[Key, Node] = {}  # nobody looks there; see `_keep`
+        self._gone: dict[Key, Node] = {}  # nobody looks there; see `_grow`
         self._young_bytes = 0
         self._serials = itertools.count(1)
         self.hit_chars = 0  # characters of prompts found here, of all that came
@@ -75,36 +76,36 @@ class Prefixes:
         """Keep within this many bytes from the next generation on."""
         self._half = budget_bytes // 2
 
-    def tokens(self, seed: int, segments: Sequence[Segment | Piece], slots: Sequence[Any], lead: bytes = b"") -> Found:
-        """Raises Mismatch. `lead`: special tokens (always the same) that stand before the text."""
-        young, old = self._young, self._old
+    def tokens(self, seed: int, plan: Plan, texts: Sequence[str], lead: bytes = b"") -> Found:
+        """Tokens and hashes of a prompt whose segments have these texts. Raises Mismatch.
+
+        `lead`: special tokens (always the same) that stand before the text.
+        """
+        young, old = self._young.get, self._old.get
         # Serials are positive, so that no chain's start is ever taken for a node.
         parent = -1 - seed if not lead else -1 - (1 << 64) - seed
-        found = [lead]
-        packed: list[bytes] = []
+        found, packed = [lead], []
         end, tail, chars = len(lead), lead, 0
-        known = 0
-        for segment in segments:
-            literals, slot, asks = segment.quick
-            text = slots[slot] if slot >= 0 else segment.text(slots)
+        for literals, asks, text in zip(plan.literals, plan.asks, texts):
             key = (parent, literals, text if len(text) < _LONG else digest(text))
-            node = young.get(key)
+            node = young(key)
             if node is None:
-                node = old.get(key)
+                node = old(key)
                 if node is None:
                     break
                 self._keep(key, node)
             if asks and asks != node[_ASKED]:
-                _ask(segment, text)
-                young[key] = (*node[:_ASKED], asks)
-            parent, tokens, new, end, tail, chars, _ = node
-            found.append(tokens)
+                if not hold(plan.segments[len(packed)].checks, text):
+                    raise Mismatch
+                self._young[key] = (*node[:_ASKED], asks)
+            parent, ids, new, end, tail, chars, _ = node
+            found.append(ids)
             packed.append(new)
-            known += 1
         hashes = array("Q", b"".join(packed))
-        hit = chars
-        if known < len(segments):
-            chars = self._add(key, segments[known:], slots, found, hashes, seed, end, tail, chars)
+        hit, known = chars, len(packed)
+        if known < len(texts):
+            last = hashes[-1] if hashes else seed
+            chars = self._add(key, plan.segments[known:], texts[known:], found, hashes, last, end, tail, chars)
         self.hit_chars += hit
         self.all_chars += chars
         return Found(b"".join(found), hashes, chars)
@@ -112,8 +113,8 @@ class Prefixes:
     def _add(
         self,
         key: Key,
-        segments: Sequence[Segment | Piece],
-        slots: Sequence[Any],
+        segments: Sequence[Segment],
+        texts: Sequence[str],
         found: list[bytes],
         hashes: array[int],
         seed: int,
@@ -123,38 +124,41 @@ class Prefixes:
     ) -> int:
         """Tokenize and hash what is new, append it to `found` and `hashes`, remember it -> characters.
 
-        `key` is the first one's.
+        `key` is the first one's, `seed` the last hash before it.
         """
-        texts, rendered = [], []
-        for segment in segments:
-            text = segment.text(slots)
-            if segment.questions:
-                _ask(segment, text)
-            texts.append(text)
+        rendered = []
+        for segment, text in zip(segments, texts):
+            if segment.checks and not hold(segment.checks, text):
+                raise Mismatch
             rendered.append(segment.before + text + segment.after)
         tokens = self._tokenizer.encode_many(rendered)
         found += tokens
         data = b"".join((tail, *tokens))
-        new = array("Q", hash_blocks(data, self._block_size, hashes[-1] if hashes else seed))
+        new = array("Q", hash_blocks(data, self._block_size, seed))
         hashes += new
-        width, start, done, parent = self._width, end - len(tail), 0, 0
-        for segment, text, print_, ids in zip(segments, texts, rendered, tokens, strict=True):
+        width, start, begin, done, parent = self._width, end - len(tail), end, 0, 0
+        size = 0  # as `_size` has it for each of them
+        for segment, text, print_, ids in zip(segments, texts, rendered, tokens):
             end += len(ids)
             chars += len(print_)
             full = (end - start) // width
-            literals, _, asks = segment.quick
             if parent:
-                key = (parent, literals, text if len(text) < _LONG else digest(text))
-            serial = next(self._serials)
+                key = (parent, segment.literals, text if len(text) < _LONG else digest(text))
+            parent = next(self._serials)
             mine = new[done:full].tobytes()
-            node = (serial, ids, mine, end, data[full * width : end - start], chars, asks)
-            self._keep(key, node)
-            parent, done = serial, full
+            # Of now: others may have turned the generations while this thread made tokens.
+            self._young[key] = (parent, ids, mine, end, data[full * width : end - start], chars, segment.asks)
+            size += _NODE_BYTES + getsizeof(key[2])
+            done = full
+        self._grow(size + end - begin + _HASH_BYTES * done)
         return chars
 
     def _keep(self, key: Key, node: Node) -> None:
         self._young[key] = node
-        size = _size(key, node)
+        self._grow(_size(key, node))
+
+    def _grow(self, size: int) -> None:
+        """The young generation has so many bytes more."""
         self._young_bytes += size
         if self._gone:
             self._free(2 * size)
@@ -190,10 +194,3 @@ class Prefixes:
 
 def _size(key: Key, node: Node) -> int:
     return _NODE_BYTES + getsizeof(key[2]) + len(node[1]) + len(node[2])
-
-
-def _ask(segment: Segment | Piece, text: str) -> None:
-    slots = (text,)
-    for question in segment.questions:
-        if not answered(question, slots):
-            raise Mismatch

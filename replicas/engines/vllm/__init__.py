@@ -61,8 +61,7 @@ class Vllm:
 
         return VllmProfile
 
-    def aborted(self, path: str, answer: bytes) -> bool:
-        return aborts.aborted(path, answer)
+    aborted = staticmethod(aborts.aborted)
 
     def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         for name in ("vllm_config", "scheduler_config"):

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.http import upstream
 from gateway.http.messages import end_to_end
+from gateway.http.upstream import Upstream
 
 from ..proxy.replies import ANSWER, SSE_HEAD, answers, chunk, post, says
 from ..proxy.stack import stack
@@ -191,3 +192,50 @@ async def test_a_bug_that_shows_when_the_connection_is_there_ends_the_request_wi
         await talk.say(post())
         assert (await talk.response())[0] == 500 and "a bug" in caplog.text
         await eventually(s.idle)
+
+
+class Told:
+    """A connection to a replica whose reads the test chooses, and what was told of the answer."""
+
+    def __init__(self):
+        self.length, self.ended, self.error = 0, False, None
+        self.upstream = Upstream(self)
+        self.upstream.connection_made(self)
+        self.upstream.send(self, b"GET / HTTP/1.1\r\n\r\n", b"", False)
+
+    def head(self, status, head, body):
+        self.length += len(body)
+
+    def data(self, data):
+        self.length += len(data)
+
+    def end(self):
+        self.ended = True
+
+    def lost(self, error):
+        self.error = error
+
+    def write(self, data): ...
+
+    def abort(self): ...
+
+    def is_closing(self):
+        return False
+
+    def get_write_buffer_size(self):
+        return 0
+
+    def release(self, upstream): ...
+
+
+def test_an_answer_whose_lines_end_in_reads_of_their_own_goes_through_however_long(monkeypatch):
+    """No read that is looked into has the end of a line in it; each line is short all the same."""
+    monkeypatch.setattr(upstream, "SEARCH_BYTES", 100_000)
+    monkeypatch.setattr(upstream, "LINE_BYTES", 1_000_000)
+    told = Told()
+    told.upstream.data_received(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for _ in range(60):
+        for read in (b"10000\r\n", b"x" * 65536, b"\r\n"):
+            told.upstream.data_received(read)
+    told.upstream.data_received(b"0\r\n\r\n")
+    assert told.ended and told.error is None and told.length > 60 * 65536

@@ -13,7 +13,7 @@ from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.ops import explain
 from gateway.prompt import Prompt
-from policies import Asked, Candidate, Choice, CostGroup, Demand, Load, make
+from policies import Candidate, Choice, CostGroup, Demand, Evaluation, Load, make
 from replicas.simulated.model import sim_model_dir
 
 CHAT = b'{"model": "sim", "messages": [{"role": "user", "content": "' + b"a story about the sea " * 40 + b'"}]}'
@@ -34,7 +34,7 @@ def decision(policy="least_time"):
     demand = Demand(tokens, 16, 77)
     prompt = Prompt("/v1/chat/completions", "sim", tokens=tokens, hashes=list(range(62)), rendered_chars=4321)
     choice = make(policy).choose(demand, candidates, explain=True)
-    return explain.describe(policy, prompt, Asked(demand, candidates, choice, candidates[choice.index].overlap))
+    return explain.describe(policy, prompt, Evaluation(demand, candidates, choice, candidates[choice.index].overlap))
 
 
 def test_terms_add_up_and_the_holder_is_chosen():
@@ -70,7 +70,7 @@ def test_a_prompt_that_was_not_read_says_so():
     told = explain.describe(
         "random",
         Prompt("/v1/audio", "", mode="load", note="unknown path"),
-        Asked(demand, candidates, Choice(0, "only one"), 0),
+        Evaluation(demand, candidates, Choice(0, "only one"), 0),
     )
     text = explain.show(told)
     assert "not read: this request goes where the load is least" in text and "note     unknown path" in text

@@ -10,6 +10,7 @@ from itertools import count
 import orjson
 import pytest
 
+from gateway.errors import ApiError
 from gateway.prompt.offload import TakesLong, event_loop
 from gateway.prompt.pipeline import OFFLOAD_BYTES, Pipeline
 from gateway.prompt.tokens.tokenizer import Tokenizer
@@ -99,6 +100,18 @@ def test_prompts_that_come_at_once_hold_the_event_loop_for_a_bounded_time_togeth
                     pass
         assert at_once == 3
     assert all(pipeline.prepare(CHAT, body).mode == "exact" for body in bodies)
+
+
+def test_what_comes_when_the_time_is_up_is_not_even_read(pipeline, monkeypatch):
+    """A thread will read it; here it would be read twice."""
+    ticks = count(step=1.0)
+    monkeypatch.setattr("gateway.prompt.offload.perf_counter", lambda: next(ticks))
+    with event_loop:
+        pipeline.prepare(CHAT, orjson.dumps({"model": "m", **user("first")}))
+        with pytest.raises(TakesLong):
+            pipeline.prepare(CHAT, b"this is not JSON")
+    with pytest.raises(ApiError, match="not valid JSON"):
+        pipeline.prepare(CHAT, b"this is not JSON")
 
 
 def test_what_is_known_or_short_is_not(pipeline):

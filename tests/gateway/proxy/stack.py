@@ -83,7 +83,7 @@ async def stack(
     """One replica per script, plus replicas at `ports` (where perhaps nobody listens)."""
     faults, unconfirmed = [], []
 
-    def traffic(replica, kind):
+    def traffic(replica, kind, count):
         if kind == "unconfirmed":
             unconfirmed.append(replica)
         elif kind not in (None, "reconnect"):

@@ -2,12 +2,14 @@
 
 import pytest
 
-from gateway.proxy.blame import MOST_AGREED, Record, Suspicion, agree, settled
+from gateway.proxy.blame import MOST_AGREED, Record, UnattributedError, agree, settled
 
 
 def said(*answers):
     """(replica, kind) or (replica, kind, witness); ranks are a-dp0, a-dp1."""
-    return [Suspicion(one[0], one[0].partition("-")[0], one[1], one[2] if len(one) > 2 else True) for one in answers]
+    return [
+        UnattributedError(one[0], one[0].partition("-")[0], one[1], one[2] if len(one) > 2 else True) for one in answers
+    ]
 
 
 @pytest.mark.parametrize(("answers", "blamed"), [

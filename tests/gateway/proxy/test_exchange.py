@@ -322,7 +322,9 @@ async def test_blocks_in_a_slower_tier_reach_the_policy_for_that_request_only():
         proxy.router.map.store(slow.slot, prompt.hashes, keys, "cpu")
 
         def candidates_for(prompt):
-            return proxy.router.ask(proxy.placing.demand(prompt, 0.0), proxy.eligible.targets(prompt), 0.0).candidates
+            return proxy.router.evaluate(
+                proxy.placing.demand(prompt, 0.0), proxy.eligible.targets(prompt), 0.0
+            ).candidates
 
         candidates = candidates_for(prompt)
         size = proxy.models.pipelines[0].block_size

@@ -127,6 +127,24 @@ async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state,
         await eventually(s.idle)
 
 
+async def test_after_two_replicas_hung_under_a_request_no_third_is_tried():
+    async with stack(*[says(SSE_HEAD)] * 3, retries=5, request_timeout=60.0) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        for count in (1, 2):
+            await eventually(
+                lambda count=count: any(len(x.attempts) == count and x.attempt.response_head for x in s.proxy.exchanges)
+            )
+            (exchange,) = s.proxy.exchanges
+            exchange.attempt.backend.replica.state = State.FAILED
+            s.proxy.changed()
+            s.proxy.sweep(exchange.attempt.sent_at)
+        status, _, body = await talk.response()
+        assert (status, json.loads(body)["error"]["code"]) == (502, "replicas_lost")
+        assert s.faults == ["hung", "hung"] and s.metrics.retries.total() == 1
+        await eventually(s.idle)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_engine_that_stops_and_aborts_what_it_has_is_passed_over(streamed):
     """vLLM's way: 200, and the text so far. What has begun is the engine's to end; the last replica's word stands."""
@@ -477,7 +495,7 @@ async def test_of_a_replica_that_moved_it_is_still_told_when_a_kept_connection_b
 
     async with stack(script) as s:
         told = []
-        s.proxy.on_traffic = lambda replica, kind: told.append(kind) if kind else None
+        s.proxy.settling._on_traffic = lambda replica, kind, count: told.append(kind) if kind else None
         (backend,) = s.proxy.backends.values()
         backend.replica.address = "localhost"
         backend.follow_incarnation()
@@ -501,3 +519,16 @@ async def test_a_connection_to_where_a_replica_was_carries_no_request_any_more()
         type(before).connect(before, *opening)
         assert (await talk.response())[0] == 200
         await eventually(lambda: backend.pool.idle)
+
+
+async def test_answers_are_told_of_before_a_failure_those_of_siblings_too():
+    """A failure is compared with what an engine's other ranks and its siblings answered before it."""
+    async with stack(answers(), answers()) as s:
+        told, (one, other) = [], s.proxy.backends.values()
+        s.proxy.settling._on_traffic = lambda replica, kind, count: told.append((replica, kind, count))
+        talk = await s.talk()
+        for _ in range(4):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+        s.proxy.settling.tell(one, "closed")
+        assert told == [(one.id, None, 2), (other.id, None, 2), (one.id, "closed", 1)]

@@ -47,9 +47,9 @@ def lived(policy="least_time"):
         now, place = number * 0.01, proxy.router
         demand = proxy.placing.demand(one.prompt, now)
         demand.draw = rng.random()
-        asked = place.ask(demand, proxy.eligible.targets(one.prompt, one.tried), now)
+        asked = place.evaluate(demand, proxy.eligible.targets(one.prompt, one.tried), now)
         rosters += isinstance(asked.candidates, Roster)
-        placement = place.take(asked, now)
+        placement = place.commit(asked, now)
         told.append((placement.candidate.replica, placement.overlap, placement.reservation.uncached))
         tier = "cpu" if number in range(100, 110) else "gpu"
         slot = placement.candidate.slot

@@ -16,7 +16,7 @@ from gateway.proxy.retries import (
     Failed,
     Next,
     after,
-    is_loss,
+    is_crash,
     of_status,
 )
 
@@ -40,7 +40,7 @@ def test_a_kept_connection_that_died_of_old_age_is_repeated_once():
 
 def test_the_second_replica_that_goes_down_with_it_is_the_last():
     assert after(Failed(HUNG), 1, 1, retries=5) is Next.LOST
-    assert is_loss(Failed(CONNECT, repeated=True)) and not is_loss(Failed(CONNECT))
+    assert is_crash(Failed(CONNECT, repeated=True)) and not is_crash(Failed(CONNECT))
 
 
 def test_who_is_asked_for_a_stored_response_is_asked_until_one_has_it():
@@ -48,9 +48,9 @@ def test_who_is_asked_for_a_stored_response_is_asked_until_one_has_it():
 
 
 @given(failures, st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
-def test_no_replica_is_tried_beyond_what_is_allowed(failed, tried, losses, retries):
-    following = after(failed, tried, losses, retries)
+def test_no_replica_is_tried_beyond_what_is_allowed(failed, tried, crash_count, retries):
+    following = after(failed, tried, crash_count, retries)
     if following is Next.OTHER:
-        assert losses + is_loss(failed) < 2 and (tried < retries or failed.kind == ELSEWHERE)
+        assert crash_count + is_crash(failed) < 2 and (tried < retries or failed.kind == ELSEWHERE)
     if following is Next.SAME:
         assert failed.kind == IDS or not failed.repeated

@@ -14,7 +14,7 @@ import uvloop
 
 from cachemap.cluster.connect import Ways, parse
 from gateway.proxy.shared import LEASE, SharedLedger
-from policies import Asked, Candidate, CostGroup, Demand, Ledger, make
+from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, make
 from policies.ledger import NOTHING
 from tests.poison import poisons
 from tests.redis_server import Cluster, Proxy, certificate, running
@@ -75,7 +75,7 @@ class Gateway:
 
         demand = Demand(tokens, SIZE, hashes[0] if hashes else 0, hashes=hashes, draw=random.random())
         choice = self.policy.choose(demand, self.candidates)
-        self.shared.decide(Asked(demand, self.candidates, choice, self.candidates[choice.index].overlap), answer)
+        self.shared.decide(Evaluation(demand, self.candidates, choice, self.candidates[choice.index].overlap), answer)
         return await routed
 
     def end_all(self):

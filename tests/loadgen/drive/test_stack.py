@@ -68,6 +68,7 @@ def test_how_the_gateway_is_started():
     said = " ".join(stack._argv[1:])
     assert said.startswith("-m gateway serve --host 127.0.0.1 --port ")
     assert said.endswith("--policy least_load --launch 3 --profile my.yaml")
+    assert "--cached-tokens-header" in said, "what was predicted is in the report, and nobody else is told by default"
     stack._folder.cleanup()
 
 

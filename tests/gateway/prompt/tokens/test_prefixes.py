@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.prompt.render.plan import Piece, Segment
+from gateway.prompt.render.plan import Plan, Segment, bare
 from gateway.prompt.tokens.prefixes import Mismatch, Prefixes
 from gateway.prompt.tokens.tokenizer import Tokenizer
 
@@ -24,7 +24,8 @@ def tokenizer():
     return Tokenizer(model_dir("sim"))
 
 
-piece = Piece
+def tokens_of(prefixes, pieces, seed=SEED, lead=b""):
+    return prefixes.tokens(seed, bare(len(pieces)), pieces, lead)
 
 
 def expected(tokenizer, pieces, block_size=16, seed=SEED, lead=b""):
@@ -47,17 +48,17 @@ def test_any_prompts_in_any_order(tokenizer, prompts, block_size, budget):
     prefixes = Prefixes(tokenizer, block_size, budget)
     for texts in prompts + prompts[::-1]:
         pieces = [CUT + text for text in texts]
-        assert tuple(prefixes.tokens(SEED, [piece(p) for p in pieces], ())) == expected(tokenizer, pieces, block_size)
+        assert tuple(tokens_of(prefixes, pieces)) == expected(tokenizer, pieces, block_size)
 
 
 def test_a_known_prefix_is_not_tokenized_again(tokenizer, monkeypatch):
     prefixes = Prefixes(tokenizer, 16, 10**8)
     given = [CUT + "x " * 30, CUT + "y " * 30]
-    prefixes.tokens(SEED, [piece(p) for p in given], ())
+    tokens_of(prefixes, given)
     asked = []
     whole = Tokenizer.encode_many
     monkeypatch.setattr(Tokenizer, "encode_many", lambda self, texts: asked.extend(texts) or whole(self, texts))
-    found = prefixes.tokens(SEED, [piece(p) for p in (*given, CUT + "z")], ())
+    found = tokens_of(prefixes, [*given, CUT + "z"])
     assert asked == [CUT + "z"]
     assert tuple(found) == expected(tokenizer, [*given, CUT + "z"])
     assert prefixes.stats()["hit_chars"] == sum(map(len, given))
@@ -70,7 +71,7 @@ def test_seeds_and_leading_tokens_do_not_mix(tokenizer):
     for _ in range(2):
         for seed in (0, 1, 2**64 - 1, SEED):
             for front in (b"", lead):
-                found = prefixes.tokens(seed, [piece(p) for p in pieces], (), front)
+                found = tokens_of(prefixes, pieces, seed, front)
                 assert tuple(found) == expected(tokenizer, pieces, 4, seed, front)
 
 
@@ -84,14 +85,14 @@ def test_segments_of_different_literals_do_not_mix(tokenizer):
         (CUT, "", "text!"),
     ):
         segment = Segment(0, before, after, (), ())
-        assert prefixes.tokens(SEED, [segment], [text]).tokens == tokenizer.encode(before + text + after)
+        assert prefixes.tokens(SEED, Plan([segment], []), [text]).tokens == tokenizer.encode(before + text + after)
 
 
 def test_bytes_are_bounded(tokenizer):
     budget = 400_000
     prefixes = Prefixes(tokenizer, 16, budget)
     for i in range(600):
-        prefixes.tokens(SEED, [piece(CUT + f"{i} " * 100)], ())
+        tokens_of(prefixes, [CUT + f"{i} " * 100])
     stats = prefixes.stats()
     assert stats["young_bytes"] <= budget // 2
     assert 20 < stats["segments"] < 600
@@ -101,15 +102,15 @@ def test_what_is_used_outlives_what_is_not(tokenizer, monkeypatch):
     prefixes = Prefixes(tokenizer, 16, 200_000)
     used, unused = CUT + "used " * 50, CUT + "unused " * 50
     for text in (used, unused):
-        prefixes.tokens(SEED, [piece(text)], ())
+        tokens_of(prefixes, [text])
     for i in range(600):
-        prefixes.tokens(SEED, [piece(CUT + f"{i} " * 50)], ())
-        prefixes.tokens(SEED, [piece(used)], ())
+        tokens_of(prefixes, [CUT + f"{i} " * 50])
+        tokens_of(prefixes, [used])
     asked = []
     whole = Tokenizer.encode_many
     monkeypatch.setattr(Tokenizer, "encode_many", lambda self, texts: asked.extend(texts) or whole(self, texts))
     for text in (used, unused):
-        prefixes.tokens(SEED, [piece(text)], ())
+        tokens_of(prefixes, [text])
     assert asked == [unused]
 
 
@@ -118,15 +119,13 @@ def test_a_long_text_is_known_without_being_kept(tokenizer, monkeypatch):
     long = CUT + "all the world " * 3000
     other = long[:-1] + "!"
     for text in (long, other):
-        assert tuple(prefixes.tokens(SEED, [piece(text), piece(CUT + "on")], ())) == expected(
-            tokenizer, [text, CUT + "on"]
-        )
+        assert tuple(tokens_of(prefixes, [text, CUT + "on"])) == expected(tokenizer, [text, CUT + "on"])
     tokens = len(tokenizer.encode(long + other))
     assert prefixes.stats()["young_bytes"] < tokens * 4.5 + 5000
     asked = []
     whole = Tokenizer.encode_many
     monkeypatch.setattr(Tokenizer, "encode_many", lambda self, texts: asked.extend(texts) or whole(self, texts))
-    assert tuple(prefixes.tokens(SEED, [piece(long), piece(CUT + "z")], ())) == expected(tokenizer, [long, CUT + "z"])
+    assert tuple(tokens_of(prefixes, [long, CUT + "z"])) == expected(tokenizer, [long, CUT + "z"])
     assert asked == [CUT + "z"]
 
 
@@ -136,7 +135,7 @@ def test_what_nobody_used_goes_little_by_little(tokenizer, sizes):
     prefixes = Prefixes(tokenizer, 16, 60_000)
     going, generation = 0, None
     for number, size in enumerate(sizes):
-        prefixes.tokens(SEED, [piece(CUT + f"{number} " + "x " * size)], ())
+        tokens_of(prefixes, [CUT + f"{number} " + "x " * size])
         if prefixes._old is not generation:
             assert not going or generation is None  # all was gone before the next ones went
             generation = prefixes._old
@@ -149,17 +148,17 @@ def test_questions_are_asked_of_new_texts_and_when_they_change(tokenizer):
     has_a = ("contains", ("abc",), ("Z",), True)  # and one that is never
     easy = Segment(0, CUT, "", (), (no_x,))
     hard = Segment(0, CUT, "", (), (has_a,))
-    prefixes.tokens(SEED, [easy], ["text"])
+    prefixes.tokens(SEED, Plan([easy], []), ["text"])
     with pytest.raises(Mismatch):
-        prefixes.tokens(SEED, [hard], ["text"])
+        prefixes.tokens(SEED, Plan([hard], []), ["text"])
     with pytest.raises(Mismatch):
-        prefixes.tokens(SEED, [hard], ["new text"])
-    assert prefixes.tokens(SEED, [easy], ["text"]).tokens == tokenizer.encode(CUT + "text")
+        prefixes.tokens(SEED, Plan([hard], []), ["new text"])
+    assert prefixes.tokens(SEED, Plan([easy], []), ["text"]).tokens == tokenizer.encode(CUT + "text")
 
 
 def test_the_garbage_collector_stops_tracking_nodes(tokenizer):
     prefixes = Prefixes(tokenizer, 16, 10**8)
-    prefixes.tokens(SEED, [piece(CUT + "some words " * 20)], ())
+    tokens_of(prefixes, [CUT + "some words " * 20])
     gc.collect()
     gc.collect()
     ((key, node),) = prefixes._young.items()
@@ -170,6 +169,6 @@ def test_many_threads_at_once(tokenizer):
     prefixes = Prefixes(tokenizer, 16, 60_000)
     prompts = [[CUT + f"{i % 3} " * 20, CUT + f"{i % 5} " * 20, CUT + str(i)] for i in range(400)]
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda pieces: prefixes.tokens(SEED, [piece(p) for p in pieces], ()), prompts))
+        found = list(threads.map(lambda pieces: tokens_of(prefixes, pieces), prompts))
     for pieces, one in zip(prompts, found, strict=True):
         assert tuple(one) == expected(tokenizer, pieces)

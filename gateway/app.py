@@ -185,8 +185,6 @@ class Gateway:
     def traffic(self, replica: str, fault: str | None, count: int) -> None:
         if fault is None:
             self.fleet.succeeded(replica, count)
-        elif fault == "reconnect":
-            self.fleet.look(replica)
         elif fault == UNCONFIRMED:
             self.fleet.unconfirmed(replica)
         elif fault not in ("status 503", "status 429"):  # "full, try another": load, not illness
@@ -216,7 +214,7 @@ class Gateway:
         if backend is None:
             observed = replica.events is not None
             slot = self.slots[replica.id] = self.map.attach(replica.id, replica.num_blocks, observed)
-            backend = Backend(replica, self.proxy.router.add(replica.id, slot, replica.rank_paths))
+            backend = Backend(replica, self.proxy.router.add(replica.id, slot, replica.rank_paths), self.fleet.prove)
             self.proxy.add(backend)
         else:  # another process behind the same address: its cache is empty
             self.map.clear(backend.slot)

@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from replicas.adopt import Facts, probe
-from replicas.ask import connections_noted, unresolved
+from replicas.ask import Response, unresolved
 from replicas.event_source import EventSource
 from replicas.names import HostName
 from replicas.problems import Problem
@@ -138,6 +138,6 @@ def session_to(address: str, tls: ssl.SSLContext | None = None, **more: Any) -> 
     return aiohttp.ClientSession(
         connector=connector(address, tls),
         cookie_jar=aiohttp.DummyCookieJar(),
-        trace_configs=[connections_noted()],
+        response_class=Response,
         **more,
     )

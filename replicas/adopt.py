@@ -44,6 +44,8 @@ class Facts:
     locked: bool = False  # its models are for those who have an API key
     silent: set[str] = field(default_factory=set)  # what could not be asked for: version, metrics
     closes: bool = False  # it closes the connection after each answer
+    # the connection over which /health was answered before all else was asked; None where it would show nothing
+    over: asyncio.BaseTransport | None = None
     problems: dict[str, Problem] = field(default_factory=dict)  # by what is amiss: models, metrics, events ...
 
     @property
@@ -79,7 +81,7 @@ async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> A
     if answer.status in (404, 405):
         answer = await get(session, f"{url}/v1/models", deadline)
         if answer.status in (401, 403):
-            return Answer(200, fresh=answer.fresh, closes=answer.closes)
+            return Answer(200, over=answer.over, closes=answer.closes)
     if answer.status >= 500:
         answer.fault = "5xx"
         answer.error = f"/health answers {answer.status}: the engine is loading or dead; see its log"
@@ -98,6 +100,8 @@ async def probe(url: str, session: aiohttp.ClientSession, deadline: float = 2.0,
     paths = list(dict.fromkeys((*PATHS, *(path for one in DIALECTS for path in one.paths))))
     answers = dict(zip(paths, await asyncio.gather(*(get(session, url + path, deadline) for path in paths))))
     facts = Facts(recognize(answers), alive=True, closes=alive.closes)
+    if not any(answer.fault == "timeout" for answer in answers.values()):  # else it may be we who closed it
+        facts.over = alive.over
     _models(facts, answers["/v1/models"])
     _version(facts, answers["/version"])
     _metrics(facts, answers["/metrics"])

@@ -1,19 +1,20 @@
 """What came of one GET to an engine."""
 
+import asyncio
 import json
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Answer:
-    """One GET. `status` 0 means no answer came; then `fault` and `error` say why. `fresh`: it took a new connection;
-    `closes`: the server announced that it closes that connection after this answer."""
+    """One GET. `status` 0 means no answer came; then `fault` and `error` say why. `over`: the connection that
+    it came over; `closes`: the server announced that it closes that one after this answer."""
 
     status: int
     body: bytes = b""
     fault: str = ""
     error: str = ""
-    fresh: bool = False
+    over: asyncio.BaseTransport | None = None
     closes: bool = False
 
     def json(self) -> dict:

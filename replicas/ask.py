@@ -1,7 +1,8 @@
 """One GET to an engine, with a deadline, and its answer. Never raises: what went wrong is in the answer, in words."""
 
+import asyncio
 import errno
-from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -42,11 +43,19 @@ async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answ
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
-    opened: list[bool] = []
-    async with session.get(
-        url, timeout=aiohttp.ClientTimeout(), allow_redirects=False, trace_request_ctx=opened
-    ) as response:
-        return Answer(response.status, await response.read(), fresh=bool(opened), closes=_closes(response))
+    async with session.get(url, timeout=aiohttp.ClientTimeout(), allow_redirects=False) as response:
+        over = getattr(response, "over", None)
+        return Answer(response.status, await response.read(), over=over, closes=_closes(response))
+
+
+class Response(aiohttp.ClientResponse):
+    """Knows the connection that it came over, also when that has been given back."""
+
+    over: asyncio.BaseTransport | None = None
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        self.over = connection.transport
+        return await super().start(connection)
 
 
 def _closes(response: aiohttp.ClientResponse) -> bool:
@@ -57,16 +66,3 @@ def _closes(response: aiohttp.ClientResponse) -> bool:
 
 def unresolved(host: str) -> str:
     return f"host name {host!r} does not resolve; check the replica's URL and DNS"
-
-
-def connections_noted() -> aiohttp.TraceConfig:
-    """For a session whose answers are to say whether they took a new connection. One that was kept has the same process
-    at its other end; a new one may have another, unless the server closes each of them."""
-
-    async def opened(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
-        if context.trace_request_ctx is not None:
-            context.trace_request_ctx.append(True)
-
-    config = aiohttp.TraceConfig()
-    config.on_connection_create_end.append(opened)
-    return config

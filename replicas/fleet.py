@@ -230,11 +230,10 @@ class Fleet:
         if siblings:
             engine.watch.compare(now, *map(sum, zip(*siblings)))
 
-    def look(self, id: str) -> None:
-        """Something happened that may mean another process: look at the replica now, rather than when its turn
-        comes."""
+    async def prove(self, id: str) -> None:
+        """Look at all of a replica's engine now; what it shows is told of before this returns."""
         if id in self.replicas:
-            self._engine(id).watch.look(monotonic())
+            await self._engine(id).watch.prove()
 
     async def ask_models(self) -> None:
         """Ask every ready engine what it serves, now; what changed is told of before this returns."""

@@ -1,5 +1,6 @@
 """One replica as the rest of the house sees it: where it is, what it serves, how it is."""
 
+import asyncio
 import ssl
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 SHARED = (
     "dialect",
     "address",
+    "proof",
     "models",
     "adapter_roots",
     "root",
@@ -65,6 +67,9 @@ class Replica:
     # the one that `host` leads to for this incarnation: everybody connects there; "" until it is known
     address: str = ""
     tls: ssl.SSLContext | None = None  # for connections to it, where its URL is https
+    # A connection to the process that was looked at last: while it stands, that process is there. None: whether it is
+    # cannot be told in this way.
+    proof: asyncio.BaseTransport | None = None
     models: dict[str, str | None] = field(default_factory=dict)  # name -> base model of an adapter
     # name of an adapter -> the folder that it was loaded from
     adapter_roots: dict[str, str] = field(default_factory=dict)
@@ -86,6 +91,11 @@ class Replica:
     def headers(self) -> dict[str, str]:
         """What a request needs for being computed here."""
         return {} if self.rank is None else {self.dialect.rank_header: str(self.rank)}
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether nothing speaks against its being the process that was looked at."""
+        return self.proof is None or not self.proof.is_closing()
 
     def serves(self, model: str | None) -> bool:
         """Whether it can answer for that model or adapter. One that has told no names is taken at its word."""

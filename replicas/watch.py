@@ -25,8 +25,6 @@ from replicas.replica import EventSource, Replica
 
 log = logging.getLogger("replicas")
 
-# Seconds between two full probes, however many connections break.
-FRESH_FACTS = 1.0
 # Seconds: between scrapes, between full probes, between any two looks, while starting; to wait for an answer.
 IDLE_SCRAPE, FACTS, CLOSEST, STARTING_INTERVAL = 5.0, 10.0, 0.1, 0.2
 DEADLINE, SHORT_DEADLINE = 2.0, 1.0
@@ -71,7 +69,8 @@ class Watch:
         self.supervisor, self.start_timeout = supervisor, start_timeout
         self.sources: list[EventSource | None] = [given]  # one for each data-parallel rank
         self.health, self.progress = Health(limits), Progress()
-        self._nudged = asyncio.Event()
+        self._nudged, self._urgent = asyncio.Event(), asyncio.Event()
+        self._wanted: asyncio.Future[None] | None = None  # somebody waits for the next full look to end
         self._lives = 0  # how often it came back, for engines that do not tell when they began
         self._was_refused = self._tells_start = False
         self._known = Known({}, None, None)
@@ -81,32 +80,32 @@ class Watch:
         self._mark = ""  # what tells this incarnation from one at another address that began at the same time
         self._warmed_pid: int | None = None
         self._facts_at = self._scraped_at = self._looked_at = float("-inf")
-        self._asked_at, self._broken = float("-inf"), False  # the last full probe; a connection has broken since
         self._closes = False  # it closes the connection after each answer
 
     async def run(self) -> None:
         """Watch until cancelled."""
         try:
             while True:
+                wanted, self._wanted = self._wanted, None
+                self._urgent.clear()
                 try:
-                    await self.tick()
+                    await self.tick(full=wanted is not None)
                 except Exception:  # a replica nobody watches would stay as it is for ever
                     log.exception("watching replica %s failed, trying again", self.replica.id)
+                finally:
+                    if wanted is not None:
+                        wanted.set_result(None)
                 self._looked_at = monotonic()
                 await self._pause()
         finally:
+            self._wanted = self._wanted or asyncio.get_running_loop().create_future()
+            self._wanted.set_result(None)  # nobody looks any more, so nobody waits
             await self.access.close()
 
     async def _pause(self) -> None:
-        if not self._nudged.is_set():
-            try:
-                # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the event.
-                async with asyncio.timeout(self._interval() * random.uniform(0.8, 1.2)):
-                    await self._nudged.wait()
-            except TimeoutError:
-                return
-        self._nudged.clear()
-        await asyncio.sleep(min(CLOSEST, self.interval) - (monotonic() - self._looked_at))
+        if await _set_within(self._interval() * random.uniform(0.8, 1.2), self._nudged):
+            self._nudged.clear()
+            await _set_within(min(CLOSEST, self.interval) - (monotonic() - self._looked_at), self._urgent)
 
     def _interval(self) -> float:
         """Our own engine on its way up is asked more often: it costs a refused connect."""
@@ -117,6 +116,14 @@ class Watch:
         """Look again now: something happened."""
         self._facts_at = float("-inf")
         self._nudged.set()
+
+    async def prove(self) -> None:
+        """Look at all of it now, however short ago that was done; returns when what was seen has been told of."""
+        if self._wanted is None:
+            self._wanted = asyncio.get_running_loop().create_future()
+            self._nudged.set()
+            self._urgent.set()
+        await asyncio.shield(self._wanted)
 
     # What traffic shows
 
@@ -148,13 +155,6 @@ class Watch:
         if self.health.compare(now, answered, failed):
             self._judge(now)
 
-    def look(self, now: float) -> None:
-        """A connection that was kept has broken, so another process may be there. Engines close idle ones as well, some
-        sooner than we do: all that break within a second are one reason to look."""
-        if not self._broken:
-            self._broken = True
-            asyncio.get_running_loop().call_later(max(0.0, FRESH_FACTS - (now - self._asked_at)), self._nudged.set)
-
     def _doubt(self, reason: str) -> None:
         """No traffic until what answers there has shown that it is an engine."""
         self._must_prove = True
@@ -162,24 +162,23 @@ class Watch:
 
     # What probes show
 
-    async def tick(self) -> None:
-        """One look at the engine."""
+    async def tick(self, full: bool = False) -> None:
+        """One look at the engine; a full one if it is time for that, or if something is new."""
         replica = self.replica
         if replica.state in (State.DRAINING, State.STOPPED) or (replica.managed and replica.pid is None):
             return
         pid, now = replica.pid, monotonic()
-        broken = self._broken and now - self._asked_at >= FRESH_FACTS
-        full = replica.state is not State.READY or broken or now - self._facts_at >= FACTS
+        full = full or replica.state is not State.READY or now - self._facts_at >= FACTS
         facts = None if full else await self._brief(now)
         if facts is None:
-            full, self._broken, self._asked_at = True, False, monotonic()
+            full = True
             facts = await self.access.find(DEADLINE, in_use=replica.state in (State.READY, State.DEGRADED))
-        self._closes = facts.closes
         if replica.pid != pid:
             return  # the process ended while we asked: the answer is about the past
+        self._keep_proof(facts)
         now = monotonic()
         if full:
-            self._facts_at = self._asked_at = now
+            self._facts_at = now
         if facts.fault == "own":
             replica.reason = facts.error
         elif facts.fault:
@@ -188,6 +187,14 @@ class Watch:
             self._answered(monotonic(), facts, full)
             await self._question()
         self.looked()
+
+    def _keep_proof(self, facts: Facts) -> None:
+        """Of an engine that closes its connections, or answers so late that we do, none shows anything."""
+        self._closes = facts.closes
+        if not facts.fault:
+            self.replica.proof = None if facts.closes else facts.over
+        elif facts.fault in ("timeout", "own"):
+            self.replica.proof = None
 
     async def _question(self) -> None:
         """Where nobody knows whose fault it is that requests fail, a request that nothing is wrong with tells."""
@@ -220,18 +227,25 @@ class Watch:
 
     async def _brief(self, now: float) -> Facts | None:
         """Whether it lives, and how busy it is; None if something shows that it may be another process or no engine at
-        all, so that all has to be asked: it answers over a new connection though the last answer left the connection
-        open, or it has no figures where it had. With an engine that closes the connection after each answer, a new one
-        shows nothing."""
+        all, so that all has to be asked: no connection leads to the process that was looked at last, or it has no
+        figures where it had."""
         answer = await health(self.access.session, self.replica.url, SHORT_DEADLINE)
         facts = Facts(
-            alive=not answer.fault, fault=answer.fault, error=answer.error, serving=True, closes=answer.closes
+            alive=not answer.fault,
+            fault=answer.fault,
+            error=answer.error,
+            serving=True,
+            closes=answer.closes,
+            over=answer.over,
         )
-        if facts.alive and answer.fresh and not self._closes:
+        proof = self.replica.proof
+        if facts.alive and not self._closes and (proof is None or proof.is_closing()):
             return None
         due = 0.0 if self.busy() else IDLE_SCRAPE
         if facts.alive and now - self._scraped_at >= due:
             page = await get(self.access.session, f"{self.replica.url}/metrics", DEADLINE)
+            if page.fault == "timeout":
+                facts.over = None  # we closed its connection, which may have been the same
             if page.status == 200:
                 facts.scrape = parse(page.body, monotonic(), self.replica.dialect.metrics)
             if (
@@ -414,7 +428,7 @@ class Watch:
             if moved:
                 self._mark = f"@{replica.address}" if known == f"{started:.2f}" else ""
             return f"{started:.2f}{self._mark}"
-        if known and not moved and (self._tells_start or not (self._was_refused or another)):
+        if known and not moved and not another and (self._tells_start or not self._was_refused):
             return known
         self._lives += 1
         return f"seen-{self._lives}"
@@ -440,3 +454,13 @@ class Watch:
             self.tell(replica, Event.GONE, reason + alive)
         if self.supervisor and self.health.hung(now):
             self.supervisor.restart(f"{reason}{alive}: it hangs, so it was killed")
+
+
+async def _set_within(seconds: float, event: asyncio.Event) -> bool:
+    """Wait until `event` is set, so long at most; whether it is."""
+    try:
+        # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the event.
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return event.is_set()

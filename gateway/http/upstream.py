@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import Protocol
 
@@ -308,19 +308,21 @@ class Upstream(asyncio.Protocol):
             self.keep = self.parser.should_keep_alive()  # known only here: the parser then forgets the message
 
 
+# Why nothing may be sent over a connection that has just been opened, if so.
+Check = Callable[[], Awaitable[UpstreamError | None]]
+
+
 class Pool:
     """Connections to one address of one replica. Last used, first taken: the rest grow idle and are closed."""
 
-    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, certified: str, on_broken: Callable[[], None]):
-        """`host`: the address to connect to. `certified`: with `tls`, the host that its certificate has to name.
-        `on_broken` is called when the replica closes a connection that was kept."""
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, certified: str):
+        """`host`: the address to connect to. `certified`: with `tls`, the host that its certificate has to name."""
         self.host = host
         self.port = port
         self.tls = tls
         self.certified = certified if tls else None
         self.idle: dict[Upstream, None] = {}  # the last used last
         self.closed = False
-        self.on_broken = on_broken
         self._connecting: set[asyncio.Task[None]] = set()
 
     def acquire(self) -> Upstream | None:
@@ -334,14 +336,25 @@ class Pool:
             upstream.transport.close()
         return None
 
-    def connect(self, sink: Sink) -> None:
-        """Open a connection; `sink.connected` or `sink.lost` tells of it."""
-        task = asyncio.get_running_loop().create_task(self._connect(sink))
+    def connect(self, sink: Sink, check: Check) -> None:
+        """Open a connection; `sink.connected` or `sink.lost` tells of it. `check` is asked once it is open."""
+        task = asyncio.get_running_loop().create_task(self._connect(sink, check))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    async def _connect(self, sink: Sink) -> None:
-        loop = asyncio.get_running_loop()
+    async def _connect(self, sink: Sink, check: Check) -> None:
+        try:
+            opened = await self._open(check)
+        except asyncio.CancelledError:
+            sink.lost(UpstreamError("removed", "the replica was removed while a connection to it was being opened"))
+            raise
+        if isinstance(opened, UpstreamError):
+            sink.lost(opened)
+        else:
+            sink.connected(opened)
+
+    async def _open(self, check: Check) -> Upstream | UpstreamError:
+        loop, where = asyncio.get_running_loop(), f"{self.host}:{self.port}"
         try:
             _, upstream = await within(
                 CONNECT_SECONDS,
@@ -350,24 +363,20 @@ class Pool:
                 ),
             )
         except TimeoutError:
-            sink.lost(
-                UpstreamError("connect", f"no connection to {self.host}:{self.port} within {CONNECT_SECONDS:g} s")
-            )
+            return UpstreamError("connect", f"no connection to {where} within {CONNECT_SECONDS:g} s")
         except OSError as error:
-            sink.lost(UpstreamError("connect", f"no connection to {self.host}:{self.port}: {error}"))
-        except asyncio.CancelledError:
-            sink.lost(UpstreamError("removed", "the replica was removed while a connection to it was being opened"))
+            return UpstreamError("connect", f"no connection to {where}: {error}")
+        try:
+            wrong = await check()
+        except BaseException:
+            upstream.drop()
             raise
-        else:
-            # The replica may have closed it before this task went on; to write to it then would raise.
-            if upstream.closed or upstream.transport.is_closing():
-                sink.lost(
-                    UpstreamError(
-                        "connect", f"{self.host}:{self.port} closed a new connection before the request was sent"
-                    )
-                )
-            else:
-                sink.connected(upstream)
+        # The replica may have closed it before this task went on; to write to it then would raise.
+        if wrong is None and (upstream.closed or upstream.transport.is_closing()):
+            return UpstreamError("connect", f"{where} closed a new connection before the request was sent")
+        if wrong is not None:
+            upstream.drop()
+        return wrong or upstream
 
     def release(self, upstream: Upstream) -> None:
         if self.closed:
@@ -379,9 +388,7 @@ class Pool:
         self.idle[upstream] = None
 
     def forget(self, upstream: Upstream) -> None:
-        if upstream in self.idle:
-            del self.idle[upstream]
-            self.on_broken()
+        self.idle.pop(upstream, None)
 
     def sweep(self, now: float) -> None:
         """Close what has been idle for too long; the oldest lie first."""

@@ -339,7 +339,16 @@ class Metrics:
         self.retries = Counter(
             "retries",
             "Requests sent to another replica before their first byte",
-            reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "elsewhere", "ids", "reconnect"),
+            reason=(
+                *CONNECTION_FAULTS,
+                *STATUS_FAULTS,
+                *ANSWER_FAULTS,
+                "removed",
+                "replaced",
+                "elsewhere",
+                "ids",
+                "reconnect",
+            ),
         )
         self.upstream_errors = Counter(
             "upstream_errors",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
+from replicas import State
+
 from ..http.messages import HOP_BY_HOP
-from ..http.upstream import Pool
+from ..http.upstream import Pool, Sink, UpstreamError
 from .blame import Record
 from .drift import Drift
+from .retries import CONNECT, REPLACED
 from .token_ids import Forwarding
 
 if TYPE_CHECKING:
@@ -28,13 +32,22 @@ NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", 
 MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that it serves and those it did
 
 
+# States in which an engine is there; a draining one may still get what it was chosen for before.
+ENGINE_THERE = frozenset((State.READY, State.DEGRADED, State.DRAINING))
+Prove = Callable[[str], Awaitable[None]]
+
+
+async def taken_at_its_word(replica: str) -> None:
+    """Where nobody watches."""
+
+
 class Backend:
     __slots__ = (
         "replica",
         "id",
         "slot",
         "candidate",
-        "on_broken",
+        "prove",
         "pool",
         "drift",
         "record",
@@ -52,13 +65,13 @@ class Backend:
         "event_block_size",
     )
 
-    def __init__(self, replica: Replica, candidate: Candidate):
-        """`candidate`: as the router knows the replica."""
+    def __init__(self, replica: Replica, candidate: Candidate, prove: Prove = taken_at_its_word):
+        """`candidate`: as the router knows the replica. `prove(id)`: have its watcher look who is there, now."""
         self.replica = replica
         self.id = replica.id
         self.slot = candidate.slot
         self.candidate = candidate
-        self.on_broken: Callable[[], None] = lambda: None  # the replica closed a connection that was kept
+        self.prove = prove
         self.pool = self._new_pool()
         self.drift = Drift()
         self.record = Record()
@@ -76,7 +89,23 @@ class Backend:
 
     def _new_pool(self) -> Pool:
         replica = self.replica
-        return Pool(replica.address or replica.host, replica.port, replica.tls, replica.host, lambda: self.on_broken())
+        return Pool(replica.address or replica.host, replica.port, replica.tls, replica.host)
+
+    def connect(self, sink: Sink) -> None:
+        """Open a connection, which counts only if it leads to the process that is the replica now."""
+        self.pool.connect(sink, partial(self._check, self.replica.incarnation))
+
+    async def _check(self, incarnation: str) -> UpstreamError | None:
+        """Who listens at an address is told by whoever looked last, as long as a connection to that process stands.
+        After that connection has broken all is looked at again first: models, version, process."""
+        replica = self.replica
+        if not replica.is_proven:
+            await self.prove(self.id)
+        if replica.incarnation != incarnation or replica.state not in ENGINE_THERE:
+            return UpstreamError(REPLACED, "is another process than the one that was chosen")
+        if not replica.is_proven:
+            return UpstreamError(CONNECT, "took a connection, and did not prove to be the engine that it was")
+        return None
 
     def _head_parts(self) -> tuple[bytes, frozenset[bytes]]:
         """The header lines that every request to it has, and the names of those that only the gateway may write."""

@@ -196,7 +196,7 @@ class Conductor:
         if upstream is not None:
             self._send(exchange, attempt, upstream)
         else:
-            pool.connect(attempt)
+            attempt.backend.connect(attempt)
 
     def _send(self, exchange: Exchange, attempt: Attempt, upstream: Upstream) -> None:
         attempt.advance(CONNECTED)
@@ -215,7 +215,8 @@ class Conductor:
         if KINDS[kind].blamed:
             self.settling.failed(attempt.backend, kind)
         self.settling.abandon(attempt, computed=KINDS[kind].computed)
-        exchange.tried += (attempt.backend,)
+        if following is not Next.ANEW:
+            exchange.tried += (attempt.backend,)
         exchange.crash_count += is_crash(failed)
         if following is Next.LOST:
             message = f"{exchange.crash_count} replicas went down or hung with this request, so no other is tried; the last: {exchange.last_failure}"
@@ -229,8 +230,6 @@ class Conductor:
 
     def _repeat(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
         """The same replica once more: as text, or on a connection of its own."""
-        if kind == CLOSED:
-            self.settling.tell(attempt.backend, "reconnect")
         self._metrics.retries.inc("reconnect" if kind == CLOSED else kind)
         exchange.add_attempt(attempt.repeat(new_connection=kind == CLOSED, without_ids=kind == IDS))
         self.dispatch(exchange, Event.PLACED)

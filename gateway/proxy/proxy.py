@@ -102,7 +102,6 @@ class Proxy:
 
     def add(self, backend: Backend) -> None:
         self.backends[backend.id] = backend
-        backend.on_broken = lambda: self.settling.tell(backend, "reconnect")
         self.changed()
 
     def remove(self, replica: str) -> Backend | None:

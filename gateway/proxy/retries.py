@@ -10,8 +10,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-# Kinds of failure. The wire's own: no connection, one that ended, no HTTP, and a replica that was removed meanwhile.
-CONNECT, CLOSED, PROTOCOL, REMOVED = "connect", "closed", "protocol", "removed"
+# Kinds of failure. The wire's own: no connection, one that ended, no HTTP, a replica that was removed meanwhile, and
+# one that is another process by now.
+CONNECT, CLOSED, PROTOCOL, REMOVED, REPLACED = "connect", "closed", "protocol", "removed", "replaced"
 # A replica that is unwell has sent nothing for too long; a stream stopped; no byte came within the request's time.
 HUNG, STALLED, TIMEOUT = "hung", "stalled", "timeout"
 # What an answer shows: an error behind a status 200, what no engine wrote, that the engine gave up, that it takes no
@@ -44,6 +45,7 @@ class Kind(NamedTuple):
 KINDS: dict[str, Kind] = {
     CONNECT: Kind(computed=False, blamed=True),
     REMOVED: Kind(computed=False, blamed=True),
+    REPLACED: Kind(computed=False, blamed=False, counts=False),
     CLOSED: Kind(computed=True, blamed=True, crash=True),
     PROTOCOL: Kind(computed=True, blamed=True, crash=True),
     HUNG: Kind(computed=True, blamed=True, crash=True),
@@ -58,6 +60,7 @@ KINDS: dict[str, Kind] = {
 
 class Next(Enum):
     SAME = "the same replica once more"
+    ANEW = "any replica, as if nothing had been tried: nothing was sent"
     OTHER = "another replica"
     LOST = "none: too many went down with it"
     EXHAUSTED = "none: it has had its attempts"
@@ -72,8 +75,9 @@ class Failed(NamedTuple):
 
 
 def is_crash(failed: Failed) -> bool:
-    """A refused connection is a crash as well if the one before it died with this request on it."""
-    return KINDS[failed.kind].crash or (failed.kind == CONNECT and failed.repeated)
+    """A refused connection is a crash as well if the one before it died with this request on it, and so is one that
+    leads to another process."""
+    return KINDS[failed.kind].crash or (failed.kind in (CONNECT, REPLACED) and failed.repeated)
 
 
 def after(failed: Failed, tried: int, crash_count: int, retries: int) -> Next:
@@ -83,6 +87,8 @@ def after(failed: Failed, tried: int, crash_count: int, retries: int) -> Next:
         return Next.SAME
     if crash_count + is_crash(failed) >= MOST_CRASHES:
         return Next.LOST
+    if failed.kind == REPLACED:
+        return Next.ANEW
     if KINDS[failed.kind].counts and tried >= retries:
         return Next.EXHAUSTED
     return Next.OTHER

@@ -60,8 +60,8 @@ class Settling:
         on_traffic: OnTraffic,
         on_end: Sequence[OnEnd] = (),
     ):
-        """`on_traffic(replica, kind, count)`: what health learns from traffic; the kind of a failure, or "reconnect": a
-        kept connection broke; None: so many answers."""
+        """`on_traffic(replica, kind, count)`: what health learns from traffic; the kind of a failure, or None: so many
+        answers."""
         self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
         self._on_traffic, self._on_end = on_traffic, on_end
         self.complete: Batcher[Exchange] = Batcher(self._settle_all)
@@ -70,7 +70,7 @@ class Settling:
     # --- what health is told
 
     def tell(self, backend: Backend, kind: str) -> None:
-        """Of a failure, or that a kept connection broke."""
+        """Of a failure, and of the answers before it."""
         self.tell_answers()
         self._on_traffic(backend.id, kind, 1)
 

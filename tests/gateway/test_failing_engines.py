@@ -46,7 +46,7 @@ async def before(engines):
     async with running(
         "--replica-url", *(engine.url for engine in engines), "--model", "sim", "--allow-path", "/faults"
     ) as gateway:
-        await gateway.ready(2)
+        await gateway.ready(len(engines))
         yield gateway
 
 
@@ -227,3 +227,54 @@ async def test_what_takes_the_place_of_an_engine_answers_no_client(engines):
             for number in range(20):
                 await ask(gateway, number)
             assert replica(await gateway.status(), gone)["errors"] == asked, "nothing is sent there any more"
+
+
+class Impostor(Fussy):
+    """An engine that answers in the API's form, and notes what it was asked."""
+
+    def __init__(self, model: bytes = b"other"):
+        super().__init__()
+        self.model, self.paths = model, []
+
+    def answer(self, path: bytes, body: bytes) -> tuple[int, bytes]:
+        self.paths.append(path.decode())
+        if path == b"/v1/models":
+            return 200, b'{"data":[{"id":"%b"}]}' % self.model
+        return super().answer(path, body)
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["connections are kept", "nothing was asked yet"])
+async def test_another_engine_in_the_place_of_one_gets_no_request_before_it_was_asked_who_it_is(start_engine, warm):
+    """At once after the other has gone, while the gateway has looked at that a moment ago."""
+    gone, stays = [start_engine().wait() for _ in range(2)]
+    async with before([gone, stays]) as gateway:
+        for number in range(10 * warm):
+            await ask(gateway, number)
+        gone.process.kill()
+        gone.process.wait()
+        impostor = Impostor()
+        async with await asyncio.start_server(impostor.serve, "127.0.0.1", gone.port):
+            for number in range(5):  # five together, five times
+                answers = await asyncio.gather(*(ask(gateway, 10 + 5 * number + one) for one in range(5)))
+                assert {status for status, _, _ in answers} == {200}
+                assert {where for _, where, _ in answers} == {stays.url.removeprefix("http://")}
+            assert not [path for path in impostor.paths if "completions" in path]
+            status = await gateway.until(lambda status: replica(status, gone)["models"] == ["other"], 10)
+            assert replica(status, gone)["errors"] <= 1, "a connection that broke under a request, if any"
+
+
+async def test_the_only_engine_started_anew_answers_and_nothing_is_promised_of_the_last_ones_cache(start_engine):
+    engine = start_engine().wait()
+    async with before([engine]) as gateway:
+        for _ in range(3):
+            assert (await ask(gateway, 1))[0] == 200
+        engine.process.kill()
+        engine.process.wait()
+        anew = start_engine("--port", str(engine.port)).wait()
+        assert anew.port == engine.port
+        answer = await gateway.client.post(
+            "/v1/completions", json={**BODY, "prompt": f"{1} says what nobody else does. " * 8}
+        )
+        assert answer.status_code == 200 and answer.headers["x-hitherto-cached-tokens"] == "0"
+        status = await gateway.status()
+        assert (status["replicas"][0]["errors"], status["totals"]["errors"]) == (0, 0)

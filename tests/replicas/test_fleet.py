@@ -471,10 +471,10 @@ async def test_a_watcher_survives_its_own_bugs(fleet, engine, comes, monkeypatch
     ticks = iter([RuntimeError("a bug")])
     tick = watch.Watch.tick
 
-    async def buggy(self):
+    async def buggy(self, full=False):
         for error in ticks:
             raise error
-        await tick(self)
+        await tick(self, full)
 
     monkeypatch.setattr(watch.Watch, "tick", buggy)
     await comes(fleet.add(await engine()), READY)

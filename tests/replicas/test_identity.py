@@ -1,12 +1,12 @@
 """Whether what answers at a replica's address is still the engine that was there, and how its requests fare."""
 
-from time import monotonic
+import asyncio
 
 import pytest
 from aiohttp import web
 
 from replicas import Fleet, State, watch
-from replicas.health import Health, Verdict
+from replicas.health import Health, Limits, Verdict
 
 READY, DEGRADED, WARMING = State.READY, State.DEGRADED, State.WARMING
 
@@ -14,11 +14,12 @@ READY, DEGRADED, WARMING = State.READY, State.DEGRADED, State.WARMING
 @pytest.fixture
 def engine(serve):
     """`start(port=0, **pages)` serves an engine's pages; `start.pages` may be changed, `start.html()` makes all of them
-    the page of some other server."""
+    the page of some other server. While `start.hold` is not set, nothing is answered."""
     pages = {}
 
     async def handler(request):
         start.asked.append(request.path)
+        await start.hold.wait()
         page = pages.get(request.path, pages.get("*"))
         return (
             web.Response(status=404)
@@ -43,6 +44,8 @@ def engine(serve):
         pages["*"] = "<html>It works!</html>"
 
     start.pages, start.html, start.stop, start.asked = pages, html, lambda: serve.stop(), []
+    start.hold = asyncio.Event()
+    start.hold.set()
     return start
 
 
@@ -83,21 +86,77 @@ async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(engi
         await fleet.stop()
 
 
-@pytest.mark.parametrize(("fresh", "closest"), [(0.2, 0.1), (0.0, 3600.0)], ids=["just asked", "asked long ago"])
-async def test_a_broken_connection_is_looked_at_without_waiting_for_the_next_turn(
-    engine, comes, monkeypatch, fresh, closest
-):
-    """Not even for the pause between two looks, when the last one is longer ago than that."""
+async def test_whoever_needs_proof_has_it_without_waiting_for_the_next_turn(engine, comes, monkeypatch):
+    """Nor for the pause between two looks; and those who ask together share one look."""
+    fleet = Fleet(interval=3600.0)
+    try:
+        url = await engine()
+        replica = await comes(fleet.add(url), READY)
+        monkeypatch.setattr(watch, "CLOSEST", 3600.0)
+        assert replica.is_proven
+        await engine.stop()
+        await engine(int(url.rpartition(":")[2]), started="2.0")
+        assert not replica.is_proven and replica.incarnation == "1.00"
+        engine.asked.clear()
+        await asyncio.gather(*(fleet.prove(replica.id) for _ in range(5)))
+        assert replica.is_proven and replica.incarnation == "2.00" and engine.asked.count("/v1/models") == 1
+        engine.html()
+        await fleet.prove(replica.id)
+        assert replica.state is WARMING
+        await fleet.prove("unknown")
+    finally:
+        await fleet.stop()
+
+
+async def test_a_look_that_began_before_is_no_proof(engine, comes, until):
     fleet = Fleet(interval=3600.0)
     try:
         replica = await comes(fleet.add(await engine()), READY)
-        watching = fleet.engines[replica.id].watch
-        monkeypatch.setattr(watch, "FRESH_FACTS", fresh)
-        monkeypatch.setattr(watch, "CLOSEST", closest)
-        watching._looked_at = float("-inf")
-        engine.html()
-        fleet.look(replica.id)
-        await comes(replica, WARMING)
+        engine.asked.clear()
+        engine.hold.clear()
+        first = asyncio.create_task(fleet.prove(replica.id))
+        await until(lambda: "/health" in engine.asked)
+        second = asyncio.create_task(fleet.prove(replica.id))
+        await asyncio.sleep(0)
+        engine.hold.set()
+        await first
+        assert engine.asked.count("/v1/models") == 1 and not second.done()
+        await second
+        assert engine.asked.count("/v1/models") == 2
+    finally:
+        await fleet.stop()
+
+
+async def test_nobody_waits_for_a_look_at_an_engine_that_is_removed(engine, comes, until):
+    fleet = Fleet(interval=3600.0)
+    try:
+        replica = await comes(fleet.add(await engine()), READY)
+        engine.asked.clear()
+        engine.hold.clear()
+        waiting = [asyncio.create_task(fleet.prove(replica.id))]
+        await until(lambda: "/health" in engine.asked)
+        waiting.append(asyncio.create_task(fleet.prove(replica.id)))
+        await fleet.remove(replica.id)
+        engine.hold.set()
+        async with asyncio.timeout(5):
+            await asyncio.gather(*waiting)
+    finally:
+        await fleet.stop()
+
+
+async def test_an_engine_that_answers_late_is_not_asked_to_prove_itself(engine, comes, until, monkeypatch):
+    """It is we who close the connection then, which shows nothing."""
+    monkeypatch.setattr(watch, "SHORT_DEADLINE", 0.05)
+    monkeypatch.setattr(watch, "DEADLINE", 0.05)
+    fleet = Fleet(interval=3600.0, limits=Limits(fall=1000))
+    try:
+        replica = await comes(fleet.add(await engine()), READY)
+        engine.hold.clear()
+        await fleet.engines[replica.id].watch.tick()
+        assert replica.proof is None and replica.is_proven and replica.state is READY
+        engine.hold.set()
+        await fleet.engines[replica.id].watch.tick()
+        assert replica.proof is not None
     finally:
         await fleet.stop()
 
@@ -131,9 +190,13 @@ async def test_a_mock_that_names_no_models_is_out_for_good_once_it_answered_as_n
     assert replica.state is WARMING and "lists no models" in replica.reason
 
 
+@pytest.mark.parametrize("started", ["", "1.0"], ids=["never told a start", "told one before"])
 @pytest.mark.parametrize("change", [{"version": "0.33.0"}, {"models": ("other",)}])
-async def test_another_version_or_model_is_another_process_where_no_start_is_told(fleet, engine, comes, until, change):
-    replica = await comes(fleet.add(await engine(started="")), READY)
+async def test_another_version_or_model_is_another_process_where_no_start_is_told(
+    fleet, engine, comes, until, change, started
+):
+    replica = await comes(fleet.add(await engine(started=started)), READY)
+    del engine.pages["/metrics"]
     before = replica.incarnation
     await fleet.engines[replica.id].watch.tick()
     assert replica.incarnation == before
@@ -141,20 +204,9 @@ async def test_another_version_or_model_is_another_process_where_no_start_is_tol
         engine.pages["/version"] = change
     else:
         engine.pages["/v1/models"] = {"data": [{"id": "other"}]}
-    fleet.look(replica.id)
-    await until(lambda: replica.incarnation != before)
+    await fleet.prove(replica.id)
+    assert replica.incarnation != before
     await comes(replica, READY)
-
-
-async def test_a_broken_connection_is_a_reason_to_ask_but_many_are_one(fleet, engine, comes, until, monkeypatch):
-    monkeypatch.setattr(watch, "FRESH_FACTS", 0.3)
-    replica = await comes(fleet.add(await engine()), READY)
-    engine.pages["/v1/models"] = {"data": [{"id": "m"}, {"id": "adapter", "parent": "m"}]}
-    began = monotonic()
-    engine.asked.clear()
-    await until(lambda: fleet.look(replica.id) or engine.asked.count("/health") >= 15)
-    assert "adapter" in replica.models
-    assert engine.asked.count("/v1/models") <= (monotonic() - began) / 0.3 + 1
 
 
 async def test_an_engine_that_closes_its_connections_is_not_asked_for_all_each_time(fleet, serve, comes, until):

@@ -86,7 +86,7 @@ async def stack(
     def traffic(replica, kind, count):
         if kind == "unconfirmed":
             unconfirmed.append(replica)
-        elif kind not in (None, "reconnect"):
+        elif kind is not None:
             faults.append(kind)
 
     async with AsyncExitStack() as resources:

@@ -12,6 +12,7 @@ from gateway.proxy.retries import (
     HUNG,
     IDS,
     KINDS,
+    REPLACED,
     RETRYABLE,
     Failed,
     Next,
@@ -54,3 +55,8 @@ def test_no_replica_is_tried_beyond_what_is_allowed(failed, tried, crash_count, 
         assert crash_count + is_crash(failed) < 2 and (tried < retries or failed.kind == ELSEWHERE)
     if following is Next.SAME:
         assert failed.kind == IDS or not failed.repeated
+
+
+def test_who_was_replaced_has_not_been_tried_unless_the_one_before_died_with_the_request():
+    assert after(Failed(REPLACED), 9, 1, retries=0) is Next.ANEW
+    assert after(Failed(REPLACED, repeated=True), 0, 1, retries=2) is Next.LOST

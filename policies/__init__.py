@@ -5,10 +5,9 @@ keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
 """
 
 from .costs import CostGroup, Costs
-from .ledger import Ledger, Reservation
-from .load import UNTIMED, Load
+from .ledger import UNTIMED, Ledger, Load, Reservation
 from .roster import Roster
-from .router import Decision, Evaluation, Placement, PrefixMap, Router, Targets
+from .router import Decision, Evaluation, Placement, PrefixMap, Router, Targets, hittable
 from .rules.consistent_hash import ConsistentHash
 from .rules.least_cost import Cost
 from .rules.least_load import LeastLoad
@@ -18,7 +17,7 @@ from .rules.power_of_two import PowerOfTwo
 from .rules.prefix_affinity import PrefixAffinity
 from .rules.random import Random
 from .rules.round_robin import RoundRobin
-from .vocabulary import Candidate, Choice, Demand, Policy, hittable
+from .vocabulary import Candidate, Choice, Demand, Policy
 
 _POLICIES = {
     p.name: p

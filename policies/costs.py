@@ -36,7 +36,7 @@ from math import exp, log
 from typing import Any, TypedDict
 
 from .changes import Changes
-from .load import UNTIMED, Load
+from .ledger import UNTIMED, Load
 from .statement import compiled
 
 # An 8B model on one data-centre GPU (Dynamo 1.6.1's mocker defaults: 15 us a token, 4.2e-10 s a

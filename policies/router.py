@@ -19,13 +19,17 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from .costs import CostGroup, Costs
-from .ledger import Ledger, Reservation
-from .load import UNTIMED
+from .ledger import UNTIMED, Ledger, Reservation
 from .roster import Roster
-from .vocabulary import Candidate, Choice, Demand, Policy, hittable
+from .vocabulary import Candidate, Choice, Demand, Policy
 
 MANY = 16  # candidates from which they are weighed as arrays: below, one after the other is quicker
 PASSED_OVER_SECONDS = 2.0  # without a request, while others have some
+
+
+def hittable(tokens: int, block_size: int) -> int:
+    """Return how many blocks of a prompt can be found in a cache: its last token is always computed."""
+    return (tokens - 1) // block_size
 
 
 class Match(Protocol):

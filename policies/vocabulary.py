@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from .costs import Costs
-from .load import UNTIMED, Load
+from .ledger import UNTIMED, Load
 
 
 @dataclass(slots=True)
@@ -51,11 +51,6 @@ class Choice(NamedTuple):
     # whom it is the least of by the policy's `cost`, for whoever knows a later load; None: it stands
     among: Sequence[int] | None = None
     future: float = 0.0  # the `future` of that cost
-
-
-def hittable(tokens: int, block_size: int) -> int:
-    """Return how many blocks of a prompt can be found in a cache: its last token is always computed."""
-    return (tokens - 1) // block_size
 
 
 def pick(equals: Sequence[int], draw: float) -> int:

@@ -14,11 +14,9 @@ from replicas import State as ReplicaState
 from ..errors import JSON, ApiError, error_event
 from ..http.upstream import Upstream, UpstreamError
 from .answers import keeps_alive
-from .attempt import Attempt
 from .backend import Backend
-from .exchange import Exchange
+from .exchange import Added, Attempt, Exchange, request_head
 from .forwarding import TokenIdForwarding
-from .heads import Added, request_head
 from .judge import NO_RETRY, Judge
 from .placing import Placing
 from .responses import Responses
@@ -63,7 +61,7 @@ class Conductor:
     # --- what an attempt's replica does
 
     def connected(self, attempt: Attempt, upstream: Upstream) -> None:
-        exchange: Exchange = attempt.exchange
+        exchange = attempt.exchange
         if attempt.state is AttemptState.CONNECTING and upstream.pool is attempt.backend.pool:
             exchange.run_isolated(self._send, exchange, attempt, upstream)
             return
@@ -81,7 +79,7 @@ class Conductor:
             self.on_body(attempt, body)
 
     def on_body(self, attempt: Attempt, data: bytes, whole: bool = False) -> None:
-        exchange: Exchange = attempt.exchange
+        exchange = attempt.exchange
         first = self.judge.first(exchange, attempt, data, whole)
         if isinstance(first, bytes):
             self._answered(exchange, attempt, first)

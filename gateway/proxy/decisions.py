@@ -19,7 +19,7 @@ from replicas.names import bracketed
 
 from ..errors import ApiError
 from .answers import error_status, read_usage
-from .attempt import Attempt
+from .exchange import Attempt
 from .proxy import Proxy
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""A client's request, from its last byte in to the last byte of its answer out.
+"""A client's request, from its last byte in to the last byte of its answer out, and its attempts.
+
+An attempt is one leg of an exchange, to one replica: what was sent there and what came back. It is the sink of its
+upstream connection, and holds what is known of the leg; what follows from each call is for the conductor to say.
 
 An exchange is driven by calls from the client's side, from whoever prepares its prompt and finds it a replica, and from
 the sweep's deadlines. Each becomes an event; the table in `states` says what follows, and the conductor does it.
@@ -10,18 +13,141 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import ApiError
 from ..http.downstream import Downstream
 from ..http.messages import Request
-from .attempt import TAIL, TAIL_BYTES, Attempt, AttemptHandler
+from ..http.upstream import Head, Upstream, UpstreamError
 from .blame import UnattributedError
-from .states import AttemptState, Event, State
+from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, Event, State
 
 if TYPE_CHECKING:
+    from policies import Placement
+
     from ..prompt import Prompt
     from .backend import Backend
+
+
+# Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
+# chunk one by one, and each may be a read of its own. One more, should a read end within the usage.
+TAIL = 4
+# And of each as much as matters, where a client stops reading: a read may be 256 kB.
+TAIL_BYTES = 4096
+CONNECTING, ANSWERING = AttemptState.CONNECTING, AttemptState.ANSWERING
+
+
+class AttemptHandler(Protocol):
+    """Does what follows from each call of an attempt's replica."""
+
+    def connected(self, attempt: Attempt, upstream: Upstream) -> None: ...
+    def head(self, attempt: Attempt, body: bytes) -> None: ...
+    def on_body(self, attempt: Attempt, data: bytes) -> None: ...
+    def on_complete(self, attempt: Attempt) -> None: ...
+    def lost(self, attempt: Attempt, error: UpstreamError) -> None: ...
+
+
+class Attempt:
+    __slots__ = (
+        # given
+        "backend", "placement", "prompt", "new_connection", "without_ids",
+        # whose it is: the exchange, its client and who conducts both; only None where the bytes pass elsewhere
+        "exchange", "client", "conductor",
+        # what was sent
+        "state", "upstream", "sent_ids",
+        # the answer: its status and head, and the status that an error behind a 200 amounts to, 0 without one
+        "status", "response_head", "fault", "streams",
+        # first bytes of its body that are held back, since nothing of an answer is in them
+        "withheld",
+        # the answer as it passes
+        "tail", "pieces", "seen_pieces", "seen_at",
+        # monotonic seconds, 0.0 for what did not happen; `first_at`: of the answer itself, not of other bytes
+        "begun_at", "sent_at", "first_at", "ended_at",
+        # why it failed, if it did
+        "error",
+        # with traces on: its span, and the seconds to the first token that were predicted when it began
+        "context", "predicted_ttft",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        backend: Backend,
+        placement: Placement,
+        prompt: Prompt | None,
+        streams: bool,
+        begun_at: float,
+        *,
+        new_connection: bool = False,
+        without_ids: bool = False,
+    ):
+        """`new_connection`: not on a kept connection. `without_ids`: without token ids, whatever the replica takes."""
+        self.backend, self.placement, self.prompt = backend, placement, prompt
+        self.new_connection, self.without_ids, self.streams = new_connection, without_ids, streams
+        self.exchange: Exchange = None  # type: ignore[assignment]  # until it is added to one
+        self.client: Downstream = None  # type: ignore[assignment]  # until it is the exchange's
+        self.conductor: AttemptHandler = None  # type: ignore[assignment]  # as the client
+        self.state = CONNECTING
+        self.upstream: Upstream | None = None
+        self.response_head: Head = None  # type: ignore[assignment]  # until the head is there
+        self.sent_ids = False
+        self.status = self.fault = self.pieces = self.seen_pieces = 0
+        self.withheld = b""
+        self.tail: deque[bytes] = deque(maxlen=TAIL)
+        self.begun_at = begun_at
+        self.seen_at = self.sent_at = self.first_at = self.ended_at = 0.0
+        self.error: Exception | None = None
+        self.context: Any = None
+        self.predicted_ttft = 0.0
+
+    def advance(self, event: AttemptEvent) -> None:
+        self.state = ATTEMPT_TRANSITIONS[self.state, event]
+
+    def end_as(self, event: AttemptEvent, error: Exception | None = None) -> None:
+        """Nothing stays connected: closing is what makes an engine give a request up."""
+        self.state = ATTEMPT_TRANSITIONS[self.state, event]
+        self.ended_at, self.error, self.withheld = monotonic(), error, b""
+        upstream, self.upstream = self.upstream, None
+        if upstream is not None:
+            upstream.drop()
+
+    def repeat(self, *, new_connection: bool = False, without_ids: bool = False) -> Attempt:
+        """The next one, to the same replica and on the same reservation."""
+        streams = self.prompt is not None and self.prompt.stream
+        return Attempt(
+            self.backend,
+            self.placement,
+            self.prompt,
+            streams,
+            monotonic(),
+            new_connection=new_connection or self.new_connection,
+            without_ids=without_ids or self.without_ids,
+        )
+
+    # --- what the replica's side calls
+
+    def connected(self, upstream: Upstream) -> None:
+        self.conductor.connected(self, upstream)
+
+    def head(self, status: int, head: Head, body: bytes) -> None:
+        self.status, self.response_head = status, head
+        self.conductor.head(self, body)
+
+    def data(self, data: bytes) -> None:
+        if self.state is ANSWERING:
+            self.tail.append(data)
+            self.pieces += 1
+            self.client.transport.write(data)
+        else:
+            self.conductor.on_body(self, data)
+
+    def end(self) -> None:
+        self.upstream = None
+        self.conductor.on_complete(self)
+
+    def lost(self, error: UpstreamError) -> None:
+        self.conductor.lost(self, error)
+
+
 PREPARING, PREPARED, PLACED = State.PREPARING, Event.PREPARED, Event.PLACED
 
 
@@ -161,3 +287,54 @@ class Exchange:
     @property
     def last_failure(self) -> str:
         return f"replica {self.attempts[-1].backend.id}: {self.attempts[-1].error}"
+
+
+class Parent(NamedTuple):
+    """The span that the replica's own are to be below: the header's value, and which of the client's it replaces."""
+
+    value: bytes
+    replaces: frozenset[bytes]
+
+
+def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Parent | None) -> bytes:
+    """`parent`: None where what the client said of that stands."""
+    request, backend = exchange.request, attempt.backend
+    version = b"1.0" if request.http10 else b"1.1"
+    dropped, named = backend.not_forwarded, request.header(b"x-request-id")
+    if named == "":
+        dropped |= {b"x-request-id"}
+    if parent is not None:
+        dropped |= parent.replaces
+    head = b"%b %b HTTP/%b\r\n%b%b" % (
+        request.method.encode(),
+        request.target,
+        version,
+        backend.host_line,
+        request.end_to_end(dropped),
+    )
+    if parent is not None:
+        head += b"traceparent: %b\r\n" % parent.value
+    if not named:
+        head += b"x-request-id: %b\r\n" % exchange.id
+    if length or request.method in ("POST", "PUT", "PATCH"):
+        head += b"content-length: %d\r\n" % length
+    return head + b"\r\n"
+
+
+class Added:
+    """The header lines that the gateway adds to a replica's answer. `replica`: which one it was; `cached_tokens`: how
+    many tokens of the prompt it was predicted to hold."""
+
+    def __init__(self, replica: bool, cached_tokens: bool):
+        self._replica, self._cached_tokens = replica, cached_tokens
+
+    def lines(self, exchange: Exchange, attempt: Attempt, last: bool) -> bytes:
+        """`last`: the connection ends with this answer."""
+        lines = b"" if attempt.response_head.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % exchange.id
+        if self._replica:
+            lines += b"x-hitherto-replica: %b\r\n" % attempt.backend.id.encode()
+        if self._cached_tokens and attempt.prompt is not None:
+            lines += b"x-hitherto-cached-tokens: %d\r\n" % attempt.placement.overlap
+        if last or attempt.response_head.until_close or not exchange.request.keep_alive:
+            lines += b"connection: close\r\n"
+        return lines

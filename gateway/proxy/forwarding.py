@@ -30,8 +30,8 @@ from xxhash import xxh3_64_intdigest
 from replicas.access import session_to
 
 from ..prompt.forward import with_ids
-from .attempt import Attempt
 from .backend import Backend
+from .exchange import Attempt
 from .token_ids import (
     ANSWER_SECONDS,
     CHECK_EVERY,

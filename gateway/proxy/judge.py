@@ -6,11 +6,10 @@ from time import monotonic
 
 from ..http.upstream import UpstreamError
 from .answers import Sight, begins, error_status, foreign_head, look
-from .attempt import Attempt
 from .backend import Backend
 from .blame import DOUBTFUL, agree, settled
-from .eligibility import Eligibility
-from .exchange import Exchange
+from .exchange import Attempt, Exchange
+from .placing import Eligibility
 from .retries import ABORTED, ELSEWHERE, ERROR_ANSWER, FOREIGN_ANSWER, IDS, RETRYABLE, of_status
 from .settling import Settling
 

@@ -18,10 +18,9 @@ from ..prompt.api.named import named_model
 from ..prompt.offload import TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS
 from .batcher import Batcher
-from .eligibility import Eligibility
 from .exchange import Exchange
 from .newcomers import Newcomers
-from .placing import Placing
+from .placing import Eligibility, Placing
 from .states import State
 
 if TYPE_CHECKING:

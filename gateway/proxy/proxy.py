@@ -21,14 +21,12 @@ from ..http.downstream import Downstream
 from ..http.messages import Headers, Request
 from .backend import Backend
 from .conductor import Conductor
-from .eligibility import Eligibility
-from .exchange import Exchange
+from .exchange import Added, Exchange
 from .forwarding import TokenIdForwarding
-from .heads import Added
 from .judge import Judge
 from .newcomers import Newcomers
 from .paths import PROMPT_PATHS, AllowedPaths, refusal
-from .placing import Placing
+from .placing import Eligibility, Placing
 from .preparation import Preparation
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to

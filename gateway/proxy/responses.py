@@ -14,7 +14,7 @@ from ..prompt.prompt import LONGEST_RESPONSE_ID
 from .paths import STORED_RESPONSE
 
 if TYPE_CHECKING:
-    from .attempt import Attempt
+    from .exchange import Attempt
 
 PATH = "/v1/responses"
 MOST = 10_000  # 5 MB

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 from policies import Placement, Router, hittable
 
 from .answers import Usage, error_status, read_usage, speaks_api
-from .attempt import TAIL, TAIL_BYTES, Attempt
 from .batcher import Batcher
 from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
 from .drift import TOLERATED
-from .exchange import Exchange
+from .exchange import TAIL, TAIL_BYTES, Attempt, Exchange
 from .forwarding import TokenIdForwarding
 from .retries import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, FULL, RETRYABLE, UNCONFIRMED
 

@@ -39,8 +39,7 @@ from cachemap.background import Background, Failures
 from cachemap.cluster.connect import FAILURES, Line, Script, describe
 from cachemap.cluster.keys import SCHEMA, scope
 from policies import Candidate, Choice, Cost, Decision, Demand, Evaluation, Ledger, hittable
-from policies.ledger import NOTHING
-from policies.load import FAR
+from policies.ledger import FAR, NOTHING
 
 if TYPE_CHECKING:
     from cachemap.cluster.connect import Ways

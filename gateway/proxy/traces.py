@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ops.spans import Spans, traceparent
 from .answers import NOTHING, Usage
-from .attempt import Attempt
-from .exchange import Exchange
-from .heads import Parent
+from .exchange import Attempt, Exchange, Parent
 from .retries import TIMEOUT
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..costs import STEP_PRIOR, TTFT_PRIOR, CostGroup
-from ..load import ZERO_TOGETHER, Load
+from ..ledger import ZERO_TOGETHER, Load
 from ..roster import Roster
 from ..statement import (
     OVERLAP,

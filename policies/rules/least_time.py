@@ -45,7 +45,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..costs import step_seconds, ttft_features, ttft_terms
-from ..load import Load
+from ..ledger import Load
 from ..roster import Roster
 from ..vocabulary import Candidate, Choice, Demand
 from .least_cost import Cost, least, least_of

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..load import Load
+from ..ledger import Load
 from ..vocabulary import Candidate, Choice, Demand
 from .least_cost import Cost, least
 

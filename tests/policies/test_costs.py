@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from policies import CostGroup, Load
 from policies.costs import TTFT_PRIOR, Fit
-from policies.load import FAR, UNTIMED
+from policies.ledger import FAR, UNTIMED
 
 ENGINE = (0.004, 60e-6, 9e-9, 45e-6, 0.003, 1.3)  # unlike the prior in every coefficient
 

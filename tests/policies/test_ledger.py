@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import Ledger, Load
-from policies.load import FAR, ZERO_TOGETHER
+from policies.ledger import FAR, ZERO_TOGETHER
 
 ACTIONS = st.lists(
     st.tuples(

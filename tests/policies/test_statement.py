@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policies import Candidate, CostGroup, Demand, Ledger, Load, Roster
-from policies.load import FAR, UNTIMED
+from policies.ledger import FAR, UNTIMED
 from policies.rules import least_load, least_time, overlap_cost
 from policies.statement import OVERLAP, REQUEST, STANDING, Arrays, expressions, lua, python, symbol
 

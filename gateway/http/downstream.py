@@ -83,12 +83,13 @@ class Clients:
 
 
 class Refusal:
-    """An answer the wire itself gives to a request that can't be read on."""
+    """An answer the wire itself gives to a request that can't be read on. `headers`: those that were read of it."""
 
-    __slots__ = ("status", "message", "target")
+    __slots__ = ("status", "message", "target", "head_only", "request_id")
 
-    def __init__(self, status: int, message: str, target: bytes):
-        self.status, self.message, self.target = status, message, target
+    def __init__(self, status: int, message: str, target: bytes, head_only: bool, headers: Headers):
+        self.status, self.message, self.target, self.head_only = status, message, target, head_only
+        self.request_id = next((value for name, value in headers if name == b"x-request-id"), b"")
 
 
 class Downstream(asyncio.Protocol):
@@ -435,7 +436,7 @@ class Downstream(asyncio.Protocol):
         """`held`: how much of it is counted already."""
         if not self._fits(more := request.size + len(request.body) - held):
             self._hold(-held)
-            return self._refuse_more()
+            return self._refuse_more(request)
         self.held += more  # as `_hold`, once a request
         self.clients.held += more
         if self.current is None and not self.waiting and not self.writing_paused:
@@ -526,31 +527,37 @@ class Downstream(asyncio.Protocol):
         log.error("a request made the gateway fail", exc_info=error)
         self.waiting.clear()
         self.refused = False  # a refusal that waited is gone with the rest: this answer is the last
-        exchange, self.exchange, self.current = self.exchange, None, None
+        exchange, request = self.exchange, self.current
+        self.exchange = self.current = None
         if exchange is not None:
             exchange.client_gone()
-        self._refuse(500, "the gateway failed on this request; its log says why")
+        self._refuse(500, "the gateway failed on this request; its log says why", request)
 
     def _refuse_head(self) -> None:
         self._refuse(431, f"request head larger than {self.clients.limits.head_bytes} bytes")
 
-    def _refuse_more(self) -> None:
-        self._refuse(503, "the gateway holds as many bytes of requests as it may (request_budget); try again")
+    def _refuse_more(self, request: Request | None = None) -> None:
+        self._refuse(503, "the gateway holds as many bytes of requests as it may (request_budget); try again", request)
 
     def _refuse_body(self) -> None:
         self._refuse(413, f"request body larger than {self.clients.limits.body_bytes} bytes (max_body_bytes)")
 
-    def _refuse(self, status: int, message: str) -> None:
-        """Give up on what the client sends; say so once what it asked before is answered."""
+    def _refuse(self, status: int, message: str, request: Request | None = None) -> None:
+        """Give up on what the client sends; say so once what it asked before is answered. `request`: the one that is
+        refused, if it was read to its end."""
         if self.refused or self.closing:
             return
+        if request is not None:
+            refusal = Refusal(status, message, request.target, request.method == "HEAD", request.headers)
+        else:  # until there is a target, the parser's method is that of the request before
+            head_only = self.target != b"" and self.parser.get_method() == b"HEAD"
+            refusal = Refusal(status, message, self.target, head_only, self.headers)
         self.refused = True
         self.reading = False
         self._hold(-self.body_bytes)
         self.body, self.body_bytes = [], 0
         self._hold(-len(self.rest))
         self.rest = b""
-        refusal = Refusal(status, message, self.target)
         if self.current is None and not self.waiting:
             self._answer_refusal(refusal)
         else:
@@ -559,7 +566,9 @@ class Downstream(asyncio.Protocol):
     def _answer_refusal(self, refusal: Refusal) -> None:
         target = origin_form(refusal.target)
         headers, body = self.clients.handler.refuse(refusal.status, refusal.message, target)
-        self.transport.write(response(refusal.status, body, headers, close=True))
+        if refusal.request_id:
+            headers = [*headers, (b"x-request-id", refusal.request_id)]
+        self.transport.write(response(refusal.status, body, headers, head_only=refusal.head_only, close=True))
         # Closing at once with unread data in the socket would reset it, and the client would lose the answer:
         # half-close, and read on into nothing until the client closes, pauses for `linger_seconds`, or `flush_seconds`
         # are over.

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 # all taken: the first of a batch alone, or those alone that end when nothing begins, tell of an emptier replica than
 # there is.
 LEARN_SECONDS, LEARN_AT_ONCE = 0.01, 100
-# A collected body is sent with its length; Host is the replica's.
-NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect"}
+# A collected body is sent with its length; Host is the replica's, the request's id the gateway's own header.
+NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect", b"x-request-id"}
 MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that it serves and those it did
 
 

@@ -33,6 +33,8 @@ KEEP_ALIVE_SECONDS = 30.0
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
 PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
 LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
+# How a chunk ends whose last event is whole, by how the engine ends its lines.
+LF_CHUNK_END, CRLF_CHUNK_END = b"\n\n\r\n", b"\r\n\r\n\r\n"
 AWAITING, ANSWERING, ANSWERED, FINISHED = AttemptState.AWAITING, AttemptState.ANSWERING, Event.ANSWERED, Event.FINISHED
 CONNECTED, ATTEMPT_ANSWERED, ATTEMPT_FINISHED = AttemptEvent.CONNECTED, AttemptEvent.ANSWERED, AttemptEvent.FINISHED
 
@@ -260,16 +262,17 @@ class Conductor:
         error = exchange.error = attempt.error
         self._close(exchange)
         message = f"the answer broke off: replica {attempt.backend.id} {error}"
+        end = b"".join([piece[-len(CRLF_CHUNK_END) :] for piece in attempt.tail])
         # Only where the chunk before is whole can another one follow; else the cut itself must tell.
         if (
             attempt.streams
-            and attempt.tail[-1].endswith(b"\n\n\r\n")
+            and end.endswith((LF_CHUNK_END, CRLF_CHUNK_END))
             and attempt.response_head.get(b"transfer-encoding") == b"chunked"
         ):
             event = error_event(path, 502, message)
             client.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
             client.finish()  # whole to HTTP: closing would fail the next request of a client that keeps connections
-        elif attempt.streams and attempt.response_head.until_close and attempt.tail[-1].endswith(b"\n\n"):
+        elif attempt.streams and attempt.response_head.until_close and end.endswith((b"\n\n", b"\r\n\r\n")):
             client.write(error_event(path, 502, message))
             client.finish(keep_alive=False)
         else:

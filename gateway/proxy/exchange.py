@@ -300,22 +300,19 @@ def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Pare
     """`parent`: None where what the client said of that stands."""
     request, backend = exchange.request, attempt.backend
     version = b"1.0" if request.http10 else b"1.1"
-    dropped, named = backend.not_forwarded, request.header(b"x-request-id")
-    if named == "":
-        dropped |= {b"x-request-id"}
-    if parent is not None:
-        dropped |= parent.replaces
-    head = b"%b %b HTTP/%b\r\n%b%b" % (
+    dropped = backend.not_forwarded if parent is None else backend.not_forwarded | parent.replaces
+    # The id is written here whether the client named it or not: one that the client's `Connection` names is not passed
+    # on, and yet the engine gets the id that is logged and echoed.
+    head = b"%b %b HTTP/%b\r\n%bx-request-id: %b\r\n%b" % (
         request.method.encode(),
         request.target,
         version,
         backend.host_line,
+        exchange.id,
         request.end_to_end(dropped),
     )
     if parent is not None:
         head += b"traceparent: %b\r\n" % parent.value
-    if not named:
-        head += b"x-request-id: %b\r\n" % exchange.id
     if length or request.method in ("POST", "PUT", "PATCH"):
         head += b"content-length: %d\r\n" % length
     return head + b"\r\n"

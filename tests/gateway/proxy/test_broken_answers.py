@@ -47,6 +47,55 @@ async def test_death_in_the_stream_ends_it_with_an_error_event_and_no_done(path,
         assert (await talk.response())[0] == 200
 
 
+CRLF_EVENT = EVENT.replace(b"\n", b"\r\n")
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        [chunk(CRLF_EVENT)],
+        [chunk(EVENT)[:-2], b"\r\n"],
+        [chunk(EVENT)[:-1], b"\n"],
+        [chunk(CRLF_EVENT)[:-4], b"\r", b"\n\r\n"],
+    ],
+    ids=["CRLF", "chunk's end apart", "chunk's end torn", "CRLF, torn"],
+)
+async def test_a_stream_that_ends_between_events_is_told_of_however_its_lines_and_reads_end(reads):
+    async def script(reader, writer):
+        await read_request(reader)
+        for read in (SSE_HEAD + chunk(EVENT), *reads):
+            writer.write(read)
+            await eventually(lambda read=read: b"".join(tail()).endswith(read[-30:]))
+
+    def tail():
+        return [piece for exchange in s.proxy.exchanges for attempt in exchange.attempts for piece in attempt.tail]
+
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, _, body = await talk.response()
+        assert status == 200 and b"the answer broke off" in body and b"[DONE]" not in body
+        assert body.startswith(EVENT) and b"\n\ndata: {" in body[len(EVENT) :].replace(b"\r\n", b"\n")
+        await eventually(s.idle)
+
+
+async def test_a_stream_without_chunks_whose_lines_end_with_crlf_is_told_that_it_stalled():
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+    async with stack(says(head + CRLF_EVENT), idle_timeout=0.2) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        assert b"no byte for 0.2 s" in await talk.rest()
+
+
+@pytest.mark.parametrize("line", [b"data: half\r\n", b"data: half\n"])
+async def test_death_within_an_event_cuts_the_connection_though_its_chunk_is_whole(line):
+    async with stack(streams(chunk(EVENT), chunk(line), end=None)) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        raw = await talk.rest()
+        assert raw.endswith(chunk(line))
+
+
 @pytest.mark.parametrize("torn", [b"ff\r\ndata: half", b"ff"])
 async def test_death_inside_a_chunk_cuts_the_connection(torn):
     async with stack(streams(chunk(EVENT), torn, end=None)) as s:

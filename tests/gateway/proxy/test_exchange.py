@@ -66,6 +66,18 @@ async def test_an_empty_request_id_is_none():
     assert headers["x-request-id"]
 
 
+@pytest.mark.parametrize("named", [b"X-Request-Id: mine-1\r\n", b""], ids=["the client's", "the gateway's"])
+async def test_an_id_that_connection_names_reaches_the_engine_as_the_gateways_own(named):
+    seen = []
+    async with stack(answers(seen=seen)) as s:
+        talk = await s.talk()
+        await talk.say(post(extra=b"Connection: X-Request-Id\r\n" + named))
+        _, headers, _ = await talk.response()
+    assert re.findall(rb"(?i)x-request-id: *(.*)\r", seen[0][0]) == [headers["x-request-id"].encode()]
+    assert headers["x-request-id"] == "mine-1" or not named
+    assert b"connection" not in seen[0][0].lower()
+
+
 async def test_a_model_whose_only_replica_is_away_is_not_unknown():
     async with stack(answers(), answers()) as s:
         other, away = s.proxy.backends.values()
@@ -281,6 +293,15 @@ async def test_names_that_clients_make_up_are_not_kept():
             status, _, body = await talk.response()
             assert status == 404 and len(body) < 1000
         assert set(s.proxy.eligible._ready) <= {None, "m"}
+
+
+async def test_a_request_there_is_no_room_for_is_refused_in_the_shape_of_its_api():
+    async with stack(answers(), limits=Limits(requests_bytes=1000)) as s:
+        talk = await s.talk()
+        await talk.say(post(path=b"/v1/messages", extra=b"X-Request-Id: mine-1\r\n"))
+        status, headers, body = await talk.response()
+        assert status == 503 and json.loads(body)["type"] == "error"
+        assert headers["x-request-id"] == "mine-1" and headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize("target", [b"/v1/messages", b"http://gateway.example/v1/messages"])

@@ -199,12 +199,13 @@ _CORRECTIONS = {size: _correction(size) for size in (len(TTFT_PRIOR), len(STEP_P
 class Speed:
     """How many times longer one replica takes than its group's model says."""
 
-    __slots__ = ("value", "_bias", "_spread", "_heard")
+    __slots__ = ("value", "_bias", "_spread", "_heard", "_rests")
 
     def __init__(self) -> None:
         self.value = 1.0
         self._bias, self._spread = 0.0, 0.3  # running log error, and its size
         self._heard = False
+        self._rests = False  # it follows the speed of others, until it is heard of
 
     def state(self) -> list[float]:
         return [self.value, self._bias, self._spread]
@@ -221,20 +222,23 @@ class Speed:
         signal = self._bias / max(self._spread, 0.02)
         self.value *= exp(trust * min(0.5, 0.5 * signal * signal) * gap)
         self.value = min(max(self.value, 1 / _BOUND), _BOUND)
-        self._heard = True
+        self._heard, self._rests = True, False
 
     def rest(self, target: float, kept: float) -> bool:
         """Keep so much of the distance to a lower `target`, of the logarithms; whether there was any."""
         if self.value <= target:
             return False
+        self._rests = True
         target *= _REST_SHARE
         self.value = target * (self.value / target) ** kept
         self._bias *= kept
         return True
 
     def forget(self) -> None:
-        """Called now and then: a replica not heard of since the last call goes back to its group's speed."""
-        if not self._heard:
+        """Called now and then: a replica not heard of since the last call goes back to its group's speed. Not one that
+        `rest` leads elsewhere: where the others are quicker than their group's model says, it would stay behind them
+        for ever."""
+        if not (self._heard or self._rests):
             self.value **= _FORGET
             self._bias *= _FORGET
         self._heard = False

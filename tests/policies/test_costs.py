@@ -215,3 +215,19 @@ def test_a_slow_replica_that_others_are_chosen_over_is_at_their_speed_again_with
     slow.ttft.value = 0.1
     group.rest([slow], [quick, other], 3.0)
     assert slow.ttft.value == 0.1, "quicker ones are chosen anyway"
+
+
+@pytest.mark.parametrize("requests", [1, 25, 250])
+def test_a_replica_that_is_passed_over_is_tried_again_however_many_requests_the_others_get(requests):
+    """As soon, whatever the others' speed is to their group's. `requests`: in a quarter of a second."""
+    group = CostGroup()
+    slow, quick = group.add("slow"), group.add("quick")
+    quick.ttft.value = quick.step.value = 0.5
+    quarters = 0
+    while slow.ttft.value > quick.ttft.value or slow.step.value > quick.step.value:
+        group.rest([slow], [quick], 0.25)
+        for _ in range(requests):
+            quick.observe_ttft(quick.ttft_seconds(Load(), 700, 100), 700, 100, Load())
+            quick.observe_itl(quick.step_seconds(Load(decoding=1, context_tokens=800)), 1, 800)
+        quarters += 1
+        assert quarters < 4 * 12, "twelve seconds"

@@ -1,0 +1,50 @@
+"""A fault of the gateway's own background work, as an operator sees it."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from cachemap import background
+from gateway.app import CARE, Gateway
+from gateway.config import Settings
+from replicas.simulated.model import sim_model_dir
+
+from .running import counted
+
+FAILURES = "hitherto_background_failures_total"
+
+
+@pytest.fixture
+async def gateway():
+    url = "http://127.0.0.1:1"  # nobody listens there, so it is never ready and nothing is asked of it
+    one = Gateway(Settings(host="127.0.0.1", port=0, admin_port=0, replica_url=(url,), model=str(sim_model_dir())))
+    yield one
+    await one.stop(0)
+
+
+async def test_background_work_that_fails_is_counted_on_the_admin_sides_pages(gateway, monkeypatch, caplog):
+    monkeypatch.setattr(background, "PAUSE_SECONDS", 0.001)
+    care, may_fail, works_again = gateway._care, asyncio.Event(), asyncio.Event()
+    faults = [KeyError("one"), OSError("two")]
+
+    async def fails_twice():
+        await may_fail.wait()
+        if faults:
+            raise faults.pop(0)
+        works_again.set()
+        await care()
+
+    monkeypatch.setattr(gateway, "_care", fails_twice)
+    await gateway.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.admin_port}", timeout=10) as admin:
+        page = (await admin.get("/metrics")).text
+        assert counted(page, FAILURES, work=CARE) == 0, "the series is there before the first failure"
+        assert (await admin.get("/status")).json()["background_failures"] == {}
+        may_fail.set()
+        await works_again.wait()
+        page = (await admin.get("/metrics")).text
+        assert counted(page, FAILURES, work=CARE) == counted(page, FAILURES) == 2
+        told = (await admin.get("/status")).json()["background_failures"]
+        assert told[CARE]["failures"] == 2 and told[CARE]["last"] == "OSError: two"
+    assert "KeyError: 'one'" in caplog.text

@@ -406,10 +406,16 @@ async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(
                         f"{applied}: {together(server)}, joined: {[gateway.shared.reason for gateway in fleet]}"
                     ) from None
             assert not applied  # all there are
+            for mends, quiet in (fleet, fleet[::-1]):
+                # The first heartbeat that comes mends a sum. Which gateway's that is may have been the same each time.
+                quiet.die()
+                before = mends.shared.repairs["sum"]
+                client.hset(LOAD, client.hkeys(LOAD)[0], struct.pack("<5d", 7, 3, 900, 4, 80))
+                await until(lambda mends=mends, before=before: mends.shared.repairs["sum"] > before)
+                quiet.start()
+                await until(right, 4)
         assert not any(gateway.shared._background.recent() for gateway in fleet)
-        assert all(gateway.shared.repairs["sum"] for gateway in fleet) and any(
-            gateway.shared.repairs["part"] for gateway in fleet
-        )
+        assert any(gateway.shared.repairs["part"] for gateway in fleet)
         for gateway in fleet:
             gateway.end_all()
         await until(lambda: not together(server))

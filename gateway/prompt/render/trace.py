@@ -190,6 +190,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "json": lambda value, options: plain.tojson(value, **dict(options)),
     "json_inner": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     "str": str,
+    "repr": repr,
     "clock": lambda _, pattern: plain.strftime_now(pattern),
 }
 
@@ -251,7 +252,6 @@ _LOST = (
     "__hash__",
     "__iter__",
     "__format__",
-    "__repr__",
     "__reversed__",
 )
 
@@ -269,6 +269,10 @@ class Text(str):
 
     def __str__(self) -> str:
         return self
+
+    def __repr__(self) -> str:
+        """As Python prints it in a list: which quotes and escapes it gets depends on the text as a whole."""
+        return self._trace.derive("repr", raw_of(self), (), repr(self._value))
 
     def __add__(self, other: Any) -> Text:
         if not isinstance(other, str):
@@ -363,6 +367,8 @@ class Json(Mapping):
 
     def __str__(self) -> str:
         return self._trace.derive("str", self._raw, (), str(self._value))
+
+    __repr__ = __str__
 
     def __iter__(self) -> Any:
         raise Untraceable("looping over an object")

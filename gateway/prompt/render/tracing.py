@@ -46,6 +46,8 @@ _FILTERS = frozenset(
         "reverse",
     }
 )
+# Those of them that work on the text of whatever they get, so also on a list of parts as Python prints it.
+_OF_TEXT = frozenset({"trim", "string", "upper", "lower", "capitalize"})
 _TESTS = frozenset(
     {
         "defined",
@@ -136,6 +138,8 @@ class TracingEnvironment(plain.Sandbox):
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if name in _NEVER or (name not in _FILTERS and (holds_stand_in(args) or holds_stand_in(kwargs))):
                 raise Untraceable(f"filter {name}")
+            if name in _OF_TEXT and isinstance(args[0], (list, tuple, dict)) and holds_stand_in(args[0]):
+                args = (self._lift(str(args[0])), *args[1:])
             return self._lift(function(*args, **kwargs))
 
         return _same_calling(function, guarded)

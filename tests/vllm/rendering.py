@@ -1,0 +1,94 @@
+"""Run by vLLM's own Python: what its servers make of request bodies, by its own serving classes, without an engine.
+
+    rendering.py JOBS RESULTS
+
+JOBS has a line of JSON for each model folder, {"folder": ..., "chat_template": a file or null, "bodies": [[path, body],
+...]}. RESULTS gets a line for each: what became of its bodies, {"ids": [...]} or {"refused": why}.
+"""
+
+import asyncio
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.models.serving import BaseModelPath, OpenAIModelRegistry
+from vllm.entrypoints.scale_out.render.serving import ServingRender
+from vllm.renderers import renderer_from_config
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.tokenizers.registry import cached_get_tokenizer
+
+NAME = "tiny"
+CHAT = "/v1/chat/completions"
+
+
+class Serving:
+    """What `vllm serve --enable-auto-tool-choice --tool-call-parser hermes` builds to make prompts."""
+
+    def __init__(self, folder: str, chat_template: str | None) -> None:
+        config = AsyncEngineArgs(model=folder, dtype="bfloat16", enforce_eager=True).create_model_config()
+        template = Path(chat_template).read_text(encoding="utf-8") if chat_template is not None else None
+        self._online = OnlineRenderer(
+            config,
+            renderer_from_config(VllmConfig(model_config=config)),
+            request_logger=None,
+            chat_template=template,
+            chat_template_content_format="auto",
+            enable_auto_tools=True,
+            tool_parser="hermes",
+        )
+        self._render = ServingRender(
+            OpenAIModelRegistry(config, [BaseModelPath(name=NAME, model_path=folder)]), self._online
+        )
+        self._messages = object.__new__(AnthropicServingMessages)  # all of it that concerns prompts needs no engine
+        self._messages.online_renderer, self._messages.model_config = self._online, config
+        self._messages._disabled_thinking_effort = None
+        if hasattr(AnthropicServingMessages, "_should_merge_inline_system"):  # since 0.31
+            self._merge = AnthropicServingMessages._should_merge_inline_system(self._online)
+        else:
+            self._merge = AnthropicServingMessages._detect_merge_inline_system(template)
+
+    async def render(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        body = {"model": NAME, **body}
+        try:
+            if path == CHAT:
+                request = ChatCompletionRequest.model_validate(body)
+            else:
+                request = await self._as_chat(AnthropicMessagesRequest.model_validate(body))
+            made = await self._render.render_chat_request(request)
+        except Exception as error:
+            return {"refused": f"{type(error).__name__}: {error}"[:300]}
+        ids = getattr(made, "token_ids", None)
+        return {"refused": str(made)[:300]} if ids is None else {"ids": list(ids)}
+
+    async def _as_chat(self, request: AnthropicMessagesRequest) -> ChatCompletionRequest:
+        """As `create_messages` does it."""
+        serving = self._messages
+        if not hasattr(serving, "to_chat_completion_request"):  # before 0.31
+            return serving._convert_anthropic_to_openai_request(request, merge_inline_system=self._merge)
+        more = {}
+        if hasattr(serving, "_get_disabled_thinking_effort"):
+            disabled = request.thinking is not None and request.thinking.type == "disabled"
+            more["disabled_thinking_effort"] = await serving._get_disabled_thinking_effort() if disabled else "none"
+        return serving.to_chat_completion_request(request, merge_inline_system=self._merge, **more)
+
+
+async def main(jobs: str, results: str) -> None:
+    gc.freeze()  # what was imported is nothing to be looked through again and again
+    with open(jobs, encoding="utf-8") as asked, open(results, "w", encoding="utf-8") as told:
+        for line in asked:
+            job = json.loads(line)
+            serving = Serving(job["folder"], job["chat_template"])
+            print(json.dumps([await serving.render(path, body) for path, body in job["bodies"]]), file=told)
+            cached_get_tokenizer.cache_clear()  # a tokenizer of each folder would stay in memory
+            gc.collect()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -230,10 +230,9 @@ class Fleet:
         if siblings:
             engine.watch.compare(now, *map(sum, zip(*siblings)))
 
-    async def prove(self, id: str) -> None:
-        """Look at all of a replica's engine now; what it shows is told of before this returns."""
-        if id in self.replicas:
-            await self._engine(id).watch.prove()
+    async def prove(self, id: str) -> bool:
+        """Look at all of a replica's engine now; what it shows is told of before this returns: whether it answered."""
+        return id in self.replicas and await self._engine(id).watch.prove()
 
     async def ask_models(self) -> None:
         """Ask every ready engine what it serves, now; what changed is told of before this returns."""

@@ -70,7 +70,8 @@ class Watch:
         self.sources: list[EventSource | None] = [given]  # one for each data-parallel rank
         self.health, self.progress = Health(limits), Progress()
         self._nudged, self._urgent = asyncio.Event(), asyncio.Event()
-        self._wanted: asyncio.Future[None] | None = None  # somebody waits for the next full look to end
+        # somebody waits for what the next full look shows: whether an engine answered
+        self._wanted: asyncio.Future[bool] | None = None
         self._lives = 0  # how often it came back, for engines that do not tell when they began
         self._was_refused = self._tells_start = False
         self._known = Known({}, None, None)
@@ -88,18 +89,19 @@ class Watch:
             while True:
                 wanted, self._wanted = self._wanted, None
                 self._urgent.clear()
+                answered = False
                 try:
-                    await self.tick(full=wanted is not None)
+                    answered = await self.tick(full=wanted is not None)
                 except Exception:  # a replica nobody watches would stay as it is for ever
                     log.exception("watching replica %s failed, trying again", self.replica.id)
                 finally:
                     if wanted is not None:
-                        wanted.set_result(None)
+                        wanted.set_result(answered)
                 self._looked_at = monotonic()
                 await self._pause()
         finally:
             self._wanted = self._wanted or asyncio.get_running_loop().create_future()
-            self._wanted.set_result(None)  # nobody looks any more, so nobody waits
+            self._wanted.set_result(False)  # nobody looks any more, so nobody waits
             await self.access.close()
 
     async def _pause(self) -> None:
@@ -117,13 +119,14 @@ class Watch:
         self._facts_at = float("-inf")
         self._nudged.set()
 
-    async def prove(self) -> None:
-        """Look at all of it now, however short ago that was done; returns when what was seen has been told of."""
+    async def prove(self) -> bool:
+        """Look at all of it now, however short ago that was done; returns when what was seen has been told of: whether
+        an engine answered."""
         if self._wanted is None:
             self._wanted = asyncio.get_running_loop().create_future()
             self._nudged.set()
             self._urgent.set()
-        await asyncio.shield(self._wanted)
+        return await asyncio.shield(self._wanted)
 
     # What traffic shows
 
@@ -162,23 +165,25 @@ class Watch:
 
     # What probes show
 
-    async def tick(self, full: bool = False) -> None:
-        """One look at the engine; a full one if it is time for that, or if something is new."""
+    async def tick(self, full: bool = False) -> bool:
+        """One look at the engine; a full one if it is time for that, or if something is new. Whether it answered, and
+        what it is was learned."""
         replica = self.replica
         if replica.state in (State.DRAINING, State.STOPPED) or (replica.managed and replica.pid is None):
-            return
-        pid, now = replica.pid, monotonic()
+            return False
+        pid, now, was_proven = replica.pid, monotonic(), replica.is_proven
         full = full or replica.state is not State.READY or now - self._facts_at >= FACTS
         facts = None if full else await self._brief(now)
         if facts is None:
             full = True
             facts = await self.access.find(DEADLINE, in_use=replica.state in (State.READY, State.DEGRADED))
         if replica.pid != pid:
-            return  # the process ended while we asked: the answer is about the past
-        self._keep_proof(facts)
+            return False  # the process ended while we asked: the answer is about the past
+        self._keep_proof(facts, full, was_proven)
         now = monotonic()
         if full:
             self._facts_at = now
+        answered = False
         if facts.fault == "own":
             replica.reason = facts.error
         elif facts.fault:
@@ -186,14 +191,19 @@ class Watch:
         elif (self._moved or not await self._stalls(now, facts)) and await self._warm(facts):
             self._answered(monotonic(), facts, full)
             await self._question()
+            answered = True
         self.looked()
+        return answered
 
-    def _keep_proof(self, facts: Facts) -> None:
-        """Of an engine that closes its connections, or answers so late that we do, none shows anything."""
+    def _keep_proof(self, facts: Facts, full: bool, was_proven: bool) -> None:
+        """Of an engine that closes its connections, announced or not, or answers so late that we do, none shows
+        anything. What does not answer after the connection to the engine had broken (not `was_proven`) has shown
+        nothing either, and has to."""
         self._closes = facts.closes
         if not facts.fault:
-            self.replica.proof = None if facts.closes else facts.over
-        elif facts.fault in ("timeout", "own"):
+            closed = facts.closes or (full and facts.over is not None and facts.over.is_closing())
+            self.replica.proof = None if closed else facts.over
+        elif facts.fault in ("timeout", "own") and was_proven:
             self.replica.proof = None
 
     async def _question(self) -> None:
@@ -239,7 +249,8 @@ class Watch:
             over=answer.over,
         )
         proof = self.replica.proof
-        if facts.alive and not self._closes and (proof is None or proof.is_closing()):
+        always_closes = self._closes and facts.closes
+        if facts.alive and not always_closes and (proof is None or proof.is_closing()):
             return None
         due = 0.0 if self.busy() else IDLE_SCRAPE
         if facts.alive and now - self._scraped_at >= due:

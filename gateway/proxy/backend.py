@@ -34,11 +34,12 @@ MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that
 
 # States in which an engine is there; a draining one may still get what it was chosen for before.
 ENGINE_THERE = frozenset((State.READY, State.DEGRADED, State.DRAINING))
-Prove = Callable[[str], Awaitable[None]]
+Prove = Callable[[str], Awaitable[bool]]
 
 
-async def taken_at_its_word(replica: str) -> None:
+async def taken_at_its_word(replica: str) -> bool:
     """Where nobody watches."""
+    return True
 
 
 class Backend:
@@ -66,7 +67,8 @@ class Backend:
     )
 
     def __init__(self, replica: Replica, candidate: Candidate, prove: Prove = taken_at_its_word):
-        """`candidate`: as the router knows the replica. `prove(id)`: have its watcher look who is there, now."""
+        """`candidate`: as the router knows the replica. `prove(id)`: have its watcher look who is there, now; whether
+        an engine answered."""
         self.replica = replica
         self.id = replica.id
         self.slot = candidate.slot
@@ -97,13 +99,13 @@ class Backend:
 
     async def _check(self, incarnation: str) -> UpstreamError | None:
         """Who listens at an address is told by whoever looked last, as long as a connection to that process stands.
-        After that connection has broken all is looked at again first: models, version, process."""
+        After that connection has broken all is looked at again first: models, version, process. What answered was
+        then there while this connection was open, so it counts even if the engine has closed its own again."""
         replica = self.replica
-        if not replica.is_proven:
-            await self.prove(self.id)
+        answered = replica.is_proven or await self.prove(self.id)
         if replica.incarnation != incarnation or replica.state not in ENGINE_THERE:
             return UpstreamError(REPLACED, "is another process than the one that was chosen")
-        if not replica.is_proven:
+        if not answered:
             return UpstreamError(CONNECT, "took a connection, and did not prove to be the engine that it was")
         return None
 

@@ -14,20 +14,28 @@ READY, DEGRADED, WARMING = State.READY, State.DEGRADED, State.WARMING
 @pytest.fixture
 def engine(serve):
     """`start(port=0, **pages)` serves an engine's pages; `start.pages` may be changed, `start.html()` makes all of them
-    the page of some other server. While `start.hold` is not set, nothing is answered."""
+    the page of some other server. While `start.hold` is not set, nothing is answered. `start.closes`: each connection
+    is closed after an answer, "announced" or "silently"."""
     pages = {}
 
     async def handler(request):
         start.asked.append(request.path)
         await start.hold.wait()
         page = pages.get(request.path, pages.get("*"))
-        return (
+        answer = (
             web.Response(status=404)
             if page is None
             else web.json_response(page)
             if isinstance(page, dict)
             else web.Response(text=page)
         )
+        if start.closes == "announced":
+            answer.force_close()
+        elif start.closes == "silently":
+            await answer.prepare(request)
+            await answer.write_eof()
+            request.transport.close()
+        return answer
 
     async def start(port=0, started="1.0", models=("m",), version="0.32.0", running=True):
         pages.clear()
@@ -46,6 +54,7 @@ def engine(serve):
     start.pages, start.html, start.stop, start.asked = pages, html, lambda: serve.stop(), []
     start.hold = asyncio.Event()
     start.hold.set()
+    start.closes = ""
     return start
 
 
@@ -98,12 +107,12 @@ async def test_whoever_needs_proof_has_it_without_waiting_for_the_next_turn(engi
         await engine(int(url.rpartition(":")[2]), started="2.0")
         assert not replica.is_proven and replica.incarnation == "1.00"
         engine.asked.clear()
-        await asyncio.gather(*(fleet.prove(replica.id) for _ in range(5)))
+        assert all(await asyncio.gather(*(fleet.prove(replica.id) for _ in range(5))))
         assert replica.is_proven and replica.incarnation == "2.00" and engine.asked.count("/v1/models") == 1
         engine.html()
         await fleet.prove(replica.id)
         assert replica.state is WARMING
-        await fleet.prove("unknown")
+        assert not await fleet.prove("unknown")
     finally:
         await fleet.stop()
 
@@ -157,6 +166,66 @@ async def test_an_engine_that_answers_late_is_not_asked_to_prove_itself(engine, 
         engine.hold.set()
         await fleet.engines[replica.id].watch.tick()
         assert replica.proof is not None
+    finally:
+        await fleet.stop()
+
+
+async def test_what_took_an_engines_place_and_does_not_answer_is_not_taken_for_it(engine, comes, until, monkeypatch):
+    """Neither by those who wait for the look that it does not answer, nor by those who come after that."""
+    fleet = Fleet(interval=3600.0, limits=Limits(fall=1000))
+    try:
+        url = await engine()
+        replica = await comes(fleet.add(url), READY)
+        monkeypatch.setattr(watch, "DEADLINE", 0.05)
+        await engine.stop()
+        await engine(int(url.rpartition(":")[2]), models=("other",))
+        await until(lambda: not replica.is_proven)
+        engine.hold.clear()
+        assert not await fleet.prove(replica.id)
+        assert not replica.is_proven
+        engine.hold.set()
+        assert await fleet.prove(replica.id) and "other" in replica.models
+    finally:
+        await fleet.stop()
+
+
+async def test_who_is_drained_while_it_is_looked_at_has_proved_nothing(engine, comes, until):
+    fleet = Fleet(interval=3600.0)
+    try:
+        replica = await comes(fleet.add(await engine()), READY)
+        engine.asked.clear()
+        engine.hold.clear()
+        waiting = asyncio.create_task(fleet.prove(replica.id))
+        await until(lambda: "/health" in engine.asked)
+        replica.state = State.DRAINING
+        engine.hold.set()
+        assert not await waiting
+    finally:
+        await fleet.stop()
+
+
+async def test_an_engine_that_closes_its_connections_without_a_word_is_as_well_as_one_that_says_so(engine, comes):
+    fleet = Fleet(interval=3600.0)
+    try:
+        engine.closes = "silently"
+        replica = await comes(fleet.add(await engine()), READY)
+        assert await fleet.prove(replica.id) and replica.is_proven
+    finally:
+        await fleet.stop()
+
+
+async def test_who_closed_one_connection_as_engines_do_that_end_is_asked_for_all_next_time(engine, comes):
+    fleet = Fleet(interval=3600.0)
+    try:
+        url = await engine()
+        replica = await comes(fleet.add(url), READY)
+        engine.closes = "announced"
+        await fleet.engines[replica.id].watch.tick()
+        engine.closes = ""
+        await engine.stop()
+        await engine(int(url.rpartition(":")[2]), models=("other",))
+        await fleet.engines[replica.id].watch.tick()
+        assert "other" in replica.models
     finally:
         await fleet.stop()
 

@@ -24,13 +24,14 @@ async def respond(s) -> tuple[int, bytes]:
 
 
 def doubted(s, look):
-    """Each replica has to prove itself, and `look(replica)` is what comes of it. Returns who was looked at."""
+    """Each replica has to prove itself, and `look(replica)` is what comes of it: None if nothing answers. Returns who
+    was looked at."""
     looked = []
 
-    async def prove(id: str) -> None:
+    async def prove(id: str) -> bool:
         looked.append(id)
         await asyncio.sleep(0)
-        look(s.proxy.backends[id].replica)
+        return look(s.proxy.backends[id].replica) is not None
 
     for backend in s.proxy.backends.values():
         backend.prove, backend.replica.proof, backend.replica.incarnation = prove, Broken(), "1"
@@ -39,10 +40,12 @@ def doubted(s, look):
 
 def is_the_same(replica):
     replica.proof = None
+    return replica
 
 
 def is_another(replica):
     replica.proof, replica.incarnation = None, "2"
+    return replica
 
 
 async def test_the_same_process_gets_the_request_once_it_has_proved_to_be_that():
@@ -52,6 +55,14 @@ async def test_the_same_process_gets_the_request_once_it_has_proved_to_be_that()
         assert await respond(s) == (200, ANSWER)
         assert len(looked) == 1 and seen[0] == "looked" and len(seen) == 2
         assert not s.faults and not s.metrics.retries.total()
+
+
+async def test_who_answered_all_and_closed_its_connection_again_gets_the_request():
+    seen = []
+    async with stack(answers(seen=seen)) as s:
+        looked = doubted(s, lambda replica: replica)
+        assert await respond(s) == (200, ANSWER)
+        assert len(looked) == len(seen) == 1 and not s.faults
 
 
 async def test_another_process_that_serves_gets_it_as_any_replica_would_and_nobody_is_blamed():
@@ -68,6 +79,7 @@ async def test_what_is_no_engine_any_more_gets_nothing():
     def is_none(replica):
         replica.proof, replica.state = None, State.WARMING
         s.proxy.changed()
+        return replica
 
     seen, others = [], []
     async with stack(answers(seen=seen), answers(seen=others)) as s:
@@ -125,9 +137,9 @@ async def test_a_client_that_leaves_meanwhile_and_a_replica_that_is_removed_leav
         (backend,) = s.proxy.backends.values()
         asked, hold = [], asyncio.Event()
 
-        async def prove(id: str) -> None:
+        async def prove(id: str) -> bool:
             asked.append(id)
-            await hold.wait()
+            return await hold.wait()
 
         backend.prove, backend.replica.proof = prove, Broken()
         first, second = await s.talk(), await s.talk()

@@ -104,7 +104,9 @@ class Backend:
         replica = self.replica
         answered = replica.is_proven or await self.prove(self.id)
         if replica.incarnation != incarnation or replica.state not in ENGINE_THERE:
-            return UpstreamError(REPLACED, "is another process than the one that was chosen")
+            return UpstreamError(REPLACED, "is not the engine any more that was chosen")
+        if not answered and replica.state is State.DRAINING:  # nobody looks at it any more
+            return UpstreamError(REPLACED, "is drained, and was not looked at before that")
         if not answered:
             return UpstreamError(CONNECT, "took a connection, and did not prove to be the engine that it was")
         return None

@@ -132,6 +132,18 @@ async def test_a_replica_that_drains_gets_what_it_was_chosen_for():
         assert (await talk.response())[0] == 200
 
 
+async def test_a_replica_that_is_drained_before_it_was_looked_at_is_not_blamed():
+    def drains(replica):
+        replica.state = State.DRAINING
+        s.proxy.changed()
+
+    async with stack(answers(), answers()) as s:
+        doubted(s, drains)
+        list(s.proxy.backends.values())[1].replica.proof = None
+        assert await respond(s) == (200, ANSWER)
+        assert not s.faults and s.metrics.retries.values == {("replaced",): 1}
+
+
 async def test_a_client_that_leaves_meanwhile_and_a_replica_that_is_removed_leave_nothing_behind():
     async with stack(answers()) as s:
         (backend,) = s.proxy.backends.values()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from time import monotonic
@@ -18,6 +19,8 @@ import httptools
 from replicas.deadline import within
 
 from .messages import HOP_BY_HOP, Headers, connection_tokens, end_to_end
+
+log = logging.getLogger("hitherto.wire")
 
 # vLLM (uvicorn) closes a connection that is idle for 5 s; one that we reuse later may die under the request.
 IDLE_SECONDS = 4.0
@@ -348,6 +351,9 @@ class Pool:
         except asyncio.CancelledError:
             sink.lost(UpstreamError("removed", "the replica was removed while a connection to it was being opened"))
             raise
+        except Exception as error:  # a bug of ours: without a word the request would wait until its time is over
+            log.exception("opening a connection to %s:%d failed", self.host, self.port)
+            opened = UpstreamError("connect", f"the gateway failed to open a connection: {type(error).__name__}")
         if isinstance(opened, UpstreamError):
             sink.lost(opened)
         else:

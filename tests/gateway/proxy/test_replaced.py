@@ -165,3 +165,16 @@ async def test_a_client_that_leaves_meanwhile_and_a_replica_that_is_removed_leav
         status, _, _ = await second.response()
         assert status == 502
         await eventually(lambda: not backend.pool._connecting)
+
+
+async def test_a_bug_in_the_question_who_is_there_does_not_keep_the_request_waiting(caplog):
+    async with stack(answers(), answers()) as s:
+        first, second = s.proxy.backends.values()
+
+        async def prove(id: str) -> bool:
+            raise ZeroDivisionError("a bug")
+
+        first.prove, first.replica.proof = prove, Broken()
+        assert await respond(s) == (200, ANSWER)
+        assert s.faults == ["connect"] and "a bug" in caplog.text
+        await eventually(s.idle)

@@ -176,8 +176,8 @@ class Gateway:
     def _inflight(self, replica: str) -> int:
         return self.ledger.own(replica)[0]
 
-    def _hear(self) -> None:
-        self.proxy.settling.tell_answers()
+    def _hear(self, replica: str) -> None:
+        self.proxy.settling.tell_answers(replica)
 
     def _waited(self, replica: str) -> float:
         return self.proxy.waited(replica, monotonic())

@@ -57,7 +57,7 @@ class Fleet:
         self,
         inflight: Callable[[str], int] = lambda replica: 0,
         waited: Callable[[str], float] = lambda replica: 0.0,
-        hear: Callable[[], None] = lambda: None,
+        hear: Callable[[str], None] = lambda replica: None,
         *,
         interval: float = 1.0,
         drain_timeout: float = 30.0,
@@ -66,8 +66,9 @@ class Fleet:
         authorities: Path | None = None,
     ):
         """`inflight(id)`: the gateway's open requests to a replica; `waited(id)`: for how long the oldest of its
-        prompts there has had no answer; `hear()` tells `succeeded` what it was not told yet. `model`: the name that
-        adopted engines have to serve. `authorities`: as of `tls.context`. Times in seconds."""
+        prompts there has had no answer; `hear(id)` calls `succeeded` for those of its requests that were answered and
+        not told of yet. `model`: the name that adopted engines have to serve. `authorities`: as of `tls.context`.
+        Times in seconds."""
         self.replicas: dict[str, Replica] = {}
         self.on_change: list[Change] = []
         self._inflight, self._waited, self._hear, self._interval = inflight, waited, hear, interval
@@ -183,7 +184,7 @@ class Fleet:
             lambda: self._looked(engine),
             busy=lambda: any(self._inflight(one.id) > 0 for one in engine.replicas),
             waited=lambda: max(self._waited(one.id) for one in engine.replicas),
-            hear=self._hear,
+            hear=lambda: [self._hear(one.id) for one in engine.replicas],
             interval=self._interval,
             limits=self._limits,
             **known,

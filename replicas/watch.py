@@ -49,7 +49,7 @@ class Watch:
         *,
         busy: Callable[[], bool],
         waited: Callable[[], float] = lambda: 0.0,
-        hear: Callable[[], None] = lambda: None,
+        hear: Callable[[], object] = lambda: None,
         interval: float = 1.0,
         limits: Limits = Limits(),
         given: EventSource | None = None,

@@ -73,11 +73,14 @@ class Settling:
         self.tell_answers()
         self._on_traffic(backend.id, kind, 1)
 
-    def tell_answers(self) -> None:
-        """Of the answers since the last time: now and then, and before a failure or a probe, of all replicas, since a
-        failure is compared with what its engine's other ranks and its siblings answered. One by one they would cost a
-        request six calls more."""
-        for backend in self._backends.values():
+    def tell_answers(self, replica: str | None = None) -> None:
+        """Tell health how many requests were answered since the last time; one by one that would cost a request six
+        calls more. Called a few times a second and before a failure for all replicas, since a failure is compared with
+        what the engine's other ranks and its siblings answered; before a probe counts, for the `replica` that it is
+        about."""
+        backends = self._backends
+        told = backends.values() if replica is None else [backends[replica]] if replica in backends else ()
+        for backend in told:
             count, backend.answers = backend.answers, 0
             if count:
                 self._on_traffic(backend.id, None, count)

@@ -369,3 +369,15 @@ def test_a_rate_needs_to_be_high_and_of_late_and_far_from_the_siblings():
     for _ in range(50):
         fails(health, 50.0, share=2)
     assert health.compare(50.0, 95, 5)
+
+
+async def test_before_a_probe_counts_what_the_engines_own_replicas_answered_is_heard(engine, comes):
+    heard = []
+    fleet = Fleet(hear=heard.append, interval=3600.0)
+    try:
+        replica = await comes(fleet.add(await engine()), READY)
+        heard.clear()
+        await fleet.prove(replica.id)
+        assert set(heard) == {replica.id}
+    finally:
+        await fleet.stop()

@@ -511,3 +511,18 @@ async def test_answers_are_told_of_before_a_failure_those_of_siblings_too():
             assert (await talk.response())[0] == 200
         s.proxy.settling.tell(one, "closed")
         assert told == [(one.id, None, 2), (other.id, None, 2), (one.id, "closed", 1)]
+
+
+async def test_before_a_probe_counts_the_answers_of_its_replica_alone_are_told_of():
+    async with stack(answers(), answers()) as s:
+        told, (one, other) = [], s.proxy.backends.values()
+        s.proxy.settling._on_traffic = lambda *given: told.append(given)
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+        s.proxy.settling.tell_answers(one.id)
+        assert told == [(one.id, None, 1)]
+        s.proxy.settling.tell_answers("unknown")
+        s.proxy.settling.tell_answers()
+        assert told[1:] == [(other.id, None, 1)]

@@ -121,8 +121,8 @@ async def explain(settings: Settings, proxy: Proxy, path: str, body: bytes, head
 
     prompt = await proxy.preparation.prompt(path, body, headers)
     now = monotonic()
-    asked = proxy.router.evaluate(proxy.placing.demand(prompt, now), proxy.eligible.targets(prompt), now, explain=True)
-    return describe(settings.policy, prompt, asked)
+    demand, targets = proxy.placing.demand(prompt, now), proxy.eligible.targets(prompt)
+    return describe(settings.policy, prompt, proxy.router.evaluate(demand, targets, now, explain=True))
 
 
 def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:

@@ -31,10 +31,10 @@ REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing with
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
 
 
-def describe(policy: str, prompt: Prompt, asked: Evaluation) -> dict[str, Any]:
+def describe(policy: str, prompt: Prompt, evaluation: Evaluation) -> dict[str, Any]:
     """One decision as plain data. `terms` are seconds and add up to `seconds`; policies that do not
     weigh seconds have none."""
-    demand, candidates, choice, *_ = asked
+    demand, candidates, choice, *_ = evaluation
     terms = choice.terms or [{}] * len(candidates)
     return {
         "path": prompt.path,

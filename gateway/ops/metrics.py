@@ -338,7 +338,7 @@ class Metrics:
         )
         self.retries = Counter(
             "retries",
-            "Requests sent to another replica before their first byte",
+            "Requests sent to another replica before their first byte, or once more to the same one",
             reason=(
                 *CONNECTION_FAULTS,
                 *STATUS_FAULTS,

@@ -60,7 +60,7 @@ KINDS: dict[str, Kind] = {
 
 class Next(Enum):
     SAME = "the same replica once more"
-    ANEW = "any replica, as if nothing had been tried: nothing was sent"
+    ANEW = "any replica, this one included: nothing was sent to it"
     OTHER = "another replica"
     LOST = "none: too many went down with it"
     EXHAUSTED = "none: it has had its attempts"

@@ -15,7 +15,8 @@ exchange can only be cut, and the client must be able to tell. `gone` (the clien
 ends when its replica's answer is complete, when it fails, and when its exchange does not want it any more (`dropped`).
 A pair that is not in its table can't happen; if it does, it is a bug and raises.
 
-Of these classes a member takes 100 ns to look up, a name of the module 5: what each request or read meets has one.
+Looking up a member of these classes takes 100 ns, a name of a module 5: where a member is needed for each request or
+each read, the module that needs it gives it a name.
 """
 
 from __future__ import annotations

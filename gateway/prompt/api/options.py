@@ -13,7 +13,7 @@ from ...errors import ApiError
 from ..prompt import LONGEST_RESPONSE_ID, Prompt
 from .fields import INTEGERS, bad, boolean, bounded_integers, count
 
-# How a path names its output limit, and where its faults are reported.
+# The paths whose bodies differ in how they name the prompt, the output limit, or the parameter at fault.
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"

@@ -11,6 +11,7 @@ import itertools
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import monotonic
 from typing import Protocol
 
@@ -326,7 +327,7 @@ class Pool:
         self.certified = certified if tls else None
         self.idle: dict[Upstream, None] = {}  # the last used last
         self.closed = False
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._connecting: set[asyncio.Task[Upstream | UpstreamError]] = set()
 
     def acquire(self) -> Upstream | None:
         """An idle connection that the replica won't close under us, or None."""
@@ -341,45 +342,47 @@ class Pool:
 
     def connect(self, sink: Sink, check: Check) -> None:
         """Open a connection; `sink.connected` or `sink.lost` tells of it. `check` is asked once it is open."""
-        task = asyncio.get_running_loop().create_task(self._connect(sink, check))
+        task = asyncio.get_running_loop().create_task(self._open(check))
         self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        # Not the end of a coroutine: one that is cancelled before it began says nothing.
+        task.add_done_callback(partial(self._opened, sink))
 
-    async def _connect(self, sink: Sink, check: Check) -> None:
-        try:
-            opened = await self._open(check)
-        except asyncio.CancelledError:
+    def _opened(self, sink: Sink, task: asyncio.Task[Upstream | UpstreamError]) -> None:
+        self._connecting.discard(task)
+        if task.cancelled():
             sink.lost(UpstreamError("removed", "the replica was removed while a connection to it was being opened"))
-            raise
-        except Exception as error:  # a bug of ours: without a word the request would wait until its time is over
-            log.exception("opening a connection to %s:%d failed", self.host, self.port)
-            opened = UpstreamError("connect", f"the gateway failed to open a connection: {type(error).__name__}")
+            return
+        if (bug := task.exception()) is not None:
+            log.error("opening a connection to %s:%d failed", self.host, self.port, exc_info=bug)
+            sink.lost(UpstreamError("connect", f"the gateway failed to open a connection: {type(bug).__name__}"))
+            return
+        opened = task.result()
         if isinstance(opened, UpstreamError):
             sink.lost(opened)
+        elif opened.closed or opened.transport.is_closing():  # since then; to write to it would raise
+            where = f"{self.host}:{self.port}"
+            sink.lost(UpstreamError("connect", f"{where} closed a new connection before the request was sent"))
         else:
             sink.connected(opened)
 
     async def _open(self, check: Check) -> Upstream | UpstreamError:
-        loop, where = asyncio.get_running_loop(), f"{self.host}:{self.port}"
+        loop, where, upstream = asyncio.get_running_loop(), f"{self.host}:{self.port}", Upstream(self)
+        opening = loop.create_connection(
+            lambda: upstream, self.host, self.port, ssl=self.tls, server_hostname=self.certified
+        )
+        wrong: UpstreamError | None
         try:
-            _, upstream = await within(
-                CONNECT_SECONDS,
-                loop.create_connection(
-                    lambda: Upstream(self), self.host, self.port, ssl=self.tls, server_hostname=self.certified
-                ),
-            )
-        except TimeoutError:
-            return UpstreamError("connect", f"no connection to {where} within {CONNECT_SECONDS:g} s")
-        except OSError as error:
-            return UpstreamError("connect", f"no connection to {where}: {error}")
-        try:
+            try:
+                await within(CONNECT_SECONDS, opening)
+            except TimeoutError:
+                return UpstreamError("connect", f"no connection to {where} within {CONNECT_SECONDS:g} s")
+            except OSError as error:
+                return UpstreamError("connect", f"no connection to {where}: {error}")
             wrong = await check()
         except BaseException:
-            upstream.drop()
+            if upstream.transport is not None:  # it may have been made when this was cancelled
+                upstream.drop()
             raise
-        # The replica may have closed it before this task went on; to write to it then would raise.
-        if wrong is None and (upstream.closed or upstream.transport.is_closing()):
-            return UpstreamError("connect", f"{where} closed a new connection before the request was sent")
         if wrong is not None:
             upstream.drop()
         return wrong or upstream

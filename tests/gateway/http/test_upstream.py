@@ -9,7 +9,7 @@ import pytest
 
 from gateway.http import upstream
 from gateway.http.messages import end_to_end
-from gateway.http.upstream import Upstream
+from gateway.http.upstream import Pool, Upstream
 
 from ..proxy.replies import ANSWER, SSE_HEAD, answers, chunk, post, says
 from ..proxy.stack import stack
@@ -239,3 +239,44 @@ def test_an_answer_whose_lines_end_in_reads_of_their_own_goes_through_however_lo
             told.upstream.data_received(read)
     told.upstream.data_received(b"0\r\n\r\n")
     assert told.ended and told.error is None and told.length > 60 * 65536
+
+
+class Opening:
+    """Who waits for a connection, and what each call told."""
+
+    def __init__(self):
+        self.told = []
+
+    def connected(self, upstream):
+        self.told.append(upstream)
+
+    def lost(self, error):
+        self.told.append(error.kind)
+
+
+@pytest.mark.parametrize("iterations", range(12))
+async def test_whenever_a_replica_is_removed_who_waits_for_a_connection_is_told_and_none_stays_open(iterations):
+    """From before the task begins that opens it, to after it has ended."""
+    accepted, left = 0, []
+
+    async def serve(reader, writer):
+        nonlocal accepted
+        accepted += 1
+        left.append(await reader.read())
+        writer.close()
+
+    async def check():
+        return None
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        pool, opening = Pool("127.0.0.1", server.sockets[0].getsockname()[1], None, ""), Opening()
+        pool.connect(opening, check)
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        pool.close()
+        await eventually(lambda: opening.told)
+        for one in opening.told:
+            if one != "removed":
+                one.drop()
+        await eventually(lambda: len(left) == accepted)
+        assert len(opening.told) == 1 and not pool._connecting

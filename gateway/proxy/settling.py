@@ -304,7 +304,7 @@ class Settling:
         else:
             status = STATUS_CLASS[(attempt.fault or attempt.status) // 100]
         metrics.requests.inc(exchange.label, status)
-        if attempt is not None and not attempt.backend.gone:
+        if attempt is not None and attempt.sent_at and not attempt.backend.gone:
             metrics.replica_requests.inc(attempt.backend.id, status)
         if outcome == "aborted":
             metrics.client_aborts.inc(exchange.label)

@@ -94,6 +94,7 @@ async def test_what_is_no_engine_any_more_gets_nothing():
         status, body = await respond(s)
         assert status == 503 and b"ready" in body
         await eventually(s.idle)
+        assert s.metrics.replica_requests.values == {(second.id, "2xx"): 3}, "it was sent nothing the fourth time"
 
 
 async def test_what_was_replaced_while_its_connection_was_being_opened_gets_nothing():

@@ -255,6 +255,10 @@ class Placing:
         else:
             self._found.append(asker)
 
+    def _go_on_with(self, asker: Asker, evaluation: Evaluation, seen: Seen | None, decision: Decision | None) -> None:
+        self._take(asker, evaluation, seen, monotonic(), decision)
+        self._go_on(asker)
+
     def _decided(
         self,
         shared: SharedLedger,
@@ -275,8 +279,7 @@ class Placing:
         if decision is not None and not there:
             shared.undo(decision)
         if there:
-            self._take(asker, evaluation, seen, monotonic(), decision)
-            asker.run_isolated(self._go_on, asker)
+            asker.run_isolated(self._go_on_with, asker, evaluation, seen, decision)
         elif waiting:
             asker.run_isolated(self.place, asker)  # the replica left while Redis was asked
 

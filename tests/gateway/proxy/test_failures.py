@@ -526,3 +526,21 @@ async def test_before_a_probe_counts_the_answers_of_its_replica_alone_are_told_o
         s.proxy.settling.tell_answers("unknown")
         s.proxy.settling.tell_answers()
         assert told[1:] == [(other.id, None, 1)]
+
+
+async def test_a_bug_that_shows_once_the_shared_ledger_has_decided_ends_the_request_with_an_answer(caplog):
+    class Shared:
+        joined = True
+
+        def decide(self, evaluation, answer):
+            asyncio.get_running_loop().call_soon(answer, None)
+
+    def placed(*given):
+        raise ZeroDivisionError("a bug")
+
+    async with stack(answers(), request_timeout=60.0) as s:
+        s.proxy.placing.shared, s.proxy.router._placed = Shared(), placed
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 500 and "a bug" in caplog.text
+        await eventually(s.idle)

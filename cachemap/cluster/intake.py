@@ -343,13 +343,11 @@ class SharedIntake:
                 raise Absent
             snapshot = decode_snapshot(self._identity, pieces)
             deltas = await self._shared.read_deltas(self.keys, snapshot.n)
-            if (
-                all(n == snapshot.n + 1 + i for i, (n, _) in enumerate(deltas))
-                and snapshot.n + len(deltas) >= self.head
-            ):
+            why = _gap(snapshot, deltas)
+            if not why and snapshot.n + len(deltas) >= self.head:
                 break
         else:
-            raise Damaged("deltas are missing between its snapshot and the last one")
+            raise Damaged(f"its snapshot and deltas do not end at {self.head}" + (why and f": {why}"))
         await self._adopt(snapshot)
         for change in merged(change for _, delta in deltas for change in delta.changes):
             await asyncio.sleep(0)
@@ -379,12 +377,8 @@ class SharedIntake:
             self.reload(str(error))
 
     def _take(self, n: int, delta: Delta) -> None:
-        if n != self.n + 1:
-            self.reload(f"deltas {self.n + 1} to {n - 1} are gone")
-        elif delta.flags & RELOAD:
-            self.reload("its writer wrote it anew")
-        elif delta.term != self.term and not delta.flags & FIRST:
-            self.reload("it was written by two")
+        if why := _no_successor(self.n, self.term, n, delta):
+            self.reload(why)
         else:
             self._apply(n, delta)
             self._shared.lag(delta.at)
@@ -427,3 +421,24 @@ class SharedIntake:
     @property
     def identity(self) -> Identity:
         return self._identity
+
+
+def _no_successor(n: int, term: int | None, number: int, delta: Delta) -> str:
+    """Why this delta is not to be applied to what is known up to number `n` of a `term`; "" where it is."""
+    if number != n + 1:
+        return f"deltas {n + 1} to {number - 1} are gone"
+    if delta.flags & RELOAD:
+        return "its writer wrote it anew"
+    if delta.term != term and not delta.flags & FIRST:
+        return "it was written by two"
+    return ""
+
+
+def _gap(snapshot: Snapshot, deltas: Iterable[tuple[int, Delta]]) -> str:
+    """Why these deltas cannot be applied to this snapshot, one after the other; "" where they can."""
+    n, term = snapshot.n, snapshot.term
+    for number, delta in deltas:
+        if why := _no_successor(n, term, number, delta):
+            return why
+        n, term = number, delta.term
+    return ""

@@ -9,6 +9,7 @@ import pytest
 
 from cachemap import chain_seed, hash_blocks
 from cachemap.cluster import shared
+from cachemap.cluster.codec import RELOAD
 
 from ..publisher import BLOCK, CLEARED, publishing, removed, stored
 from .gateways import Gateway, event, gateways, prompt, until
@@ -101,6 +102,34 @@ async def test_a_new_gateway_is_warm_from_snapshot_and_tail(redis_server):
         await same(one, two)
         assert len(two.contents("r")["held"]) == 1911 and len(two.contents("r")["copies"]) == 10
         assert two.intakes["r"].state == "live" and publisher.asked == [0]
+
+
+async def test_a_snapshot_that_is_written_anew_while_its_deltas_are_read_is_read_again(redis_server):
+    """The delta that says so may follow the old snapshot by its number, and has no changes: a gateway that applied it
+    held nothing from then on."""
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, late):
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        read_snapshot, read_deltas, read = late.shared.read_snapshot, late.shared.read_deltas, []
+
+        async def is_replaced(keys):
+            pieces = await read_snapshot(keys)
+            if not read:
+                written = one.shared.snapshots
+                one.intakes["r"].journal.start_over()
+                await publisher.publish(event(1, 0, 6))
+                await until(lambda: one.held("r", PROMPT) == 6 and one.shared.snapshots > written)
+            return pieces
+
+        async def after(keys, n):
+            read.append(await read_deltas(keys, n))
+            return read[-1]
+
+        late.shared.read_snapshot, late.shared.read_deltas = is_replaced, after
+        late.follow("r", publisher)
+        await mirrored(late)
+        assert read[0][0][1].flags & RELOAD and len(read) >= 2
+        await same(one, late)
 
 
 async def test_leases_are_shared_by_gateways_that_start_together(redis_server):

@@ -315,12 +315,26 @@ class Line:
             raise
 
 
-async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> list[Any]:
-    """XREAD: [(stream, [(id, fields)])]."""
-    found = await client.execute_command(
-        "XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", *after, *after.values()
-    )
-    return list(found.items()) if isinstance(found, dict) else found or []
+async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> tuple[list[Any], list[str]]:
+    """XREAD: [(stream, [(id, fields)])], and those names at which something else lies than a stream. For the sake of one
+    of these the server refuses all, so they are looked for by halves, and what the others have is not waited for."""
+    try:
+        found = await client.execute_command(
+            "XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", *after, *after.values()
+        )
+    except ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+    else:
+        return list(found.items()) if isinstance(found, dict) else found or [], []
+    names, entries, others = list(after), [], []
+    if len(names) == 1:
+        return [], names
+    for half in (names[: len(names) // 2], names[len(names) // 2 :]):
+        news, no_streams = await xread(client, {name: after[name] for name in half}, count, 1)  # 0 is for ever
+        entries += news
+        others += no_streams
+    return entries, others
 
 
 def heed_cancellation() -> None:

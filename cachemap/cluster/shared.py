@@ -431,7 +431,7 @@ class SharedMap:
             streams = {one.keys.deltas: one for one in members}
             try:
                 client = await self.ways.to(next(iter(streams)))
-                found = await xread(
+                found, no_streams = await xread(
                     client, {name: f"{one.n}-0" for name, one in streams.items()}, 500, POLL_MILLISECONDS
                 )
             except FAILURES as error:
@@ -440,6 +440,9 @@ class SharedMap:
                 await asyncio.sleep(LOOK_SECONDS / 4)
                 continue
             self.works(READS, lane)
+            for one in map(streams.__getitem__, no_streams):
+                if one in self.members:
+                    one.reload("something else than a stream lies where its deltas were")
             for name, entries in found:
                 one = streams[name.decode()]
                 if one in self.members:  # not removed since

@@ -316,8 +316,9 @@ class Line:
 
 
 async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> tuple[list[Any], list[str]]:
-    """XREAD: [(stream, [(id, fields)])], and those names at which something else lies than a stream. For the sake of one
-    of these the server refuses all, so they are looked for by halves, and what the others have is not waited for."""
+    """XREAD: [(stream, [(id, fields)])], and those names at which something else lies than a stream. For the sake of
+    one of these the server refuses all, so they are looked for by halves, and what the others have is not waited for.
+    """
     try:
         found = await client.execute_command(
             "XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", *after, *after.values()

@@ -124,7 +124,7 @@ async def test_what_one_worker_sent_the_other_knows(gateway):
     async with AsyncExitStack() as stack:
         first, second = await clients(stack, gateway, 1)
         for number in range(3):
-            text = f"{number} {TEXT * 20}"
+            text = f"{number} {TEXT * 150}"
             home = (await first[0].ask(text)).headers["x-hitherto-replica"]
             for turn in range(4):
                 await known(gateway, text)

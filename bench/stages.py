@@ -29,7 +29,7 @@ from gateway.ops.metrics import Metrics
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy import conductor
 from gateway.proxy.backend import Backend
-from gateway.proxy.batcher import Batcher
+from gateway.proxy.exchange import Batcher
 from gateway.proxy.proxy import Proxy
 from policies import CostGroup, Ledger, Router, make
 from replicas import Replica, State

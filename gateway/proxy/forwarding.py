@@ -64,15 +64,13 @@ class TokenIdForwarding:
         self.metrics, self.wanted, self._backends, self._made_by = metrics, wanted, backends, made_by
         self._differed: dict[str, tuple[Forwarding, str]] = {}  # by replica: the process that made other ids, and how
 
-    def body(self, attempt: Attempt, body: bytes, first: bool) -> bytes:
+    def body(self, attempt: Attempt, prompt: Prompt, body: bytes, first: bool) -> bytes:
         """What is sent of this body; on any but the first attempt it is as received. Ids that nobody will ask for again
         are dropped: they are as large as the body, and the answer may take minutes."""
-        prompt, backend = attempt.prompt, attempt.backend
-        if prompt is None:
-            return body
+        backend = attempt.backend
         if prompt.also is not None:
             prompt.also.token_ids = b""
-        if not prompt.kind or not self.wanted:
+        if not self.wanted:
             prompt.token_ids = b""
             return body
         kind = None

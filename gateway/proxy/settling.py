@@ -11,12 +11,12 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from policies import Placement, Router, hittable
+from replicas.engines.dialect import ANY_PATH
 
 from .answers import Usage, error_status, read_usage, speaks_api
-from .batcher import Batcher
 from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
 from .drift import TOLERATED
-from .exchange import TAIL, TAIL_BYTES, Attempt, Exchange
+from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange
 from .forwarding import TokenIdForwarding
 from .retries import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, FULL, RETRYABLE, UNCONFIRMED
 
@@ -217,7 +217,7 @@ class Settling:
         prompt was computed."""
         if attempt.streams and attempt.status == 200 and (fault := error_status(tail, True)):
             return fault, ERROR_ANSWER, True
-        if attempt.backend.replica.dialect.aborted(exchange.request.path, tail[-TAIL_BYTES:]):
+        if cut_short(attempt, exchange.request.path, tail[-TAIL_BYTES:]):
             return 503, ABORTED, True
         if _is_foreign(exchange.label, attempt, tail, usage):
             return 502, FOREIGN_ANSWER, False
@@ -316,6 +316,12 @@ class Settling:
                 told(exchange, outcome, usage)
         finally:
             exchange.attempts.clear()  # they refer back to it
+
+
+def cut_short(attempt: Attempt, path: str, answer: bytes) -> bool:
+    """Whether an answer, of which these are the first or the last bytes, says that its engine aborted it."""
+    aborted = attempt.backend.replica.dialect.aborted
+    return bool((aborted.get(path) or aborted[ANY_PATH])(answer))
 
 
 def _is_foreign(label: str, attempt: Attempt, tail: bytes, usage: Usage) -> bool:

@@ -26,6 +26,9 @@ class EventRecords(Protocol):
     EventError: type[Exception]
 
 
+ANY_PATH = ""
+
+
 class Sources(NamedTuple):
     """Where an engine publishes KV events, by its own account."""
 
@@ -47,6 +50,10 @@ class EngineDialect(Protocol):
     # what stands before and after the prompt's token ids in a chat's JSON object
     chat_token_ids: tuple[bytes, bytes] | None
     limits_path: str  # tells the scheduler's limits, where the operator allows it
+    # By the path of a request, and for ANY_PATH else: what is true of an answer of status 200 that says that the engine
+    # cut it short because it was asked to stop. It gets the answer's first or last bytes, with the last event of a
+    # stream among them.
+    aborted: Mapping[str, Callable[[bytes], object]]
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:
         """Whether an engine that answers so is of this kind. `answers`: of a full probe, by path."""
@@ -65,10 +72,6 @@ class EngineDialect(Protocol):
     def launch_profile(self) -> type[LaunchProfile]:
         """The class of the profiles that start it. Imported when it is asked for: those who only adopt need not pay for
         it."""
-
-    def aborted(self, path: str, answer: bytes) -> bool:
-        """Whether an answer with status 200 to a request for `path` says that the engine cut it short because it was
-        asked to stop. `answer`: its first or its last bytes, with the last event of a stream among them."""
 
     def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         """`max_num_seqs` and `max_num_batched_tokens` out of what `limits_path` tells; {} if it does not."""

@@ -2,12 +2,13 @@
 does."""
 
 import json
+import re
 from array import array
 
 import zmq.asyncio
 from aiohttp import web
 
-from replicas.engines.dialect import Sources
+from replicas.engines.dialect import ANY_PATH, Sources
 from replicas.engines.vllm.versions import version_quirks
 from replicas.event_source import EventSource
 from replicas.launch.exits import PLAIN
@@ -43,11 +44,8 @@ class ToyDialect:
     log = PLAIN
     rank_header, rank_paths = "X-Toy-Shard", ("/v1/completions",)
     chat_token_ids = (b'"toy":{"ids":', b"}")
-    abort_marker = b'"toy_cut":true'
+    aborted = {ANY_PATH: re.compile(b'"toy_cut":true').search}
     limits_path = "/toy/limits"
-
-    def aborted(self, path, answer):
-        return self.abort_marker in answer
 
     def speaks(self, answers):
         return "toy" in answers["/version"].json()

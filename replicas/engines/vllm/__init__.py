@@ -43,6 +43,7 @@ class Vllm:
     # changes.
     chat_token_ids = (b'"kv_transfer_params":{"prompt_token_ids":', b"}")
     limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1
+    aborted = aborts.ABORTED
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:
         return b"\n" + self.metrics.prefix.encode() in answers["/metrics"].body
@@ -60,8 +61,6 @@ class Vllm:
         from replicas.engines.vllm.profile import VllmProfile
 
         return VllmProfile
-
-    aborted = staticmethod(aborts.aborted)
 
     def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         for name in ("vllm_config", "scheduler_config"):

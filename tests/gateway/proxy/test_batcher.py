@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from gateway.prompt.pipeline import OFFLOAD_BYTES, Pipeline
-from gateway.proxy import batcher
-from gateway.proxy.batcher import Batcher
+from gateway.proxy import exchange
+from gateway.proxy.exchange import Batcher
 
 from ..http.talk import eventually
 from .replies import answers, post
@@ -36,7 +36,7 @@ async def test_what_comes_in_one_turn_is_given_in_its_order_and_once():
 
 
 async def test_many_are_given_in_parts_between_which_others_have_their_turn(monkeypatch):
-    monkeypatch.setattr(batcher, "MOST", 2)
+    monkeypatch.setattr(exchange, "MOST", 2)
     seen = []
     work = Batcher(seen.append)
     for item in range(5):
@@ -48,7 +48,7 @@ async def test_many_are_given_in_parts_between_which_others_have_their_turn(monk
 
 
 async def test_work_that_fails_leaves_the_rest_to_be_done(monkeypatch):
-    monkeypatch.setattr(batcher, "MOST", 1)
+    monkeypatch.setattr(exchange, "MOST", 1)
     done, failed = [], []
 
     def work(items: list[int]) -> None:

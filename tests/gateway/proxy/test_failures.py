@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from gateway.proxy import preparation
+from gateway.proxy import proxy
 from policies.costs import Costs
 from replicas import State
 
@@ -169,7 +169,7 @@ async def test_an_engine_that_stops_and_aborts_what_it_has_is_passed_over(stream
 async def test_a_bug_in_looking_for_the_model_ends_the_request_with_an_answer(padding, monkeypatch, caplog):
     async with stack(answers()) as s:
         s.proxy.models.several = True
-        monkeypatch.setattr(preparation, "named_model", lambda *_: 1 / 0)
+        monkeypatch.setattr(proxy, "named_model", lambda *_: 1 / 0)
         talk = await s.talk()
         await talk.say(post(b"{}" + b" " * padding, path=b"/v1/rerank"))
         assert (await talk.response())[0] == 500 and "ZeroDivisionError" in caplog.text

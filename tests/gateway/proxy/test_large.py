@@ -9,9 +9,10 @@ import orjson
 import pytest
 
 from gateway.errors import ApiError
+from gateway.prompt import long
+from gateway.prompt.long import LARGE
 from gateway.prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS, Pipeline
-from gateway.proxy import decisions, preparation
-from gateway.proxy.preparation import LARGE
+from gateway.proxy import decisions
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually
@@ -85,8 +86,8 @@ async def test_others_are_answered_while_huge_prompts_are_prepared(gated):
 
 async def test_what_takes_less_is_prepared_first_even_if_it_came_last(gated, monkeypatch):
     """20 prompts of 380 kB, and one of 50 kB behind them."""
-    monkeypatch.setattr(preparation, "PATIENCE", 1.0)  # a second a byte: however slowly they arrive
-    monkeypatch.setattr(preparation, "LARGE", 1 << 30)
+    monkeypatch.setattr(long, "PATIENCE", 1.0)  # a second a byte: however slowly they arrive
+    monkeypatch.setattr(long, "LARGE", 1 << 30)
     async with stack(answers(), pipeline=gated) as s:
         longer = [await s.talk() for _ in range(20)]
         for talk in longer:
@@ -102,10 +103,10 @@ async def test_what_takes_less_is_prepared_first_even_if_it_came_last(gated, mon
 
 
 async def test_what_takes_long_waits_no_longer_for_less_than_its_patience_lasts(monkeypatch):
-    monkeypatch.setattr(preparation, "PATIENCE", 1e-12)  # none left when the next one comes
-    long, gate, order = preparation.LongPrompts(), threading.Event(), []
-    first = [long.submit(1, gate.wait) for _ in range(OFFLOAD_THREADS)]
-    waiting = [long.submit(size, functools.partial(order.append, size)) for size in (200_000, 1, 150_000, 2)]
+    monkeypatch.setattr(long, "PATIENCE", 1e-12)  # none left when the next one comes
+    prompts, gate, order = long.LongPrompts(), threading.Event(), []
+    first = [prompts.submit(1, gate.wait) for _ in range(OFFLOAD_THREADS)]
+    waiting = [prompts.submit(size, functools.partial(order.append, size)) for size in (200_000, 1, 150_000, 2)]
     gate.set()
     await asyncio.gather(*first, *waiting)
     assert sorted(order[:2]) == [1, 200_000] and sorted(order[2:]) == [2, 150_000]

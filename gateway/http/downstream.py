@@ -17,14 +17,14 @@ from typing import Protocol
 import httptools
 
 from .messages import (
-    FRAMING,
     HEADER_BYTES,
     REQUEST_BYTES,
     Headers,
     KnownHead,
     Limits,
+    Refusal,
     Request,
-    connection_tokens,
+    head_fault,
     origin_form,
     response,
     without_upgrade,
@@ -38,7 +38,6 @@ WHOLE = 4096
 # Bytes of chunk sizes and extensions that a byte of a body may bring with it: a chunk of one byte, its size in eight
 # digits, has 12.
 FRAMING_PER_BYTE = 16
-LENGTH_DIGITS = 20  # of a Content-Length; the parser takes any number of zeros before it, of which `int` takes 4,300
 # A read (256 kB at most) is parsed in pieces, the rest waits as bytes while a request waits: 256 kB of pipelined
 # requests with 200 headers each would become 14 MB and hold up the loop for 0.1 s. Within a body a piece may be larger.
 PIECE, BODY_PIECE = 4096, 65536
@@ -80,16 +79,6 @@ class Clients:
         self.held = 0  # bytes of requests, see `Limits.requests_bytes`
         self.draining = False  # new requests are refused by the handler, and each connection ends with its answer
         self.closed = False  # a connection that is accepted now is closed at once
-
-
-class Refusal:
-    """An answer the wire itself gives to a request that can't be read on. `headers`: those that were read of it."""
-
-    __slots__ = ("status", "message", "target", "head_only", "request_id")
-
-    def __init__(self, status: int, message: str, target: bytes, head_only: bool, headers: Headers):
-        self.status, self.message, self.target, self.head_only = status, message, target, head_only
-        self.request_id = next((value for name, value in headers if name == b"x-request-id"), b"")
 
 
 class Downstream(asyncio.Protocol):
@@ -328,36 +317,20 @@ class Downstream(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self.head_done = True
         version = self.parser.get_http_version()
-        if version not in ("1.0", "1.1"):
-            self._refuse(505, f"HTTP/{version} is not spoken here; HTTP/1.1 is")
+        if (fault := head_fault(version, self.headers)) is not None:
+            self._refuse(*fault)
         elif not self._is_http():
             self._refuse(400, "malformed HTTP request: the request line is not METHOD TARGET HTTP/1.1")
-        if self.parser.should_upgrade():
-            return  # read again in a moment, see `_feed`
-        hosts = 0
+        if self.refused or self.parser.should_upgrade():  # the second is read again in a moment, see `_feed`
+            return
         for name, value in self.headers:
-            if name == b"host":
-                hosts += 1
-            elif name == b"content-length":
-                if len(value) > LENGTH_DIGITS:
-                    self._refuse(400, f"a Content-Length of more than {LENGTH_DIGITS} digits")
-                elif int(value) > self.clients.limits.body_bytes:
+            if name == b"content-length":
+                if int(value) > self.clients.limits.body_bytes:
                     self._refuse_body()
                 elif not self._fits(int(value)):
                     self._refuse_more()
-            elif name == b"transfer-encoding":
-                if value.strip().lower() != b"chunked":
-                    self._refuse(501, f"transfer coding {value.decode('latin-1')!r} is not known; only chunked is")
-            elif name == b"connection":
-                if not FRAMING.isdisjoint(connection_tokens([(name, value)])):
-                    self._refuse(400, "the Connection header names a header that frames the message")
-            elif name == b"expect" and version == "1.1":
-                if value.lower() == b"100-continue":
-                    self.expects = True
-                else:
-                    self._refuse(417, f"unknown expectation {value.decode('latin-1')!r}; only 100-continue is known")
-        if hosts > 1 or (hosts == 0 and version == "1.1"):
-            self._refuse(400, "a request needs exactly one Host header")
+            elif name == b"expect":
+                self.expects = version == "1.1"
         if self.expects and not self.refused and self.current is None and not self.waiting:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 

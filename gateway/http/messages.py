@@ -44,6 +44,8 @@ FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host"))
 # What belongs to an offer to upgrade the connection, which is not taken up.
 UPGRADE = frozenset((b"upgrade", b"http2-settings"))
 
+LENGTH_DIGITS = 20  # of a Content-Length; the parser takes any number of zeros before it, of which `int` takes 4,300
+
 STATUS_LINE = {s.value: b"HTTP/1.1 %d %s\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 
 
@@ -137,6 +139,16 @@ class Request:
         return other
 
 
+class Refusal:
+    """An answer the wire itself gives to a request that can't be read on. `headers`: those that were read of it."""
+
+    __slots__ = ("status", "message", "target", "head_only", "request_id")
+
+    def __init__(self, status: int, message: str, target: bytes, head_only: bool, headers: Headers):
+        self.status, self.message, self.target, self.head_only = status, message, target, head_only
+        self.request_id = next((value for name, value in headers if name == b"x-request-id"), b"")
+
+
 class KnownHead:
     """The head of a request as it came. A client repeats it on a connection but for the body's length, and of equal
     bytes the parser says what it said before: 14 us of 124 a request, with what goes on to the replica kept as well."""
@@ -178,6 +190,25 @@ class KnownHead:
 def connection_tokens(headers: Headers) -> set[bytes]:
     """Header names that a `Connection` header declares to be hop-by-hop (RFC 9110, 7.6.1)."""
     return {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
+
+
+def head_fault(version: str, headers: Headers) -> tuple[int, str] | None:
+    """The status and the words to refuse a request with for its head, if it has to be."""
+    if version not in ("1.0", "1.1"):
+        return 505, f"HTTP/{version} is not spoken here; HTTP/1.1 is"
+    for name, value in headers:
+        if name == b"content-length" and len(value) > LENGTH_DIGITS:
+            return 400, f"a Content-Length of more than {LENGTH_DIGITS} digits"
+        if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            return 501, f"transfer coding {value.decode('latin-1')!r} is not known; only chunked is"
+        if name == b"connection" and not FRAMING.isdisjoint(connection_tokens([(name, value)])):
+            return 400, "the Connection header names a header that frames the message"
+        if name == b"expect" and version == "1.1" and value.lower() != b"100-continue":
+            return 417, f"unknown expectation {value.decode('latin-1')!r}; only 100-continue is known"
+    hosts = [name for name, _ in headers].count(b"host")
+    if hosts > 1 or (hosts == 0 and version == "1.1"):
+        return 400, "a request needs exactly one Host header"
+    return None
 
 
 def without_upgrade(headers: Headers) -> Headers:

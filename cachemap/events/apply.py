@@ -20,8 +20,9 @@ MOST_PENDING = 2048  # blocks gathered before they go to the map
 class EventApplier:
     """Applies events in order. `flush` must follow before the map is read.
 
-    Counts, in blocks: `stored`, `removed`; `orphans`, whose parent is not known, so neither
-    are they; `ignored`, of other cache groups or attention kinds than the full one. `fault`
+    Counts, in blocks: `stored`, `removed`; `orphans`, of which no tokens or no parent are known, so neither
+    are they; `ignored`, of other cache groups or attention kinds than the full one, and chunks of another
+    size in slower tiers. `fault`
     says why nothing of this replica can be used, None while all is well.
     """
 
@@ -90,7 +91,10 @@ class EventApplier:
         if event.group or event.kind != "full_attention":
             self.ignored += len(event.keys)
             return
-        if event.block_size != self._block_size:
+        if event.tokens and event.block_size != self._block_size:
+            if event.tier != "gpu":  # a store below the engine may keep chunks of a size of its own
+                self.ignored += len(event.keys)
+                return
             self.fault = (
                 f"the engine's blocks have {event.block_size} tokens, "
                 f"prompts are hashed in blocks of {self._block_size}"
@@ -99,7 +103,9 @@ class EventApplier:
         if self._removing or event.tier != self._tier or len(self._own) > MOST_PENDING:
             self.flush()
             self._tier = event.tier
-        if event.tokens:
+        # What comes to a slower tier is a copy of what is known, as a rule, and what its blocks cover besides tokens
+        # may be told of the first copy alone.
+        if event.tokens and (event.tier == "gpu" or not all(map(self._hash_of, event.keys))):
             self._store_chain(event)
         else:
             self._store_known(event)

@@ -12,7 +12,11 @@ import msgspec
 
 from replicas.engines.dialect import EventRecords
 
-TIERS = {"gpu": "gpu", "cpu": "cpu", "storage": "disk", "disk": "disk", "remote": "remote"}
+# `medium`, as vLLM and the stores below it name theirs; CPU_TIER1 and CPU_TIER2 are SGLang's host memory and storage.
+TIERS = {
+    "gpu": "gpu", "cpu": "cpu", "cpu_tier1": "cpu", "storage": "disk", "disk": "disk", "fs": "disk", "cpu_tier2": "disk",
+    "obj": "remote", "remote": "remote",
+}  # fmt: skip
 
 # the order of fields in the array form; later versions only append
 STORED_FIELDS = (
@@ -101,5 +105,7 @@ def _keys(fields: dict[str, Any]) -> list:
 
 
 def _tier(fields: dict[str, Any]) -> str:
-    """Our name for the medium; an unknown one is taken for the slowest."""
+    """Our name for the medium; an unknown one is taken for the slowest, as is whatever is on another machine."""
+    if fields.get("locality") == "REMOTE":
+        return "remote"
     return TIERS.get((fields.get("medium") or "gpu").lower(), "remote")

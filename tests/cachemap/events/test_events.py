@@ -198,6 +198,48 @@ def test_a_copy_in_a_lower_tier_needs_no_tokens(setting):
     assert table.match(hashes(), 0.0).lower == {0: [("cpu", 1)]}
 
 
+@pytest.mark.parametrize("size", [0, BLOCK * 8])
+def test_a_copy_without_tokens_has_whatever_size_its_tier_tells(setting, size):
+    """vLLM's offloading tells a size of 0 of them, or that of the chunks it moves."""
+    table, applier = setting
+    apply(setting, stored([1, 2, 3], TOKENS[:12]))
+    apply(setting, *[stored([key], [], block_size=size, medium="CPU") for key in (1, 2, 99)])
+    assert table.match(hashes(), 0.0).held == [3] and applier.fault is None and applier.orphans == 1
+    apply(setting, removed(2), removed(3))
+    assert table.match(hashes(), 0.0).lower == {0: [("cpu", 1)]}
+
+
+def test_chunks_of_another_size_in_a_lower_tier_leave_the_map_as_it_is(setting):
+    apply(setting, stored([1], TOKENS[:4]), stored([7], TOKENS[:8], block_size=8, medium="CPU"))
+    assert held(setting, hashes()) == 1 and setting[1].fault is None and setting[1].ignored == 1
+
+
+def test_a_copy_is_of_the_block_that_has_its_key_whatever_is_left_out_of_its_event(setting):
+    """vLLM's self-describing stores name no salt, so their tokens alone would be another tenant's block."""
+    table, _ = setting
+    apply(setting, stored([1], TOKENS[:4], extra_keys=[["salt"]]), stored([1], TOKENS[:4], medium="CPU"), removed(1))
+    assert table.match(hashes(cache_salt="salt"), 0.0).lower == {0: [("cpu", 1)]}
+    assert table.match(hashes(), 0.0).lower == {}
+
+
+def test_a_lower_tier_may_tell_of_blocks_that_the_gateway_has_never_heard_of(setting):
+    table, _ = setting
+    apply(setting, stored([1, 2], TOKENS[:8], medium="CPU"))
+    assert table.match(hashes(), 0.0).lower == {0: [("cpu", 2)]}
+
+
+@pytest.mark.parametrize(
+    ("told", "tier"),
+    [
+        ({"medium": "CPU"}, "cpu"), ({"medium": "CPU_TIER1"}, "cpu"), ({"medium": "CPU_TIER2"}, "disk"),
+        ({"medium": "STORAGE"}, "disk"), ({"medium": "FS"}, "disk"), ({"medium": "OBJ"}, "remote"),
+        ({"medium": "STORAGE", "locality": "REMOTE"}, "remote"), ({"medium": "CPU", "locality": "LOCAL"}, "cpu"),
+    ],
+)  # fmt: skip
+def test_media_are_tiers(told, tier):
+    assert batch(stored([1], [], **told))[0].tier == tier
+
+
 @pytest.mark.parametrize(
     ("last", "number", "sent", "order"),
     [

@@ -13,19 +13,34 @@ from loadgen.workload.arrivals import conversation_starts
 from loadgen.workload.conversations import Conversation, Turn, Workload, span
 from loadgen.workload.datasets import DATASETS
 from loadgen.workload.generators import say
+from loadgen.workload.limits import set_limits
 from loadgen.workload.synthetic import VOCABULARY
 from replicas.simulated.profile import Profile, load_profile
 
 MOONCAKE, AZURE = "mooncake_conversation_blk512.jsonl.gz", "azure2023_conv.csv.gz"
 _FILES = {"mooncake": MOONCAKE, "tau": TAU, "azure": AZURE}
-_SHAPES = {"mooncake": {"trace_jitter": 3.0}, "tau": {"think_time": 0.5}, "agents": {"think_time": 0.3}}
-_DATASETS = {"tau": "conversations"}
+_SHAPES = {
+    "mooncake": {"trace_jitter": 3.0},
+    "tau": {"think_time": 0.5},
+    "agents": {"think_time": 0.3},
+    "coders": {
+        "best_of": 1,
+        "num_prefixes": 3,
+        "prefix_len": 6000,
+        "suffix_len": 600,
+        "output_len": 120,
+        "think_time": 1.0,
+    },
+    "rollouts": {"think_time": 1.0},
+}
+_DATASETS = {"tau": "conversations", "coders": "rollouts"}
 _TRACES = ("mooncake", "azure")  # have times of their own
 _ENGINE = by_tokens(load_profile("gpu-8b"))  # as fast whatever its cache is, which the cells' differ in
 _OPEN = 32  # conversations a replica at saturation
 _HOT = 1 << 40  # names of a hot prefix: above those of a generator
-SLOS = {"mooncake": {"ttft": 1000.0, "tpot": 50.0}, "tau": {"ttft": 100.0, "tpot": 30.0}, "agents": {"ttft": 100.0, "tpot": 30.0},
-        "rag": {"ttft": 100.0, "tpot": 30.0}, "azure": {"ttft": 100.0, "tpot": 30.0}}  # fmt: skip
+_TRAJECTORIES, _TURNS = 2, 40  # of each user; turns are from half to one and a half times as many
+SLOS = dict.fromkeys(("tau", "agents", "rag", "azure", "coders", "rollouts"), {"ttft": 100.0, "tpot": 30.0})
+SLOS["mooncake"] = {"ttft": 1000.0, "tpot": 50.0}
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,10 @@ class Cell:
     own_ledgers: bool = False
     speeds: tuple[float, ...] = (1.0,)
     special: str = ""  # "hot": a prefix that appears at once; "lost": a replica, and back
+    # A closed loop: so many users a replica, each with one conversation at a time, who ask again when they are answered and
+    # a tool has run. `at` and `cache` mean nothing then: caches are the profile's own.
+    users: int = 0
+    blocks: int = 0  # of a replica's cache, where a closed loop has another
 
     @property
     def basis(self) -> tuple:
@@ -51,13 +70,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        parts = [f"{self.load} {self.at:.0%}"]
+        parts = [f"{self.load} {self.users} users a replica" if self.users else f"{self.load} {self.at:.0%}"]
         parts += [f"cache {self.cache:g}"] * (self.cache not in (0, 1.0)) + [f"{self.replicas} replicas"] * (
             self.replicas != 8
         )
         parts += [f"{self.gateways} gateways{', own ledgers' * self.own_ledgers}"] * (self.gateways > 1)
         parts += ["two speeds"] * (len(self.speeds) > 1)
-        parts += {"hot": ["hot prefix"], "lost": ["replica lost"]}.get(self.special, [])
+        parts += {"hot": ["hot prefix"], "lost": ["replica lost"], "thrash": ["thrash"]}.get(self.special, [])
         return ", ".join(parts)
 
     def about(self, blocks: int) -> str:
@@ -66,7 +85,7 @@ class Cell:
         return f"{self.requests} requests, {self.profiles(blocks)[0].num_blocks} blocks a replica, {limits}"
 
     def profiles(self, blocks: int) -> list[Profile]:
-        size = max(2048, int(self.cache * blocks / self.replicas)) if self.cache else None
+        size = max(2048, int(self.cache * blocks / self.replicas)) if self.cache else self.blocks
         profile = replace(_ENGINE, num_blocks=size or _ENGINE.num_blocks)
         return [replace(profile, speedup=self.speeds[index % len(self.speeds)]) for index in range(self.replicas)]
 
@@ -74,20 +93,33 @@ class Cell:
 def _cells() -> list[Cell]:
     agents, rag, tau = Cell("agents", 1600), Cell("rag", 1600), Cell("tau", 1600)
     mooncake, azure = Cell("mooncake", 900), Cell("azure", 2000, cache=0)
-    found = [replace(cell, at=at) for cell in (agents, mooncake) for at in (0.3, 0.5, 0.7, 0.9, 1.1)]
-    found += [replace(cell, at=at) for cell in (rag, tau, azure) for at in (0.5, 0.7, 0.9)]
+    found = [replace(cell, at=at) for cell in (agents, mooncake) for at in (0.1, 0.3, 0.5, 0.7, 0.9, 1.1)]
+    found += [replace(cell, at=at) for cell in (rag, tau, azure) for at in (0.1, 0.3, 0.5, 0.7, 0.9)]
     found += [replace(rag, at=1.1)]
-    found += [replace(cell, cache=cache) for cell in (agents, mooncake, rag, tau) for cache in (0.5, 2.0)]
+    found += [replace(cell, cache=cache) for cell in (agents, mooncake) for cache in (0.5, 2.0)]
+    found += [replace(cell, cache=0.5) for cell in (rag, tau)]
     found += [
-        replace(agents, replicas=64, requests=5000, cache=2.0),
-        replace(rag, replicas=64, requests=3500),
+        replace(agents, replicas=64, requests=4000, cache=2.0),
         replace(mooncake, replicas=64, requests=1800),
     ]
     found += [replace(agents, gateways=4), replace(agents, gateways=4, own_ledgers=True), replace(mooncake, gateways=4)]
     found += [replace(cell, speeds=(1.0, 0.5)) for cell in (agents, mooncake)]
     found += [replace(rag, special="hot"), replace(rag, special="hot", at=0.9)]
     found += [replace(cell, special="lost") for cell in (agents, rag)]
-    return found
+    return found + _closed()
+
+
+def _closed() -> list[Cell]:
+    """Coding agents and the samples of reinforcement learning, until all trajectories are over."""
+    coders, rollouts = (Cell(load, 0, 0.0, 0.0, users=4) for load in ("coders", "rollouts"))
+    found = [
+        replace(cell, users=users, replicas=replicas)
+        for cell in (coders, rollouts)
+        for users, replicas in ((2, 8), (4, 4), (8, 4), (2, 16))
+    ]
+    # Together the caches hold what all users have said; a replica that gets more users than its share does not.
+    found += [replace(rollouts, users=12, replicas=4, special="thrash")]
+    return [replace(cell, requests=_TRAJECTORIES * _TURNS * cell.users * cell.replicas) for cell in found]
 
 
 CELLS = _cells()
@@ -106,6 +138,12 @@ def _conversations(load: str, requests: int, rng: random.Random, **shape: object
 
 def work(cell: Cell, rate: float, seed: int) -> Workload:
     """The cell's load at `rate` requests a second; a trace keeps its own times, faster or slower."""
+    load = _work(cell, rate, seed)
+    set_limits(load.conversations, "mixed", seed)
+    return load
+
+
+def _work(cell: Cell, rate: float, seed: int) -> Workload:
     rng = random.Random(seed)
     if cell.load in _TRACES:
         load = _conversations(cell.load, cell.requests, rng)
@@ -114,6 +152,9 @@ def work(cell: Cell, rate: float, seed: int) -> Workload:
         return load
     hot = cell.requests // 4 if cell.special == "hot" else 0
     load = _conversations(cell.load, cell.requests - hot, rng)
+    if cell.users:
+        load.starts = [0.0] * len(load.conversations)
+        return load
     if hot:
         load.conversations = _with_hot(load.conversations, hot, rng)
     load.starts = conversation_starts([conversation.requests for conversation in load.conversations], rate, rng)
@@ -135,10 +176,19 @@ def _with_hot(conversations: list[Conversation], hot: int, rng: random.Random) -
 
 
 def setting(cell: Cell, policy: str, blocks: int, rate: float, seed: int) -> Setting:
-    lasts = cell.requests / rate
-    outages = [Outage(0, 0.4 * lasts, 0.6 * lasts)] if cell.special == "lost" else []
+    outages = []
+    if cell.special == "lost":
+        lasts = cell.requests / rate
+        outages = [Outage(0, 0.4 * lasts, 0.6 * lasts)]
     return Setting(
-        policy, cell.profiles(blocks), seed, cell.gateways, not cell.own_ledgers, outages=outages, engine_replies=True
+        policy,
+        cell.profiles(blocks),
+        seed,
+        cell.gateways,
+        not cell.own_ledgers,
+        outages=outages,
+        engine_replies=True,
+        users=cell.users * cell.replicas or None,
     )
 
 

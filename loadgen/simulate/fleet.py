@@ -115,6 +115,11 @@ class Fleet:
         self._dispatch(next(self._ids), _Live(record, gateway, session, on_end))
         return record
 
+    def session_finished(self, session: str) -> None:
+        """A client will not ask in this session again, and tells all gateways so."""
+        for gateway in self.gateways:
+            gateway.session_finished(session)
+
     def _dispatch(self, request: int, live: _Live) -> None:
         record, turn = live.record, live.record.turn
         placement = live.placement = live.gateway.place(turn, live.session, self.now, record.tried)

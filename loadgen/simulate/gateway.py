@@ -68,10 +68,12 @@ class Gateway:
             targets = Targets([self.candidates[index] for index in up])
         if not up:
             return None
-        self.truth.among = up
+        self.truth.among, self.truth.output = up, turn.output
         root = turn.hashes[0] if turn.hashes else 0
         return self.router.place(
-            Demand(turn.tokens, self._size, root, session, turn.output, now, turn.hashes, self._draw()), targets, now
+            Demand(turn.tokens, self._size, root, session, turn.max_tokens, now, turn.hashes, self._draw()),
+            targets,
+            now,
         )
 
     def first(self, placement: Placement, now: float) -> None:
@@ -83,6 +85,11 @@ class Gateway:
 
     def abandon(self, placement: Placement, computed: bool = True) -> None:
         self.router.abandon(placement, computed)
+
+    def session_finished(self, session: str) -> None:
+        """Its client says that it is over, for a policy that wants to know (`session_finished`)."""
+        if (tell := getattr(self.router.policy, "session_finished", None)) is not None:
+            tell(session)
 
     # --- replicas
 

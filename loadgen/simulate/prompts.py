@@ -61,7 +61,7 @@ class Prompts:
             self._replies += 1
             own = _OUR_REPLIES + (self._replies << 20)
             all_hashes = prompt.hashes + list(range(own, own + full - len(prompt.hashes)))
-        return said, Turn(prompt.hashes, prompt.tokens, output, all_hashes, turn.think, text)
+        return said, Turn(prompt.hashes, prompt.tokens, output, all_hashes, turn.think, text, turn.limit)
 
     def _with(self, said: Said, turn: Asked, text: bool, extra: dict[str, object]) -> Said:
         if text:

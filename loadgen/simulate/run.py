@@ -174,8 +174,10 @@ class _Player:
             fleet.at(
                 fleet.now + conversation.turns[following].think, self._converse, conversation, following, said, then
             )
-        elif then is not None:
-            then()
+        else:
+            fleet.session_finished(conversation.id)
+            if then is not None:
+                then()
 
 
 def _told(record: Record, conversation: str, number: int, due: float, fleet: Fleet) -> records.Record:

@@ -1,31 +1,68 @@
-"""What a request would truly take on each replica: for the oracle, from the engines themselves.
+"""What a request would truly take on each replica: for the oracles, from the engines themselves.
 
 Seconds to the first token = the rest of the step under way + what must end before there is room + the steps that
 compute the prompts before it and its own, with the decoding there in each; plus what it costs others: the seconds of
-its own prefill for each stream that stands still meanwhile, at the weight `least_time` gives them. Still a forecast in
-three places: who waits is taken to find in the cache what was there when first looked at, blocks that ending requests
-share count for each, and requests that come later are not known.
+its own prefill for each stream that stands still meanwhile, at a weight of 0.03, since requests that come meanwhile
+meet that stream.
+
+Seconds of the whole answer = those to the first token + its own decode steps, in the batch as it then is + what it adds
+to the answers of all others there: its prefill, for each stream, and for as long as both decode what one sequence more
+makes a step longer. This is the rise of the sum of all answers' times, so a second is a second, whoever waits for it.
+
+Still a forecast in these places: who waits is taken to find in the cache what was there when first looked at, blocks
+that ending requests share count for each, streams that end are taken to be replaced, and requests that come later are
+not known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from policies import Demand
-from policies.rules.least_time import _INTERFERENCE as INTERFERENCE
 
 from .replica import Replica
 
+INTERFERENCE = 0.03
+
+
+class _View(NamedTuple):
+    """A request on one replica: seconds to its first token, of its own prefill, and of the streams there."""
+
+    first: float
+    own: float
+    streams: int
+    context: int
+
 
 class Truth:
-    """`among`: the replicas, by index, that are the candidates now; the gateway that asks says so."""
+    """`among`: the replicas, by index, that are the candidates now, and `output`: the length of the reply; the gateway
+    that asks says so."""
 
     def __init__(self, replicas: Sequence[Replica], now: Callable[[], float]) -> None:
         self._replicas, self._now = replicas, now
         self.among: Sequence[int] = range(len(replicas))
+        self.output = 1
 
     def seconds(self, index: int, asked: Demand) -> float:
-        replica = self._replicas[self.among[index]]
+        view = self._view(self._replicas[self.among[index]], asked)
+        return view.first + INTERFERENCE * view.streams * view.own
+
+    def answer_seconds(self, index: int, asked: Demand) -> float:
+        replica, output = self._replicas[self.among[index]], self.output
+        view, profile = self._view(replica, asked), replica.engine.profile
+        left, waiting = replica.engine.to_come()
+        others, context = len(left), view.context + waiting
+
+        def step(streams: int, tokens: int) -> float:
+            return profile.step.seconds(0, 0.0, streams, tokens, profile.in_use(tokens)) / profile.speedup
+
+        alone = step(others, context)
+        together = step(others + 1, context + asked.tokens + output // 2)
+        shared = sum(min(steps, output) for steps in left)
+        return view.first + (output - 1) * together + view.streams * view.own + shared * (together - alone)
+
+    def _view(self, replica: Replica, asked: Demand) -> _View:
         engine, profile, now = replica.engine, replica.engine.profile, self._now()
         hits = engine.cached(asked.hashes, asked.tokens)
         ahead, short, streams, context = engine.outlook()
@@ -47,4 +84,4 @@ class Truth:
         if short > 0:
             step = profile.step.seconds(0, 0.0, streams, context, usage) / profile.speedup
             first += engine.steps_until_free(short) * step
-        return first + INTERFERENCE * streams * own
+        return _View(first, own, streams, context)

@@ -17,7 +17,7 @@ import policies
 from loadgen import options
 from loadgen.report import comparison, files, show
 from loadgen.report.summary import setting, summarise
-from loadgen.workload import datasets
+from loadgen.workload import datasets, limits
 from loadgen.workload.conversations import Workload
 from replicas.simulated.profile import Profile, load_profile
 
@@ -92,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the batches of events; what is lost comes with the next one, by replay (default %(default)g)",
     )
     group.add_argument("--losses-unseen", action="store_true", help="lost events are never missed, nor replayed")
+    group.add_argument(
+        "--client-max-tokens",
+        choices=limits.CLIENTS,
+        default="mixed",
+        help="the max_tokens that gateways see: none, exactly each reply's length, as `loadgen run` sends it, or what "
+        "clients send: a third each none, a round number above all, a bound near their own replies (default %(default)s)",
+    )
     datasets.add_workload(parser)
     files.add_report(parser)
 
@@ -151,6 +158,7 @@ async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
     datasets.check(args)
     fleets = settings(args)
     work = datasets.workload(args)
+    limits.set_limits(work.conversations, args.client_max_tokens, args.seed)
     show.print_notes(console, work.notes)
     slo = files.slo(args)
     reports, records = {}, {}
@@ -214,6 +222,7 @@ def described(args: argparse.Namespace, fleet: Setting) -> dict[str, object]:
         "event_loss": fleet.event_loss,
         "losses_unseen": fleet.losses_unseen,
         "outages": [asdict(one) for one in fleet.outages],
+        "client_max_tokens": args.client_max_tokens,
         "clock": "virtual",
     }
 

@@ -40,10 +40,12 @@ def span(name: int, length: int) -> Span:
 @dataclass(slots=True)
 class Turn:
     messages: list[Message]  # what this turn adds to the conversation
-    max_tokens: int
+    max_tokens: int  # tokens of the reply, which is always that long
     reply: Message | None = None  # what the file says was answered
     think: float = 0.0  # seconds between the last reply and this turn
     forks: tuple[Conversation, ...] = ()  # begin when this turn is answered, and go on from there on their own
+    # In a simulation the `max_tokens` that the client sends, a bound on the reply and not its length; None: it sends none
+    limit: int | None = None
 
 
 @dataclass(slots=True)

@@ -139,7 +139,7 @@ _TRACES: dict[str, Callable[..., Workload]] = {
 }  # fmt: skip
 _GENERATORS: dict[str, Callable[..., Workload]] = {
     "prefix_repetition": _made(generators.prefix_repetition), "chat": _made(generators.chat), "rag": _made(generators.rag),
-    "agents": _made(generators.agents), "best-of-n": _made(generators.best_of_n),
+    "agents": _made(generators.agents), "rollouts": _made(generators.rollouts), "best-of-n": _made(generators.best_of_n),
     "long-document-qa": _made(generators.long_document_qa), "random": _made(generators.random_tokens),
 }  # fmt: skip
 DATASETS = _TEXTS | _TRACES | _GENERATORS
@@ -268,6 +268,12 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         help="length of a reply (default: as in the file)",
     )
     group.add_argument(
+        "--output-sigma",
+        type=seconds,
+        metavar="S",
+        help="rollouts: how long the tail of the replies' lengths is, as the standard deviation of their logarithm",
+    )
+    group.add_argument(
         "--range-ratio",
         "--random-range-ratio",
         type=share,
@@ -282,7 +288,9 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--documents-per-prompt", type=whole, metavar="N", help="rag: passages before each question")
     group.add_argument("--forks", type=whole, metavar="N", help="agents: sub-agents started at once")
-    group.add_argument("--best-of", type=whole, metavar="N", help="best-of-n: times each prompt is asked at once")
+    group.add_argument(
+        "--best-of", type=whole, metavar="N", help="best-of-n, rollouts: times each prompt or task is asked at once"
+    )
     group.add_argument(
         "--timed-trace-chunk-hash-size",
         type=whole,

@@ -43,6 +43,13 @@ class _Maker:
     def think(self, mean: float) -> float:
         return self.rng.expovariate(1 / mean) if mean else 0.0
 
+    def tailed_seconds(self, mean: float, sigma: float) -> float:
+        """Log-normal with that mean, 16 times it at most."""
+        return min(16 * mean, mean * math.exp(self.rng.gauss(-sigma * sigma / 2, sigma))) if mean else 0.0
+
+    def tailed(self, mean: int, sigma: float) -> int:
+        return max(1, round(self.tailed_seconds(mean, sigma)))
+
     def talk(self, opening: list[Message], turns: int, question: int, answer: int, think: float) -> list[Turn]:
         """Turns of which each adds a message and is answered; the first adds `opening` before it."""
         made = []
@@ -185,6 +192,63 @@ def agents(
             rng.choice(steps).forks = tuple(branches)
         conversations.append(Conversation(name, steps))
     return conversations
+
+
+def rollouts(
+    rng: random.Random,
+    requests: int,
+    *,
+    num_prefixes: int = 1,
+    prefix_len: int = 1000,
+    turns: int = 40,
+    suffix_len: int = 250,
+    output_len: int = 200,
+    output_sigma: float = 1.0,
+    think_time: float = 2.0,
+    best_of: int = 4,
+    zipf: float = 0.0,
+    range_ratio: float = 0.5,
+) -> list[Conversation]:
+    """Long trajectories of agents, as reinforcement learning samples them: `best_of` of each task, 20 to 60 turns.
+
+    `prefix_len` are instructions and tools, `suffix_len` a task or a tool's result. Replies have a long tail: lengths are
+    log-normal with mean `output_len` and `output_sigma` the standard deviation of the logarithm, 16 times the mean at
+    most; so are the pauses for a tool, with mean `think_time`. The samples of a task stand one after the other: with
+    `--users` they begin together. With `best_of` 1 these are coding agents.
+    """
+    make = _Maker(rng, range_ratio, zipf)
+    kind = make.shelf(num_prefixes, prefix_len)
+    conversations: list[Conversation] = []
+    lengths = make.turns(requests, turns)
+    while length := next(lengths, 0):
+        opening = [say("system", kind()), say("user", make.span(suffix_len))]
+        for sample in range(best_of):
+            name = f"task-{len(conversations) // best_of}-{sample}"
+            conversations.append(
+                Conversation(name, _trajectory(make, opening, length, suffix_len, output_len, output_sigma, think_time))
+            )
+            if sample + 1 < best_of and not (length := next(lengths, 0)):
+                break
+    return conversations
+
+
+def _trajectory(
+    make: _Maker,
+    opening: list[Message],
+    length: int,
+    result: int,
+    answer: int,
+    sigma: float,
+    think: float,
+) -> list[Turn]:
+    """The first turn asks what `opening` says, each further one adds a tool's result after its pause."""
+    made = []
+    for number in range(length):
+        reply = span(next(make.names), make.tailed(answer, sigma))
+        messages = [say("user", make.span(result))] if number else opening
+        pause = make.tailed_seconds(think, sigma) if number else 0.0
+        made.append(Turn(list(messages), reply.length, say("assistant", reply), pause))
+    return made
 
 
 def best_of_n(

@@ -90,6 +90,17 @@ class Engine:
             blocks += self._blocks(sequence.wanted)
         return tokens, blocks, len(self._batch.sequences), self._batch.context
 
+    def to_come(self) -> tuple[list[int], int]:
+        """Output tokens that each request here still gets, waiting ones too, and the context of those not decoding."""
+        batch = self._batch
+        left = [sequence.finish - batch.now for sequence in batch.sequences.values()]
+        begun = [self._partial] if self._partial is not None else []
+        context = 0
+        for sequence in (*begun, *self._waiting):
+            left.append(sequence.limit - sequence.generated)
+            context += sequence.tokens
+        return left, context
+
     def steps_until_free(self, blocks: int) -> int:
         """In how many steps so many blocks come free by requests that end, if nobody else takes them."""
         return self._batch.steps_until_free(blocks)

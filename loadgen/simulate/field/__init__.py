@@ -13,13 +13,15 @@ from .dynamo import Dynamo
 from .kubeai import KubeAi
 from .llmd_sticky import LlmdSticky
 from .llmd_weights import LlmdWeights
+from .lmetric import LMetric
 from .mooncake import Mooncake
-from .oracle import Oracle, Truth
+from .oracle import Oracle, OracleAnswer, Truth
 from .preble import PrebleE2
 from .ray_prefix import RayPrefix
 from .session_hash import SessionHash
-from .sglang import SglangChars, SglangTokens
+from .sglang import Sglang4, Sglang32, SglangChars, SglangTokens
 from .smg_spill import SmgSpill
+from .sticky_least_loaded import StickyLeastLoaded
 from .vllm_kv_aware import VllmKvAware
 
 _RULES = {
@@ -27,8 +29,11 @@ _RULES = {
     for rule in (
         SglangChars,
         SglangTokens,
+        Sglang32,
+        Sglang4,
         SmgSpill,
         VllmKvAware,
+        LMetric,
         Dynamo,
         LlmdWeights,
         LlmdSticky,
@@ -38,26 +43,28 @@ _RULES = {
         PrebleE2,
         Mooncake,
         SessionHash,
+        StickyLeastLoaded,
     )
 }
-NAMES = (*_RULES, Oracle.name)
-SOURCES = {rule.name: rule.source for rule in (*_RULES.values(), Oracle)}
+_ORACLES = {rule.name: rule for rule in (Oracle, OracleAnswer)}
+NAMES = (*_RULES, *_ORACLES)
+SOURCES = {rule.name: rule.source for rule in (*_RULES.values(), *_ORACLES.values())}
 
 
 def make(name: str, seed: int = 0, truth: Truth | None = None) -> policies.Policy:
-    """The rule or the product's policy called `name`; `truth` is for the oracle alone. ValueError for an
+    """The rule or the product's policy called `name`; `truth` is for the oracles alone. ValueError for an
     unknown name, and for an oracle without truth."""
     if name in _RULES:
         return _RULES[name](seed)
     if name in policies.NAMES:
         return policies.make(name)
-    if name != Oracle.name:
+    if name not in _ORACLES:
         raise ValueError(
             f"unknown policy {name!r}; ours are {', '.join(policies.NAMES)}; the field's {', '.join(NAMES)}"
         )
     if truth is None:
-        raise ValueError("the oracle needs the engines' true state: it exists in `loadgen simulate` only")
-    return Oracle(seed, truth)
+        raise ValueError("an oracle needs the engines' true state: it exists in `loadgen simulate` only")
+    return _ORACLES[name](seed, truth)
 
 
 __all__ = ["NAMES", "SOURCES", "Truth", "make"]

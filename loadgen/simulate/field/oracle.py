@@ -1,9 +1,10 @@
-"""`oracle`: the replica where the request truly takes the fewest seconds.
+"""`oracle`, `oracle_answer`: the replica where the request truly takes the fewest seconds.
 
-Formula: argmin of `truth.seconds(index, asked)`, ties at random: the time to its first token plus the delay
-to others, read off the simulated engines themselves, real caches, queues and step times, with no event delay
-and nothing to learn. No gateway can know this. It looks one request ahead only, so it is what a perfect view
-is worth to a greedy rule, not the best schedule there is.
+Formula: argmin of `truth.seconds(index, asked)` (`oracle`: to the first token) or of `truth.answer_seconds(index, asked)`
+(`oracle_answer`: to the last one, with what it adds to the answers of others), ties at random. Both are read off the
+simulated engines themselves, real caches, queues, step times and lengths of replies, with no event delay and nothing to
+learn. No gateway can know this. They look one request ahead only, so they are what a perfect view is worth to a greedy
+rule, not the best schedule there is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ class Truth(Protocol):
         """Time to the first token on candidate `index`, and the delay this puts on others there."""
         ...
 
+    def answer_seconds(self, index: int, asked: Demand) -> float:
+        """Time to the last token on candidate `index`, and what this adds to the answers of others there."""
+        ...
+
 
 class Oracle:
     name = "oracle"
@@ -30,6 +35,16 @@ class Oracle:
         self._least, self._truth = Least(seed), truth
 
     def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
-        seconds = [self._truth.seconds(index, asked) for index in range(len(candidates))]
+        seconds = [self._seconds(index, asked) for index in range(len(candidates))]
         index = self._least(seconds)
         return Choice(index, f"{seconds[index] * 1e3:.1f} ms in truth")
+
+    def _seconds(self, index: int, asked: Demand) -> float:
+        return self._truth.seconds(index, asked)
+
+
+class OracleAnswer(Oracle):
+    name = "oracle_answer"
+
+    def _seconds(self, index: int, asked: Demand) -> float:
+        return self._truth.answer_seconds(index, asked)

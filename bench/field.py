@@ -1,18 +1,25 @@
-"""Every rule of the field beside ours, cell by cell, in virtual time: TTFT, goodput, hit rate, load spread.
+"""Every rule of the field beside ours, cell by cell, in virtual time: first tokens, whole answers, hits, load spread.
 
-    python -m bench.field [--cells TEXT,...] [--policies NAME,...] [--processes 2] [--minutes M] [--json FILE]
+    python -m bench.field [--quick] [--cells TEXT,...] [--policies NAME,...] [--beside TREE] [--processes 2]
+                          [--minutes M] [--json FILE]
 
-A cell is a load, a fleet and a rate; `bench.field_cells` lists them. A rate is a share of saturation: what
-`round_robin` gets through when 32 conversations a replica are always open and nobody thinks (64 replicas: eight times
-that of 8). A cache of 1 x the working set holds, over all replicas together, as many blocks as all prompts of the slice
-have different ones. Past saturation nothing is steady, and what counts is the same slice for all rules.
+A cell is a load, a fleet, and a rate or a number of users; `bench.field_cells` lists them. A rate is a share of
+saturation: what `round_robin` gets through when 32 conversations a replica are always open and nobody thinks (64
+replicas: eight times that of 8). A cache of 1 x the working set holds, over all replicas together, as many blocks as
+all prompts of the slice have different ones. Past saturation nothing is steady, and what counts is the same slice for
+all rules. In a closed loop each user asks again when answered, after a pause, until all conversations are over. Rules
+see no reply's length, only the `max_tokens` that clients send (`loadgen.workload.limits`).
 
 Each run is kept in the JSON with a hash of what made it, its cell, its rate, its seed and the source of its rule: what
-has not changed is not run again, so a run can be made in parts (`--minutes`). Figures are of the requests of those
-conversations that begin in the middle eight tenths of the arrivals, which are the same requests under every rule. How
-steady a cell was: `halves`, the mean TTFT of the later half of these by that of the earlier half; and, since the 99th
-percentile of a slice is its ten slowest requests, the rules that come near ours with the first seed are run with five
-more. Two rules are compared over the seeds that both were run with.
+has not changed is not run again, so a run can be made in parts (`--minutes`), and a change of one rule runs that alone.
+Figures are of the requests of those conversations that begin in the middle eight tenths of the arrivals, which are the
+same requests under every rule; in a closed loop of all. How steady a cell was: `halves`, the mean TTFT of the later
+half of these by that of the earlier half; and, since the 99th percentile of a slice is its ten slowest requests, the
+rules that come near ours with the first seed are run with further ones. Two rules are compared over the seeds that both
+were run with.
+
+`--quick` has fourteen cells, the rules that come near ours, and two seeds, in a JSON of its own. `--beside TREE` runs
+`least_time` as another checkout of this repository has it, too, and compares the two.
 """
 
 from __future__ import annotations
@@ -22,30 +29,44 @@ import hashlib
 import inspect
 import json
 import multiprocessing
+import os
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 import policies
-from bench import field_tables
-from bench.field_cells import CELLS, SLOS, Cell, files, saturated, setting, work, working_set
+from bench import field_tables, field_verdict
+from bench.field_cells import CELLS, QUICK, SLOS, Cell, files, saturated, setting, work, working_set
 from loadgen.drive.records import Record
 from loadgen.report.summary import machine, meets
 from loadgen.simulate import Outcome, field, simulate
-from policies import costs, ledger
 
+ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results") / "field.json"
 # what one asks first
-RULES = tuple(dict.fromkeys((field_tables.OURS, field_tables.ORACLE, *field.NAMES, *policies.NAMES)))
-SEEDS = (1, 2, 3, 4, 5, 6)  # every rule with the first, which the cells' rates and caches are of, too
-NEAR = 0.03  # no further behind ours than this, in mean or p99: run with the other seeds, too
+RULES = tuple(dict.fromkeys((field_tables.OURS, *field_tables.ORACLES, *field.NAMES, *policies.NAMES)))
+QUICK_RULES = (
+    field_tables.OURS,
+    "round_robin",
+    "least_load",
+    "vllm_kv_aware",
+    "lmetric",
+    "llmd_weights",
+    "dynamo",
+    "session_hash",
+    "sticky_least_loaded",
+    field_tables.ORACLE_ANSWER,
+)
+SEEDS = (1, 2, 3, 4)  # every rule with the first, which the cells' rates and caches are of, too
+NEAR = 0.03  # no further behind ours than this, in a mean or a p99: run with the other seeds, too
 Kept = dict[str, dict]
 
 
@@ -53,34 +74,62 @@ def fingerprint(*what: object) -> str:
     return hashlib.blake2b(repr(what).encode(), digest_size=8).hexdigest()
 
 
+@cache
 def source(rule: str) -> str:
-    """The code that decides: the rule's file, and if it uses learned costs that of these, and of the ledger that tells
-    when load began."""
+    """The code that decides: the rule's file and the simulation; if it uses learned costs, all of `policies`, too."""
     text = inspect.getsource(sys.modules[type(field.make(rule, truth=object())).__module__])
-    return text + inspect.getsource(costs) + inspect.getsource(ledger) if ".costs" in text else text
+    text += _code("loadgen/simulate", "gateway.py") + _code("replicas/simulated") + _code("loadgen/workload")
+    return text + _code("policies") + _code("loadgen/simulate") if ".costs" in text else text
+
+
+@cache
+def _code(folder: str, without: str = "") -> str:
+    found = sorted((ROOT / folder).glob("*.py"))
+    return "".join(path.read_text() for path in found if path.name != without)
 
 
 def figures(outcome: Outcome, cell: Cell) -> dict[str, float]:
-    """Of the conversations that begin in the middle of the arrivals."""
+    """Of the conversations that begin in the middle of the arrivals; in a closed loop of all."""
     count = len(outcome.conversations)
-    counted = {conversation.id for conversation in outcome.conversations[count // 10 : count - count // 10]}
+    edge = 0 if cell.users else count // 10
+    counted = {conversation.id for conversation in outcome.conversations[edge : count - edge]}
     asked = [record for record in outcome.done if record.conversation.split(".")[0] in counted]
     good = [record for record in asked if record.error is None]
-    ttft = 1e3 * np.array([record.ttft for record in good])
+    ttft, e2e = (1e3 * np.array([getattr(record, time) for record in good]) for time in ("ttft", "e2e"))
     tpot = 1e3 * np.array([record.tpot for record in good if record.tpot is not None])
     busiest = Counter(record.replica for record in asked).most_common(1)[0][1]
     slo = SLOS[cell.load]
     return {
         "requests": len(asked),
         "failed": len(asked) - len(good),
-        "mean": ttft.mean(),
-        **{f"p{part}": np.percentile(ttft, part) for part in (50, 90, 99)},
+        "ttft_mean": ttft.mean(),
+        **{f"ttft_p{part}": np.percentile(ttft, part) for part in (50, 90, 99)},
+        "e2e_mean": e2e.mean(),
+        "e2e_p99": np.percentile(e2e, 99),
+        "tpot_mean": tpot.mean(),
+        "tpot_p99": np.percentile(tpot, 99),
+        "tokens_s": sum(record.outputs for record in outcome.done) / outcome.ended,
+        "wall": outcome.ended,
+        "trajectory": trajectory(good),
         "goodput": sum(meets(record, slo) for record in good) / len(asked),
-        "hit": sum(record.cached_tokens for record in good) / sum(record.prompt_tokens for record in good),
+        "hit": hits(good),
+        "hit_least": min(hits([one for one in good if one.replica == name]) for name in {one.replica for one in good}),
         "spread": busiest * cell.replicas / len(asked),
-        "tpot99": np.percentile(tpot, 99),
         "halves": halves(good),
     }
+
+
+def hits(records: list[Record]) -> float:
+    return sum(record.cached_tokens for record in records) / sum(record.prompt_tokens for record in records)
+
+
+def trajectory(records: list[Record]) -> float:
+    """Mean seconds from a conversation's first request to its last answer."""
+    spans: dict[str, tuple[float, float]] = {}
+    for record in records:
+        first, last = spans.get(record.conversation, (record.sent, record.last))
+        spans[record.conversation] = min(first, record.sent), max(last, record.last)
+    return float(np.mean([last - first for first, last in spans.values()]))
 
 
 def halves(records: list[Record]) -> float:
@@ -95,6 +144,8 @@ _work = lru_cache(maxsize=1)(work)
 
 def measure(cell: Cell) -> dict[str, float]:
     """What the cell's rate and caches follow from."""
+    if cell.users:
+        return {"working_set": 0, "saturation": 0.0}
     blocks = working_set(_work(cell, 1.0, SEEDS[0])) if cell.cache else 0
     return {"working_set": blocks, "saturation": saturated(cell, blocks, SEEDS[0])}
 
@@ -134,8 +185,10 @@ class Grid:
             if self.kept["fleets"].get(name, {}).get("of") != fingerprint(cell.basis, SEEDS[0])
         ]
 
-    def missing_runs(self, cells: list[Cell], rules: list[str], seeds: Sequence[int]) -> list[tuple]:
-        """Of those rules that a cell is to be run with: all with the first seed, those near ours with others."""
+    def missing_runs(
+        self, cells: list[Cell], rules: Sequence[str], seeds: Sequence[int], for_all: Sequence[int]
+    ) -> list[tuple]:
+        """Of those rules that a cell is to be run with: all with the seeds `for_all`, those near ours with others."""
         found = []
         for rule, cell, seed in product(rules, cells, seeds):
             if fleet := self.kept["fleets"][cell.fleet]:
@@ -145,7 +198,7 @@ class Grid:
                     fingerprint(cell, SLOS[cell.load], blocks, rate, seed, source(rule)),
                 )
                 entry.update(rate=round(rate, 2), about=cell.about(blocks))
-                if seed != SEEDS[0] and rule not in field_tables.near(entry, NEAR):
+                if seed not in for_all and rule not in field_tables.near(entry, NEAR):
                     entry.get(rule, {}).pop(str(seed), None)
                 elif entry.get(rule, {}).get(str(seed), {}).get("of") != of:
                     found.append(((cell.name, rule, str(seed)), of, (cell, rule, blocks, rate, seed)))
@@ -171,7 +224,7 @@ class Grid:
                     f"{done:4} of {len(missing)}  {' / '.join((*above, name)):44} "
                     + " ".join(
                         f"{key} {entry[name][key]:,.2f}"
-                        for key in ("saturation", "mean", "p99", "hit", "took_s")
+                        for key in ("saturation", "ttft_mean", "e2e_mean", "e2e_p99", "hit", "took_s")
                         if key in entry[name]
                     ),
                     flush=True,
@@ -183,32 +236,55 @@ class Grid:
         return done == len(missing)
 
 
+def beside(grid: Grid, tree: Path, argv: list[str]) -> None:
+    """Our rule by the code of another checkout, in the same cells at the same rates, as a rule of its own name."""
+    path = grid.path.with_name(f"{grid.path.stem}-{tree.name}.json")
+    theirs = json.loads(path.read_text()) if path.exists() else {"cells": {}}
+    path.write_text(json.dumps(theirs | {"fleets": grid.kept["fleets"]}))
+    command = [sys.executable, "-m", "bench.field", *argv, "--policies", field_tables.OURS, "--json", str(path)]
+    subprocess.run(
+        command, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.DEVNULL, check=False
+    )
+    for name, cell in json.loads(path.read_text())["cells"].items():
+        if field_tables.OURS in cell and name in grid.kept["cells"]:
+            grid.kept["cells"][name][f"{field_tables.OURS}@{tree.name}"] = cell[field_tables.OURS]
+    grid.save()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fourteen cells, ten rules, two seeds")
     parser.add_argument("--cells", default="", help="only those whose name has one of these in it (default: all)")
-    parser.add_argument("--policies", default=",".join(RULES), help="default: all")
+    parser.add_argument("--policies", help="default: all; with --quick ten")
+    parser.add_argument("--beside", type=Path, metavar="TREE", help="compare with least_time of another checkout")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="begin nothing after so long; the next run goes on"
     )
-    parser.add_argument(
-        "--json", type=Path, default=RESULTS, help="kept there; the tables and the plot are written beside it"
-    )
+    parser.add_argument("--json", type=Path, help="kept there; the tables and the plot are written beside it")
     args = parser.parse_args()
     if missing := files():
         print(missing)
         return 0
+    path = args.json or (RESULTS.with_name("field-quick.json") if args.quick else RESULTS)
     cells = [cell for cell in CELLS if any(part in cell.name for part in args.cells.split(","))]
-    rules = args.policies.split(",")
-    grid = Grid(args.json, time.monotonic() + 60 * args.minutes, args.processes)
+    cells = [cell for cell in cells if not args.quick or cell.name in QUICK]
+    rules = args.policies.split(",") if args.policies else QUICK_RULES if args.quick else RULES
+    seeds, for_all = (SEEDS[:2], SEEDS[:2]) if args.quick else (SEEDS, SEEDS[:1])
+    grid = Grid(path, time.monotonic() + 60 * args.minutes, args.processes)
     all_done = grid.fill(measure, grid.kept["fleets"], grid.missing_fleets(cells))
-    for seeds in (SEEDS[:1], SEEDS[1:]):
-        all_done = grid.fill(play, grid.kept["cells"], grid.missing_runs(cells, rules, seeds)) and all_done
-    text = field_tables.text(grid.kept["cells"])
-    args.json.with_suffix(".txt").write_text(text)
-    print(text)
-    if all_done:
-        field_tables.plot(grid.kept["cells"], args.json.with_suffix(".png"))
+    for some in (for_all, [seed for seed in seeds if seed not in for_all]):
+        all_done = grid.fill(play, grid.kept["cells"], grid.missing_runs(cells, rules, some, for_all)) and all_done
+    if args.beside:
+        beside(grid, args.beside.resolve(), ["--quick"] * args.quick + ["--cells", args.cells])
+    names = {cell.name for cell in cells}
+    found = {name: cell for name, cell in grid.kept["cells"].items() if name in names}
+    verdict = field_verdict.text(found)
+    path.with_suffix(".txt").write_text(verdict + "\n" + field_tables.text(found))
+    print(verdict)
+    print(f"all figures of all rules: {path.with_suffix('.txt')}")
+    if all_done and not args.quick:
+        field_tables.plot(found, path.with_suffix(".png"))
     return 0 if all_done else 3
 
 

@@ -39,7 +39,7 @@ _ENGINE = by_tokens(load_profile("gpu-8b"))  # as fast whatever its cache is, wh
 _OPEN = 32  # conversations a replica at saturation
 _HOT = 1 << 40  # names of a hot prefix: above those of a generator
 _TRAJECTORIES, _TURNS = 2, 40  # of each user; turns are from half to one and a half times as many
-SLOS = dict.fromkeys(("tau", "agents", "rag", "azure", "coders", "rollouts"), {"ttft": 100.0, "tpot": 30.0})
+SLOS = {load: {"ttft": 100.0, "tpot": 30.0} for load in ("tau", "agents", "rag", "azure", "coders", "rollouts")}
 SLOS["mooncake"] = {"ttft": 1000.0, "tpot": 50.0}
 
 
@@ -54,8 +54,8 @@ class Cell:
     own_ledgers: bool = False
     speeds: tuple[float, ...] = (1.0,)
     special: str = ""  # "hot": a prefix that appears at once; "lost": a replica, and back
-    # A closed loop: so many users a replica, each with one conversation at a time, who ask again when they are answered and
-    # a tool has run. `at` and `cache` mean nothing then: caches are the profile's own.
+    # A closed loop: so many users a replica, each with one conversation at a time, who ask again when they are answered
+    # and a tool has run. `at` and `cache` mean nothing then: caches are the profile's own.
     users: int = 0
     blocks: int = 0  # of a replica's cache, where a closed loop has another
 
@@ -118,11 +118,27 @@ def _closed() -> list[Cell]:
         for users, replicas in ((2, 8), (4, 4), (8, 4), (2, 16))
     ]
     # Together the caches hold what all users have said; a replica that gets more users than its share does not.
-    found += [replace(rollouts, users=12, replicas=4, special="thrash")]
+    found += [replace(rollouts, users=12, replicas=4, special="thrash", blocks=8192)]
     return [replace(cell, requests=_TRAJECTORIES * _TURNS * cell.users * cell.replicas) for cell in found]
 
 
 CELLS = _cells()
+QUICK = (
+    "agents 10%",
+    "agents 30%",
+    "agents 70%",
+    "mooncake 30%",
+    "mooncake 70%",
+    "rag 10%",
+    "rag 70%",
+    "tau 30%",
+    "azure 30%",
+    "azure 70%",
+    "coders 2 users a replica",
+    "coders 4 users a replica, 4 replicas",
+    "rollouts 4 users a replica, 4 replicas",
+    "rollouts 12 users a replica, 4 replicas, thrash",
+)
 
 
 def files() -> str:

@@ -44,7 +44,7 @@ class Turn:
     reply: Message | None = None  # what the file says was answered
     think: float = 0.0  # seconds between the last reply and this turn
     forks: tuple[Conversation, ...] = ()  # begin when this turn is answered, and go on from there on their own
-    # In a simulation the `max_tokens` that the client sends, a bound on the reply and not its length; None: it sends none
+    # In a simulation: the `max_tokens` that the client sends, a bound on the reply and not its length; None: none
     limit: int | None = None
 
 

@@ -211,9 +211,9 @@ def rollouts(
 ) -> list[Conversation]:
     """Long trajectories of agents, as reinforcement learning samples them: `best_of` of each task, 20 to 60 turns.
 
-    `prefix_len` are instructions and tools, `suffix_len` a task or a tool's result. Replies have a long tail: lengths are
-    log-normal with mean `output_len` and `output_sigma` the standard deviation of the logarithm, 16 times the mean at
-    most; so are the pauses for a tool, with mean `think_time`. The samples of a task stand one after the other: with
+    `prefix_len` are instructions and tools, `suffix_len` a task or a tool's result. Replies have a long tail: lengths
+    are log-normal with mean `output_len` and `output_sigma` the standard deviation of the logarithm, 16 times the mean
+    at most; so are the pauses for a tool, with mean `think_time`. The samples of a task stand one after the other: with
     `--users` they begin together. With `best_of` 1 these are coding agents.
     """
     make = _Maker(rng, range_ratio, zipf)

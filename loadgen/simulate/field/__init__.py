@@ -67,4 +67,4 @@ def make(name: str, seed: int = 0, truth: Truth | None = None) -> policies.Polic
     return _ORACLES[name](seed, truth)
 
 
-__all__ = ["NAMES", "SOURCES", "Truth", "make"]
+__all__ = ["NAMES", "SOURCES", "Oracle", "OracleAnswer", "Truth", "make"]

@@ -1,8 +1,8 @@
 """`lmetric`: prefill there, times the batch there.
 
-Formula: (uncached tokens of the prompt + uncached tokens queued there) x requests there, the least wins, ties at random.
-No weights: a factor on either indicator would not change who is least. Source: LMetric, arXiv 2603.15202, "new prefill
-tokens if routed to an instance" times "current batch size of the instance".
+Formula: (uncached tokens of the prompt + uncached tokens queued there) x requests there, the least wins, ties at
+random. No weights: a factor on either indicator would not change who is least. Source: LMetric, arXiv 2603.15202, "new
+prefill tokens if routed to an instance" times "current batch size of the instance".
 
 It differs from `vllm_kv_aware` at a replica without requests, whose product is 0 whatever it holds, so that an idle
 replica is preferred to one that has the prompt's prefix. Approximated: its tie rule is not stated; cached tokens are

@@ -1,10 +1,10 @@
 """`oracle`, `oracle_answer`: the replica where the request truly takes the fewest seconds.
 
-Formula: argmin of `truth.seconds(index, asked)` (`oracle`: to the first token) or of `truth.answer_seconds(index, asked)`
-(`oracle_answer`: to the last one, with what it adds to the answers of others), ties at random. Both are read off the
-simulated engines themselves, real caches, queues, step times and lengths of replies, with no event delay and nothing to
-learn. No gateway can know this. They look one request ahead only, so they are what a perfect view is worth to a greedy
-rule, not the best schedule there is.
+Formula: argmin of `truth.seconds(index, asked)` (`oracle`: to the first token) or of `truth.answer_seconds(index,
+asked)` (`oracle_answer`: to the last one, with what it adds to the answers of others), ties at random. Both are read
+off the simulated engines themselves, real caches, queues, step times and lengths of replies, with no event delay and
+nothing to learn. No gateway can know this. They look one request ahead only, so they are what a perfect view is worth
+to a greedy rule, not the best schedule there is.
 """
 
 from __future__ import annotations

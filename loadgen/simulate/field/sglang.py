@@ -1,12 +1,13 @@
-"""`sglang_chars`, `sglang_tokens`, `sglang_32`, `sglang_4`: the longest match in a tree of what was sent, unless the fleet is out of balance.
+"""`sglang_chars`, `sglang_tokens`, `sglang_32`, `sglang_4`: the longest match in a tree of what was sent, unless the
+fleet is out of balance.
 
 Formula: if max - min > 64 requests and max > 1.5 min, the fewest requests; else, if the longest match is more than
 0.3 of the prompt, a replica that has it; else the fewest requests; of equals the first. Every prompt enters the tree
 of the replica it goes to. The tree keeps 2**26 characters (HTTP) or tokens (gRPC) of each replica, far more than its
 KV cache, and hears of no eviction there. Source: the comment on top of `cache_aware` in sglang's router (v0.3) and in
-smg before 1.13, the defaults of their command lines. `sglang_32` and `sglang_4` are the rule on tokens with 32 / 1.5 and
-4 / 1.1 in place of 64 / 1.5: the defaults of vllm-router, and what NVIDIA-NeMo/Gym sets there (its pull request 3345, which
-found hits of 84 and 65 % with them).
+smg before 1.13, the defaults of their command lines. `sglang_32` and `sglang_4` are the rule on tokens with 32 / 1.5
+and 4 / 1.1 in place of 64 / 1.5: the defaults of vllm-router, and what NVIDIA-NeMo/Gym sets there (its pull request
+3345, which found hits of 84 and 65 % with them).
 
 Approximated: a match ends at a block, not at a character; 4 characters a token; too large a tree is cut when it is,
 not every 120 s; which of several holders sglang takes is an accident of its hash map: here the first.

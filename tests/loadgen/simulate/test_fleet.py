@@ -7,7 +7,11 @@ from dataclasses import replace
 import pytest
 
 from bench.play import backlog, ideal_hit_rate, pace, play
-from loadgen.simulate import Fleet, Turn
+from loadgen.simulate import Fleet, Setting, Turn, simulate
+from loadgen.workload import generators
+from loadgen.workload.conversations import Workload
+from loadgen.workload.limits import set_limits
+from policies import Choice
 from replicas.simulated.profile import StepDurations, load_profile
 
 PROFILE = load_profile("gpu-8b", num_blocks=4096)
@@ -158,3 +162,51 @@ def test_backlog_measures_a_rate_that_more_replicas_raise():
     one = backlog(Fleet([PROFILE], "round_robin", 1, event_delay=None), work, 32)
     two = backlog(Fleet([PROFILE] * 2, "round_robin", 1, event_delay=None), work, 64)
     assert one > 0 and 1.5 * one < two < 2.5 * one
+
+
+class Noted:
+    """A policy that keeps what it is told."""
+
+    name = "noted"
+
+    def __init__(self):
+        self.seen, self.finished = [], []
+
+    def choose(self, demand, candidates, explain=False):
+        self.seen.append((demand.session, demand.max_tokens))
+        return Choice(0)
+
+    def session_finished(self, session):
+        self.finished.append(session)
+
+
+def test_a_rule_sees_what_the_client_sends_and_not_how_long_the_reply_is(monkeypatch):
+    """Sessions and `max_tokens` as set by clients; that a session is over once its last answer, or error, is there."""
+    noted = Noted()
+    monkeypatch.setattr("loadgen.simulate.fleet.make", lambda *_: noted)
+    asked = generators.rollouts(random.Random(1), 60, turns=10)
+    set_limits(asked, "none", 1)
+    asked[0].turns[0].limit = 4096
+    simulate(Workload(asked, [0.0] * len(asked)), Setting("noted", [load_profile("gpu-8b")], users=2))
+    names = [conversation.id for conversation in asked]
+    assert noted.seen[0] == (names[0], 4096)
+    assert {limit for _, limit in noted.seen[1:]} == {None} and {name for name, _ in noted.seen} == set(names)
+    assert sorted(noted.finished) == sorted(names)
+
+
+def test_a_user_asks_again_when_answered_and_a_tool_has_run():
+    """Two users: never more than two requests at once, each after its pause, and the next task when one is over."""
+    asked = generators.rollouts(random.Random(1), 120, turns=10)
+    outcome = simulate(Workload(asked, [0.0] * len(asked)), Setting("round_robin", [load_profile("gpu-8b")], users=2))
+    assert len(outcome.done) == 120 and not outcome.not_sent
+    of = {conversation.id: conversation for conversation in asked}
+    ended = {(record.conversation, record.turn): record.last for record in outcome.done}
+    for record in outcome.done:
+        if record.turn:
+            pause = of[record.conversation].turns[record.turn].think
+            assert record.sent == pytest.approx(ended[record.conversation, record.turn - 1] + pause)
+    times = sorted((time, step) for record in outcome.done for time, step in ((record.sent, 1), (record.last, -1)))
+    assert max(itertools.accumulate(step for _, step in times)) == 2
+    begun = sorted(record.sent for record in outcome.done if not record.turn)
+    over = sorted(ended[one.id, len(one.turns) - 1] for one in asked)
+    assert begun[:2] == [0.0, 0.0] and begun[2:] == pytest.approx(over[: len(begun) - 2])

@@ -48,3 +48,38 @@ def test_an_idle_engine_is_told_to_the_microsecond():
     record = fleet.send(asked)
     fleet.run()
     assert seconds == pytest.approx(record.first - record.sent, rel=1e-9)
+
+
+def answered(seconds):
+    """A fleet in which each of two replicas has a stream, of that many tokens, and a request's seconds on each."""
+    fleet, rng = Fleet([PROFILE] * 2, "round_robin"), random.Random(3)
+    for output in seconds:
+        fleet.send(turn(rng, 200, output))
+    asked = turn(rng, 20, 300)
+    told, truth = [], fleet.gateways[0].truth
+
+    def ask():
+        truth.output = asked.output
+        demand = Demand(asked.tokens, 16, asked.hashes[0], None, None, fleet.now, asked.hashes)
+        told.extend(truth.answer_seconds(index, demand) for index in range(2))
+
+    fleet.at(0.3, ask)
+    fleet.run()
+    return told
+
+
+def test_an_answer_beside_a_short_one_takes_less_than_beside_a_long_one():
+    short, long = answered((40, 2000))
+    assert short < long
+    assert answered((2000, 2000))[0] == pytest.approx(long)
+
+
+@pytest.mark.parametrize("output", [1, 2, 500])
+def test_on_an_idle_engine_the_whole_answer_takes_what_is_told(output):
+    fleet, asked = Fleet([PROFILE] * 2, "round_robin"), turn(random.Random(2), 100, output)
+    truth = fleet.gateways[0].truth
+    truth.output = output
+    seconds = truth.answer_seconds(0, Demand(asked.tokens, 16, asked.hashes[0], None, None, 0.0, asked.hashes))
+    record = fleet.send(asked)
+    fleet.run()
+    assert seconds == pytest.approx(record.end - record.sent, rel=0.01)

@@ -53,6 +53,14 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(figures):
     )
 
 
+def test_each_rule_has_its_times_of_whole_answers_and_its_duration(figures):
+    report = json.loads(figures(*SMALL, "--client-max-tokens", "none"))
+    assert report["fleet"]["client_max_tokens"] == "none"
+    for rule in report["targets"].values():
+        assert rule["e2el_ms"]["mean"] > rule["ttft_ms"]["mean"] > 0
+        assert rule["tpot_ms"]["p99"] > 0 and 1000 * rule["duration_s"] > rule["e2el_ms"]["max"]
+
+
 def test_several_processes_give_the_same_figures(figures):
     one, two = (json.loads(figures(*SMALL, "--processes", count)) for count in ("1", "2"))
     assert one["targets"] == two["targets"] and one["fleet"] == two["fleet"]

@@ -11,7 +11,7 @@ from loadgen.workload import generators
 from loadgen.workload.conversations import Conversation, Turn, spans_of
 
 ALL = (generators.prefix_repetition, generators.random_tokens, generators.chat, generators.rag, generators.agents,
-       generators.best_of_n, generators.long_document_qa)  # fmt: skip
+       generators.rollouts, generators.best_of_n, generators.long_document_qa)  # fmt: skip
 
 
 def every(conversations: list[Conversation]) -> list[Conversation]:
@@ -114,3 +114,28 @@ def test_questions_about_long_documents():
     made = generators.long_document_qa(random.Random(0), 100, num_prefixes=3, prefix_len=5000, range_ratio=0.0)
     opened = {says(conversation.turns[0])[0] for conversation in made}
     assert len(opened) == 3 and {length for _, length in opened} == {5000}
+
+
+def test_rollouts_sample_each_task_and_go_on_for_twenty_to_sixty_turns():
+    made = generators.rollouts(random.Random(0), 4000, best_of=4)
+    assert {len(conversation.turns) for conversation in made[:-1]} <= set(range(20, 61))
+    tasks = [says(conversation.turns[0]) for conversation in made]
+    assert tasks[0] == tasks[3] != tasks[4] == tasks[7]
+    assert tasks[0][0] == tasks[4][0], "one set of instructions"
+    later = [says(turn) for conversation in made for turn in conversation.turns[1:]]
+    assert all(len(spans) == 1 for spans in later) and len({spans[0][0] for spans in later}) == len(later)
+    assert all(conversation.turns[0].think == 0 for conversation in made)
+
+
+def test_replies_of_rollouts_have_the_mean_and_the_tail_asked_for():
+    lengths = [turn.max_tokens for turn in turns(generators.rollouts(random.Random(0), 20_000, output_len=200))]
+    assert sum(lengths) / len(lengths) == pytest.approx(200, rel=0.1)
+    assert max(lengths) > 8 * 200 > 16 * 200 - max(lengths) >= 0
+    even = turns(generators.rollouts(random.Random(0), 100, output_len=200, output_sigma=0.0))
+    assert {turn.max_tokens for turn in even} == {200}
+
+
+def test_coding_agents_are_rollouts_of_one_sample():
+    made = generators.rollouts(random.Random(0), 400, best_of=1)
+    tasks = [tuple(says(conversation.turns[0])) for conversation in made]
+    assert len(set(tasks)) == len(tasks)

@@ -17,6 +17,17 @@ def test_vllm_multiplies_prefill_by_requests():
     assert picks("vllm_kv_aware", request, fleet(3, **held)) == {2}
 
 
+def test_lmetric_multiplies_prefill_by_the_batch_and_prefers_an_idle_replica_to_the_holder():
+    """(1,000 - 600) x 3 = 1,200 against 1,000 x 1 against (1,000 + 500) x 1; 0 where nobody is."""
+    request = asked(tokens=1000)
+    held = {"overlap": [600, 0, 0], "requests": [3, 1, 1], "prefill_tokens": [0, 0, 500]}
+    assert picks("lmetric", request, fleet(3, **held)) == {1}
+    held["requests"] = [2, 1, 1]
+    assert picks("lmetric", request, fleet(3, **held)) == {0}
+    held["requests"] = [2, 0, 0]
+    assert picks("lmetric", request, fleet(3, **held)) == {1, 2}
+
+
 @pytest.mark.parametrize(
     "name, tier, credit",
     [

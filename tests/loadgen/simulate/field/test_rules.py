@@ -24,6 +24,9 @@ class Seconds:
     def seconds(self, index, request):
         return self._seconds[index % len(self._seconds)]
 
+    def answer_seconds(self, index, request):
+        return -self.seconds(index, request)
+
 
 def make(name, seed=0):
     return field.make(name, seed, Seconds(2.0, 1.0, 1.0))
@@ -39,6 +42,12 @@ def test_one_function_makes_the_fields_rules_and_the_products_policies():
 
 def test_every_rule_says_where_it_is_stated():
     assert set(field.SOURCES) == set(field.NAMES) and all(field.SOURCES.values())
+
+
+def test_the_oracle_of_answers_takes_the_least_seconds_of_these():
+    assert {make("oracle_answer", seed).choose(asked(), fleet(3)).index for seed in range(20)} == {0}
+    with pytest.raises(ValueError, match="loadgen simulate"):
+        field.make("oracle_answer")
 
 
 def test_the_oracle_takes_the_least_true_seconds_and_needs_the_truth():
@@ -113,7 +122,12 @@ def test_what_a_rule_keeps_of_requests_goes_with_them(name):
     assert {kept for kept, value in vars(policy).items() if left(value)} <= OF_REPLICAS
 
 
-@pytest.mark.parametrize("name", sorted(set(field.NAMES) - {"session_hash", "kubeai", "oracle", "llmd_weights"}))
+BY_SESSION = {"session_hash", "sticky_least_loaded", "kubeai"}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(field.NAMES) - BY_SESSION - {"oracle", "oracle_answer", "llmd_weights", "lmetric"})
+)
 def test_a_prompt_seen_before_returns_to_its_replica(name):
     """By events or by the rule's own memory, on a fleet that is otherwise idle."""
     prompt = chain(40)
@@ -130,6 +144,7 @@ def test_rules_that_break_ties_at_random_do():
     request = asked(chain(20))
     for name in (
         "vllm_kv_aware",
+        "lmetric",
         "dynamo",
         "llmd_weights",
         "llmd_sticky",

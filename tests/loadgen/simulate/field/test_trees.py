@@ -8,6 +8,7 @@ from policies import Choice
 from .fleets import asked, chain, fleet, send
 
 SGLANG = ("sglang_chars", "sglang_tokens")
+THRESHOLDS = {"sglang_tokens": (64, 1.5), "sglang_32": (32, 1.5), "sglang_4": (4, 1.1)}
 
 
 def taught(name, *homes, blocks=100):
@@ -34,6 +35,19 @@ def test_sglang_gives_up_affinity_when_the_fleet_is_out_of_balance(name, low, hi
     """More than 64 apart, and more than 1.5 times: both must hold; the busiest need not be the holder."""
     policy, prompt = taught(name, 1)
     assert policy.choose(asked(prompt), fleet(3, requests=[high, low + 1, low])).index == (1 if balanced else 2)
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_lower_thresholds_give_up_affinity_sooner(name):
+    apart, times = THRESHOLDS[name]
+    policy, prompt = taught(name, 1)
+
+    def home(low, high):
+        return policy.choose(asked(prompt), fleet(3, requests=[high, low + 1, low])).index
+
+    assert (home(0, apart), home(0, apart + 1)) == (1, 2)
+    low = 1000
+    assert (home(low, round(times * low)), home(low, round(times * low) + 1)) == (1, 2)
 
 
 def test_sglang_takes_the_first_of_equals():

@@ -18,7 +18,7 @@ half of these by that of the earlier half; and, since the 99th percentile of a s
 rules that come near ours with the first seed are run with further ones. Two rules are compared over the seeds that both
 were run with.
 
-`--quick` has fourteen cells, the rules that come near ours, and two seeds, in a JSON of its own. `--beside TREE` runs
+`--quick` has twelve cells, the rules that come near ours, and two seeds, in a JSON of its own. `--beside TREE` runs
 `least_time` as another checkout of this repository has it, too, and compares the two.
 """
 
@@ -44,7 +44,7 @@ import numpy as np
 
 import policies
 from bench import field_tables, field_verdict
-from bench.field_cells import CELLS, QUICK, SLOS, Cell, files, saturated, setting, work, working_set
+from bench.field_cells import CELLS, QUICK, SLOS, Cell, files, made_of, saturated, setting, work, working_set
 from loadgen.drive.records import Record
 from loadgen.report.summary import machine, meets
 from loadgen.simulate import Outcome, field, simulate
@@ -60,7 +60,6 @@ QUICK_RULES = (
     "vllm_kv_aware",
     "lmetric",
     "llmd_weights",
-    "dynamo",
     "session_hash",
     "sticky_least_loaded",
     field_tables.ORACLE_ANSWER,
@@ -76,16 +75,21 @@ def fingerprint(*what: object) -> str:
 
 @cache
 def source(rule: str) -> str:
-    """The code that decides: the rule's file and the simulation; if it uses learned costs, all of `policies`, too."""
+    """The code that decides: the rule's file, the simulation, and what the rule uses of the gateway: learned costs with
+    all of `policies`, or the engines' true state."""
     text = inspect.getsource(sys.modules[type(field.make(rule, truth=object())).__module__])
-    text += _code("loadgen/simulate", "gateway.py") + _code("replicas/simulated") + _code("loadgen/workload")
-    return text + _code("policies") + _code("loadgen/simulate") if ".costs" in text else text
+    text += _code("loadgen/simulate", "gateway.py", "truth.py", "verb.py") + _code("replicas/simulated")
+    if rule in field_tables.ORACLES:
+        text += (ROOT / "loadgen/simulate/truth.py").read_text()
+    if ".costs" in text:
+        text += _code("policies") + _code("policies/rules") + _code("loadgen/simulate", "truth.py")
+    return text
 
 
 @cache
-def _code(folder: str, without: str = "") -> str:
+def _code(folder: str, *without: str) -> str:
     found = sorted((ROOT / folder).glob("*.py"))
-    return "".join(path.read_text() for path in found if path.name != without)
+    return "".join(path.read_text() for path in found if path.name not in without)
 
 
 def figures(outcome: Outcome, cell: Cell) -> dict[str, float]:
@@ -109,6 +113,7 @@ def figures(outcome: Outcome, cell: Cell) -> dict[str, float]:
         "tpot_mean": tpot.mean(),
         "tpot_p99": np.percentile(tpot, 99),
         "tokens_s": sum(record.outputs for record in outcome.done) / outcome.ended,
+        "tokens_s_busy": busy_rate(outcome.done),
         "wall": outcome.ended,
         "trajectory": trajectory(good),
         "goodput": sum(meets(record, slo) for record in good) / len(asked),
@@ -121,6 +126,12 @@ def figures(outcome: Outcome, cell: Cell) -> dict[str, float]:
 
 def hits(records: list[Record]) -> float:
     return sum(record.cached_tokens for record in records) / sum(record.prompt_tokens for record in records)
+
+
+def busy_rate(records: list[Record]) -> float:
+    """Output tokens a second until the last conversation begins: in a closed loop, as long as every user has one."""
+    until = max(record.sent for record in records if not record.turn)
+    return sum(record.outputs for record in records if record.last <= until) / until if until else 0.0
 
 
 def trajectory(records: list[Record]) -> float:
@@ -151,11 +162,11 @@ def measure(cell: Cell) -> dict[str, float]:
 
 
 def play(cell: Cell, rule: str, blocks: int, rate: float, seed: int) -> dict[str, float]:
-    began = time.perf_counter()
+    began = time.process_time()
     loaded = _work(cell, rate, seed)
     found = figures(simulate(loaded, setting(cell, rule, blocks, rate, seed)), cell)
     return {name: round(float(value), 4) for name, value in found.items()} | {
-        "took_s": round(time.perf_counter() - began, 1)
+        "took_s": round(time.process_time() - began, 1)
     }
 
 
@@ -180,9 +191,9 @@ class Grid:
     def missing_fleets(self, cells: list[Cell]) -> list[tuple]:
         wanted = {cell.fleet: cell for cell in cells}
         return [
-            ((name,), (fingerprint(cell.basis, SEEDS[0])), (cell,))
+            ((name,), fingerprint(cell.basis, made_of(), SEEDS[0]), (cell,))
             for name, cell in wanted.items()
-            if self.kept["fleets"].get(name, {}).get("of") != fingerprint(cell.basis, SEEDS[0])
+            if self.kept["fleets"].get(name, {}).get("of") != fingerprint(cell.basis, made_of(), SEEDS[0])
         ]
 
     def missing_runs(
@@ -195,7 +206,7 @@ class Grid:
                 rate, blocks = cell.at * fleet["saturation"] * cell.replicas / 8, int(fleet["working_set"])
                 entry, of = (
                     self.kept["cells"][cell.name],
-                    fingerprint(cell, SLOS[cell.load], blocks, rate, seed, source(rule)),
+                    fingerprint(cell, SLOS[cell.load], made_of(), blocks, rate, seed, source(rule)),
                 )
                 entry.update(rate=round(rate, 2), about=cell.about(blocks))
                 if seed not in for_all and rule not in field_tables.near(entry, NEAR):
@@ -253,9 +264,9 @@ def beside(grid: Grid, tree: Path, argv: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fourteen cells, ten rules, two seeds")
+    parser.add_argument("--quick", action="store_true", help="twelve cells, nine rules, two seeds")
     parser.add_argument("--cells", default="", help="only those whose name has one of these in it (default: all)")
-    parser.add_argument("--policies", help="default: all; with --quick ten")
+    parser.add_argument("--policies", help="default: all; with --quick nine")
     parser.add_argument("--beside", type=Path, metavar="TREE", help="compare with least_time of another checkout")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument(

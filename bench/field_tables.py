@@ -23,6 +23,7 @@ _LISTED = {
     **COMPARED,
     "tpot_p99": "p99 TPOT, ms",
     "tokens_s": "output tokens/s",
+    "tokens_s_busy": "output tokens/s until the last conversation begins",
     "wall": "seconds until the last answer",
     "trajectory": "mean seconds of a conversation",
     "goodput": "share of requests within the SLO, %",

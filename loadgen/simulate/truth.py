@@ -8,6 +8,8 @@ meet that stream.
 Seconds of the whole answer = those to the first token + its own decode steps, in the batch as it then is + what it adds
 to the answers of all others there: its prefill, for each stream, and for as long as both decode what one sequence more
 makes a step longer. This is the rise of the sum of all answers' times, so a second is a second, whoever waits for it.
+Its own prefill counts twice more, for those who come meanwhile and for what it evicts: with 0, 2 and 8 times more the
+mean answer of agents takes 570, 569 and 604 ms at 30 % of saturation, and 701, 694 and 701 ms at 70 %.
 
 Still a forecast in these places: who waits is taken to find in the cache what was there when first looked at, blocks
 that ending requests share count for each, streams that end are taken to be replaced, and requests that come later are
@@ -24,6 +26,7 @@ from policies import Demand
 from .replica import Replica
 
 INTERFERENCE = 0.03
+LATER = 2.0  # times that its own prefill counts for requests that are not here yet
 
 
 class _View(NamedTuple):
@@ -60,7 +63,7 @@ class Truth:
         alone = step(others, context)
         together = step(others + 1, context + asked.tokens + output // 2)
         shared = sum(min(steps, output) for steps in left)
-        return view.first + (output - 1) * together + view.streams * view.own + shared * (together - alone)
+        return view.first + (output - 1) * together + (view.streams + LATER) * view.own + shared * (together - alone)
 
     def _view(self, replica: Replica, asked: Demand) -> _View:
         engine, profile, now = replica.engine, replica.engine.profile, self._now()

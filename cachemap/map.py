@@ -130,15 +130,19 @@ class CacheMap:
 
     def match(self, hashes: Sequence[int], now: float) -> Match:
         """How much of the prompt with these block hashes each replica holds."""
-        gpu = self._gpu.blocks
-        found = gpu.prefix(hashes)
-        confirmed = gpu.reach(found, len(self._replicas))
-        held = confirmed.copy()
-        if self._observed and self._routed:
-            for slot, reach in self._routed.reach(hashes, now, confirmed).items():
-                while reach < found.count and gpu.holds(slot, found.number(reach)):
-                    reach += 1  # confirmed again after what is predicted
-                held[slot] = reach
+        if self._observed:
+            gpu = self._gpu.blocks
+            found = gpu.prefix(hashes)
+            confirmed = gpu.reach(found, len(self._replicas))
+            held = confirmed.copy()
+            if self._routed:
+                for slot, reach in self._routed.reach(hashes, now, confirmed).items():
+                    while reach < found.count and gpu.holds(slot, found.number(reach)):
+                        reach += 1  # confirmed again after what is predicted
+                    held[slot] = reach
+        else:  # no replica reports its blocks, so the table has none
+            confirmed = [0] * len(self._replicas)
+            held = confirmed.copy()
         for slot, model in self._modelled:
             held[slot] = model.reach(hashes)
         self._last = (hashes, confirmed)

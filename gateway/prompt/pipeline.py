@@ -112,6 +112,7 @@ class Pipeline:
         """
         self.served_name = served_name
         self._block_size = block_size
+        self._seeds: dict[str | None, int] = {}  # of chains without a salt, by adapter
         self.offload_bytes = OFFLOAD_BYTES
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = max_model_len
@@ -273,6 +274,7 @@ class Pipeline:
     def block_size(self, size: int) -> None:
         if size != self._block_size:
             self._block_size = size
+            self._seeds = {}
             if self.prefixes is not None:
                 self.prefixes.resize(size)
 
@@ -362,7 +364,12 @@ class Pipeline:
         )
 
     def _fill(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> None:
-        seed = chain_seed(self.served_name, self._block_size, prompt.adapter, request.get("cache_salt"))
+        adapter, salt, seeds = prompt.adapter, request.get("cache_salt"), self._seeds
+        seed = None if salt else seeds.get(adapter)
+        if seed is None:
+            seed = chain_seed(self.served_name, self._block_size, adapter, salt)
+            if not salt:
+                seeds[adapter] = seed
         path = prompt.path
         if path == EMBEDDINGS and request.get("padding") not in (None, "do_not_pad"):
             raise Unroutable("a prompt that is padded")

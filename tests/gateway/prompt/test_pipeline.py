@@ -133,6 +133,14 @@ def test_chains_start_from_model_adapter_salt_and_block_size(sim):
     assert starts["base"] == starts["other"] and len(set(starts.values())) == 3
 
 
+def test_chains_start_anew_when_the_block_size_changes():
+    pipeline = Pipeline(sim_model_dir(), "m", 16)
+    for size in (16, 32, 16):
+        pipeline.block_size = size
+        prompt = ask(pipeline, COMPLETIONS, prompt="word " * 100)
+        assert list(prompt.hashes) == hashes(ids_of(prompt), size, chain_seed("m", size))
+
+
 def test_lists_of_prompts(sim):
     pipeline, reference = sim
     short, long = "one", "a longer one " * 9

@@ -24,6 +24,11 @@ from .api.anthropic import Habits, from_messages, habits
 from .api.chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
 from .api.conversation import Multimodal, has_media, refuse_deep_arguments
 from .api.fields import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
     Rounded,
     bad,
     boolean,
@@ -32,8 +37,8 @@ from .api.fields import (
     parse,
     parse_exactly,
     prompts_of,
+    read_options,
 )
-from .api.options import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, read_options
 from .forward import LEAST_TOKENS, kind_of
 from .offload import TakesLong
 from .prompt import Prompt

@@ -18,7 +18,7 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.prompt.pipeline import Pipeline
-from gateway.prompt.render import plan, renderer
+from gateway.prompt.render import renderer
 from replicas.engines.vllm.versions import version_quirks
 
 from ..gateway.prompt.reference import model_dir
@@ -188,7 +188,7 @@ def compared(vllm_python, tmp_path_factory) -> dict[str, Case]:
         "folder": str(case.folder), "chat_template": case.given and str(case.given), "bodies": list(BODIES.values()),
     }) + "\n" for case in made))  # fmt: skip
     with (store / "log").open("w") as log, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "_PATIENCE", 1)
+        patch.setattr(renderer, "_PATIENCE", 1)
         patch.setattr(renderer, "_FIRST_CHECKED", 0)
         patch.setattr(renderer, "_CHECK_MASK", 2**40 - 1)
         process = subprocess.Popen(

@@ -1,12 +1,13 @@
-"""Known prefixes: the tokens and block hashes of conversations seen before.
+"""Prompts in segments, and known prefixes: the tokens and block hashes of conversations seen before.
 
-A prompt comes as segments whose tokens, one after the other, are the prompt's tokens (cut only
-where `tokenizer.safe_cuts` allows). Segments form a tree: a node is a segment behind a certain
-parent, with its own tokens and the hashes of the blocks it completes. It is found under
-(parent, SHA-256 of the literals around its text, text or, of a long one, its SHA-256), all of which the
-dictionary compares for equality. Every part of the key is content, nothing is a number that a template gave
-out: a known prefix gives exactly what tokenizing it again would, also where several templates, or a template
-compiled anew for another version of the engine, share one memo.
+A prompt comes as the segments of a plan (`render.compiler` makes plans) with a text for each. Their tokens, one
+after the other, are the prompt's tokens (cut only where `tokenizer.safe_cuts` allows).
+
+Segments form a tree: a node is a segment behind a certain parent, with its own tokens and the hashes of the blocks
+it completes. It is found under (parent, SHA-256 of the literals around its text, text or, of a long one, its
+SHA-256), all of which the dictionary compares for equality. Every part of the key is content, nothing is a number
+that a template gave out: a known prefix gives exactly what tokenizing it again would, also where several templates,
+or a template compiled anew for another version of the engine, share one memo.
 
 Bounded in bytes by two generations: what is used is in the young one; when that has half of
 the budget it becomes the old one, and what was old and unused is gone.
@@ -16,16 +17,19 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from operator import itemgetter
 from sys import getsizeof
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cachemap import hash_blocks
 
-from ..render.plan import Plan, Segment, digest
-from ..render.trace import hold
+from ..render.trace import Check, Question, answered, check_of, hold, text_of
 from .tokenizer import Tokenizer
 
+_SEGMENT_BYTES = 120  # a segment without what it refers to
 _NODE_BYTES = 500  # a node, its key, its serial and its place in the dictionary
 
 # A text from here on is known by its SHA-256, or the texts of long prompts would take half of the memo and more: as
@@ -42,6 +46,77 @@ Key = tuple[int, bytes, str | bytes]  # parent's serial, digest of the literals,
 Node = tuple[int, bytes, bytes, int, bytes, int, bytes]
 _ASKED = 6
 _HASH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Literals and texts that are tokenized together.
+
+    Mostly one text with a literal on either side: a slot as it is, or (`slot` -1) what an
+    expression makes of it (`pieces`, just that); or one literal and no text at all. Anything else
+    is all text, put together of `pieces`. `questions` are those asked of this text alone.
+
+    `literals` and `asks` are what the search for known prefixes reads: digests of the literals and of the
+    questions (b"" where there are none). They name content, not an order of arrival, so one memo can serve any
+    number of templates and versions: segments whose digests and texts are equal print the same, whoever
+    compiled them. `checks` are the questions in the form in which they are asked.
+    """
+
+    slot: int
+    before: str
+    after: str
+    pieces: tuple
+    questions: tuple[Question, ...]
+    literals: bytes = field(init=False)
+    asks: bytes = field(init=False)
+    checks: tuple[Check, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        literals = digest(f"{len(self.before)}:{self.before}{self.after}") if self.before or self.after else b""
+        asks = digest(repr(self.questions)) if self.questions else b""
+        object.__setattr__(self, "literals", literals)
+        object.__setattr__(self, "asks", asks)
+        object.__setattr__(self, "checks", tuple(map(check_of, self.questions)))
+
+    def text(self, slots: Sequence[Any]) -> str:
+        """What this segment's own text is (without the literals)."""
+        if self.pieces:
+            return text_of(self.pieces, slots)
+        return slots[self.slot] if self.slot >= 0 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The segments of a shape. `literals` and `asks` are those of all segments, one after the other."""
+
+    segments: list[Segment]
+    questions: list[Question]  # those that no single segment can answer
+    literals: tuple[bytes, ...] = field(init=False)
+    asks: tuple[bytes, ...] = field(init=False)
+    # Takes the texts out of the slots and "" behind them, where each segment has a slot or no text at all
+    _take: Callable[[Sequence[Any]], tuple] | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        segments = self.segments
+        simple = len(segments) > 1 and not any(one.pieces for one in segments)
+        object.__setattr__(self, "literals", tuple(one.literals for one in segments))
+        object.__setattr__(self, "asks", tuple(one.asks for one in segments))
+        object.__setattr__(self, "_take", itemgetter(*(one.slot for one in segments)) if simple else None)
+
+    def texts(self, slots: Sequence[Any]) -> Sequence[str]:
+        """The own text of each segment."""
+        if self._take is not None:
+            return self._take((*slots, ""))
+        return [segment.text(slots) for segment in self.segments]
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        parts = [
+            (one.before, one.after, one.pieces, one.questions, one.literals, one.asks, *one.checks)
+            for one in self.segments
+        ]
+        return _SEGMENT_BYTES * len(parts) + bytes_of(parts) + bytes_of(self.questions)
 
 
 class Found(NamedTuple):
@@ -194,3 +269,27 @@ class Prefixes:
 
 def _size(key: Key, node: Node) -> int:
     return _NODE_BYTES + getsizeof(key[2]) + len(node[1]) + len(node[2])
+
+
+def fits(plan: Plan, slots: Sequence[Any]) -> bool:
+    return all(answered(question, slots) for question in plan.questions)
+
+
+def bare(texts: int) -> Plan:
+    """The plan of so many texts that are rendered already: no literals, no questions."""
+    return Plan([_BARE] * texts, [])
+
+
+_BARE = Segment(-1, "", "", (), ())
+
+
+def digest(text: str) -> bytes:
+    """The SHA-256 of a text, unpaired surrogates included."""
+    return sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def bytes_of(value: Any) -> int:
+    """Memory of nested tuples and lists of plain values, shared ones counted each time."""
+    if isinstance(value, (tuple, list)):
+        return getsizeof(value) + sum(map(bytes_of, value))
+    return getsizeof(value) if isinstance(value, (str, bytes)) else 32

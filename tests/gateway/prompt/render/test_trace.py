@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.prompt.render.plan import Compiled, fits
+from gateway.prompt.render.renderer import Compiled
 from gateway.prompt.render.shape import describe
 from gateway.prompt.render.trace import answered
+from gateway.prompt.tokens.prefixes import fits
 
 from ..reference import environment
 
@@ -119,7 +120,7 @@ def in_parts(*texts):
 
 def plan_of(compiled, messages):
     shape, slots = describe(messages)
-    return compiled._compile(shape, messages, slots, None, VARIABLES), slots
+    return compiled._compiler.plan(shape, messages, slots, None, VARIABLES), slots
 
 
 def filled(plan, slots) -> str | None:
@@ -264,7 +265,7 @@ def test_shapes_tell_apart_all_that_is_not_text():
 
 
 def test_a_shape_is_compiled_when_it_has_come_five_times_and_kept_while_it_is_used(monkeypatch):
-    monkeypatch.setattr("gateway.prompt.render.plan.PLANS_BYTES", 100_000)
+    monkeypatch.setattr("gateway.prompt.render.renderer.PLANS_BYTES", 100_000)
     compiled = Compiled(looped("{{ m.content }}"), {}, ["<s>"])
     messages = talk("x")
     shape, slots = describe(messages)
@@ -288,8 +289,8 @@ def test_a_shape_is_compiled_when_it_has_come_five_times_and_kept_while_it_is_us
 
 def test_what_shapes_leave_behind_is_bounded_in_bytes(monkeypatch):
     budget = 400_000
-    monkeypatch.setattr("gateway.prompt.render.plan.PLANS_BYTES", budget)
-    monkeypatch.setattr("gateway.prompt.render.plan.SEEN_BYTES", budget)
+    monkeypatch.setattr("gateway.prompt.render.renderer.PLANS_BYTES", budget)
+    monkeypatch.setattr("gateway.prompt.render.renderer.SEEN_BYTES", budget)
     compiled = Compiled(looped("{{ m.content }}") + "{{ tools | tojson }}", {}, ["<s>"])
     messages = talk("x")
     shape, slots = describe(messages)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.prompt.render.plan import Plan, Segment, bare
-from gateway.prompt.tokens.prefixes import Mismatch, Prefixes
+from gateway.prompt.tokens.prefixes import Mismatch, Plan, Prefixes, Segment, bare
 from gateway.prompt.tokens.tokenizer import Tokenizer
 
 from ..reference import hashes, model_dir

@@ -1,0 +1,119 @@
+"""Compiled chat templates: per shape of conversation, the literals around its texts.
+
+A *shape* is everything about a request that is not text: the roles, which fields each message
+has, the tools, the template variables. When a shape has come a few times, the template is run
+on stand-ins (`trace`), and what it printed becomes a plan: segments of literals and places for
+texts, and the questions it asked of them. Filling a plan takes microseconds where Jinja
+takes tens to hundreds, and gives the same text, because the questions are asked again each time.
+
+Segments end only immediately before an added token that may be cut at (`tokenizer.safe_cuts`),
+so the tokens of the whole are the tokens of the segments, one after the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..tokens.prefixes import Plan, Segment
+from .shape import put_in
+from .trace import MARKER, Pair, Question, Slot, Trace, Untraceable, raw_of, slots_in
+from .tracing import TracingEnvironment
+
+_RESERVED = re.compile("[\ufdd0-\ufdd2]|\\\\ufdd[0-2]")  # as they are, and as repr writes them
+
+
+class Compiler:
+    """Makes the plans of one template."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], cuts: Iterable[str]) -> None:
+        """Raises Untraceable, or what Jinja raises on a source that is none."""
+        if _RESERVED.search(source + "".join(special_tokens.values())):
+            raise Untraceable("the template contains Unicode non-characters")
+        self._special_tokens = special_tokens
+        alternatives = "|".join(map(re.escape, sorted(cuts, key=len, reverse=True)))
+        self._cut = re.compile(alternatives or "(?!)")
+        self._environment = TracingEnvironment()
+        self._template = self._environment.from_string(source)
+
+    def plan(
+        self,
+        shape: Any,
+        conversation: list[dict[str, Any]],
+        slots: Sequence[Any],
+        tools: Any,
+        variables: dict[str, Any],
+    ) -> Plan:
+        """The plan of this shape, for texts that answer as these do. Raises Untraceable, or whatever the template
+        raises. One at a time: the trace is the environment's."""
+        if _RESERVED.search(repr((shape, tools, variables))):
+            raise Untraceable("the request contains Unicode non-characters outside its texts")
+        trace = Trace(slots)
+        stand_ins = [trace.slot(i) for i in range(len(slots))]
+        self._environment.trace = trace
+        try:
+            output = self._template.render(
+                {
+                    **self._special_tokens,
+                    "documents": None,
+                    **variables,
+                    "messages": put_in(conversation, stand_ins),
+                    "tools": tools,
+                }
+            )
+        finally:
+            self._environment.trace = Trace([])
+        return self._plan_of(raw_of(output), trace)
+
+    def _plan_of(self, output: str, trace: Trace) -> Plan:
+        segments = self._segments(MARKER.split(output), trace)
+        owner = {segment.slot: i for i, segment in reversed(list(enumerate(segments))) if segment.slot >= 0}
+        asked: dict[int, list[Question]] = {}
+        shared: list[Question] = []
+        for question in map(trace.expand_question, dict.fromkeys(trace.questions)):
+            slots = slots_in(question)
+            if len(slots) == 1 and (own := owner.get(next(iter(slots)))) is not None:
+                asked.setdefault(own, []).append(question)
+            else:
+                shared.append(question)
+        return Plan([_asking(segment, asked.get(i, [])) for i, segment in enumerate(segments)], shared)
+
+    def _segments(self, pieces: list[str], trace: Trace) -> list[Segment]:
+        """Literals and marker numbers, alternating -> segments, each cut at the first chance after a text."""
+        segments: list[Segment] = []
+        current: list[Any] = [pieces[0]]
+        for number, literal in zip(pieces[1::2], pieces[2::2], strict=True):
+            current.append(trace.expand(int(number)))
+            cut = self._cut.search(literal)
+            if cut is None:
+                current.append(literal)
+            else:
+                segments.append(_segment([*current, literal[: cut.start()]]))
+                current = [literal[cut.start() :]]
+        segments.append(_segment(current))
+        return segments
+
+
+def _asking(segment: Segment, questions: list[Question]) -> Segment:
+    """The segment with the questions asked of its text alone, in an order that does not depend on the plan."""
+    return replace(segment, questions=tuple(sorted(map(_renumber, questions), key=repr))) if questions else segment
+
+
+def _segment(pieces: list[Any]) -> Segment:
+    if len(pieces) == 1:
+        return Segment(-1, pieces[0], "", (), ())
+    if len(pieces) == 3:
+        slot = pieces[1].index if isinstance(pieces[1], Slot) else -1
+        return Segment(slot, pieces[0], pieces[2], () if slot >= 0 else (pieces[1],), ())
+    return Segment(-1, "", "", tuple(pieces), ())
+
+
+def _renumber(value: Any) -> Any:
+    """The same question about slot 0, which is how a segment asks its own text."""
+    if isinstance(value, Slot):
+        return Slot(0)
+    if isinstance(value, Pair):
+        return Pair(_renumber(value.left), _renumber(value.right))
+    return tuple(map(_renumber, value)) if isinstance(value, tuple) else value

@@ -1,7 +1,7 @@
 """Every rule of the field beside ours, cell by cell, in virtual time: first tokens, whole answers, hits, load spread.
 
-    python -m bench.field [--quick] [--cells TEXT,...] [--policies NAME,...] [--beside TREE] [--processes 2]
-                          [--minutes M] [--json FILE]
+    python -m bench.field [--quick [--seeds N]] [--cells TEXT,...] [--policies NAME,...] [--beside TREE]
+                          [--processes 2] [--minutes M] [--json FILE]
 
 A cell is a load, a fleet, and a rate or a number of users; `bench.field_cells` lists them. A rate is a share of
 saturation: what `round_robin` gets through when 32 conversations a replica are always open and nobody thinks (64
@@ -268,6 +268,13 @@ def main() -> int:
     parser.add_argument("--cells", default="", help="only those whose name has one of these in it (default: all)")
     parser.add_argument("--policies", help="default: all; with --quick nine")
     parser.add_argument("--beside", type=Path, metavar="TREE", help="compare with least_time of another checkout")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=2,
+        choices=range(1, len(SEEDS) + 1),
+        help="with --quick, for every rule (default 2)",
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="begin nothing after so long; the next run goes on"
@@ -281,15 +288,29 @@ def main() -> int:
     cells = [cell for cell in CELLS if any(part in cell.name for part in args.cells.split(","))]
     cells = [cell for cell in cells if not args.quick or cell.name in QUICK]
     rules = args.policies.split(",") if args.policies else QUICK_RULES if args.quick else RULES
-    seeds, for_all = (SEEDS[:2], SEEDS[:2]) if args.quick else (SEEDS, SEEDS[:1])
+    seeds, for_all = [SEEDS[: args.seeds]] * 2 if args.quick else (SEEDS, SEEDS[:1])
     grid = Grid(path, time.monotonic() + 60 * args.minutes, args.processes)
     all_done = grid.fill(measure, grid.kept["fleets"], grid.missing_fleets(cells))
     for some in (for_all, [seed for seed in seeds if seed not in for_all]):
         all_done = grid.fill(play, grid.kept["cells"], grid.missing_runs(cells, rules, some, for_all)) and all_done
     if args.beside:
-        beside(grid, args.beside.resolve(), ["--quick"] * args.quick + ["--cells", args.cells])
+        beside(
+            grid,
+            args.beside.resolve(),
+            [
+                *["--quick"] * args.quick,
+                "--seeds",
+                str(args.seeds),
+                "--cells",
+                args.cells,
+                "--processes",
+                str(args.processes),
+            ],
+        )
     names = {cell.name for cell in cells}
     found = {name: cell for name, cell in grid.kept["cells"].items() if name in names}
+    if not args.beside:  # what was kept of another tree may be old
+        found = {name: {key: one for key, one in cell.items() if "@" not in key} for name, cell in found.items()}
     verdict = field_verdict.text(found)
     path.with_suffix(".txt").write_text(verdict + "\n" + field_tables.text(found))
     print(verdict)

@@ -132,13 +132,17 @@ def _cell(gap: Gap | None) -> str:
 def _compared(cells: Runs, variant: str) -> str:
     """Our rule's figures against those of the variant, per cell; below 0: ours is less."""
     figures = ("ttft_mean", "ttft_p99", "e2e_mean", "e2e_p99", "tpot_p99", "wall", "hit")
-    lines = [f"{OURS} against {variant}", f"{'':40}" + "".join(f"{figure:>17}" for figure in figures)]
+    titles = "".join(f"{figure:>17}" for figure in figures[:-1]) + f"{'hits, points':>17}"
+    lines = [f"{OURS} against {variant}", f"{'':40}{titles}"]
     for name, cell in cells.items():
         if OURS not in runs(cell) or variant not in runs(cell):
             continue
         one = Judged(name, cell)
         shown = []
         for figure in figures:
+            if figure == "hit":
+                shown.append(f"{100 * one.more(variant, figure):+17.1f}")
+                continue
             error = one.error(variant, figure)
             within = f" +-{error:.1%}" if error < 9 else ""
             shown.append(f"{f'{one.ratio(variant, figure) - 1:+.1%}{within}':>17}")

@@ -92,6 +92,7 @@ class Member:
     replica: Replica
     incarnation: str
     space: ModelSpace | None = None
+    served: frozenset[str] = frozenset()  # the names that it told last, also while it is away
     source: Source | None = None  # what it was started from does not change with what is on the disk later
     context: int | None = None  # the longest prompt in tokens
     # its engine makes other tokens of the same files than others do, so its prompts are matched as text
@@ -180,7 +181,11 @@ class Models:
         if path not in PATHS:
             return Prompt(path, "", mode="load", note="this path is routed by load alone")
         request, unusual = parse(body, self._context)
-        first, *others = self.routes(request.get("model"))
+        model = request.get("model")
+        if self._is_nobodys(model):  # whose files and context would be another model's
+            stream = request.get("stream") is True
+            return Prompt(path, model, stream=stream, mode="load", note="no replica is known to serve its model")
+        first, *others = self.routes(model)
         prompt = first.pipeline.prepare_parsed(path, body, request, unusual, headers, adapters)
         for other in others:
             event_loop.begin_prompt()
@@ -191,6 +196,11 @@ class Models:
         """The variants that a request for this model is prepared for, the most common one first."""
         routes = self._routes
         return (routes.get(model) if type(model) is str else None) or routes.get("") or routes[None]
+
+    def _is_nobodys(self, model: object) -> bool:
+        """Whether replicas have told what they serve, and none of them this name."""
+        routes = self._routes
+        return type(model) is str and model != "" and model not in routes and "" not in routes and len(routes) > 1
 
     @property
     def pipelines(self) -> list[Pipeline]:
@@ -227,6 +237,7 @@ class Models:
         elif member.incarnation != replica.incarnation:
             member.incarnation, member.source, member.context, member.set_apart = replica.incarnation, None, None, False
         member.context = replica.max_model_len or member.context
+        member.served = frozenset(replica.models) or member.served
         kind, names = self._kind(member), _base_names(replica)
         space = member.space
         if space is None or space.kind != kind or (space.names and names and not space.names & names):
@@ -473,16 +484,20 @@ class Models:
         routes: dict[str | None, list[ModelSpace]] = {None: []}
         for (name, space), _ in sorted(counts.items(), key=lambda item: (-item[1], item[0][1].number)):
             routes.setdefault(name, []).append(space)
+        present = set(taking)
+        away = [one for one in self.members.values() if one not in present and one.space is not None]
+        _add_away(routes, away)
         self._routes = {name: (*found[:MOST_VARIANTS],) for name, found in routes.items()}
         if not self._routes[None]:
             self._routes[None] = (self.spaces[0],)
-        self.several = len({frozenset(one.replica.models) for one in taking}) > 1
+        served = {frozenset(one.replica.models) for one in taking} | {one.served for one in away}
+        self.several = len(served) > 1
         self._bound_contexts(routes)
         with_files = [one for one in self.spaces if one.kind.source is not None]
         for space in with_files:
             space.pipeline.bound_prefixes(PREFIX_BYTES // len(with_files))
-        present = set(routes[None]) or {self.spaces[0]}
-        self._one = present.pop().pipeline if len(present) == 1 else None
+        spaces = {space for found in self._routes.values() for space in found}
+        self._one = spaces.pop().pipeline if len(spaces) == 1 else None
 
     def _bound_contexts(self, routes: Mapping[str | None, Iterable[ModelSpace]]) -> None:
         """A replica's context counts while it is away: what fits it alone has to wait for it."""
@@ -520,6 +535,20 @@ class Models:
 
 def _base_names(replica: Replica) -> set[str]:
     return {name for name, parent in replica.models.items() if parent is None}
+
+
+def _add_away(routes: dict[str | None, list[ModelSpace]], away: Iterable[Member]) -> None:
+    """Names that only replicas which take no traffic now have served: what is asked of these has to wait for them, and
+    is judged by their model's files and context meanwhile, not by another's."""
+    if "" in routes:
+        return  # a replica that tells no names takes requests for any
+    waiting: dict[str | None, list[ModelSpace]] = {}
+    for member in away:
+        for name in member.served - routes.keys():
+            spaces = waiting.setdefault(name, [])
+            if member.space is not None and member.space not in spaces:
+                spaces.append(member.space)
+    routes.update(waiting)
 
 
 def _has_no_other(space: ModelSpace, member: Member) -> bool:

@@ -178,12 +178,12 @@ class Preparation:
             prompt.token_ids = b""
             if prompt.also is not None:
                 prompt.also.token_ids = b""
-        if prompt.mode == "load" and exchange.label not in NO_PREFILL:
-            metrics.prompt_failures.inc(prompt.path)
         if self._eligible.is_unknown(prompt.model):
             self._ask_anew(self._anew(exchange, prompt))
-        else:
-            exchange.prepared(prompt)
+            return
+        if prompt.mode == "load" and exchange.label not in NO_PREFILL:
+            metrics.prompt_failures.inc(prompt.path)
+        exchange.prepared(prompt)
 
     async def _anew(self, exchange: Exchange, prompt: Prompt) -> None:
         """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import httpx
 import pytest
 from aiohttp import web
 
@@ -238,3 +239,37 @@ async def test_an_engine_with_another_tokenizer_does_not_make_the_others_inexact
         else:
             raise AssertionError("the replica with the gateway's tokenizer is never predicted to hold anything")
         assert {"exact", "text"} <= set((await gateway.status())["totals"]["prompts"])
+
+
+async def test_a_model_that_is_away_is_not_answered_for_by_another(start_engine, other):
+    """Its replica is restarted: what it would take is refused for now, not for good by another model's context, files
+    or endpoints."""
+    long = start_engine(
+        "--served-model-name", "long", "--max-model-len", "131072", "--num-blocks", "9000", "--lora", "red"
+    ).wait()
+    short = start_engine("--model", other, "--served-model-name", "short", "--max-model-len", "512").wait()
+    async with running("--replica-url", long.url, short.url) as gateway:
+        await compared(gateway, 2)
+        long.process.kill()
+        await gateway.until(lambda status: sum(one["state"] == "ready" for one in status["replicas"]) == 1)
+        for model in ("long", "red"):
+            answer = await gateway.chat([{"role": "user", "content": PROSE * 150}], model=model)
+            assert answer.status_code == 503, answer.text
+            answer = await gateway.client.post("/v1/rerank", json={"model": model, "query": "x", "documents": ["y"]})
+            assert answer.status_code == 503, answer.text
+        answer = await gateway.chat([{"role": "user", "content": PROSE * 150}], model="nobody")
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found", answer.text
+
+
+async def test_an_adapter_that_was_just_loaded_is_not_refused_for_another_models_context(start_engine, other):
+    """Which model it belongs to is known only once the engines were asked again."""
+    long = start_engine("--served-model-name", "long", "--max-model-len", "131072", "--num-blocks", "9000").wait()
+    short = start_engine("--model", other, "--served-model-name", "short", "--max-model-len", "512").wait()
+    more = start_engine("--model", other, "--served-model-name", "short", "--max-model-len", "512").wait()
+    async with running("--replica-url", long.url, short.url, more.url) as gateway:
+        await compared(gateway, 3)
+        async with httpx.AsyncClient(base_url=long.url) as direct:
+            loaded = await direct.post("/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": "/adapters/new"})
+            assert loaded.status_code == 200, loaded.text
+        assert await held(gateway, "new", PROSE * 150) > 2000
+        assert set((await gateway.status())["totals"]["prompts"]) == {"exact"}

@@ -404,7 +404,7 @@ class Models:
 
     def _is_owner(self, replica: Replica, names: set[str]) -> bool:
         """Whether this is the model that the operator gave the files of: the one that has its name or folder, else the
-        first."""
+        first. Where engines are launched, it is theirs."""
         called = {self._settings.model, self._settings.served_model_name, self._name, self.directory.name}
         certain = (
             bool(names & called) or _same_folder(replica.root, self.directory) or replica.root == self._settings.model
@@ -414,7 +414,7 @@ class Models:
                 asyncio.get_running_loop().call_soon(self._adopt_again)
                 self._owner = set()
             self._owner_is_certain = True
-        if certain or not self._owner or self._owner & names:
+        if certain or self._owner & names or not (self._owner or self._settings.launch):
             self._owner |= names
             return True
         return False

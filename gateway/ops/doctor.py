@@ -35,7 +35,7 @@ from gateway.prompt.report import template_report
 from replicas.access import Access
 from replicas.adopt import Facts, described, problems_of
 from replicas.problems import Problem
-from replicas.replica import Address, parse_url
+from replicas.replica import Address, EventSource, parse_url
 from replicas.tls import context_for
 
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
@@ -90,11 +90,9 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
             refuses = True
             yield Finding("fail", "gateway", f"one runs, and its admin side refuses the doctor: {refused}",
                           "run the doctor with the --admin-token that the gateway was started with")  # fmt: skip
-        urls = list(known_urls(settings)) or list(
-            dict.fromkeys(one["url"] for one in (running or {}).get("replicas", []))
-        )
+        addresses = [parse_url(url) for url in known_urls(settings)] or _known_to(running)
         replicas, ways, untried = [], {}, set()
-        for address in map(parse_url, urls):
+        for address in addresses:
             for finding in _kept_out(address, running):
                 untried.add(address.url)
                 yield finding
@@ -113,7 +111,7 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
                     yield finding
         for finding in _seen_by_gateway(running, replicas, untried):
             yield finding
-        if not urls and not refuses:
+        if not addresses and not refuses:
             yield _no_replicas(settings)
         groups = _by_model(replicas)
         # else the gateway knows the model, and we do not
@@ -369,6 +367,18 @@ def _template(pipeline: Pipeline) -> list[Finding]:
 
 
 # --- the replicas, as they describe themselves
+
+
+def _known_to(running: dict[str, Any] | None) -> list[Address]:
+    """The engines of the running gateway, with the sources of events that it follows: an older engine does not tell
+    its own, and they stand in the gateway's flags alone."""
+    found: dict[str, Address] = {}
+    for one in (running or {}).get("replicas", []):
+        source = one.get("event_source") if not one.get("rank") else None
+        address = parse_url(one["url"])._replace(source=EventSource(**source) if source else None)
+        if address.url not in found or address.source is not None:
+            found[address.url] = address
+    return list(found.values())
 
 
 def _kept_out(address: Address, running: dict[str, Any] | None) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ from gateway.prompt.pipeline import Pipeline
 from replicas.problems import NO_CACHED_TOKENS, NO_REPLAY, Problem
 from replicas.replica import EventSource, Replica
 
+# Where an engine computes a prompt, and the field that holds it: one that generates, one that embeds, one that scores.
+ASKED_AT = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/classify": "input", "/pooling": "input"}
 EVENT_SECONDS = 5.0  # vLLM publishes with the step that stores the blocks: tens of milliseconds
 JOIN_SECONDS = 1.0  # a publisher without replay says nothing until it has something to say
 ANSWER_SECONDS = 60.0  # a loaded engine may queue the trial
@@ -82,15 +84,40 @@ class Trial:
                 reply = await response.json(content_type=None)
                 if response.status in (401, 403):
                     raise Locked
+                if response.status == 404:
+                    raise NotServed(f"{path} answers 404: {json.dumps(reply)[:200]}")
                 if response.status != 200 or not isinstance(reply, dict):
                     raise Refused(f"{path} answers {response.status}: {json.dumps(reply)[:200]}")
                 return reply
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise Refused(f"{path} does not answer: {error or type(error).__name__}") from None
 
+    async def ask(self, text: str) -> tuple[str, dict[str, Any]]:
+        """Have this prompt computed: the endpoint that took it, and the reply."""
+        first = None
+        for path, field in ASKED_AT.items():
+            body = {"model": self.model, field: text}
+            if path == "/v1/completions":
+                body |= {"max_tokens": 1, "temperature": 0}
+            try:
+                return path, await self.post(path, body)
+            except NotServed as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def hashes(self, text: str) -> Sequence[int]:
+        """The blocks of that prompt, wherever it was taken."""
+        assert self.pipeline is not None
+        return self.pipeline.prepare("/v1/completions", json.dumps({"prompt": text}).encode()).hashes
+
 
 class Refused(Exception):
     """A replica did not answer a trial usefully."""
+
+
+class NotServed(Refused):
+    """It has no such endpoint, or no such model."""
 
 
 class Locked(Exception):
@@ -121,14 +148,14 @@ async def _trials(trial: Trial) -> AsyncIterator[Finding]:
     if source is None:
         problem = trial.problems.get("events") or trial.problems["ranks"]
         yield Finding("warn", f"events {trial.id}", problem.what, problem.remedy)
-    body = {"model": trial.model, "prompt": _new_prompt(trial.block_size), "max_tokens": 1, "temperature": 0}
+    text = _new_prompt(trial.block_size)
     try:
         if source is not None:
-            async for finding in _blocks_arrive(trial, source, body):
+            async for finding in _blocks_arrive(trial, source, text):
                 yield finding
         else:
-            await trial.post("/v1/completions", body)
-        yield _cached_tokens(trial, await trial.post("/v1/completions", body))
+            await trial.ask(text)
+        yield _cached_tokens(trial, *await trial.ask(text))
     except Refused as error:
         yield Finding("fail", f"trial {trial.id}", str(error), "the engine's own log says more")
 
@@ -181,7 +208,7 @@ async def _same_tokens(trial: Trial) -> Finding:
                    "the engine uses another tokenizer or chat template: give --model and --chat-template as it was started")  # fmt: skip
 
 
-async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]) -> AsyncIterator[Finding]:
+async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncIterator[Finding]:
     """Send the prompt while listening; its blocks must come, and be the ones the gateway would look for."""
     subject, cachemap = f"events {trial.id}", CacheMap(64 * 2**20)
     slot = cachemap.attach(trial.id, trial.replica.num_blocks, True)
@@ -192,12 +219,12 @@ async def _blocks_arrive(trial: Trial, source: EventSource, body: dict[str, Any]
     try:
         await _until(lambda: intake.state != "connecting", JOIN_SECONDS)
         before = intake.batches
-        await trial.post("/v1/completions", body)
+        await trial.ask(text)
         if trial.pipeline is None:
             came = await _until(lambda: intake.batches > before, EVENT_SECONDS)
             yield Finding("ok", subject, f"arrive from {source.endpoint}") if came else _silent(trial, source)
             return
-        hashes = trial.pipeline.prepare("/v1/completions", json.dumps(body).encode()).hashes
+        hashes = trial.hashes(text)
         found = await _until(lambda: cachemap.match(hashes, 0.0).confirmed[slot] >= len(hashes), EVENT_SECONDS)
         if found:
             yield Finding(
@@ -234,9 +261,11 @@ def _no_replay(trial: Trial, source: EventSource) -> Finding:
     return Finding("warn", f"replay {trial.id}", f"{what}. {NO_REPLAY}", trial.replica.dialect.remedies.replay)
 
 
-def _cached_tokens(trial: Trial, reply: dict[str, Any]) -> Finding:
+def _cached_tokens(trial: Trial, path: str, reply: dict[str, Any]) -> Finding:
     subject, usage = f"cache {trial.id}", reply.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    if cached is None and path != "/v1/completions":
+        return Finding("ok", subject, f"answers of {path} never say how many prompt tokens were cached")
     if cached is None:
         return Finding("warn", subject, NO_CACHED_TOKENS, trial.replica.dialect.remedies.cached_tokens)
     if not cached:

@@ -129,6 +129,7 @@ class View:
             "waiting": scrape.waiting if scrape else None,
             "kv_usage": scrape.kv_usage if scrape else None,
             "events": intake.state if intake else "off",
+            "event_source": replica.events._asdict() if replica.events is not None else None,
             "events_reason": intake.reason if intake else _why_no_events(replica),
             "map_role": getattr(intake, "role", None),
             "map_role_reason": getattr(intake, "role_reason", None),

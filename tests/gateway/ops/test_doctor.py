@@ -256,6 +256,9 @@ TRIED = {**ENGINE, "/v1/completions": COMPLETION}
         ({"/v1/models": 401, "/v1/completions": 401, "/tokenize": 401}, "trial", "warn", "clients' keys are passed on"),
         ({"/v1/completions": 500}, "trial", "fail", "the engine's own log says more"),
         ({"/v1/completions": {"usage": {"prompt_tokens": 60}}}, "cache", "warn", "--enable-prompt-tokens-details"),
+        ({"/v1/completions": 404, "/v1/embeddings": {"usage": {"prompt_tokens": 60}}}, "cache", "ok", "/v1/embeddings"),
+        ({"/v1/completions": 404, "/classify": {"usage": {"prompt_tokens": 60}}}, "cache", "ok", "/classify"),
+        ({"/v1/completions": 404}, "trial", "fail", "/v1/completions answers 404"),
         ({"/tokenize": {"tokens": [1, 2, 3]}}, "tokens", "fail", "give --model and --chat-template"),
         ({"/version": 404}, "replica", "ok", "version unknown"),
     ],
@@ -308,6 +311,29 @@ def test_what_only_traffic_shows_comes_from_the_running_gateway():
     assert not list(doctor._seen_by_gateway({"replicas": [{"id": "a:1"}]}, [])) and not list(
         doctor._seen_by_gateway(None, [])
     )
+
+
+def test_events_that_only_the_running_gateway_knows_of(capsys, fake, engines, monkeypatch):
+    """An older engine does not say where its events are: their address stands in the gateway's flags."""
+    published = told_by(engines[0].url + "/kv_event_sources")["0"]
+    source = {
+        "endpoint": published["endpoint"].replace("*", "127.0.0.1"),
+        "replay": published["replay_endpoint"].replace("*", "127.0.0.1"),
+        "topic": "",
+    }
+    url = fake({**TRIED, "/kv_event_sources": 404})
+    replica = {"id": "x", "url": url, "rank": None, "events": "live", "event_source": source}
+
+    async def running(*_) -> dict:
+        return status(replicas=[replica])
+
+    monkeypatch.setattr(doctor, "_running_gateway", running)
+    monkeypatch.setattr(trial, "EVENT_SECONDS", 0.1)
+    _, found = examine(capsys)
+    assert source["endpoint"] in found["events"][1], found  # listened to; this fake publishes nothing there
+    replica |= {"event_source": None, "events": "off"}
+    _, found = examine(capsys)
+    assert found["events"][0] == "warn" and "URL#events=tcp://HOST:PORT" in found["events"][1]
 
 
 def test_a_port_that_somebody_holds(capsys):

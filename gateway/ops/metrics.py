@@ -245,7 +245,9 @@ class Metrics:
         )
         # prompts
         self.prompts = Counter(
-            "prompts", "Prompts by how their tokens were found", mode=("exact", "engine", "text", "load")
+            "prompts",
+            "Prompts that were sent to a replica, by how their tokens were found",
+            mode=("exact", "engine", "text", "load"),
         )
         self.prompt_failures = Counter(
             "prompt_failures",

@@ -228,6 +228,8 @@ def _status(error: bytes) -> int:
     return 400 if _CLIENTS_FAULT.search(error) else 500
 
 
+# Answers to these have no count of cached tokens, however the engine was started.
+NEVER_TELL_CACHED = frozenset(("/v1/embeddings",))
 # OpenAI chat, completions and responses; Anthropic messages. No engine counts as far as 19 digits.
 COUNT = re.compile(
     rb'"((?:prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens)"\s*:\s*(\d{1,18})(?!\d)'

@@ -27,6 +27,7 @@ PROMPT_PATHS = {
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
+NO_PREFILL = frozenset(("tokenize", "detokenize"))  # by label: engines compute no prompt for these
 # The rest of the inference API: sent on by load alone.
 OTHER_PATHS = frozenset((
     "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/chat/completions/derender",

@@ -32,7 +32,7 @@ from .conductor import Conductor, Judge
 from .exchange import Added, Batcher, Exchange
 from .forwarding import TokenIdForwarding
 from .newcomers import Newcomers
-from .paths import PROMPT_PATHS, AllowedPaths, refusal
+from .paths import NO_PREFILL, PROMPT_PATHS, AllowedPaths, refusal
 from .placing import Eligibility, Placing
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.proxy")
 
-NO_PREFILL = ("tokenize", "detokenize")
 TAKES_LONG = TakesLong()  # instead of a prompt: the event loop is not to prepare it
 # The prompt, or why there is none (None: a bug of ours), and the seconds it took.
 Prepared = tuple[Prompt | ApiError | TakesLong | None, float]

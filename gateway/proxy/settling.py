@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from policies import Placement, Router, hittable
 from replicas.engines.dialect import ANY_PATH
 
-from .answers import Usage, error_status, read_usage, speaks_api
+from .answers import NEVER_TELL_CACHED, Usage, error_status, read_usage, speaks_api
 from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
 from .drift import TOLERATED
 from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange
 from .forwarding import TokenIdForwarding
+from .paths import NO_PREFILL
 from .retries import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, FULL, RETRYABLE, UNCONFIRMED
 
 if TYPE_CHECKING:
@@ -264,7 +265,8 @@ class Settling:
             pass  # there is nothing to compare with
         elif cached is None:
             backend.drift.unreported(overlap, prompt.tokens)
-            if overlap and counted is not None and backend.replica.cached_tokens is None:
+            told = counted is not None and prompt.path not in NEVER_TELL_CACHED
+            if overlap and told and backend.replica.cached_tokens is None:
                 backend.replica.cached_tokens = False
         else:
             saved = cached
@@ -308,7 +310,7 @@ class Settling:
             metrics.replica_requests.inc(attempt.backend.id, status)
         if outcome == "aborted":
             metrics.client_aborts.inc(exchange.label)
-        if exchange.prompt is not None:
+        if exchange.prompt is not None and attempt is not None and exchange.label not in NO_PREFILL:
             metrics.prompts.inc(exchange.prompt.mode)
         metrics.request_seconds.observe(exchange.label, monotonic() - exchange.begun)
         try:

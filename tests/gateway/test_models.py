@@ -273,3 +273,43 @@ async def test_an_adapter_that_was_just_loaded_is_not_refused_for_another_models
             assert loaded.status_code == 200, loaded.text
         assert await held(gateway, "new", PROSE * 150) > 2000
         assert set((await gateway.status())["totals"]["prompts"]) == {"exact"}
+
+
+async def test_an_engine_of_embeddings_is_not_told_to_report_cached_tokens(start_engine):
+    """No answer of an embedding has a count of them, whatever the engine was started with."""
+    engine = start_engine().wait()
+    async with running("--replica-url", engine.url) as gateway:
+        await compared(gateway, 1)
+        for _ in range(200):
+            answer = await gateway.client.post("/v1/embeddings", json={"model": "sim", "input": PROSE * 20})
+            assert answer.status_code == 200, answer.text
+            if int(answer.headers["x-hitherto-cached-tokens"]):
+                break
+        else:
+            raise AssertionError("what is held is never predicted")
+        (shown,) = (await gateway.status())["replicas"]
+        assert not [problem for problem in shown["problems"] if "cached" in problem]
+
+
+async def test_requests_without_a_prompt_to_route_are_not_counted_as_inexact_prompts(start_engine):
+    """Nothing is amiss where a client wants tokens counted, or a model that does not exist."""
+    async with running(
+        "--replica-url", start_engine().wait().url, start_engine("--served-model-name", "more").wait().url
+    ) as gateway:
+        await compared(gateway, 2)
+        assert (await gateway.client.post("/tokenize", json={"model": "sim", "prompt": PROSE})).status_code == 200
+        assert (await gateway.chat([{"role": "user", "content": PROSE}], model="nobody")).status_code == 404
+        assert (await gateway.chat([{"role": "user", "content": PROSE}])).status_code == 200
+        assert (await gateway.status())["totals"]["prompts"] == {"exact": 1}
+
+
+async def test_an_adopted_model_is_not_taken_for_the_one_that_is_launched(start_engine, other):
+    """`--model` says what to launch; the adopted engine is ready long before, and has other files."""
+    adopted = start_engine("--served-model-name", "adopted").wait()
+    flags = "--launch", "1", "--profile", "sim", "--model", other
+    async with running(*flags, "--replica-url", adopted.url) as gateway:
+        await compared(gateway, 2)
+        assert not [line for line in gateway.log if b"another tokenizer" in line]
+        assert await held(gateway, "adopted", PROSE * 20) > 100
+        assert await held(gateway, Path(other).name, PROSE * 20) > 100
+        assert set((await gateway.status())["totals"]["prompts"]) == {"exact"}

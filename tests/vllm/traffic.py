@@ -55,6 +55,7 @@ class Outcome:
 class Talk:
     def __init__(self, dice: random.Random, way: str, model: str = "tiny", salt: str | None = None, choices: int = 1):
         self.dice, self.way, self.model, self.salt, self.choices = dice, way, model, salt, choices
+        self.longest = LONGEST
         root = f"Instruction {dice.randrange(3)}. " + " ".join(WORDS) * 4
         self.messages = [{"role": "system", "content": root}]
         self.text, self.ids = root, []
@@ -62,7 +63,7 @@ class Talk:
 
     @property
     def over(self) -> bool:
-        return self.tokens > LONGEST
+        return self.tokens > self.longest
 
     def words(self, least: int, most: int) -> str:
         return " ".join(self.dice.choices(WORDS, k=self.dice.randint(least, most)))

@@ -4,10 +4,10 @@ One policy a file; the vocabulary they share is `Load`, `Demand`, `Candidate`, `
 keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
 """
 
-from .costs import CostGroup, Costs
+from .costs import CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Load, Reservation
 from .roster import Roster
-from .router import Decision, Evaluation, Placement, PrefixMap, Router, Targets, hittable
+from .router import Decision, Evaluation, Placement, PrefixMap, Router, Targets, behind, hittable
 from .rules.consistent_hash import ConsistentHash
 from .rules.least_cost import Cost
 from .rules.least_load import LeastLoad
@@ -49,6 +49,7 @@ __all__ = [
     "Evaluation",
     "Ledger",
     "Load",
+    "Lower",
     "Placement",
     "Policy",
     "PrefixMap",
@@ -56,6 +57,7 @@ __all__ = [
     "Roster",
     "Router",
     "Targets",
+    "behind",
     "hittable",
     "make",
 ]

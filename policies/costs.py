@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import exp, log
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from .changes import Changes
 from .ledger import UNTIMED, Load
@@ -55,6 +55,14 @@ _SMOOTH = 0.1  # of the running error sizes
 # thought a little quicker than they are it is tried, and known again. One thought twice as slow as they is after 6 s.
 _REST_HALF, _REST_SHARE = 2.0, 0.9
 _FORGET = 0.99  # of the log speed stays, each turn without a request
+
+# Tokens in slower tiers, in runs of the prompt's order: (tier, tokens).
+Lower = tuple[tuple[str, int], ...]
+# Seconds to bring one token's keys and values back to the GPU: 128 KiB a token (Llama 3 8B in 16 bits), at 25 GB/s from
+# host memory (PCIe 4.0 x16), 6 GB/s from NVMe and 2.5 GB/s from another machine (25 Gbit/s, 80 % of it). Learned since.
+FETCH_PRIOR = {tier: 131_072 / bandwidth for tier, bandwidth in (("cpu", 25e9), ("disk", 6e9), ("remote", 2.5e9))}
+_ASIDE = 0.1  # share of a prediction below which the fetch in it disturbs nobody who learns from the rest
+_FETCH_LIMIT = 1.0  # of a log error: a client's stall moves nothing far
 
 
 # --- the two models as statements (see `statement`): the only place where they are written down
@@ -196,6 +204,46 @@ def _correction(size: int) -> Callable[..., None]:
 _CORRECTIONS = {size: _correction(size) for size in (len(TTFT_PRIOR), len(STEP_PRIOR))}
 
 
+class Fetch:
+    """How long a group's replicas take to fetch a token from each slower tier, fitted as `Fit` fits: on the logarithmic
+    scale, by each tier's share of what was predicted for the request."""
+
+    __slots__ = ("_seconds", "_variance")
+
+    def __init__(self) -> None:
+        self._seconds = dict(FETCH_PRIOR)
+        self._variance = dict.fromkeys(FETCH_PRIOR, _COMMON + _OWN)
+
+    def state(self) -> dict[str, list[float]]:
+        return {tier: [seconds, self._variance[tier]] for tier, seconds in self._seconds.items()}
+
+    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
+        for tier, (seconds, variance) in state.items():
+            self._seconds[tier], self._variance[tier] = seconds, variance
+
+    def seconds(self, lower: Lower) -> float:
+        """Fetching these tokens."""
+        each = self._seconds
+        return sum([tokens * each[tier] for tier, tokens in lower])
+
+    def observe(self, lower: Lower, rest: float, seconds: float) -> None:
+        """A first token came after `seconds` > 0; `rest`: what is predicted for all but the fetch."""
+        parts = dict.fromkeys((tier for tier, _ in lower), 0.0)
+        for tier, tokens in lower:
+            parts[tier] += tokens * self._seconds[tier]
+        predicted = rest + sum(parts.values())
+        gap = max(-_FETCH_LIMIT, min(_FETCH_LIMIT, log(seconds / predicted)))
+        shares = {tier: part / predicted for tier, part in parts.items()}
+        weight = 1.0 / (_NOISE + sum(self._variance[tier] * share * share for tier, share in shares.items()))
+        for tier, share in shares.items():
+            variance, prior = self._variance[tier], FETCH_PRIOR[tier]
+            gain = variance * share * weight
+            moved = self._seconds[tier] * exp(gain * gap)
+            self._seconds[tier] = max(prior / _BOUND, min(prior * _BOUND, moved))
+            variance -= gain * share * variance
+            self._variance[tier] = variance + _WALK * (_COMMON + _OWN - variance)
+
+
 class Speed:
     """How many times longer one replica takes than its group's model says."""
 
@@ -273,8 +321,19 @@ class Costs:
             ttft_terms(self._features(load, uncached, context, now), self.ttft.value, self.group.ttft.coefficients)
         )
 
-    def observe_ttft(self, seconds: float, uncached: int, cached: int, before: Load, at: float = UNTIMED) -> None:
-        """A first token came after `seconds`; `before` is the load it met, `at` when (both a Reservation's)."""
+    def observe_ttft(
+        self, seconds: float, uncached: int, cached: int, before: Load, at: float = UNTIMED, lower: Lower = ()
+    ) -> None:
+        """A first token came after `seconds`; `before` is the load it met, `at` when (both a Reservation's). `lower`:
+        which of the `cached` tokens were fetched. Time spent on those says nothing of computing: where it is much, only
+        the fetch is learned from it."""
+        if lower and seconds > 0:
+            fetch, rest = self.group.fetch, self.ttft_seconds(before, uncached, cached, at)
+            fetched = fetch.seconds(lower)
+            if fetched > _ASIDE * (fetched + rest):
+                fetch.observe(lower, rest, seconds)
+                return
+            seconds -= fetched
         if seconds <= 0:
             return
         speed = self.ttft.value
@@ -310,10 +369,11 @@ _IDLE = Load()
 
 class Learned(TypedDict):
     """What a group has learned, in types that JSON has. `replicas`: the states of both speeds, the error and the count
-    of each."""
+    of each; `fetch`: by tier."""
 
     ttft: dict[str, object]
     step: dict[str, object]
+    fetch: NotRequired[dict[str, list[float]]]
     replicas: dict[str, list[Any]]
 
 
@@ -322,7 +382,7 @@ class CostGroup:
     group, to go on from."""
 
     def __init__(self, learned: Learned | None = None) -> None:
-        self.ttft, self.step = Fit(TTFT_PRIOR), Fit(STEP_PRIOR)
+        self.ttft, self.step, self.fetch = Fit(TTFT_PRIOR), Fit(STEP_PRIOR), Fetch()
         self._members: dict[str, Costs] = {}
         self._turns: list[Costs] = []
         self.changes: Changes[Costs] | None = None  # members whose speeds changed, once somebody follows them
@@ -330,6 +390,7 @@ class CostGroup:
         if learned is not None:
             self.ttft.restore(learned["ttft"])
             self.step.restore(learned["step"])
+            self.fetch.restore(learned.get("fetch", {}))
             self._known = dict(learned["replicas"])
 
     def follow(self) -> Changes[Costs]:
@@ -343,7 +404,12 @@ class CostGroup:
         replicas = {
             name: [one.ttft.state(), one.step.state(), one.error, one.count] for name, one in self._members.items()
         }
-        return {"ttft": self.ttft.state(), "step": self.step.state(), "replicas": replicas}
+        return {
+            "ttft": self.ttft.state(),
+            "step": self.step.state(),
+            "fetch": self.fetch.state(),
+            "replicas": replicas,
+        }
 
     def add(self, replica: str) -> Costs:
         """This replica's costs, the same object until `remove`."""

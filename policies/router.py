@@ -12,13 +12,13 @@ rule behaves the same in each. No I/O and no clock: `now` is in seconds of the c
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from .costs import CostGroup, Costs
+from .costs import CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Reservation
 from .roster import Roster
 from .vocabulary import Candidate, Choice, Demand, Policy
@@ -28,8 +28,30 @@ PASSED_OVER_SECONDS = 2.0  # without a request, while others have some
 
 
 def hittable(tokens: int, block_size: int) -> int:
-    """Return how many blocks of a prompt can be found in a cache: its last token is always computed."""
+    """Return how many blocks of a prompt can be found in a cache, all its tiers together: the last token is always
+    computed."""
     return (tokens - 1) // block_size
+
+
+def leading(runs: Iterable[tuple[str, int]], most: int, size: int = 1) -> Lower:
+    """Return the first `most` units of runs of a tier each, times `size`."""
+    kept: list[tuple[str, int]] = []
+    for tier, count in runs:
+        if most <= 0:
+            break
+        kept.append((tier, min(count, most) * size))
+        most -= count
+    return tuple(kept)
+
+
+def behind(runs: Iterable[tuple[str, int]], start: int) -> Lower:
+    """Return what is left of runs of a tier each behind their first `start` units."""
+    kept: list[tuple[str, int]] = []
+    for tier, count in runs:
+        if count > start:
+            kept.append((tier, count - start))
+        start = max(0, start - count)
+    return tuple(kept)
 
 
 class Match(Protocol):
@@ -96,18 +118,20 @@ class Held(NamedTuple):
 
 class Evaluation(NamedTuple):
     """What the policy would do with a request by the loads known here. Nothing is done yet. `overlap`: prompt tokens
-    that the candidate it chose holds."""
+    that the candidate it chose holds in its first tier; `lower`: those that follow in slower tiers."""
 
     demand: Demand
     candidates: Sequence[Candidate]
     choice: Choice
     overlap: int
     spaces: Mapping[int, Held] | None = None  # by space, where the candidates are of several
+    lower: Lower = ()
 
 
 class Decision(NamedTuple):
     """What a ledger that several gateways share has chosen and counted: `index` into the candidates, prompt tokens held
-    there and not, what other gateways have on it, and whether the reservation is in the sums that count now."""
+    there in the first tier and in no tier, what other gateways have on it, whether the reservation is in the sums that
+    count now, and prompt tokens held in slower tiers."""
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     replica: str
@@ -115,11 +139,13 @@ class Decision(NamedTuple):
     uncached: int
     others: tuple[int, ...]
     counted: bool
+    lower: Lower = ()
 
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """A request on a replica, from the choice to its end. `overlap`: prompt tokens that are taken to be held there."""
+    """A request on a replica, from the choice to its end. `overlap`: prompt tokens that are taken to be held in its
+    first tier; `lower`: those that follow in slower tiers, in runs. The engine is to deliver both (`cached`)."""
 
     candidate: Candidate
     demand: Demand
@@ -127,10 +153,21 @@ class Placement:
     reservation: Reservation
     at: float
     expects: bool = False  # whether the map was told that its blocks will be there
+    lower: Lower = ()
 
     @property
-    def cached_blocks(self) -> int:
-        """Blocks."""
+    def cached(self) -> int:
+        """Prompt tokens that need not be computed: the prediction that an engine's `cached_tokens` is held against."""
+        return self.overlap + self.fetched
+
+    @property
+    def fetched(self) -> int:
+        """Prompt tokens that come from slower tiers."""
+        return sum([tokens for _, tokens in self.lower])
+
+    @property
+    def overlap_blocks(self) -> int:
+        """Blocks of the first tier."""
         return self.overlap // self.demand.block_size
 
     @property
@@ -141,8 +178,9 @@ class Placement:
     @property
     def ttft(self) -> float:
         """Seconds from sending it to its first token, as predicted by the load that it met."""
-        taken = self.reservation
-        return self.candidate.costs.ttft_seconds(taken.before, taken.uncached, self.overlap, taken.at)
+        taken, costs = self.reservation, self.candidate.costs
+        seconds = costs.ttft_seconds(taken.before, taken.uncached, self.cached, taken.at)
+        return seconds + costs.group.fetch.seconds(self.lower) if self.lower else seconds
 
 
 class Router:
@@ -222,31 +260,30 @@ class Router:
         spaces = None if targets.space == demand.space else self._weigh_spaces(demand, targets, now)
         candidates = self.weighed(demand, targets, now) if spaces is None else targets.candidates
         choice = self.policy.choose(demand, candidates, explain)
-        return Evaluation(demand, candidates, choice, candidates[choice.index].overlap, spaces)
+        chosen = candidates[choice.index]
+        return Evaluation(demand, candidates, choice, chosen.overlap, spaces, chosen.lower)
 
     def commit(self, evaluation: Evaluation, now: float, decision: Decision | None = None) -> Placement:
         """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was
         made by the load of all gateways, of the same candidates."""
-        demand, candidates, choice, overlap, spaces = evaluation
+        demand, candidates, choice, overlap, spaces, lower = evaluation
         if decision is None:
             candidate = candidates[choice.index]
             reservation = self.ledger.reserve(
                 candidate.replica,
-                demand.tokens - overlap,
+                demand.tokens - overlap - sum([tokens for _, tokens in lower]),
                 demand.tokens,
                 now=demand.now if demand.now != UNTIMED else None,
             )
         else:
-            choice, overlap = choice._replace(index=decision.index), decision.overlap
+            choice, overlap, lower = choice._replace(index=decision.index), decision.overlap, decision.lower
             candidate = candidates[choice.index]
             self.ledger.others(decision.replica, decision.others)
-            reservation = self.ledger.reserve(
-                candidate.replica, decision.uncached, overlap + decision.uncached, decision.counted
-            )
+            reservation = self.ledger.reserve(candidate.replica, decision.uncached, demand.tokens, decision.counted)
         placed = demand
         if spaces is not None:
-            placed, overlap = _in_space(candidate, spaces, demand)
-        placement = Placement(candidate, placed, overlap, reservation, now)
+            placed, overlap, lower = _in_space(candidate, spaces, demand)
+        placement = Placement(candidate, placed, overlap, reservation, now, lower=lower)
         try:
             if placed.hashes and (candidate.rank_paths is None or placed.path in candidate.rank_paths):
                 placement.expects = True  # its blocks will be on this replica for certain
@@ -288,9 +325,8 @@ class Router:
         if self._tiered or (match and match.lower):
             self._tiered = bool(match and match.lower)
             for one in candidates:
-                one.lower = (
-                    tuple((tier, blocks * size) for tier, blocks in match.lower.get(one.slot, ())) if match else ()
-                )
+                runs = match.lower.get(one.slot) if match else None
+                one.lower = leading(runs, most - match.held[one.slot], size) if match and runs else ()
         return candidates if roster is None else roster
 
     def _weigh_spaces(self, demand: Demand, targets: Targets, now: float) -> Mapping[int, Held]:
@@ -304,10 +340,13 @@ class Router:
                     one, self.map.match(one.hashes, now) if one.hashes and one.reads_cache else None
                 )
         for candidate in targets.candidates:
-            own, overlap = _in_space(candidate, spaces, demand)
+            own, overlap, lower = _in_space(candidate, spaces, demand)
             if own is not demand and own.tokens != demand.tokens:
-                overlap = max(0, min(overlap * demand.tokens // max(1, own.tokens), demand.tokens - 1))
-            candidate.overlap, candidate.lower = overlap, ()
+                ours, theirs = demand.tokens, max(1, own.tokens)
+                overlap = max(0, min(overlap * ours // theirs, ours - 1))
+                lower = leading([(tier, tokens * ours // theirs) for tier, tokens in lower], ours - 1 - overlap)
+            candidate.overlap, candidate.lower = overlap, lower
+            self._tiered |= bool(lower)
         return spaces
 
     # --- what becomes of it
@@ -323,7 +362,7 @@ class Router:
             self._first(reservation.replica, placement.demand)
         if seconds is not None:
             placement.candidate.costs.observe_ttft(
-                seconds, reservation.uncached, placement.overlap, reservation.before, reservation.at
+                seconds, reservation.uncached, placement.cached, reservation.before, reservation.at, placement.lower
             )
 
     def finish(self, placement: Placement, reported: int | None = None, per_token: float | None = None) -> None:
@@ -335,14 +374,17 @@ class Router:
             candidate.costs.observe_itl(per_token, load.decoding, load.context_tokens)
         self._release(placement)
         if reported is not None and demand.hashes and candidate.slot >= 0:
-            self.map.learn(candidate.slot, demand.hashes, placement.cached_blocks, reported // demand.block_size)
+            size = demand.block_size
+            self.map.learn(candidate.slot, demand.hashes, placement.cached // size, reported // size)
 
     def abandon(self, placement: Placement, computed: bool = True) -> None:
         """It has ended otherwise. Unless it was `computed`, its blocks are not going to be there."""
         self._release(placement)
         if not computed and placement.expects and placement.candidate.slot >= 0:
             placement.expects = False
-            self.map.take_back(placement.candidate.slot, placement.demand.hashes, placement.cached_blocks, placement.at)
+            self.map.take_back(
+                placement.candidate.slot, placement.demand.hashes, placement.overlap_blocks, placement.at
+            )
 
     def _release(self, placement: Placement) -> None:
         reservation = placement.reservation
@@ -352,12 +394,15 @@ class Router:
                 self._ended(reservation.replica, placement.demand)
 
 
-def _in_space(candidate: Candidate, spaces: Mapping[int, Held], demand: Demand) -> tuple[Demand, int]:
-    """The request as this candidate's engine will see it, and prompt tokens that it holds. Of a space that the request
-    was not prepared for no blocks are known."""
+def _in_space(candidate: Candidate, spaces: Mapping[int, Held], demand: Demand) -> tuple[Demand, int, Lower]:
+    """The request as this candidate's engine will see it, and prompt tokens that it holds in its first tier and in
+    slower ones. Of a space that the request was not prepared for no blocks are known."""
     held = spaces.get(candidate.space)
     if held is None:
-        return replace(demand, hashes=(), root=0, also=None), 0
+        return replace(demand, hashes=(), root=0, also=None), 0, ()
     own, match = held
-    blocks = min(match.held[candidate.slot], hittable(own.tokens, own.block_size)) if match is not None else 0
-    return own, blocks * own.block_size
+    if match is None:
+        return own, 0, ()
+    size, most = own.block_size, hittable(own.tokens, own.block_size)
+    blocks = min(match.held[candidate.slot], most)
+    return own, blocks * size, leading(match.lower.get(candidate.slot, ()), most - blocks, size)

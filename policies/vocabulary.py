@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from .costs import Costs
+from .costs import Costs, Lower
 from .ledger import UNTIMED, Load
 
 
@@ -33,10 +33,10 @@ class Candidate:
     """One replica that could serve the request."""
 
     replica: str
-    overlap: int  # prompt tokens whose KV it holds, < Demand.tokens
+    overlap: int  # prompt tokens whose KV it holds in its first tier, < Demand.tokens
     load: Load
     costs: Costs
-    lower: tuple[tuple[str, int], ...] = ()  # further tokens in slower tiers, after the overlap
+    lower: Lower = ()  # further tokens in slower tiers, right after the overlap; with it < Demand.tokens
     slot: int = -1  # where the map of prefixes has it; -1: nowhere, or no more
     # where requests are computed by this rank of its engine; None: everywhere
     rank_paths: Collection[str] | None = None

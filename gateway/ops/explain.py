@@ -53,7 +53,7 @@ def describe(policy: str, prompt: Prompt, evaluation: Evaluation) -> dict[str, A
             {
                 "id": candidate.replica,
                 "overlap_tokens": candidate.overlap,
-                "uncached_tokens": demand.tokens - candidate.overlap,
+                "uncached_tokens": demand.tokens - candidate.overlap - sum(tokens for _, tokens in candidate.lower),
                 "lower_tiers": [{"tier": tier, "tokens": tokens} for tier, tokens in candidate.lower],
                 "load": {name: getattr(candidate.load, name) for name in LOAD_FIELDS},
                 "terms": dict(parts),
@@ -88,7 +88,10 @@ def show(told: dict[str, Any]) -> str:
         ]
     ]
     for one in told["replicas"]:
-        held = f"{one['overlap_tokens']} ({one['overlap_tokens'] / max(1, told['tokens']):.0%})"
+        cached = one["overlap_tokens"] + sum(run["tokens"] for run in one["lower_tiers"])
+        held = f"{cached} ({cached / max(1, told['tokens']):.0%})"
+        if one["lower_tiers"]:
+            held += f", {', '.join(str(run['tokens']) + ' ' + run['tier'] for run in one['lower_tiers'])}"
         row = [
             "->" if one["chosen"] else "",
             one["id"],

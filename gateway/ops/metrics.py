@@ -257,7 +257,7 @@ class Metrics:
         # the cache: predicted when choosing, reported by the engine in its answer
         self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens sent to a replica", replica=REPLICA)
         self.predicted_cached_tokens = Counter(
-            "predicted_cached_tokens", "Prompt tokens the map said the replica holds", replica=REPLICA
+            "predicted_cached_tokens", "Prompt tokens the map said the replica holds, in all tiers", replica=REPLICA
         )
         self.reported_prompt_tokens = Counter(
             "reported_prompt_tokens", "Prompt tokens of the answers that reported cached tokens", replica=REPLICA

@@ -131,7 +131,8 @@ class Decisions:
     def _told(self, leased: Leased, attempt: Attempt) -> dict[str, Any]:
         backend, prompt, placement = attempt.backend, leased.prompt, attempt.placement
         held = (
-            f"{placement.overlap} of {prompt.tokens} prompt tokens held"
+            f"{placement.cached} of {prompt.tokens} prompt tokens held"
+            + (f" ({placement.fetched} of them in slower tiers)" if placement.lower else "")
             if prompt.hashes
             else f"by load alone ({prompt.note or 'no full block'})"
         )
@@ -144,7 +145,7 @@ class Decisions:
             "reason": f"{self._router.policy.name}: {held}, {placement.reservation.before.requests} requests there, "
             f"first token in {1e3 * placement.ttft:.1f} ms as predicted",
             "tokens": prompt.tokens,
-            "cached_tokens": placement.overlap,
+            "cached_tokens": placement.cached,
             "ttft_seconds": placement.ttft,
             "candidates": self._in_order(leased, backend),
             "lease_seconds": leased.seconds,

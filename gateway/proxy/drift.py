@@ -29,9 +29,10 @@ class Drift:
         self._aside = False
         self._before: tuple[float | None, float | None] = (None, None)
 
-    def reported(self, predicted: int, cached: int, tokens: int) -> bool:
-        """One response told its cached tokens. True: the map has drifted, heal it."""
-        self._promised += cached  # the engine counted it as well
+    def reported(self, predicted: int, cached: int, tokens: int, fetched: int = 0) -> bool:
+        """One response told its cached tokens, in all tiers; `fetched` of those predicted are in slower ones. True: the
+        map has drifted, heal it."""
+        self._promised += max(0, cached - fetched)  # the engine counted it as well, but for what it fetched
         self._prompts += tokens
         self._count += 1
         self._error += abs(predicted - cached)

@@ -332,7 +332,7 @@ class Added:
         if self._replica:
             lines += b"x-hitherto-replica: %b\r\n" % attempt.backend.id.encode()
         if self._cached_tokens and attempt.prompt is not None:
-            lines += b"x-hitherto-cached-tokens: %d\r\n" % attempt.placement.overlap
+            lines += b"x-hitherto-cached-tokens: %d\r\n" % attempt.placement.cached
         if last or attempt.response_head.until_close or not exchange.request.keep_alive:
             lines += b"connection: close\r\n"
         return lines

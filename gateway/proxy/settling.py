@@ -38,14 +38,14 @@ OnTraffic = Callable[[str, str | None, int], None]
 OnEnd = Callable[[Exchange, str, Usage | None], None]
 
 
-def _of_copies(prompt: Prompt, overlap: int, cached: int | None, size: int) -> int:
+def _of_copies(prompt: Prompt, predicted: int, cached: int | None, size: int) -> int:
     """What is predicted of the one sequence that usage speaks of, where several have the same prompt. The first finds
     what the replica held, the others what the first has left, all but the last token's block. In a stream it is the
     first that is told of; else the one that ended last, whichever that is: the prediction is the one that it agrees
     with."""
     each = prompt.tokens * prompt.n // prompt.copies
     left = min(hittable(each, size), len(prompt.hashes)) * size if prompt.reads_cache else 0
-    return left if cached == left and not prompt.stream else overlap
+    return left if cached == left and not prompt.stream else predicted
 
 
 class Settling:
@@ -236,7 +236,7 @@ class Settling:
         self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None)
         self._compare(placement, backend, prompt, usage, tells_blocks)
         if backend.intake is not None and tells_blocks:
-            backend.intake.request_finished(len(prompt.hashes) - placement.cached_blocks)
+            backend.intake.request_finished(len(prompt.hashes) - placement.overlap_blocks)
 
     def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int) -> None:
         """The replica computed other tokens than it was chosen by. Counted each time, said the first time."""
@@ -250,9 +250,13 @@ class Settling:
         self, placement: Placement, backend: Backend, prompt: Prompt, usage: Usage, tells_blocks: bool
     ) -> None:
         counted, _, cached = usage
-        metrics, name, overlap = self.metrics, backend.id, placement.overlap
+        metrics, name, held, size = self.metrics, backend.id, placement.cached, placement.demand.block_size
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
-        predicted = overlap if prompt.copies < 2 else _of_copies(prompt, overlap, cached, placement.demand.block_size)
+        if cached is not None and placement.lower:
+            # vLLM's offloading connector counts a prompt that fills its last block as found to its end, though the last
+            # token is computed all the same.
+            cached = min(cached, hittable(prompt.tokens, size) * size)
+        predicted = held if prompt.copies < 2 else _of_copies(prompt, held, cached, size)
         metrics.predicted_cached_tokens.inc(name, by=predicted)
         if prompt.mode == "exact" and not prompt.several and counted not in (None, prompt.tokens):
             self._counted_otherwise(backend, prompt, counted)
@@ -264,9 +268,9 @@ class Settling:
         if not prompt.copies or not tells_blocks or (prompt.several and cached is None):
             pass  # there is nothing to compare with
         elif cached is None:
-            backend.drift.unreported(overlap, prompt.tokens)
+            backend.drift.unreported(placement.overlap, prompt.tokens)  # the engine counts what it fetches apart
             told = counted is not None and prompt.path not in NEVER_TELL_CACHED
-            if overlap and told and backend.replica.cached_tokens is None:
+            if held and told and backend.replica.cached_tokens is None:
                 backend.replica.cached_tokens = False
         else:
             saved = cached
@@ -282,7 +286,7 @@ class Settling:
                 prompt.hashes
                 and not prompt.several
                 and not guessed
-                and backend.drift.reported(overlap, saved, prompt.tokens)
+                and backend.drift.reported(held, saved, prompt.tokens, placement.fetched)
             ):
                 self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
         metrics.prefill_saved_tokens.inc(name, by=saved)

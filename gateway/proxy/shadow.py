@@ -62,7 +62,8 @@ class Shadows:
 
 def _price(demand: Demand, candidate: Candidate) -> tuple[int, float]:
     """Prompt tokens it would compute, and predicted seconds to the first token."""
-    return demand.tokens - candidate.overlap, sum(COST.of_all(demand, (candidate,))[0][:WAITS])
+    lower = sum(tokens for _, tokens in candidate.lower)
+    return demand.tokens - candidate.overlap - lower, sum(COST.of_all(demand, (candidate,))[0][:WAITS])
 
 
 def _add(counter: Counter, name: str, less: float) -> None:

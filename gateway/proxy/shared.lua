@@ -312,9 +312,10 @@ local function held_by(request, n)
   return overlap, lower, fetched
 end
 
--- Which of its candidates is to get the request; and what it is taken to hold, -1 if that is what the gateway thought
+-- Which of its candidates is to get the request; what it is taken to hold in its first tier, -1 if that is what the gateway
+-- thought, and in all
 local function choose(request, replicas, loads, standing, longest)
-  local costs, held, overlaps, least = {}, {}, {}, math.huge
+  local costs, held, cached, least = {}, {}, {}, math.huge
   for n, i in ipairs(request.who) do
     local overlap, lower, fetched = held_by(request, n)
     local depth = longest[replicas[i]]
@@ -329,7 +330,7 @@ local function choose(request, replicas, loads, standing, longest)
     end
     local speed, pace = struct.unpack('<dd', standing, 48 * (i - 1) + 1)
     local sum = cost(request.terms, overlap, lower, fetched, loads[i], speed, pace)
-    costs[n], overlaps[n] = sum == sum and sum or math.huge, overlap
+    costs[n], cached[n] = sum == sum and sum or math.huge, overlap + lower
     least = math.min(least, costs[n])
   end
   local ties = {}
@@ -337,7 +338,7 @@ local function choose(request, replicas, loads, standing, longest)
     if sum <= least * request.ratio + request.slack then ties[#ties + 1] = n end
   end
   local chosen = ties[math.floor(request.draw * #ties) + 1]
-  return chosen, held[chosen], overlaps[chosen]
+  return chosen, held[chosen], cached[chosen]
 end
 
 -- token; replicas; what this gateway has on the first of them, now that it has changed; of each replica two speeds and four
@@ -362,13 +363,13 @@ function operations.turn(token)
     for i = 1, #replicas do loads[i] = load_of(all[i], standing, 48 * (i - 1) + 17) end
   end
   for number, request in ipairs(requests) do
-    local chosen, held, overlap = choose(request, replicas, loads, standing, longest_sent(request.fields, current, before))
+    local chosen, held, cached = choose(request, replicas, loads, standing, longest_sent(request.fields, current, before))
     local i = request.who[chosen]
     local others = {}
     for n = 1, 5 do others[n] = math.max(0, all[i][n] - ours[i][n]) end
     answers[number] = struct.pack('<ddddddd', chosen - 1, held, unpack(others))
     for _, counts in ipairs({all[i], ours[i]}) do
-      counts[1], counts[2], counts[3] = counts[1] + 1, counts[2] + 1, counts[3] + request.terms[1] - overlap
+      counts[1], counts[2], counts[3] = counts[1] + 1, counts[2] + 1, counts[3] + request.terms[1] - cached
     end
     loads[i], changed[i] = load_of(all[i], standing, 48 * (i - 1) + 17), true
     record_sent(request.fields, current, anew, replicas[i])

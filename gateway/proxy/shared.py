@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from cachemap.background import Background, Failures
 from cachemap.cluster.connect import FAILURES, Line, Script, describe
 from cachemap.cluster.keys import SCHEMA, scope
-from policies import Candidate, Choice, Cost, Decision, Demand, Evaluation, Ledger, hittable
+from policies import Candidate, Choice, Cost, Decision, Demand, Evaluation, Ledger, Lower, behind, hittable
 from policies.ledger import FAR, NOTHING
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class _Heartbeat:
 class _Pending:
     """A decision on its way. `answer` is None once the request has gone on without it."""
 
-    __slots__ = ("answer", "evaluation", "begun", "candidates", "chosen", "names", "overlaps", "packed")
+    __slots__ = ("answer", "evaluation", "begun", "candidates", "chosen", "names", "overlaps", "lowers", "packed")
 
     def __init__(
         self,
@@ -97,10 +97,11 @@ class _Pending:
         candidates: Sequence[Candidate],
         names: Sequence[str],
         overlaps: list[int],
+        lowers: list[Lower],
         packed: tuple[bytes, bytes, bytes],
     ):
         self.answer: Answer | None = answer
-        self.evaluation, self.overlaps, self.packed = evaluation, overlaps, packed
+        self.evaluation, self.overlaps, self.lowers, self.packed = evaluation, overlaps, lowers, packed
         self.chosen, self.candidates, self.names = chosen, candidates, names
         self.begun = perf_counter()
 
@@ -170,7 +171,8 @@ class SharedLedger:
             names = [self._name(one.replica) for one in among]
         overlaps = [one.overlap for one in among]
         packed = self._held(among, overlaps), *self._prefixes(demand, overlaps)
-        pending = _Pending(answer, evaluation, chosen, among, names, overlaps, packed)
+        lowers = [one.lower for one in among]
+        pending = _Pending(answer, evaluation, chosen, among, names, overlaps, lowers, packed)
         self._open.append(pending)
         if self._watch is None:
             self._watch = asyncio.get_running_loop().call_later(self._deadline, self._look)
@@ -495,14 +497,17 @@ def _standing(candidate: Candidate) -> bytes:
 def _decision(pending: _Pending, reply: Sequence[float], counted: bool) -> Decision:
     """What Redis decided."""
     at, held, *others = map(int, reply)
-    overlap = max(pending.overlaps[at], held)
+    known = pending.overlaps[at]
+    overlap = max(known, held)
+    lower = behind(pending.lowers[at], overlap - known)
     return Decision(
         pending.chosen[at],
         pending.candidates[at].replica,
         overlap,
-        pending.evaluation.demand.tokens - overlap,
+        pending.evaluation.demand.tokens - overlap - sum(tokens for _, tokens in lower),
         tuple(others),
         counted,
+        lower,
     )
 
 

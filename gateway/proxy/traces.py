@@ -111,7 +111,7 @@ class Traces:
         }
         if attempt.prompt is not None and attempt.prompt.tokens:
             told |= {
-                "hitherto.cached_tokens.predicted": attempt.placement.overlap,
+                "hitherto.cached_tokens.predicted": attempt.placement.cached,
                 "hitherto.ttft.predicted": attempt.predicted_ttft,
             }
         moments: list[Moment] = [

@@ -130,7 +130,7 @@ class Fleet:
             self.at(self.now, self._ended, live, *answered)
             return
         index = record.replica = placement.candidate.slot
-        record.predicted, record.expected_ttft = placement.overlap, placement.ttft
+        record.predicted, record.expected_ttft = placement.cached, placement.ttft
         self._live[index][request] = live
         replica = self.replicas[index]
         asked = EngineRequest(request, turn.hashes, turn.tokens, turn.output, turn.all_hashes.__getitem__)

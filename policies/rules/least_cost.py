@@ -42,7 +42,8 @@ class Cost:
     `statement(tokens, now, future, ttft, step, overlap, lower, fetched, load, speed, pace)` returns a number for each
     of `names`. `ttft`, `step`: the coefficients of the replica's group; `speed`, `pace`: what it is slower by in
     prefill and in decode steps. `overlap`, `lower`: prompt tokens held in the GPU's cache and in slower tiers;
-    `fetched`: the latter, each tier's at its `shares`. `future`: a number of the rule's own, the same for all
+    `fetched`: the latter, each tier's at its `shares`, or without those the seconds that it takes to fetch them, as
+    the replica's group has learned it. `future`: a number of the rule's own, the same for all
     candidates.
 
     Costs up to least x slack[0] + slack[1] count as equal: one of them is drawn.
@@ -55,7 +56,7 @@ class Cost:
         shares: Mapping[str, float] | None = None,
         slack: tuple[float, float] = (1.0, 0.0),
     ) -> None:
-        self.names, self.slack, self._shares = tuple(names), slack, shares or {}
+        self.names, self.slack, self._shares = tuple(names), slack, shares
         load = SimpleNamespace(**{field.name: symbol(f"load.{field.name}", STANDING) for field in fields(Load)})
 
         def stated(*held: Any) -> tuple[Expression, ...]:
@@ -90,10 +91,12 @@ class Cost:
 
     def _lower(self, candidate: Candidate) -> tuple[int, float]:
         """Its tokens in slower tiers, and the same weighted."""
-        lower = candidate.lower
-        return sum([tokens for _, tokens in lower]), sum(
-            [tokens * self._shares.get(tier, 0.0) for tier, tokens in lower]
-        )
+        lower, shares = candidate.lower, self._shares
+        if shares is None:
+            worth = candidate.costs.group.fetch.seconds(lower)
+        else:
+            worth = sum([tokens * shares.get(tier, 0.0) for tier, tokens in lower])
+        return sum([tokens for _, tokens in lower]), worth
 
     def totals(self, demand: Demand, roster: Roster, future: float = 0.0) -> np.ndarray:
         """The sum of its terms for each candidate. None may hold tokens in slower tiers."""
@@ -153,7 +156,7 @@ def _of_all(
             f"            {', '.join(_STEP)} = group.step.coefficients",
             *[f"            {line}" for line in text.request_lines],
             "        overlap = candidate.overlap if candidate.overlap > held else held",
-            "        lower, fetched = lower_of(candidate) if candidate.lower else (0, 0.0)",
+            "        lower, fetched = lower_of(candidate) if candidate.lower and overlap == candidate.overlap else (0, 0.0)",
             "        speed, pace = costs.ttft.value, costs.step.value",
             *[f"        {line}" for line in branches(terms, zeros, "found.append(({},))", text.request_names)],
             "    return found",

@@ -83,7 +83,7 @@ def terms(
     pace: float,
 ) -> tuple[float, ...]:
     """The TERMS of one request on one replica; a statement, see `Cost`."""
-    _, token, _, _, _, crowd = ttft
+    crowd = ttft[-1]
     _, step_stream, step_context = step
     cached = overlap + lower
     decode_step = step_seconds(load, pace, step)
@@ -99,7 +99,7 @@ def terms(
         fixed + own,
         queue,
         crowded,
-        speed * token * fetched,
+        fetched,
         short * _REPLY * decode_step,
         own * held_up,
         marginal * pace * (load.decoding + future * load.recent),
@@ -107,9 +107,7 @@ def terms(
     )
 
 
-# Fetching a token's KV instead of computing it, as a share of the time: what the tier credits 0.8, 0.6 and 0.3 of
-# vllm-router's `kv_aware` leave over.
-COST = Cost(TERMS, terms, shares={"cpu": 0.2, "disk": 0.4, "remote": 0.7}, slack=(1.001, 1e-4))
+COST = Cost(TERMS, terms, slack=(1.001, 1e-4))
 
 
 class Lesson(NamedTuple):

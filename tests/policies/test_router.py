@@ -74,7 +74,7 @@ def test_the_last_token_of_a_prompt_is_never_a_hit():
 def test_what_a_placement_leaves_until_its_end():
     made, targets = routing(policy := Told(1), 0, 2)
     placed = made.place(demand := prompt(4), targets, 5.0)
-    assert (placed.candidate.replica, placed.overlap, placed.cached_blocks, placed.at, placed.computing) == (
+    assert (placed.candidate.replica, placed.overlap, placed.overlap_blocks, placed.at, placed.computing) == (
         "r1",
         2 * SIZE,
         2,
@@ -131,12 +131,65 @@ def test_the_decision_of_a_shared_ledger_is_counted_as_it_was_made():
     placed = made.commit(evaluation, 1.0, Decision(1, "r1", SIZE, 3 * SIZE + 1, (7, 0, 0, 7, 70), True))
     assert (placed.candidate.replica, placed.overlap) == ("r1", SIZE) and policy.heard == [("placed", "r1")]
     assert made.ledger.load("r1").requests == 8 and made.ledger.own("r1")[0] == 1
+    tiers = Decision(0, "r0", SIZE, 2 * SIZE + 1, NOTHING, True, (("cpu", SIZE),))
+    assert made.commit(evaluation, 1.0, tiers).cached == 2 * SIZE
 
 
 def test_blocks_in_lower_tiers_are_those_of_one_request():
     made, targets = routing(Told(), 1, 1, lower={1: [("cpu", 2)]})
     assert [one.lower for one in made.evaluate(prompt(4), targets, 1.0).candidates] == [(), (("cpu", 2 * SIZE),)]
     assert [one.lower for one in made.evaluate(Demand(9), targets, 1.0).candidates] == [(), ()]
+
+
+def test_a_prediction_is_what_all_tiers_deliver():
+    made, targets = routing(Told(), 1, lower={0: [("cpu", 1), ("disk", 9)]})
+    placed = made.place(prompt(4, extra=0), targets, 1.0)
+    assert (placed.overlap, placed.lower) == (SIZE, (("cpu", SIZE), ("disk", SIZE))), "the last token is never a hit"
+    assert (placed.cached, placed.fetched, placed.reservation.uncached) == (3 * SIZE, 2 * SIZE, SIZE)
+    assert made.ledger.own("r0") == (1, 1, SIZE, 0, 0), "what is fetched is not computed"
+    made.finish(placed, reported=3 * SIZE)
+    assert made.map.told[1:] == [("learn", 0, 3, 3)]
+    refused = made.place(prompt(4), targets, 2.0)
+    made.abandon(refused, computed=False)
+    assert made.map.told[-1] == ("take back", 0, 4, 1, 2.0), "what was to be fetched will not be in the first tier"
+
+
+def test_candidates_of_several_spaces_are_predicted_by_all_their_tiers():
+    made, _ = routing(Told(1), 1, 1, lower={1: [("cpu", 9)]})
+    here, there = made.candidates.values()
+    there.space = 1
+    twice = Demand(2 * (4 * SIZE + 1), SIZE, 1, hashes=range(1, 9), space=1)
+    placed = made.place(prompt(4, also=twice), Targets([here, there]), 1.0)
+    assert (placed.demand.space, placed.overlap, placed.lower) == (1, SIZE, (("cpu", 7 * SIZE),))
+    assert there.overlap + there.lower[0][1] <= 4 * SIZE, "in the tokens that all are weighed by"
+    there.space = 0
+    made.evaluate(Demand(9), Targets([here, there]), 2.0)
+    assert there.lower == ()
+
+
+def test_the_time_a_fetch_takes_is_predicted_and_learned_apart():
+    made, targets = routing(Told(), 0, lower={0: [("cpu", 100)]})
+    each, before = 40e-6, made.costs.ttft.coefficients  # eight times the prior
+    for now in range(1, 40):
+        placed = made.place(prompt(100), targets, now)
+        without = placed.ttft - made.costs.fetch.seconds(placed.lower)
+        made.first_token(placed, now + 0.5, without + placed.fetched * each)
+        made.finish(placed)
+    assert made.costs.ttft.coefficients == before and made.candidates["r0"].costs.ttft.value == 1.0
+    assert placed.ttft == pytest.approx(without + placed.fetched * each, rel=0.1)
+    assert made.costs.fetch.seconds((("disk", 1),)) == CostGroup().fetch.seconds((("disk", 1),))
+    again = CostGroup(made.costs.state())
+    assert again.fetch.seconds((("cpu", 1),)) == made.costs.fetch.seconds((("cpu", 1),))
+
+
+def test_a_fetch_that_is_hardly_seen_leaves_the_rest_to_learn_from():
+    made, targets = routing(Told(), 0, lower={0: [("cpu", 1)]})
+    for now in range(1, 40):
+        placed = made.place(prompt(100), targets, now)
+        made.first_token(placed, now + 0.5, 3 * placed.ttft)
+        made.finish(placed)
+    assert made.costs.fetch.seconds((("cpu", 1),)) == CostGroup().fetch.seconds((("cpu", 1),))
+    assert made.costs.ttft.coefficients != CostGroup().ttft.coefficients
 
 
 def test_those_left_out_are_not_chosen():

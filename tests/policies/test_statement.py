@@ -49,15 +49,21 @@ def candidates_of(replicas, tiers=True):
 
 def stated(rule, demand, future, candidate):
     """What the statement says, called as it is written."""
-    costs, lower = candidate.costs, candidate.lower
+    costs = candidate.costs
     return rule.terms(
         demand.tokens, demand.now, future, costs.group.ttft.coefficients, costs.group.step.coefficients, candidate.overlap,
-        sum(tokens for _, tokens in lower), sum(tokens * SHARES[rule].get(tier, 0.0) for tier, tokens in lower),
-        candidate.load, costs.ttft.value, costs.step.value,
+        *held_lower(rule, candidate), candidate.load, costs.ttft.value, costs.step.value,
     )  # fmt: skip
 
 
-SHARES = {least_time: {"cpu": 0.2, "disk": 0.4}, overlap_cost: {"cpu": 0.75, "disk": 0.25}, least_load: {}}
+def held_lower(rule, candidate):
+    """Tokens in slower tiers; and by their worth, or the seconds that it takes to fetch them."""
+    lower = candidate.lower
+    if rule is overlap_cost:
+        worth = sum(tokens * {"cpu": 0.75, "disk": 0.25}[tier] for tier, tokens in lower)
+    else:
+        worth = candidate.costs.group.fetch.seconds(lower)
+    return sum(tokens for _, tokens in lower), worth
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -114,10 +120,7 @@ def test_in_redis(redis, name, asked, replicas):
     candidates, _, group = candidates_of(replicas)
     script = CALL.format(terms=rule.COST.lua())
     for candidate in candidates:
-        lower = (
-            sum(tokens for _, tokens in candidate.lower),
-            sum(tokens * SHARES[rule].get(tier, 0.0) for tier, tokens in candidate.lower),
-        )
+        lower = held_lower(rule, candidate)
         request = " ".join(
             map(
                 repr,

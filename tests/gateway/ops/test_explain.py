@@ -44,7 +44,8 @@ def test_terms_add_up_and_the_holder_is_chosen():
     assert (told["tokens"], told["blocks"], told["block_size"], told["rendered_chars"]) == (1000, 62, 16, 4321)
     for one in told["replicas"]:
         assert one["seconds"] == pytest.approx(sum(one["terms"].values())) and one["seconds"] > 0
-        assert one["overlap_tokens"] + one["uncached_tokens"] == 1000
+        fetched = sum(run["tokens"] for run in one["lower_tiers"])
+        assert one["overlap_tokens"] + fetched + one["uncached_tokens"] == 1000
     assert told["replicas"][1]["lower_tiers"] == [{"tier": "cpu", "tokens": 32}]
     assert told["replicas"][1]["load"]["requests"] == 2
 
@@ -55,7 +56,7 @@ def test_text_has_every_figure():
     assert "4321 characters rendered, 1000 tokens, 62 full blocks of 16 (exact)" in text
     lines = text.splitlines()
     (chosen,) = [line for line in lines if line.startswith("->")]
-    assert chosen.split()[1:5] == ["b:1", "960", "(96%)", "40"]
+    assert chosen.split()[1:7] == ["b:1", "992", "(99%),", "32", "cpu", "8"]
     assert chosen.split()[-1] == f"{1e3 * told['replicas'][1]['seconds']:.2f}"
     assert lines[-1] == f"choice   b:1: {told['reason']}"
 

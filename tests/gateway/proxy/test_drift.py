@@ -40,6 +40,14 @@ def test_what_responses_reported_is_in_the_counters_too():
     assert drift.counted(4000, 2784, idle=True)  # 992 of them reported: for the other nothing was found
 
 
+def test_counters_know_nothing_of_what_was_fetched():
+    drift = Drift()
+    drift.counted(0, 0, idle=True)
+    drift.reported(992, 992, 1000, fetched=900)
+    drift.unreported(800, 1000)
+    assert not drift.counted(2000, 892, idle=True)
+
+
 def test_counters_are_not_compared_when_they_speak_of_other_requests_too():
     drift = Drift()
     drift.counted(0, 0, idle=True)

@@ -1,0 +1,66 @@
+"""What an engine fetches from slower tiers is part of the prediction, and no drift."""
+
+import json
+
+import pytest
+
+from gateway.prompt.pipeline import Pipeline
+from gateway.proxy.drift import WINDOW
+from replicas.simulated.model import sim_model_dir
+
+from ..http.talk import eventually
+from .replies import ANSWER, answers, post
+from .stack import stack
+
+SIZE = 16
+
+
+def usage(prompt, cached):
+    details = {"prompt_tokens": prompt, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": cached}}
+    return ANSWER[:-1] + b',"usage":' + json.dumps(details).encode() + b"}"
+
+
+@pytest.mark.parametrize(
+    "tokens, reported, predicted",
+    [
+        (6 * SIZE + 3, 6 * SIZE, 6 * SIZE),
+        (6 * SIZE, 6 * SIZE, 5 * SIZE),  # as vLLM counts a prompt that ends with a block, if it fetches that
+        (6 * SIZE, 5 * SIZE, 5 * SIZE),  # as it counts one whose last block is nowhere but on the GPU
+    ],
+)
+async def test_what_all_tiers_deliver_is_as_predicted(tokens, reported, predicted):
+    pipeline = Pipeline(sim_model_dir(), "m", SIZE)
+    async with stack(answers(usage(tokens, reported)), pipeline=pipeline, cached_tokens_header=True) as s:
+        (backend,), cache_map = s.proxy.backends.values(), s.proxy.router.map
+        cache_map.observed(backend.slot, True)
+        body = {"model": "m", "prompt": list(range(1, tokens + 1))}
+        hashes = s.proxy.models.pipelines[0].prepare("/v1/completions", json.dumps(body).encode()).hashes
+        keys = list(range(1, len(hashes) + 1))
+        cache_map.store(backend.slot, hashes, keys, "cpu")
+        cache_map.store(backend.slot, hashes[:2], keys[:2])
+        talk = await s.talk()
+        for _ in range(WINDOW + 1):
+            cache_map._routed.clear(backend.slot)  # as if each came seconds after the one before
+            await talk.say(post(json.dumps(body).encode(), path=b"/v1/completions"))
+            _, headers, _ = await talk.response()
+            assert headers["x-hitherto-cached-tokens"] == str(predicted)
+            await eventually(s.idle)
+        metrics = s.metrics
+        assert metrics.predictions.values[backend.id, "equal"] == WINDOW + 1 and not metrics.heals.total()
+        assert metrics.predicted_cached_tokens.total() == metrics.reported_cached_tokens.total()
+
+
+async def test_a_tier_that_delivers_nothing_is_drift():
+    async with stack(answers(usage(6 * SIZE + 3, 2 * SIZE)), pipeline=Pipeline(sim_model_dir(), "m", SIZE)) as s:
+        (backend,), cache_map = s.proxy.backends.values(), s.proxy.router.map
+        cache_map.observed(backend.slot, True)
+        body = {"model": "m", "prompt": list(range(6 * SIZE + 3))}
+        hashes = s.proxy.models.pipelines[0].prepare("/v1/completions", json.dumps(body).encode()).hashes
+        cache_map.store(backend.slot, hashes, list(range(1, 7)), "disk")
+        talk = await s.talk()
+        for _ in range(WINDOW):
+            cache_map._routed.clear(backend.slot)
+            await talk.say(post(json.dumps(body).encode(), path=b"/v1/completions"))
+            await talk.response()
+            await eventually(s.idle)
+        assert s.metrics.heals.total() == 1

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from policies import CostGroup
@@ -26,7 +27,7 @@ from .model import folder_here, model_dir
 from .ops.comparison import TokenizerComparison
 from .prompt import Prompt
 from .prompt.api.fields import parse
-from .prompt.offload import event_loop
+from .prompt.offload import TakesLong, event_loop
 from .prompt.pipeline import PATHS, PREFIX_BYTES, Pipeline
 from .prompt.quirks import VersionQuirks
 from .prompt.tokens.model import ModelError, contents
@@ -188,7 +189,8 @@ class Models:
         first, *others = self.routes(model)
         prompt = first.pipeline.prepare_parsed(path, body, request, unusual, headers, adapters)
         for other in others:
-            event_loop.begin_prompt()
+            if event_loop.holds and perf_counter() > event_loop.until:
+                raise TakesLong
             prompt.also = other.pipeline.prepare_parsed(path, body, request, unusual, headers, adapters)
         return prompt
 

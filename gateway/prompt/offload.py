@@ -6,13 +6,13 @@ about to do such work asks whether the event loop waits for it, and raises Takes
 in a thread then, from the start.
 
 Several that come at once are prepared in one go. Each may take up to 5 ms (24 kB of random letters), a dozen 50 ms, so
-the time they have together is bounded as well: whoever comes after it goes to a thread, however short it is.
+the time they have together is bounded as well: whoever comes after it goes to a thread, however short it is, and is not
+even read before.
 """
 
 from __future__ import annotations
 
 import threading
-from time import perf_counter
 
 # How long prompts that come in one iteration of the event loop may take before the rest of them go to threads. The
 # longest single one comes on top: the loop is held for some 15 ms at worst (a 2-core cloud machine).
@@ -24,25 +24,10 @@ class TakesLong(Exception):
 
 
 class _EventLoop(threading.local):
-    """`with event_loop:` stands around what must not take long; each thread has its own."""
+    """What is true where it is asked: each thread has its own."""
 
-    holds = False
-    until = 0.0
-
-    def __enter__(self) -> None:
-        self.holds, self.until = True, 0.0
-
-    def __exit__(self, *_: object) -> None:
-        self.holds = False
-
-    def begin_prompt(self) -> None:
-        """Raises TakesLong where the prompts before this one have taken all the time there is."""
-        if self.holds:
-            now = perf_counter()
-            if not self.until:
-                self.until = now + LOOP_SECONDS
-            elif now > self.until:
-                raise TakesLong
+    holds = False  # this is the event loop, and it waits
+    until = 0.0  # when the prompts that are prepared now have had their time, by `perf_counter`
 
 
 event_loop = _EventLoop()

@@ -308,7 +308,7 @@ class Pipeline:
     ) -> Prompt:
         """One request -> Prompt. `headers` have lower-case names; `adapters` are the LoRA names served.
 
-        Raises ApiError for the client's faults only, and TakesLong within `with event_loop:`.
+        Raises ApiError for the client's faults only, and TakesLong where `event_loop` holds.
         """
         if path not in PATHS:
             return Prompt(path, "", mode="load", note="this path is routed by load alone")

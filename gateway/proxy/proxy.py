@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from ..http.messages import Headers, Request
 from ..prompt import Prompt
 from ..prompt.api.named import named_model
 from ..prompt.long import LongPrompts
-from ..prompt.offload import TakesLong, event_loop
+from ..prompt.offload import LOOP_SECONDS, TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES
 from .backend import Backend
 from .conductor import Conductor, Judge
@@ -105,19 +106,24 @@ class Preparation:
         """Of a request that is not sent from here. Raises ApiError, and whatever else goes wrong."""
         models, adapters = self._models, self._eligible.adapters
         if len(body) <= OFFLOAD_BYTES:
+            event_loop.holds, event_loop.until = True, inf
             try:
-                with event_loop:
-                    return models.prepare(path, body, headers, adapters)
+                return models.prepare(path, body, headers, adapters)
             except TakesLong:
                 pass
+            finally:
+                event_loop.holds = False
         return await self.long.submit(len(body), functools.partial(models.prepare, path, body, headers, adapters))
 
     def _together(self, exchanges: list[Exchange]) -> None:
         """Stage by stage: where a dozen come at once, a plain request takes a third less CPU time than one by one."""
-        with event_loop:
+        event_loop.holds, event_loop.until = True, perf_counter() + LOOP_SECONDS
+        try:
             prepared = [
                 (exchange, self._prepare(exchange)) for exchange in exchanges if exchange.state is not State.ENDED
             ]
+        finally:
+            event_loop.holds = False
         self._placing.begin_batch()
         try:
             for exchange, (prompt, seconds) in prepared:
@@ -147,6 +153,8 @@ class Preparation:
     def _prepare(self, exchange: Exchange) -> Prepared:
         """Runs in a thread for long bodies: touches nothing that changes."""
         begun, request = perf_counter(), exchange.request
+        if event_loop.holds and begun > event_loop.until:
+            return TAKES_LONG, 0.0
         session = request.header(b"x-session-id")
         try:
             prompt = self._models.prepare(

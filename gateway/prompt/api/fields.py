@@ -66,11 +66,9 @@ def bad(message: str, param: str | None = None) -> ApiError:
 
 
 def parse(body: bytes, context: int = 0) -> tuple[dict[str, Any], str]:
-    """The object that the body holds, and what is unusual about it, or "". Raises ApiError, and TakesLong on the event
-    loop if what came before has taken all its time: then nothing is read, since a thread reads it.
+    """The object that the body holds, and what is unusual about it, or "". Raises ApiError.
 
     `context`: the most tokens that a prompt may have, as far as is known."""
-    event_loop.begin_prompt()
     large = len(body) > MOST_OBJECTS
     if large:
         _bounded(too_much(body, context), context)

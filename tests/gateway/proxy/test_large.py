@@ -4,6 +4,7 @@ import asyncio
 import functools
 import threading
 from array import array
+from itertools import count
 
 import orjson
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from gateway.errors import ApiError
 from gateway.prompt import long
 from gateway.prompt.long import LARGE
+from gateway.prompt.offload import event_loop
 from gateway.prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS, Pipeline
 from gateway.proxy import decisions
+from gateway.proxy.exchange import MOST
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually
@@ -129,6 +132,39 @@ async def test_a_short_body_that_takes_long_is_prepared_in_a_thread():
         external = await d.decide("/v1/chat/completions", chat("y" * 39_000), {})
         assert len(threads) == 2 and threads[1] is not threading.current_thread()
         await d.done(external["id"], b"")
+
+
+class Pipelined(Pipeline):
+    """Counts what the event loop reads."""
+
+    def __init__(self):
+        super().__init__(None, "m", 16)
+        self.on_loop = 0
+
+    def prepare(self, path, body, headers=None, adapters=()):
+        self.on_loop += event_loop.holds
+        return super().prepare(path, body, headers, adapters)
+
+
+async def test_prompts_that_come_at_once_hold_the_event_loop_for_a_bounded_time_together(monkeypatch):
+    """On a clock that goes on by 2 ms whenever it is looked at: a dozen that come in one turn, and then a dozen more.
+    What comes when the time is up is not even read there."""
+    ticks = count(step=0.002)
+    monkeypatch.setattr("gateway.proxy.proxy.perf_counter", lambda: next(ticks))
+    pipeline = Pipelined()
+    async with stack(answers(), pipeline=pipeline) as s:
+        talks = [await s.talk() for _ in range(MOST)]
+        for turn in (1, 2):
+            begun, together = [], s.proxy.preparation._together
+            s.proxy.preparation._short._work = begun.extend
+            for talk in talks:
+                await talk.say(post(chat("x")))
+            await eventually(lambda: len(begun) == MOST)
+            s.proxy.preparation._short._work = together
+            together(begun)
+            assert pipeline.on_loop == 2 * turn
+            for talk in talks:
+                assert (await talk.response())[0] == 200
 
 
 async def test_prompts_that_fill_a_context_leave_a_thread_for_lesser_ones(gated):

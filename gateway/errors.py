@@ -56,6 +56,11 @@ class ApiError(Exception):
         return orjson.dumps(self.object(path))
 
 
+def bad(message: str, param: str | None = None) -> ApiError:
+    """The client's own fault."""
+    return ApiError(400, message, param=param)
+
+
 def error_object(
     path: str, status: int, message: str, *, type: str | None = None, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from .config import ConfigError, Settings
 from .model import folder_here, model_dir
 from .ops.comparison import TokenizerComparison
 from .prompt import Prompt
-from .prompt.api.fields import parse
+from .prompt.api.openai import parse
 from .prompt.offload import TakesLong, event_loop
 from .prompt.pipeline import PATHS, PREFIX_BYTES, Pipeline
 from .prompt.quirks import VersionQuirks

@@ -19,19 +19,19 @@ import orjson
 
 from cachemap import chain_seed, hash_blocks
 
-from ..errors import ApiError
+from ..errors import ApiError, bad
 from .api.anthropic import Habits, from_messages, habits
-from .api.chat import Chat, Unroutable, from_chat, from_embeddings, from_responses
-from .api.conversation import Multimodal, has_media, refuse_deep_arguments
-from .api.fields import (
+from .api.conversation import Multimodal, Rounded, Unroutable, has_media, refuse_deep_arguments
+from .api.openai import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
     MESSAGES,
     RESPONSES,
-    Rounded,
-    bad,
+    Chat,
     boolean,
+    from_chat,
+    from_embeddings,
     integer,
     packed,
     parse,
@@ -39,6 +39,7 @@ from .api.fields import (
     prompts_of,
     read_options,
 )
+from .api.responses import from_responses
 from .forward import LEAST_TOKENS, kind_of
 from .offload import TakesLong
 from .prompt import Prompt

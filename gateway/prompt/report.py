@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ApiError
-from .api.chat import Chat, template_variables
+from .api.openai import Chat, template_variables
 from .pipeline import Pipeline
 from .render.renderer import Renderer
 

@@ -11,10 +11,10 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from ...errors import bad
 from ..render.template import ChatTemplate, TemplateError
-from .chat import Chat, Unroutable, template_variables
-from .conversation import Multimodal, is_plain, tool_schemas
-from .fields import bad, require_exact
+from .conversation import Multimodal, Unroutable, is_plain, require_exact, tool_schemas
+from .openai import Chat, template_variables
 
 # vLLM finds out about its template by rendering: what effort "thinking disabled" stands for, and
 # whether system messages may stand inside a conversation.

@@ -13,10 +13,11 @@ import json
 from contextlib import suppress
 from typing import Any
 
+from ...errors import bad
 from ..quirks import NEWEST, VersionQuirks
-from .fields import bad, require_exact
 from .structure import arguments_of
 
+_BEYOND_64_BITS = 2.0**63
 _SAFE_LEVELS = 500  # of nested JSON, that Python reads in any case
 # Claude Code's attribution line changes on every request; vLLM drops it from system text.
 _BILLING_HEADER = "x-anthropic-billing-header"
@@ -48,6 +49,10 @@ _PART_KEYS = (_MEDIA_KEYS - {"input_image", "prompt_embeds"}) | {
     "file",
     "prompt_cache_breakpoint",
 }
+
+
+class Rounded(Exception):
+    """The request holds a number that may have been an integer of more than 64 bits; `parse_exactly` tells."""
 
 
 class Multimodal(Exception):
@@ -332,3 +337,18 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if loading is not None:
         result["defer_loading"] = loading
     return result
+
+
+def require_exact(value: Any) -> None:
+    """Raise Rounded where a number may have been an integer of more than 64 bits, which orjson makes a float.
+
+    For whatever a template may print: there an integer shows all its digits.
+    """
+    if isinstance(value, dict):
+        for item in value.values():
+            require_exact(item)
+    elif isinstance(value, list):
+        for item in value:
+            require_exact(item)
+    elif type(value) is float and abs(value) >= _BEYOND_64_BITS:
+        raise Rounded

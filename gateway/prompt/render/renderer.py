@@ -18,9 +18,8 @@ from typing import Any, Generic, TypeVar
 
 import orjson
 
-from ..api.chat import Chat
-from ..api.conversation import PLAIN_ROLES, conversation, is_plain
-from ..api.fields import require_exact
+from ..api.conversation import PLAIN_ROLES, conversation, is_plain, require_exact
+from ..api.openai import Chat
 from ..api.structure import more_values
 from ..offload import TakesLong, event_loop
 from ..tokens.prefixes import Found, Mismatch, Plan, Prefixes, bare, bytes_of, fits

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from gateway.prompt.api.anthropic import Habits, from_messages, habits
-from gateway.prompt.api.chat import from_chat, from_responses
 from gateway.prompt.api.conversation import Unroutable, conversation, tool_schemas
+from gateway.prompt.api.openai import from_chat
+from gateway.prompt.api.responses import from_responses
 from gateway.prompt.quirks import NEWEST, Transformers, VersionQuirks
 from gateway.prompt.render.template import ChatTemplate, TemplateError, cut_at_tag, tag_final_message
 from replicas.engines.vllm.versions import version_quirks

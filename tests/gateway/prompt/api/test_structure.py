@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.errors import ApiError
 from gateway.prompt.api import structure
 from gateway.prompt.api.conversation import conversation
-from gateway.prompt.api.fields import parse
+from gateway.prompt.api.openai import parse
 from gateway.prompt.api.structure import MOST_OBJECTS
 from gateway.prompt.pipeline import Pipeline
 from replicas.simulated.model import sim_model_dir

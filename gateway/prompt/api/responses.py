@@ -1,76 +1,13 @@
-"""The four request bodies that hold a conversation, brought to one form.
-
-`/v1/responses` and `/v1/messages` are translated to chat messages the way vLLM translates them
-before rendering; what the translation loses or adds shows in the tokens, so it is followed.
-"""
+"""OpenAI's /v1/responses as a chat: translated to messages as vLLM does it before rendering."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
+from ...errors import bad
 from .conversation import Unroutable, tool_schemas
-from .fields import bad, boolean
-
-
-@dataclass(slots=True)
-class Chat:
-    """A conversation to render. `variables` is None when the request leaves them at their defaults."""
-
-    messages: Any
-    tools: list[dict[str, Any]] | None
-    variables: dict[str, Any] | None
-    special: bool = False  # the tokenizer adds its special tokens to the rendered text
-    by_schema: bool = True  # see conversation()
-    roles: tuple[str, ...] | None = None  # where each message is found to be nothing but a known role and a text
-    body: bytes = b""  # the request that it came in
-
-
-_ABOUT_RENDERING = frozenset(
-    {
-        "add_generation_prompt",
-        "continue_final_message",
-        "documents",
-        "reasoning_effort",
-        "chat_template_kwargs",
-        "chat_template",
-        "add_special_tokens",
-    }
-)
-
-
-def from_chat(request: dict[str, Any]) -> Chat:
-    """`/v1/chat/completions`."""
-    tools = request.get("tools")
-    if tools is not None:
-        tools = tool_schemas(tools)
-    if _ABOUT_RENDERING.isdisjoint(request):
-        return Chat(request.get("messages"), tools, None)
-    if request.get("chat_template") is not None:
-        raise Unroutable("the request brings its own chat template")
-    variables = template_variables(
-        request,
-        _flag(request, "add_generation_prompt", True),
-        _flag(request, "continue_final_message", False),
-        request.get("reasoning_effort"),
-        request.get("documents"),
-    )
-    return Chat(
-        request.get("messages"), variables.pop("tools", tools), variables, _flag(request, "add_special_tokens", False)
-    )
-
-
-def from_embeddings(request: dict[str, Any]) -> Chat:
-    """`/v1/embeddings` with messages: no generation prompt unless asked for, neither tools nor documents."""
-    if request.get("chat_template") is not None:
-        raise Unroutable("the request brings its own chat template")
-    variables = template_variables(
-        request, _flag(request, "add_generation_prompt", False), _flag(request, "continue_final_message", False), None
-    )
-    return Chat(
-        request.get("messages"), variables.pop("tools", None), variables, _flag(request, "add_special_tokens", False)
-    )
+from .openai import Chat, template_variables
 
 
 def from_responses(request: dict[str, Any]) -> Chat:
@@ -175,33 +112,3 @@ def _responses_tools(tools: Any) -> list[dict[str, Any]] | None:
     return tool_schemas(
         [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in tools]
     )
-
-
-def template_variables(
-    request: dict[str, Any], add_prompt: bool, go_on: bool, effort: Any, documents: Any = None
-) -> dict[str, Any]:
-    """Template variables: the request's own, then what its fields say; None and "auto" are unset."""
-    if add_prompt and go_on:
-        raise bad(
-            "'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them to false",
-            "continue_final_message",
-        )
-    own = request.get("chat_template_kwargs")
-    if own is not None and not isinstance(own, dict):
-        raise bad("'chat_template_kwargs' must be an object", "chat_template_kwargs")
-    own = own or {}
-    if own.get("chat_template") is not None:
-        raise Unroutable("the request brings its own chat template")
-    said = {"reasoning_effort": effort, "documents": documents}
-    if effort is not None and "enable_thinking" not in own:
-        said["enable_thinking"] = effort != "none"
-    variables = {
-        key: value
-        for key, value in {**own, **{k: v for k, v in said.items() if v is not None}}.items()
-        if value is not None and value != "auto"
-    }
-    return {**variables, "add_generation_prompt": add_prompt, "continue_final_message": go_on}
-
-
-def _flag(request: dict[str, Any], key: str, default: bool) -> bool:
-    return boolean(request.get(key, default), key)

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.prompt.api.conversation import tool_schemas
-from gateway.prompt.api.fields import boolean, count, integer, packed, parse, prompts_of
+from gateway.prompt.api.openai import boolean, count, integer, packed, parse, prompts_of
 from gateway.prompt.pipeline import Pipeline
 
 from ..reference import ids_of, model_dir

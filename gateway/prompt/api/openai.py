@@ -1,5 +1,5 @@
-"""A body's JSON and its plain fields: model, streaming, limits of the output, session, choices; and prompts that need
-no rendering. All endpoints share them, and they are taken as generously as vLLM takes them.
+"""OpenAI's request bodies: JSON, plain fields (model, streaming, limits of the output, session, choices), prompts that
+need no rendering, and conversations as they are rendered. Other APIs' bodies are brought to this form.
 
 vLLM reads JSON as Python does (NaN, lone surrogates, UTF-16) and fields as pydantic does ("true", 1.0, "16"). A
 gateway that refused what the engine behind it takes would break clients that work without it.
@@ -11,14 +11,16 @@ import json
 import re
 from array import array
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 import orjson
 
-from ...errors import ApiError
+from ...errors import ApiError, bad
 from ..offload import TakesLong, event_loop
 from ..prompt import LONGEST_RESPONSE_ID, Prompt
+from .conversation import Unroutable, tool_schemas
 from .structure import MOST_OBJECTS, MOST_STRINGS, MOST_VALUES, arguments_too_much, too_much
 
 # The paths whose bodies differ in how they name the prompt, the output limit, or the parameter at fault.
@@ -34,7 +36,6 @@ _WHOLE = re.compile(r"\s*[+-]?\d+(?:_\d+)*(?:\.0*)?\s*", re.ASCII)
 # Strings that leave this room: in metrics, logs and other requests they must be text that can be encoded.
 _NAMES = ("model", "cache_salt", "session_id", "prompt_cache_key", "user")
 _MAX_TOKEN_ID = 0xFFFFFFFF
-_BEYOND_64_BITS = 2.0**63
 _LEAST, _MOST = -(2**63), 2**64 - 1  # vLLM takes no integer beyond; older ones fail with a 5xx
 _BRIEF_IDS = 4096  # ids or prompts: 0.6 us each
 _LONGEST_NUMBER = 100  # characters; 64 bits take 20
@@ -53,16 +54,8 @@ _SELDOM = _INTEGERS | {
 }  # fmt: skip
 
 
-class Rounded(Exception):
-    """The request holds a number that may have been an integer of more than 64 bits; `parse_exactly` tells."""
-
-
 class ExactFloat(float):
     """A number that was written with a point or an exponent, so it is what Python makes of it too."""
-
-
-def bad(message: str, param: str | None = None) -> ApiError:
-    return ApiError(400, message, param=param)
 
 
 def parse(body: bytes, context: int = 0) -> tuple[dict[str, Any], str]:
@@ -281,16 +274,90 @@ def packed(ids: list[Any], key: str) -> bytes:
     return array("I", ids).tobytes()
 
 
-def require_exact(value: Any) -> None:
-    """Raise Rounded where a number may have been an integer of more than 64 bits, which orjson makes a float.
+@dataclass(slots=True)
+class Chat:
+    """A conversation to render. `variables` is None when the request leaves them at their defaults."""
 
-    For whatever a template may print: there an integer shows all its digits.
-    """
-    if isinstance(value, dict):
-        for item in value.values():
-            require_exact(item)
-    elif isinstance(value, list):
-        for item in value:
-            require_exact(item)
-    elif type(value) is float and abs(value) >= _BEYOND_64_BITS:
-        raise Rounded
+    messages: Any
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any] | None
+    special: bool = False  # the tokenizer adds its special tokens to the rendered text
+    by_schema: bool = True  # see conversation()
+    roles: tuple[str, ...] | None = None  # where each message is found to be nothing but a known role and a text
+    body: bytes = b""  # the request that it came in
+
+
+_ABOUT_RENDERING = frozenset(
+    {
+        "add_generation_prompt",
+        "continue_final_message",
+        "documents",
+        "reasoning_effort",
+        "chat_template_kwargs",
+        "chat_template",
+        "add_special_tokens",
+    }
+)
+
+
+def from_chat(request: dict[str, Any]) -> Chat:
+    """`/v1/chat/completions`."""
+    tools = request.get("tools")
+    if tools is not None:
+        tools = tool_schemas(tools)
+    if _ABOUT_RENDERING.isdisjoint(request):
+        return Chat(request.get("messages"), tools, None)
+    if request.get("chat_template") is not None:
+        raise Unroutable("the request brings its own chat template")
+    variables = template_variables(
+        request,
+        _flag(request, "add_generation_prompt", True),
+        _flag(request, "continue_final_message", False),
+        request.get("reasoning_effort"),
+        request.get("documents"),
+    )
+    return Chat(
+        request.get("messages"), variables.pop("tools", tools), variables, _flag(request, "add_special_tokens", False)
+    )
+
+
+def from_embeddings(request: dict[str, Any]) -> Chat:
+    """`/v1/embeddings` with messages: no generation prompt unless asked for, neither tools nor documents."""
+    if request.get("chat_template") is not None:
+        raise Unroutable("the request brings its own chat template")
+    variables = template_variables(
+        request, _flag(request, "add_generation_prompt", False), _flag(request, "continue_final_message", False), None
+    )
+    return Chat(
+        request.get("messages"), variables.pop("tools", None), variables, _flag(request, "add_special_tokens", False)
+    )
+
+
+def template_variables(
+    request: dict[str, Any], add_prompt: bool, go_on: bool, effort: Any, documents: Any = None
+) -> dict[str, Any]:
+    """Template variables: the request's own, then what its fields say; None and "auto" are unset."""
+    if add_prompt and go_on:
+        raise bad(
+            "'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them to false",
+            "continue_final_message",
+        )
+    own = request.get("chat_template_kwargs")
+    if own is not None and not isinstance(own, dict):
+        raise bad("'chat_template_kwargs' must be an object", "chat_template_kwargs")
+    own = own or {}
+    if own.get("chat_template") is not None:
+        raise Unroutable("the request brings its own chat template")
+    said = {"reasoning_effort": effort, "documents": documents}
+    if effort is not None and "enable_thinking" not in own:
+        said["enable_thinking"] = effort != "none"
+    variables = {
+        key: value
+        for key, value in {**own, **{k: v for k, v in said.items() if v is not None}}.items()
+        if value is not None and value != "auto"
+    }
+    return {**variables, "add_generation_prompt": add_prompt, "continue_final_message": go_on}
+
+
+def _flag(request: dict[str, Any], key: str, default: bool) -> bool:
+    return boolean(request.get(key, default), key)

@@ -196,23 +196,41 @@ class Grid:
             if self.kept["fleets"].get(name, {}).get("of") != fingerprint(cell.basis, made_of(), SEEDS[0])
         ]
 
+    def run(self, cell: Cell, rule: str, seed: int) -> tuple[str, tuple] | None:
+        """The hash of a run and the arguments of `play`; None: the cell's rate is not known yet."""
+        if not (fleet := self.kept["fleets"].get(cell.fleet)):
+            return None
+        rate, blocks = cell.at * fleet["saturation"] * cell.replicas / 8, int(fleet["working_set"])
+        of = fingerprint(cell, SLOS[cell.load], made_of(), blocks, rate, seed, source(rule))
+        return of, (cell, rule, blocks, rate, seed)
+
+    def forget_stale(self) -> None:
+        """Drop what other code than today's made, also of rules and cells that are not asked for: it would be compared."""
+        for cell in CELLS:
+            entry = self.kept["cells"][cell.name]
+            for rule, runs in list(field_tables.runs(entry).items()):
+                if "@" in rule:
+                    continue
+                current = {seed: self.run(cell, rule, int(seed)) if rule in RULES else None for seed in runs}
+                left = {seed: run for seed, run in runs.items() if (now := current[seed]) and now[0] == run["of"]}
+                entry[rule] = left
+                if not left:
+                    del entry[rule]
+
     def missing_runs(
         self, cells: list[Cell], rules: Sequence[str], seeds: Sequence[int], for_all: Sequence[int]
     ) -> list[tuple]:
         """Of those rules that a cell is to be run with: all with the seeds `for_all`, those near ours with others."""
         found = []
         for rule, cell, seed in product(rules, cells, seeds):
-            if fleet := self.kept["fleets"][cell.fleet]:
-                rate, blocks = cell.at * fleet["saturation"] * cell.replicas / 8, int(fleet["working_set"])
-                entry, of = (
-                    self.kept["cells"][cell.name],
-                    fingerprint(cell, SLOS[cell.load], made_of(), blocks, rate, seed, source(rule)),
-                )
-                entry.update(rate=round(rate, 2), about=cell.about(blocks))
+            if run := self.run(cell, rule, seed):
+                of, arguments = run
+                entry = self.kept["cells"][cell.name]
+                entry.update(rate=round(arguments[3], 2), about=cell.about(arguments[2]))
                 if seed not in for_all and rule not in field_tables.near(entry, NEAR):
                     entry.get(rule, {}).pop(str(seed), None)
-                elif entry.get(rule, {}).get(str(seed), {}).get("of") != of:
-                    found.append(((cell.name, rule, str(seed)), of, (cell, rule, blocks, rate, seed)))
+                elif str(seed) not in entry.get(rule, {}):
+                    found.append(((cell.name, rule, str(seed)), of, arguments))
         return found
 
     def fill(self, task, table: dict, missing: list[tuple]) -> bool:
@@ -291,6 +309,7 @@ def main() -> int:
     seeds, for_all = [SEEDS[: args.seeds]] * 2 if args.quick else (SEEDS, SEEDS[:1])
     grid = Grid(path, time.monotonic() + 60 * args.minutes, args.processes)
     all_done = grid.fill(measure, grid.kept["fleets"], grid.missing_fleets(cells))
+    grid.forget_stale()
     for some in (for_all, [seed for seed in seeds if seed not in for_all]):
         all_done = grid.fill(play, grid.kept["cells"], grid.missing_runs(cells, rules, some, for_all)) and all_done
     if args.beside:

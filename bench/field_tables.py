@@ -135,14 +135,14 @@ def _ours(cells: list[Judged]) -> list[str]:
     lines = [
         f"{OURS}",
         "",
-        f"{'cell':40} {'req/s':>6} {'TTFT':>7} {'p50':>7} {'p90':>7} {'p99':>7} {'E2E':>8} {'p99':>8} {'TPOT99':>7} {'tok/s':>6} "
+        f"{'cell':48} {'req/s':>6} {'TTFT':>7} {'p50':>7} {'p90':>7} {'p99':>7} {'E2E':>8} {'p99':>8} {'TPOT99':>7} {'tok/s':>6} "
         f"{'wall s':>7} {'within':>7} {'hit':>6} {'least':>6} {'spread':>6} {'halves':>6}",
     ]
     for one in cells:
         figures = next(iter(one.runs[OURS].values()))
         run = {figure: one.mean(OURS, figure) for figure in figures if figure not in ("of", "took_s")}
         lines.append(
-            f"{one.name:40} {run['requests'] / run['wall'] if one.closed else one.cell['rate']:6.1f} {run['ttft_mean']:7.1f} "
+            f"{one.name:48} {run['requests'] / run['wall'] if one.closed else one.cell['rate']:6.1f} {run['ttft_mean']:7.1f} "
             f"{run['ttft_p50']:7.1f} {run['ttft_p90']:7.1f} {run['ttft_p99']:7.1f} {run['e2e_mean']:8.0f} {run['e2e_p99']:8.0f} "
             f"{run['tpot_p99']:7.1f} {run['tokens_s']:6.0f} {run['wall']:7.1f} {run['goodput']:7.1%} {run['hit']:6.1%} "
             f"{run['hit_least']:6.1%} {run['spread']:6.2f} {run['halves']:6.2f}"
@@ -157,7 +157,7 @@ def _matrix(cells: list[Judged], figure: str, title: str) -> list[str]:
     scale = 100 if figure in ("goodput", "hit", "hit_least") else 1
     lines = [
         title + (f", as a multiple of {OURS}'s" if times else ""),
-        " " * 40 + "".join(f"{rule[:9]:>10}" for rule in rules),
+        " " * 48 + "".join(f"{rule[:9]:>10}" for rule in rules),
     ]
     for one in cells:
         shown = [" " * 10] * len(rules)
@@ -165,7 +165,7 @@ def _matrix(cells: list[Judged], figure: str, title: str) -> list[str]:
             if rule in one.runs:
                 value = 1 / one.ratio(rule, figure) if times else one.mean(rule, figure) * scale
                 shown[place] = f"{value:10.1f}" if scale > 1 or value >= 100 else f"{value:10.2f}"
-        lines.append(f"{one.name:40}" + "".join(shown))
+        lines.append(f"{one.name:48}" + "".join(shown))
     return lines
 
 

@@ -118,10 +118,10 @@ def _verdict(cells: list[Judged], ours: str) -> str:
     width = {
         aim: max(len(aim.short), *(len(_cell(gap)) for gap in found.values())) for aim, found in gaps.items() if found
     }
-    lines += ["", f"{'* missed':40}" + "".join(f"  {aim.short:>{width[aim]}}" for aim in width)]
+    lines += ["", f"{'* missed':48}" + "".join(f"  {aim.short:>{width[aim]}}" for aim in width)]
     for one in cells:
         shown = [f"  {_cell(gaps[aim].get(one.name)):>{width[aim]}}" for aim in width]
-        lines.append(f"{one.name:40}" + "".join(shown))
+        lines.append(f"{one.name:48}" + "".join(shown))
     return "\n".join(lines) + "\n"
 
 
@@ -133,7 +133,7 @@ def _compared(cells: Runs, variant: str) -> str:
     """Our rule's figures against those of the variant, per cell; below 0: ours is less."""
     figures = ("ttft_mean", "ttft_p99", "e2e_mean", "e2e_p99", "tpot_p99", "wall", "hit")
     titles = "".join(f"{figure:>17}" for figure in figures[:-1]) + f"{'hits, points':>17}"
-    lines = [f"{OURS} against {variant}", f"{'':40}{titles}"]
+    lines = [f"{OURS} against {variant}", f"{'':48}{titles}"]
     for name, cell in cells.items():
         if OURS not in runs(cell) or variant not in runs(cell):
             continue
@@ -146,5 +146,5 @@ def _compared(cells: Runs, variant: str) -> str:
             error = one.error(variant, figure)
             within = f" +-{error:.1%}" if error < 9 else ""
             shown.append(f"{f'{one.ratio(variant, figure) - 1:+.1%}{within}':>17}")
-        lines.append(f"{name:40}" + "".join(shown))
+        lines.append(f"{name:48}" + "".join(shown))
     return "\n".join(lines) + "\n"

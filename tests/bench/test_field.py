@@ -1,10 +1,11 @@
 """The field's figures of a run, and its cells: what each says of the requests it was made from."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from bench.field import busy_rate, figures
+from bench.field import Grid, busy_rate, figures
 from bench.field_cells import CELLS, QUICK, Cell, work
 from loadgen.drive.records import Record
 from loadgen.simulate import Outcome
@@ -85,3 +86,27 @@ def test_in_the_thrash_scene_the_caches_together_hold_what_users_have_said_and_n
     mean = sum(longest) / len(longest) / 2  # half way through
     room = cell.profiles(0)[0].num_blocks * 16
     assert 0.75 * room < cell.users * mean < room
+
+
+def test_what_other_code_made_is_forgotten_and_run_again(tmp_path):
+    cell = next(cell for cell in CELLS if cell.at == 0.3)
+    fleet, kept = {"saturation": 40.0, "working_set": 900}, {"kept": True}
+    path = tmp_path / "field.json"
+    path.write_text(json.dumps({"fleets": {cell.fleet: fleet}, "cells": {}}))
+    grid = Grid(path, 0.0, 1)
+    entry = grid.kept["cells"][cell.name]
+    missing = grid.missing_runs([cell], ["round_robin", "lmetric"], (1, 2), (1, 2))
+    assert [place[1:] for place, *_ in missing] == [
+        (rule, seed) for rule in ("round_robin", "lmetric") for seed in "12"
+    ]
+    for place, of, _ in missing:
+        entry.setdefault(place[1], {})[place[2]] = kept | {"of": of}
+    entry["lmetric"]["2"]["of"] = "another"
+    entry["a rule that is gone"] = {"1": kept | {"of": "another"}}
+    grid.forget_stale()
+    assert {rule: set(runs) for rule, runs in entry.items() if isinstance(runs, dict)} == {
+        "round_robin": {"1", "2"},
+        "lmetric": {"1"},
+    }
+    [(place, *_)] = grid.missing_runs([cell], ["round_robin", "lmetric"], (1, 2), (1, 2))
+    assert place == (cell.name, "lmetric", "2")

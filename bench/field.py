@@ -205,7 +205,7 @@ class Grid:
         return of, (cell, rule, blocks, rate, seed)
 
     def forget_stale(self) -> None:
-        """Drop what other code than today's made, also of rules and cells that are not asked for: it would be compared."""
+        """Drop what other code made, also of rules and cells that are not asked for: it would be compared."""
         for cell in CELLS:
             entry = self.kept["cells"][cell.name]
             for rule, runs in list(field_tables.runs(entry).items()):

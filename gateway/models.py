@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from policies import CostGroup
-from replicas import Replica, State
+from replicas import TAKES_TRAFFIC, Replica
 
 from .config import ConfigError, Settings
 from .model import folder_here, model_dir
@@ -40,7 +40,6 @@ log = logging.getLogger("hitherto")
 HASHED_AS = "model"
 DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
 MOST_VARIANTS = 2  # that a request is prepared for; replicas of a third are chosen by load
-TAKES_TRAFFIC = (State.READY, State.DEGRADED)
 
 
 def new_pipeline(settings: Settings, directory: Path | None, name: str) -> Pipeline:

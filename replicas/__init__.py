@@ -1,7 +1,8 @@
 """Serving engines: launched, adopted, watched, drained.
 
-What the rest of the house uses: a `Fleet` of `Replica`s, each in one `State`; `Facts` is what an
-engine at a URL told about itself. Nothing here knows prompts, policies or the gateway.
+What the rest of the house uses: a `Fleet` of `Replica`s, each in one `State`, of which those in
+`TAKES_TRAFFIC` may get requests; `Facts` is what an engine at a URL told about itself. Nothing here
+knows prompts, policies or the gateway.
 """
 
 from typing import TYPE_CHECKING
@@ -9,12 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from replicas.adopt import Facts
     from replicas.fleet import Fleet
-    from replicas.lifecycle import State
+    from replicas.lifecycle import TAKES_TRAFFIC, State
     from replicas.replica import Replica
 
-__all__ = ["Facts", "Fleet", "Replica", "State"]
+__all__ = ["TAKES_TRAFFIC", "Facts", "Fleet", "Replica", "State"]
 
-_HOME = {"Facts": "adopt", "Fleet": "fleet", "Replica": "replica", "State": "lifecycle"}
+_HOME = {"Facts": "adopt", "Fleet": "fleet", "Replica": "replica", "State": "lifecycle", "TAKES_TRAFFIC": "lifecycle"}
 
 
 def __getattr__(name: str):

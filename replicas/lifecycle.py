@@ -26,6 +26,11 @@ class State(StrEnum):
     FAILED = "failed"
 
 
+TAKES_TRAFFIC = (State.READY, State.DEGRADED)  # in this order: the second only where no replica is in the first
+# The engine that was adopted still runs; a draining one may get what it was chosen for before.
+ENGINE_THERE = (*TAKES_TRAFFIC, State.DRAINING)
+
+
 class Event(StrEnum):
     LAUNCHED = "launched"  # a process was started, or a stopped replica is wanted again
     ANSWERS = "answers"  # /health is 200

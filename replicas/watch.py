@@ -18,7 +18,7 @@ from replicas.ask import get
 from replicas.health import Health, Limits, Verdict
 from replicas.launch.exits import said
 from replicas.launch.supervisor import Supervisor
-from replicas.lifecycle import Event, State
+from replicas.lifecycle import TAKES_TRAFFIC, Event, State
 from replicas.metrics import Scrape, parse
 from replicas.progress import ILL, Progress, asked, computes
 from replicas.replica import EventSource, Replica
@@ -176,7 +176,7 @@ class Watch:
         facts = None if full else await self._brief(now)
         if facts is None:
             full = True
-            facts = await self.access.find(DEADLINE, in_use=replica.state in (State.READY, State.DEGRADED))
+            facts = await self.access.find(DEADLINE, in_use=replica.state in TAKES_TRAFFIC)
         if replica.pid != pid:
             return False  # the process ended while we asked: the answer is about the past
         self._keep_proof(facts, full, was_proven)
@@ -272,7 +272,7 @@ class Watch:
     async def _stalls(self, now: float, facts: Facts) -> bool:
         """Whether it answers and yet does nothing; then this was told."""
         replica, progress = self.replica, self.progress
-        if replica.state not in (State.READY, State.DEGRADED) or not facts.scrape:
+        if replica.state not in TAKES_TRAFFIC or not facts.scrape:
             return False
         progress.look(now, facts.scrape, self.waited())
         if not progress.stalled(now):
@@ -329,7 +329,7 @@ class Watch:
             replica.scrape = facts.scrape
         self.looked()
         wrong = unproven or (facts.error if not facts.serving else self._wrong_model())
-        if wrong and replica.state in (State.READY, State.DEGRADED):
+        if wrong and replica.state in TAKES_TRAFFIC:
             self._doubt(wrong)
         if replica.state in (State.STARTING, State.FAILED):
             self.tell(replica, Event.ANSWERS, "answers /health")
@@ -461,7 +461,7 @@ class Watch:
         supervisor would know. Only one that stays silent is."""
         replica = self.replica
         alive = " though its process is alive" if replica.managed and replica.pid else ""
-        if replica.state in (State.WARMING, State.READY, State.DEGRADED):
+        if replica.state in (State.WARMING, *TAKES_TRAFFIC):
             self.tell(replica, Event.GONE, reason + alive)
         if self.supervisor and self.health.hung(now):
             self.supervisor.restart(f"{reason}{alive}: it hangs, so it was killed")

@@ -16,12 +16,10 @@ from gateway.models import Models
 from gateway.ops.metrics import Metrics, Reading
 from gateway.proxy.shadow import told
 from policies import Ledger, Load
-from replicas.lifecycle import State
+from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
 from replicas.problems import NO_CACHED_TOKENS, Problem
 from replicas.replica import Replica
 
-TAKES_TRAFFIC = (State.READY, State.DEGRADED)
-HAS_EVENTS = (State.READY, State.DEGRADED, State.DRAINING)  # a warming one's are those of whoever was there before
 _EVENT_COUNTS = {
     "event_batches": "batches",
     "event_blocks_stored": "blocks_stored",
@@ -138,7 +136,7 @@ class View:
 
     def _intake(self, replica: Replica) -> Any:
         """None where what was heard is of an engine that is gone."""
-        return self.intakes.get(replica.id) if replica.state in HAS_EVENTS else None
+        return self.intakes.get(replica.id) if replica.state in ENGINE_THERE else None
 
     def reading(self) -> Reading:
         """For `Metrics.read_from`."""
@@ -220,7 +218,7 @@ class View:
 
 
 def _why_no_events(replica: Replica) -> str:
-    if replica.state not in HAS_EVENTS:
+    if replica.state not in ENGINE_THERE:
         return f"the replica is {replica.state}: its events are followed when an engine answers there"
     return (
         "it is not known where the engine publishes KV events, if it does: its cache is guessed from what is sent there"

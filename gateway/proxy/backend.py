@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from replicas import State
+from replicas.lifecycle import ENGINE_THERE, State
 
 from ..http.messages import HOP_BY_HOP
 from ..http.upstream import Pool, Sink, UpstreamError
@@ -32,8 +32,6 @@ NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", 
 MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that it serves and those it did
 
 
-# States in which an engine is there; a draining one may still get what it was chosen for before.
-ENGINE_THERE = frozenset((State.READY, State.DEGRADED, State.DRAINING))
 Prove = Callable[[str], Awaitable[bool]]
 
 

@@ -9,7 +9,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from policies import UNTIMED, Decision, Demand, Evaluation, Router, Targets
-from replicas import State
+from replicas import TAKES_TRAFFIC
 
 from ..errors import ApiError
 from .backend import Backend
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from ..ops.metrics import Metrics
     from ..prompt import Prompt
     from .shared import SharedLedger
-
-
-TAKE_TRAFFIC = (State.READY, State.DEGRADED)  # the second only for want of the first
 
 
 class Eligibility:
@@ -93,7 +90,7 @@ class Eligibility:
         return any(model in names for names in self._served.values())
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
-        for state in TAKE_TRAFFIC:
+        for state in TAKES_TRAFFIC:
             found = [
                 b for b in self.backends.values() if b.replica.state is state and b not in tried and b.serves(model)
             ]
@@ -274,7 +271,10 @@ class Placing:
         candidate = evaluation.candidates[decision.index if decision is not None else evaluation.choice.index]
         backend = self.eligible.backends.get(candidate.replica)
         there = (
-            waiting and backend is not None and backend.candidate is candidate and backend.replica.state in TAKE_TRAFFIC
+            waiting
+            and backend is not None
+            and backend.candidate is candidate
+            and backend.replica.state in TAKES_TRAFFIC
         )
         if decision is not None and not there:
             shared.undo(decision)

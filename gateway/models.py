@@ -28,7 +28,8 @@ from .ops.comparison import TokenizerComparison
 from .prompt import Prompt
 from .prompt.api.openai import parse
 from .prompt.offload import TakesLong, event_loop
-from .prompt.pipeline import PATHS, PREFIX_BYTES, Pipeline
+from .prompt.pipeline import PREFIX_BYTES, Pipeline
+from .prompt.prompt import PROMPT_PATHS
 from .prompt.quirks import VersionQuirks
 from .prompt.tokens.model import ModelError, contents
 
@@ -178,7 +179,7 @@ class Models:
         one = self._one
         if one is not None:
             return one.prepare(path, body, headers, adapters)
-        if path not in PATHS:
+        if path not in PROMPT_PATHS:
             return Prompt(path, "", mode="load", note="this path is routed by load alone")
         request, unusual = parse(body, self._context)
         model = request.get("model")

@@ -30,7 +30,7 @@ from time import perf_counter
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 
-from ..proxy.paths import PROMPT_PATHS
+from ..prompt.prompt import PROMPT_PATHS
 
 # Seconds. TTFT and whole requests: from a cached prompt on a fast GPU to a queue that lasts minutes.
 LATENCY_BUCKETS = (.005, .01, .02, .04, .06, .08, .1, .15, .2, .3, .4, .6, .8, 1, 1.5, 2, 3, 5, 8, 15, 30, 60, 120, 300)  # fmt: skip

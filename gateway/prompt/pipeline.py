@@ -23,11 +23,6 @@ from ..errors import ApiError, bad
 from .api.anthropic import Habits, from_messages, habits
 from .api.conversation import Multimodal, Rounded, Unroutable, has_media, refuse_deep_arguments
 from .api.openai import (
-    CHAT,
-    COMPLETIONS,
-    EMBEDDINGS,
-    MESSAGES,
-    RESPONSES,
     Chat,
     boolean,
     from_chat,
@@ -42,7 +37,7 @@ from .api.openai import (
 from .api.responses import from_responses
 from .forward import LEAST_TOKENS, kind_of
 from .offload import TakesLong
-from .prompt import Prompt
+from .prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, NO_PREFILL, PROMPT_PATHS, RESPONSES, Prompt
 from .quirks import NEWEST, VersionQuirks
 from .render.renderer import Renderer
 from .render.template import ChatTemplate, TemplateError
@@ -66,9 +61,7 @@ _UNKNOWN_CONTEXT = 1_000_000  # tokens that a prompt may have where nothing tell
 PREFIX_BYTES = 256 * 1024 * 1024
 _LONGEST_NOTE = 500
 
-_FREE = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})  # no prefill, no cache
 _CONVERSATIONS = frozenset({CHAT, RESPONSES, MESSAGES})
-PATHS = _CONVERSATIONS | _FREE | {COMPLETIONS, EMBEDDINGS}
 
 
 # Numbers for the ways in which prompts are made, which no two pipelines of a process share.
@@ -311,7 +304,7 @@ class Pipeline:
 
         Raises ApiError for the client's faults only, and TakesLong where `event_loop` holds.
         """
-        if path not in PATHS:
+        if path not in PROMPT_PATHS:
             return Prompt(path, "", mode="load", note="this path is routed by load alone")
         request, unusual = parse(body, self._max_model_len or _UNKNOWN_CONTEXT)
         return self.prepare_parsed(path, body, request, unusual, headers, adapters)
@@ -329,7 +322,7 @@ class Pipeline:
         made_by, limit = self.made_by, self._max_model_len
         prompt = read_options(path, request, headers, adapters, limit)
         prompt.made_by, prompt.space, prompt.block_size = made_by, self.space, self._block_size
-        if path in _FREE:
+        if path in NO_PREFILL:
             refuse_deep_arguments(request)
             prompt.mode, prompt.note = "load", "needs no prefill"
             return prompt

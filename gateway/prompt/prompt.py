@@ -12,6 +12,24 @@ from typing import Literal
 Mode = Literal["exact", "engine", "text", "load"]
 LONGEST_RESPONSE_ID = 200  # of a stored response
 
+# The paths of which the bodies differ in how they name the prompt, the output limit, or the parameter at fault.
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+EMBEDDINGS = "/v1/embeddings"
+# All paths whose bodies are read for their prompt, and a short name of each.
+PROMPT_PATHS = {
+    CHAT: "chat",
+    COMPLETIONS: "completions",
+    RESPONSES: "responses",
+    MESSAGES: "messages",
+    EMBEDDINGS: "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+NO_PREFILL = frozenset(("/tokenize", "/detokenize"))  # of these, those for which engines compute no prompt
+
 
 @dataclass(slots=True)
 class Prompt:

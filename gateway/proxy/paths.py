@@ -15,20 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ..prompt.prompt import LONGEST_RESPONSE_ID
+from ..prompt.prompt import LONGEST_RESPONSE_ID, PROMPT_PATHS
 
-# The paths that are read for their prompt, and the label each has in metrics.
-PROMPT_PATHS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/v1/embeddings": "embeddings",
-    "/tokenize": "tokenize",
-    "/detokenize": "detokenize",
-}
-NO_PREFILL = frozenset(("tokenize", "detokenize"))  # by label: engines compute no prompt for these
-# The rest of the inference API: sent on by load alone.
+# The inference API without PROMPT_PATHS: sent on by load alone.
 OTHER_PATHS = frozenset((
     "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/chat/completions/derender",
     "/v1/completions/render", "/v1/completions/derender",

@@ -28,12 +28,13 @@ from ..prompt.api.named import named_model
 from ..prompt.long import LongPrompts
 from ..prompt.offload import LOOP_SECONDS, TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES
+from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS
 from .backend import Backend
 from .conductor import Conductor, Judge
 from .exchange import Added, Batcher, Exchange
 from .forwarding import TokenIdForwarding
 from .newcomers import Newcomers
-from .paths import NO_PREFILL, PROMPT_PATHS, AllowedPaths, refusal
+from .paths import AllowedPaths, refusal
 from .placing import Eligibility, Placing
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
@@ -188,7 +189,7 @@ class Preparation:
         if self._eligible.is_unknown(prompt.model):
             self._ask_anew(self._anew(exchange, prompt))
             return
-        if prompt.mode == "load" and exchange.label not in NO_PREFILL:
+        if prompt.mode == "load" and prompt.path not in NO_PREFILL:
             metrics.prompt_failures.inc(prompt.path)
         exchange.prepared(prompt)
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from policies import Placement, Router, hittable
 from replicas.engines.dialect import ANY_PATH
 
+from ..prompt.prompt import NO_PREFILL
 from .answers import NEVER_TELL_CACHED, Usage, error_status, read_usage, speaks_api
 from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
 from .drift import TOLERATED
 from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange
 from .forwarding import TokenIdForwarding
-from .paths import NO_PREFILL
 from .retries import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, FULL, RETRYABLE, UNCONFIRMED
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ class Settling:
             metrics.replica_requests.inc(attempt.backend.id, status)
         if outcome == "aborted":
             metrics.client_aborts.inc(exchange.label)
-        if exchange.prompt is not None and attempt is not None and exchange.label not in NO_PREFILL:
+        if exchange.prompt is not None and attempt is not None and exchange.prompt.path not in NO_PREFILL:
             metrics.prompts.inc(exchange.prompt.mode)
         metrics.request_seconds.observe(exchange.label, monotonic() - exchange.begun)
         try:

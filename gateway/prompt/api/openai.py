@@ -19,16 +19,9 @@ import orjson
 
 from ...errors import ApiError, bad
 from ..offload import TakesLong, event_loop
-from ..prompt import LONGEST_RESPONSE_ID, Prompt
+from ..prompt import CHAT, COMPLETIONS, EMBEDDINGS, LONGEST_RESPONSE_ID, MESSAGES, RESPONSES, Prompt
 from .conversation import Unroutable, tool_schemas
 from .structure import MOST_OBJECTS, MOST_STRINGS, MOST_VALUES, arguments_too_much, too_much
-
-# The paths whose bodies differ in how they name the prompt, the output limit, or the parameter at fault.
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-RESPONSES = "/v1/responses"
-MESSAGES = "/v1/messages"
-EMBEDDINGS = "/v1/embeddings"
 
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})

@@ -10,6 +10,7 @@ from cachemap import chain_seed
 from gateway.errors import ApiError
 from gateway.prompt import Prompt
 from gateway.prompt.pipeline import Pipeline, Verdict
+from gateway.prompt.prompt import NO_PREFILL, PROMPT_PATHS
 from replicas.simulated.model import sim_model_dir
 
 from .reference import hashes, ids_of, model_dir
@@ -161,7 +162,15 @@ def test_ids_that_came_with_the_request_are_the_prompt(sim):
     assert ids_of(prompt) == list(range(40)) and len(prompt.hashes) == 2
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("path", PROMPT_PATHS)
+def test_each_path_that_is_read_for_its_prompt_keeps_its_model(sim, path):
+    prompt = sim[0].prepare(
+        path, b'{"model": "m", "prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}]}'
+    )
+    assert (prompt.path, prompt.model) == (path, "m")
+
+
+@pytest.mark.parametrize("path", sorted(NO_PREFILL))
 def test_what_needs_no_prefill_weighs_nothing(sim, path):
     prompt = sim[0].prepare(path, b'{"model": "m", "prompt": "x"}')
     assert (prompt.mode, prompt.tokens, len(prompt.hashes), prompt.model) == ("load", 0, 0, "m")

@@ -191,7 +191,7 @@ class Router:
         self._placed, self._first, self._ended, self._gone = [
             getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")
         ]
-        self._tiered = False  # some candidate has blocks in a slower tier from the last request
+        self._tiered: list[Candidate] = []  # whose `lower` the last request has set
         # of each replica its count of choices when last looked at, and when it changed
         self._used: dict[str, tuple[float, float]] = {}
         self._rested_at = 0.0
@@ -322,12 +322,20 @@ class Router:
         else:
             for one in candidates:
                 one.overlap = 0
-        if self._tiered or (match and match.lower):
-            self._tiered = bool(match and match.lower)
+        if self._tiered:
+            self._forget_lower()
+        if match and match.lower:
             for one in candidates:
-                runs = match.lower.get(one.slot) if match else None
-                one.lower = leading(runs, most - match.held[one.slot], size) if match and runs else ()
+                if runs := match.lower.get(one.slot):
+                    one.lower = leading(runs, most - match.held[one.slot], size)
+                    self._tiered.append(one)
         return candidates if roster is None else roster
+
+    def _forget_lower(self) -> None:
+        """Also of candidates that are none for this request: it will not be looked for again."""
+        for one in self._tiered:
+            one.lower = ()
+        self._tiered = []
 
     def _weigh_spaces(self, demand: Demand, targets: Targets, now: float) -> Mapping[int, Held]:
         """As `weighed`, for candidates that are not all of the demand's space. What one holds is found in the tokens of
@@ -339,6 +347,7 @@ class Router:
                 spaces[one.space] = Held(
                     one, self.map.match(one.hashes, now) if one.hashes and one.reads_cache else None
                 )
+        self._forget_lower()
         for candidate in targets.candidates:
             own, overlap, lower = _in_space(candidate, spaces, demand)
             if own is not demand and own.tokens != demand.tokens:
@@ -346,7 +355,8 @@ class Router:
                 overlap = max(0, min(overlap * ours // theirs, ours - 1))
                 lower = leading([(tier, tokens * ours // theirs) for tier, tokens in lower], ours - 1 - overlap)
             candidate.overlap, candidate.lower = overlap, lower
-            self._tiered |= bool(lower)
+            if lower:
+                self._tiered.append(candidate)
         return spaces
 
     # --- what becomes of it

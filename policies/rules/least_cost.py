@@ -167,7 +167,8 @@ def _of_all(
 
 def least(costs: Sequence[float], slack: tuple[float, float], draw: float) -> int:
     """Return the index of the least cost, or one of those that are equal to it."""
-    limit = min(costs) * slack[0] + slack[1]
+    best = min(costs)
+    limit = max(best, best * slack[0] + slack[1])
     equals = []
     for index, cost in enumerate(costs):
         if cost <= limit:
@@ -177,5 +178,6 @@ def least(costs: Sequence[float], slack: tuple[float, float], draw: float) -> in
 
 def least_of(costs: np.ndarray, slack: tuple[float, float], draw: float) -> int:
     """As `least`, for an array."""
-    limit = costs.item(costs.argmin()) * slack[0] + slack[1]  # 0.2 us, `min` takes 1
+    best = costs.item(costs.argmin())  # 0.2 us, `min` takes 1
+    limit = max(best, best * slack[0] + slack[1])
     return pick((costs <= limit).nonzero()[0].tolist(), draw)

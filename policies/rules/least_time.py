@@ -218,7 +218,8 @@ class LeastTime:
         """
         if held < demand.block_size or not demand.hashes:
             return None, None
-        prefix = demand.hashes[int(held) // demand.block_size - 1]
+        # Of several prompts only the longest has its hashes here, and what another space holds is counted in tokens.
+        prefix = demand.hashes[min(int(held) // demand.block_size, len(demand.hashes)) - 1]
         return prefix, self._regrets.get(prefix)
 
     def _with_regret(

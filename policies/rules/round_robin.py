@@ -1,8 +1,8 @@
 """`round_robin`: the candidates in turn.
 
-Formula: the n-th choice is candidate n mod N. Inputs: the order of the candidates, nothing else,
-so nothing can be missing. It spreads requests evenly, not work, and every conversation over all
-replicas: the baseline every gateway is compared with.
+Formula: the n-th choice among the same candidates is candidate n mod N. Inputs: the order of the candidates, nothing
+else, so nothing can be missing. It spreads requests evenly, not work, and every conversation over all replicas: the
+baseline every gateway is compared with.
 """
 
 from __future__ import annotations
@@ -11,15 +11,22 @@ from collections.abc import Sequence
 
 from ..vocabulary import Candidate, Choice, Demand
 
+_MOST = 4096  # sets of candidates whose turn is kept
+
 
 class RoundRobin:
     name = "round_robin"
 
     def __init__(self) -> None:
-        self._turn = 0
+        # By the first candidate and their number: with one turn for all, two models asked in turn would each get every
+        # other replica alone.
+        self._turns: dict[tuple[str, int], int] = {}
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
-        return Choice(self._turn % len(candidates), "its turn")
+        return Choice(self._turns.get((candidates[0].replica, len(candidates)), 0) % len(candidates), "its turn")
 
     def placed(self, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
-        self._turn += 1
+        key = candidates[0].replica, len(candidates)
+        self._turns[key] = self._turns.pop(key, 0) + 1
+        if len(self._turns) > _MOST:
+            del self._turns[next(iter(self._turns))]

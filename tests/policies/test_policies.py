@@ -88,6 +88,15 @@ def test_unknown_name_says_what_there_is():
         make("fastest")
 
 
+def test_round_robin_takes_turns_in_each_set_of_candidates():
+    """Models that are asked in turn, and some of one's replicas: each set gets all its replicas evenly."""
+    policy, sets = make("round_robin"), [fleet(2), fleet(4), fleet(3)]
+    for number, one in enumerate(sets[2]):
+        one.replica = f"other-{number}"
+    chosen = Counter((len(among), place(policy, Demand(10), among).index) for _ in range(12) for among in sets)
+    assert chosen == {(size, index): 12 // size for size in (2, 3, 4) for index in range(size)}
+
+
 def test_round_robin_takes_turns():
     policy = make("round_robin")
     assert [place(policy, Demand(10), fleet(3)).index for _ in range(5)] == [0, 1, 2, 0, 1]

@@ -268,3 +268,26 @@ def test_a_bug_in_what_is_told_of_a_placement_leaves_no_load_behind(breaks, monk
     with pytest.raises(ZeroDivisionError):
         made.finish(made.place(prompt(3), targets, 1.0))
     assert not made.ledger.total().requests
+
+
+def test_what_lies_in_slower_tiers_is_forgotten_with_the_prompt_also_of_other_models_replicas():
+    """A request for one model, one for another, and a new prompt for the first: nobody holds anything of that."""
+    made, _ = routing(make("least_time"), 0, 0, 0, 0)
+    ours, theirs = made.targets([*made.candidates.values()][:2]), made.targets([*made.candidates.values()][2:])
+    made.map.lower = {0: [("cpu", 100)]}
+    assert made.evaluate(prompt(101), ours, 0.0).lower == (("cpu", 1600),)
+    made.map.lower = {}
+    made.evaluate(prompt(10), theirs, 0.0)
+    assert [one.lower for one in made.candidates.values()] == [(), (), (), ()]
+    assert made.evaluate(prompt(10), ours, 0.0).lower == ()
+
+
+def test_a_list_of_prompts_has_fewer_hashes_than_another_space_may_hold_of_it():
+    """The hashes are those of the longest, while what is held elsewhere is scaled to the tokens of all."""
+    made, targets = routing(make("least_time"), 0, 8)
+    made.candidates["r1"].space = 1
+    targets = made.targets([*made.candidates.values()])
+    hashes = list(range(1, 9))
+    for now in range(4):
+        several = Demand(518, hashes=hashes, root=1, now=float(now), also=Demand(130, hashes=hashes, root=1, space=1))
+        made.place(several, targets, float(now))

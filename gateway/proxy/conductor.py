@@ -126,7 +126,7 @@ class Judge:
 
     def may_retry(self, exchange: Exchange, attempt: Attempt) -> bool:
         """Whether a failing answer may be thrown away: an attempt and another replica are left."""
-        return len(exchange.tried) < self._retries and bool(self.others(exchange, attempt))
+        return exchange.attempts_used < self._retries and bool(self.others(exchange, attempt))
 
     def others(self, exchange: Exchange, attempt: Attempt) -> list[Backend]:
         """Replicas that are left to try if this attempt fails."""
@@ -318,7 +318,7 @@ class Conductor:
 
     def _retry(self, exchange: Exchange, failed: Failed) -> None:
         attempt, kind = exchange.attempts[-1], failed.kind
-        following = after(failed, len(exchange.tried), exchange.crash_count, self._retries)
+        following = after(failed, exchange.attempts_used, exchange.crash_count, self._retries)
         if following is Next.SAME:
             self._repeat(exchange, attempt, kind)
             return
@@ -327,6 +327,7 @@ class Conductor:
         self.settling.abandon(attempt, computed=KINDS[kind].computed)
         if following is not Next.ANEW:
             exchange.tried += (attempt.backend,)
+            exchange.attempts_used += KINDS[kind].counts
         exchange.crash_count += is_crash(failed)
         if following is Next.LOST:
             message = f"{exchange.crash_count} replicas went down or hung with this request, so no other is tried; the last: {exchange.last_failure}"

@@ -167,8 +167,9 @@ class Exchange:
         "state", "prompt", "model", "response",
         # the legs, the last one at the end; the status of an answer that is ours
         "attempts", "status",
-        # replicas that failed it; how many of them went down or hung under it; errors that it was answered with
-        "tried", "crash_count", "unattributed_errors",
+        # replicas that it is not to get again; how many attempts that counts as, and how many of them went down or hung
+        # under it; errors that it was answered with
+        "tried", "attempts_used", "crash_count", "unattributed_errors",
         # monotonic seconds
         "begun", "prepared_at",
         # with traces on, its trace, and why it was answered with an error of ours or cut
@@ -186,7 +187,7 @@ class Exchange:
         self.model: str | None = None
         self.response: str | None = None
         self.attempts: list[Attempt] = []
-        self.status = self.crash_count = 0
+        self.status = self.attempts_used = self.crash_count = 0
         self.tried: tuple[Backend, ...] = ()
         self.unattributed_errors: tuple[UnattributedError, ...] = ()
         # The clock starts when the request is there: what its upload took is the client's.

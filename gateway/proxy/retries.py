@@ -80,15 +80,15 @@ def is_crash(failed: Failed) -> bool:
     return KINDS[failed.kind].crash or (failed.kind in (CONNECT, REPLACED) and failed.repeated)
 
 
-def after(failed: Failed, tried: int, crash_count: int, retries: int) -> Next:
-    """`tried`: replicas that had failed the request before, and `crash_count` those among them that went down or hung;
-    `retries`: how many more than one may be tried."""
+def after(failed: Failed, used: int, crash_count: int, retries: int) -> Next:
+    """`used`: the attempts that the request has had before, as far as they count, and `crash_count` those among them
+    under which a replica went down or hung; `retries`: how many more than one it has."""
     if failed.kind == IDS or (failed.kind == CLOSED and failed.stale and not failed.repeated):
         return Next.SAME
     if crash_count + is_crash(failed) >= MOST_CRASHES:
         return Next.LOST
     if failed.kind == REPLACED:
         return Next.ANEW
-    if KINDS[failed.kind].counts and tried >= retries:
+    if KINDS[failed.kind].counts and used >= retries:
         return Next.EXHAUSTED
     return Next.OTHER

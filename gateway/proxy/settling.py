@@ -184,15 +184,15 @@ class Settling:
 
     def _settle_all(self, exchanges: list[Exchange]) -> None:
         for exchange in exchanges:
-            attempt = exchange.attempts[-1]
+            attempt, usage = exchange.attempts[-1], None
             try:
-                self._settle(exchange, attempt, b"".join(attempt.tail))
+                usage = self._settle(exchange, attempt, b"".join(attempt.tail))
             except Exception:
                 log.exception("learning from an answer failed")
                 exchange.run_isolated(self._router.abandon, attempt.placement)
-                exchange.attempts.clear()
+            self.ended(exchange, "failed" if attempt.fault else "complete", usage)
 
-    def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> None:
+    def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> Usage:
         """A complete answer, which its client has: compare what was predicted with what was delivered."""
         usage, prompt, backend = read_usage(tail), attempt.prompt, attempt.backend
         # Of an answer to a prompt that came in one piece the judge has seen the end.
@@ -209,7 +209,7 @@ class Settling:
             self._forwarding.settled(attempt, prompt, exchange.request, usage)
         else:
             self.abandon(attempt, computed=not 400 <= attempt.status < 500)
-        self.ended(exchange, "failed" if attempt.fault else "complete", usage)
+        return usage
 
     def _late_failure(
         self, exchange: Exchange, attempt: Attempt, tail: bytes, usage: Usage
@@ -317,11 +317,12 @@ class Settling:
         if exchange.prompt is not None and attempt is not None and exchange.prompt.path not in NO_PREFILL:
             metrics.prompts.inc(exchange.prompt.mode)
         metrics.request_seconds.observe(exchange.label, monotonic() - exchange.begun)
-        try:
-            for told in self._on_end:
+        for told in self._on_end:
+            try:
                 told(exchange, outcome, usage)
-        finally:
-            exchange.attempts.clear()  # they refer back to it
+            except Exception:
+                log.exception("%s failed at the end of a request", getattr(told, "__qualname__", told))
+        exchange.attempts.clear()  # they refer back to it
 
 
 def cut_short(attempt: Attempt, path: str, answer: bytes) -> bool:

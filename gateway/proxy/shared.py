@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from cachemap.background import Background, Failures
 from cachemap.cluster.connect import FAILURES, Line, Script, describe
 from cachemap.cluster.keys import SCHEMA, scope
-from policies import Candidate, Choice, Cost, Decision, Demand, Evaluation, Ledger, Lower, behind, hittable
+from policies import Candidate, Choice, Cost, Decision, Demand, Evaluation, Ledger, Lower, Roster, behind, hittable
 from policies.ledger import FAR, NOTHING
 
 if TYPE_CHECKING:
@@ -188,13 +188,19 @@ class SharedLedger:
         return names
 
     def _among(self, choice: Choice, demand: Demand, candidates: Sequence[Candidate]) -> Sequence[int]:
-        """Among whom to decide, as indices. A choice that is not the least of a cost is made here, counted there."""
-        if self._cost is None or choice.among is None:
+        """Among whom to decide, as indices. A choice that is not the least of a cost is made here, counted there. The
+        script has the coefficients of one kind of replica: where they are of several, it is asked about those like the
+        one that is chosen here."""
+        among = choice.among
+        if self._cost is None or among is None:
             return (choice.index,)
-        if len(choice.among) <= MOST:
-            return choice.among
+        if type(candidates) is not Roster:
+            group = candidates[choice.index].costs.group
+            among = [index for index in among if candidates[index].costs.group is group]
+        if len(among) <= MOST:
+            return among
         totals = [sum(terms) for terms in self._cost.of_all(demand, candidates, choice.future)]
-        return sorted(choice.among, key=totals.__getitem__)[:MOST]
+        return sorted(among, key=totals.__getitem__)[:MOST]
 
     def _held(self, candidates: Sequence[Candidate], overlaps: Sequence[int]) -> bytes:
         """What they hold of the prompt, packed: in their first tiers, and if any holds more, in slower ones, and that
@@ -374,7 +380,7 @@ class SharedLedger:
             *slack,
             size,
             hittable(demand.tokens, size),
-            *Cost.request(demand, candidates[0].costs.group, choice.future),
+            *Cost.request(demand, candidates[choice.index].costs.group, choice.future),
         )
 
     def _own(self, name: str) -> tuple[int, ...]:

@@ -461,6 +461,26 @@ async def test_a_number_that_no_engine_could_hold_is_refused_before_a_replica_is
         assert not seen and not s.faults
 
 
+@pytest.mark.parametrize("bug", ["learning", "a listener"])
+async def test_every_end_is_told_to_all_whatever_fails_at_it(monkeypatch, bug):
+    """Limits and logs count on that."""
+
+    def fails(*_):
+        raise ZeroDivisionError("a bug")
+
+    told = []
+    async with stack(answers()) as s:
+        listeners = (lambda exchange, outcome, usage: told.append(outcome),)
+        monkeypatch.setattr(s.proxy.settling, "_on_end", (fails, *listeners) if bug == "a listener" else listeners)
+        if bug == "learning":
+            monkeypatch.setattr(s.proxy.settling, "_settle", fails)
+        talk = await s.talk()
+        await talk.say(post())
+        assert (await talk.response())[0] == 200
+        await eventually(lambda: told == ["complete"] and s.idle())
+        assert s.metrics.requests.total() == 1
+
+
 async def test_what_takes_long_because_the_event_loop_was_held_up_teaches_nothing(monkeypatch):
     first, second, taught = asyncio.Event(), asyncio.Event(), []
 

@@ -100,6 +100,23 @@ async def test_a_response_that_passed_elsewhere_is_found_and_noted(request_):
         await eventually(s.idle)
 
 
+async def test_not_to_have_a_response_uses_no_attempt_up():
+    """Two have it not, the third fails, and the fourth has it: that is one failure, and one more try is allowed."""
+    engines = [Engine() for _ in range(4)]
+    engines[3].kept.add(b"resp_1")
+
+    async def fails(reader, writer):
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 500 Oh\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+
+    scripts = [engines[0].script, engines[1].script, fails, engines[3].script]
+    async with stack(*scripts, retries=1) as s:
+        status, replica, _ = await ask(await s.talk(), get())
+        assert (status, replica) == (200, list(s.proxy.backends)[3])
+        assert [len(one.seen) for one in engines] == [1, 1, 0, 1]
+        await eventually(s.idle)
+
+
 async def test_what_nobody_has_is_the_engines_own_404():
     engines = [Engine() for _ in range(3)]
     async with stack(*(one.script for one in engines)) as s:

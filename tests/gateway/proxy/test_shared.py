@@ -482,3 +482,17 @@ async def test_what_nobody_damaged_is_never_mended(redis_server):
                 one.ledger.first_byte(random.choice(one.open))
                 one.ledger.release(one.open.pop(random.randrange(len(one.open))))
         assert [one.shared.repairs for one in fleet] == [{"part": 0, "sum": 0}] * 3
+
+
+async def test_of_replicas_of_several_kinds_those_are_asked_about_that_are_like_the_one_chosen_here(redis_server):
+    """A request that names no model may go to any: each kind has coefficients of its own, the script one kind's."""
+    async with gateways(redis_server, 1, replicas=4) as (gateway,):
+        quick = CostGroup()
+        quick.ttft.coefficients = tuple(one / 50 for one in quick.ttft.coefficients)
+        for one in gateway.candidates[2:]:
+            one.costs = quick.add(one.replica)
+        for _ in range(12):
+            index, _ = await gateway.route([])
+            assert index in (2, 3)
+            gateway.end_all()
+        assert gateway.outcomes["shared"] >= 6

@@ -29,7 +29,6 @@ from .prompt import Prompt
 from .prompt.api.openai import parse
 from .prompt.offload import TakesLong, event_loop
 from .prompt.pipeline import PREFIX_BYTES, Pipeline
-from .prompt.prompt import PROMPT_PATHS
 from .prompt.quirks import VersionQuirks
 from .prompt.tokens.model import ModelError, contents
 
@@ -179,8 +178,6 @@ class Models:
         one = self._one
         if one is not None:
             return one.prepare(path, body, headers, adapters)
-        if path not in PROMPT_PATHS:
-            return Prompt(path, "", mode="load", note="this path is routed by load alone")
         request, unusual = parse(body, self._context)
         model = request.get("model")
         if self._is_nobodys(model):  # whose files and context would be another model's

@@ -200,6 +200,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     from cachemap import CacheMap
     from gateway.prompt.api.named import named_model
     from gateway.prompt.pipeline import Pipeline
+    from gateway.prompt.prompt import PROMPT_PATHS, unread
     from gateway.proxy.placing import demand_of
     from replicas.access import Access
     from replicas.adopt import described
@@ -224,7 +225,7 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
         raise ConfigError("no replica answers, so there is nothing to choose from. Start one, or correct --replica-url")
 
     # Of several models, only the one that is asked for.
-    asked = named_model("application/json", body)
+    asked, several = named_model("application/json", body), len({frozenset(one.models) for one in up}) > 1
     if any(asked in one.models for one in up):
         for one in up:
             if not one.serves(asked):
@@ -239,7 +240,9 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     pipeline = Pipeline(model_dir(*known_as), served or "model", size, chat_template=settings.chat_template)
     pipeline.max_model_len = max((one.max_model_len or 0 for one in up), default=0) or None
     pipeline.follow(next((one.version_quirks for one in up if one.version), {}))
-    prompt = pipeline.prepare(path, body, {}, adapters)
+    prompt = (
+        pipeline.prepare(path, body, {}, adapters) if path in PROMPT_PATHS else unread(path, asked if several else None)
+    )
     for one in up:
         if not one.serves(prompt.model):
             print(f"left out: {one.id}: serves {', '.join(one.models)}, not {prompt.model}", file=sys.stderr)

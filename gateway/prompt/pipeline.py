@@ -37,7 +37,7 @@ from .api.openai import (
 from .api.responses import from_responses
 from .forward import LEAST_TOKENS, kind_of
 from .offload import TakesLong
-from .prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, NO_PREFILL, PROMPT_PATHS, RESPONSES, Prompt
+from .prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, NO_PREFILL, RESPONSES, Prompt
 from .quirks import NEWEST, VersionQuirks
 from .render.renderer import Renderer
 from .render.template import ChatTemplate, TemplateError
@@ -300,12 +300,11 @@ class Pipeline:
     def prepare(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None, adapters: Collection[str] = ()
     ) -> Prompt:
-        """One request -> Prompt. `headers` have lower-case names; `adapters` are the LoRA names served.
+        """One request -> Prompt. `path` is one of PROMPT_PATHS; `headers` have lower-case names; `adapters` are the
+        LoRA names served.
 
         Raises ApiError for the client's faults only, and TakesLong where `event_loop` holds.
         """
-        if path not in PROMPT_PATHS:
-            return Prompt(path, "", mode="load", note="this path is routed by load alone")
         request, unusual = parse(body, self._max_model_len or _UNKNOWN_CONTEXT)
         return self.prepare_parsed(path, body, request, unusual, headers, adapters)
 

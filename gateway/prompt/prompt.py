@@ -67,3 +67,8 @@ class Prompt:
     block_size: int = 16  # tokens in each block of `hashes`
     space: int = 0  # the pipeline's number for its tokens and blocks, see `Pipeline.space`
     also: Prompt | None = None  # the same request as another variant of its model has it, where there are two
+
+
+def unread(path: str, model: str | None) -> Prompt:
+    """A request of a path that is not in PROMPT_PATHS: nothing is known of it but the model that it names, if any."""
+    return Prompt(path, model or "", mode="load", note="this path is routed by load alone")

@@ -290,6 +290,8 @@ def as_variant(prompt: Prompt, space: int) -> Prompt:
     if prompt.space == space:
         return prompt
     if also is None or also.space != space:
+        if prompt.mode == "load":  # nothing in it belongs to a space, and its note says why
+            return prompt
         return replace(
             prompt,
             mode="load",

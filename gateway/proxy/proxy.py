@@ -7,7 +7,6 @@ together those that carry it: preparation, placing, the conductor, settling.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import os
@@ -28,7 +27,7 @@ from ..prompt.api.named import named_model
 from ..prompt.long import LongPrompts
 from ..prompt.offload import LOOP_SECONDS, TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES
-from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS
+from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
 from .backend import Backend
 from .conductor import Conductor, Judge
 from .exchange import Added, Batcher, Exchange
@@ -77,15 +76,21 @@ class Preparation:
     def begin_other(self, exchange: Exchange) -> None:
         """A request that is passed on without a look at its prompt, to replicas that serve its model."""
         request = exchange.request
-        if request.method != "POST" or exchange.response is not None or not self._models.several:
+        if request.method != "POST" or exchange.response is not None:
             exchange.prepared(None)
-            return
-        content_type, body = request.header(b"content-type") or "", request.body
-        if len(body) <= OFFLOAD_BYTES:
-            self._named(exchange, named_model(content_type, body))
+        elif len(request.body) <= OFFLOAD_BYTES or not self._models.several:
+            self._named(exchange, self._model_of(exchange))
         else:
-            thread = self.long.submit(len(body), functools.partial(named_model, content_type, body))
-            thread.add_done_callback(lambda done: exchange.run_isolated(lambda: self._named(exchange, done.result())))
+            self._in_thread(exchange, self._model_of, self._named)
+
+    def _model(self, content_type: str, body: bytes) -> str | None:
+        """The model that chooses the replicas of a request whose prompt is not read. None: any replica will do, as
+        where all of them serve the same; what is wrong with the name is for the engine to say then."""
+        return named_model(content_type, body) if self._models.several else None
+
+    def _model_of(self, exchange: Exchange) -> str | None:
+        request = exchange.request
+        return self._model(request.header(b"content-type") or "", request.body)
 
     def _named(self, exchange: Exchange, model: str | None) -> None:
         exchange.model = model
@@ -105,16 +110,22 @@ class Preparation:
 
     async def prompt(self, path: str, body: bytes, headers: Mapping[str, str]) -> Prompt:
         """Of a request that is not sent from here. Raises ApiError, and whatever else goes wrong."""
-        models, adapters = self._models, self._eligible.adapters
+
+        def prepare() -> Prompt:
+            if path not in PROMPT_PATHS:
+                return unread(path, self._model(headers.get("content-type", ""), body))
+            return self._models.prepare(path, body, headers, adapters)
+
+        adapters = self._eligible.adapters
         if len(body) <= OFFLOAD_BYTES:
             event_loop.holds, event_loop.until = True, inf
             try:
-                return models.prepare(path, body, headers, adapters)
+                return prepare()
             except TakesLong:
                 pass
             finally:
                 event_loop.holds = False
-        return await self.long.submit(len(body), functools.partial(models.prepare, path, body, headers, adapters))
+        return await self.long.submit(len(body), prepare)
 
     def _together(self, exchanges: list[Exchange]) -> None:
         """Stage by stage: where a dozen come at once, a plain request takes a third less CPU time than one by one."""
@@ -136,18 +147,24 @@ class Preparation:
             self._placing.end_batch()
 
     def _beside(self, exchange: Exchange) -> None:
-        """Others are answered meanwhile. Nothing is prepared if the client has left when its turn comes."""
+        self._in_thread(
+            exchange,
+            self._prepare,
+            lambda exchange, done: self._prepared(exchange, done[0], done[1], "prepare_offloaded"),
+        )
 
-        def prepared(thread: asyncio.Future[Prepared | None]) -> None:
-            if (done := thread.result()) is not None:
-                exchange.run_isolated(self._prepared, exchange, *done, "prepare_offloaded")
+    def _in_thread(
+        self, exchange: Exchange, work: Callable[[Exchange], object], then: Callable[[Exchange, Any], None]
+    ) -> None:
+        """Others are answered meanwhile. Until its turn comes the exchange alone holds the body, so that one whose
+        client leaves is let go; no work is done for it then."""
 
-        def ended(thread: asyncio.Future[Prepared | None]) -> None:
+        def ended(thread: asyncio.Future[Any]) -> None:
             if exchange.state is not State.ENDED:
-                exchange.run_isolated(prepared, thread)
+                exchange.run_isolated(lambda: then(exchange, thread.result()))
 
-        thread = self.long.submit(
-            len(exchange.request.body), lambda: None if exchange.state is State.ENDED else self._prepare(exchange)
+        thread: asyncio.Future[Any] = self.long.submit(
+            len(exchange.request.body), lambda: None if exchange.state is State.ENDED else work(exchange)
         )
         thread.add_done_callback(ended)
 
@@ -179,7 +196,7 @@ class Preparation:
             return
         if prompt is None:
             metrics.prompt_failures.inc(exchange.request.path)
-            exchange.prepared(None)
+            self.begin_other(exchange)
             return
         metrics.stage_seconds.observe(stage, seconds)
         if not prompt.kind:  # too short to be forwarded as ids

@@ -210,6 +210,15 @@ async def test_alone_the_clients_fault_is_told(listen, empty_folder, capsys, unu
     assert "would be answered with 400: " in capsys.readouterr().err
 
 
+async def test_alone_what_is_passed_on_goes_to_replicas_of_its_model(listen):
+    settings = Settings(model="sim", replica_url=(await listen(*engine()), ranker := await listen(*engine("ranker"))))
+    for _ in range(2):
+        told = await explain.alone(settings, "/v1/rerank", b'{"model": "ranker", "query": "x"}')
+        assert (told["model"], told["choice"], told["mode"]) == ("ranker", ranker.removeprefix("http://"), "load")
+    with pytest.raises(ApiError, match="'nobody' does not exist"):
+        await explain.alone(settings, "/v1/rerank", b'{"model": "nobody", "query": "x"}')
+
+
 async def test_alone_with_no_replica_up(unused_tcp_port):
     with pytest.raises(ConfigError, match="no replica answers"):
         await explain.alone(Settings(replica_url=(f"http://127.0.0.1:{unused_tcp_port}",)), "/v1/completions", b"{}")

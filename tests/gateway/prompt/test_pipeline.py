@@ -176,10 +176,6 @@ def test_what_needs_no_prefill_weighs_nothing(sim, path):
     assert (prompt.mode, prompt.tokens, len(prompt.hashes), prompt.model) == ("load", 0, 0, "m")
 
 
-def test_other_paths_are_not_looked_at(sim):
-    assert sim[0].prepare("/v1/audio/speech", b"\xff not json").mode == "load"
-
-
 # Each of these a real vLLM refuses, too (tests/vllm/test_tokens.py).
 FAULTS = [
     (CHAT, b"{", None),

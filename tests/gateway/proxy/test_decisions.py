@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway import datapath
+from gateway.config import Settings
 from gateway.errors import ApiError
 from gateway.proxy import decisions as module
 from gateway.proxy.decisions import Decisions
@@ -186,3 +188,58 @@ async def test_candidates_are_in_the_order_of_the_policy():
         other = await d.decide(PATH, chat("yet another " * 50), {})
         # The busy ones come last, and ten are too many
         assert not {again["replica"], second["replica"]} & set(other["candidates"])
+
+
+FORM = (
+    b'--cut\r\nContent-Disposition: form-data; name="model"\r\n\r\nranker\r\n'
+    b'--cut\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n%b\r\n--cut--\r\n'
+)
+PASSED_ON = {
+    "rerank": ("/v1/rerank", b'{"model": "ranker", "query": "x"}', "application/json"),
+    "in a thread": ("/v1/score", b'{"text": "%b", "model": "ranker"}' % (b"x" * 100_000), "application/json"),
+    "a form": ("/v1/audio/transcriptions", FORM % b"wave", "multipart/form-data; boundary=cut"),
+}
+
+
+@asynccontextmanager
+async def two_models(**options):
+    """The first replica serves "m", the second one "ranker", in a space of its own."""
+    async with decisions(1, **options) as (s, d):
+        backend_for(s.proxy, 10, ("ranker",)).candidate.space = 3
+        s.proxy.models.several = True
+        s.proxy.changed()
+        yield s, d
+
+
+@pytest.mark.parametrize(("path", "body", "kind"), PASSED_ON.values(), ids=PASSED_ON)
+async def test_what_is_passed_on_without_a_look_at_its_prompt_goes_to_replicas_of_its_model(path, body, kind):
+    async with two_models() as (s, d):
+        for _ in range(3):
+            made = await d.decide(path, body, {"content-type": kind})
+            assert made["candidates"] == [made["replica"]] == ["127.0.0.1:10"]
+            assert "(this path is routed by load alone)" in made["reason"]
+            await d.done(made["id"], b"")
+            told = await datapath.explain(Settings(), s.proxy, path, body, {"content-type": kind})
+            assert (told["model"], told["choice"], told["mode"]) == ("ranker", "127.0.0.1:10", "load")
+        assert s.idle()
+
+
+async def test_of_a_model_that_nobody_serves_nothing_is_decided_on_any_path():
+    asked = []
+
+    async def ask():
+        asked.append(True)
+
+    async with two_models(ask_models=ask) as (s, d):
+        for path in ("/v1/rerank", PATH):
+            failure = await refused(d.decide(path, chat(model="nobody"), {"content-type": "application/json"}))
+            assert (failure.status, failure.code) == (404, "model_not_found")
+        assert asked and s.idle()
+        failure = await refused(datapath.explain(Settings(), s.proxy, "/v1/rerank", chat(model="nobody"), {}))
+        assert failure.code == "model_not_found"
+
+
+async def test_where_all_serve_the_same_its_engine_is_to_say_what_is_wrong_with_the_model():
+    async with decisions(1) as (_, d):
+        made = await d.decide("/v1/rerank", chat(model="nobody"), {"content-type": "application/json"})
+        await d.done(made["id"], b"")

@@ -400,6 +400,26 @@ async def test_a_bug_in_preparing_routes_the_request_by_load(padding, monkeypatc
         assert s.metrics.prompt_failures.total() == 2 and "ZeroDivisionError: a bug" in caplog.text
 
 
+@pytest.mark.parametrize("padding", [0, 100_000], ids=["at once", "in a thread"])
+async def test_a_bug_in_preparing_does_not_send_a_request_to_another_models_replicas(padding, monkeypatch):
+    def fails(*args):
+        raise ZeroDivisionError("a bug")
+
+    async with stack(answers(), answers()) as s:
+        other, own = s.proxy.backends.values()
+        other.replica.models = {"other": None}
+        s.proxy.models.several = True
+        s.proxy.changed()
+        monkeypatch.setattr(s.proxy.models.pipelines[0], "prepare", fails)
+        talk = await s.talk()
+        for _ in range(3):
+            await talk.say(post(BODY[:-1] + b',"pad":"' + b"x" * padding + b'"}'))
+            status, headers, _ = await talk.response()
+            assert (status, headers["x-hitherto-replica"]) == (200, own.id)
+        await talk.say(post(BODY.replace(b'"m"', b'"nobody"') + b" " * padding))
+        assert (await talk.response())[0] == 404
+
+
 async def test_an_early_answer_to_a_large_body_does_not_poison_the_connection():
     asked = 0
 

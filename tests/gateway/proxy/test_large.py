@@ -14,7 +14,7 @@ from gateway.prompt import long
 from gateway.prompt.long import LARGE
 from gateway.prompt.offload import event_loop
 from gateway.prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS, Pipeline
-from gateway.proxy import decisions
+from gateway.proxy import decisions, proxy
 from gateway.proxy.exchange import MOST
 from replicas.simulated.model import sim_model_dir
 
@@ -229,6 +229,24 @@ async def test_nothing_is_prepared_for_a_client_that_left_before_its_turn(gated)
         assert gated.begun == [HUGE] * OFFLOAD_THREADS
         assert s.metrics.requests.values == {("chat", "2xx"): OFFLOAD_THREADS, ("chat", "aborted"): 1}
         assert s.idle()
+
+
+async def test_nothing_is_looked_for_in_what_is_passed_on_for_a_client_that_left_before_its_turn(gated, monkeypatch):
+    looked = []
+    monkeypatch.setattr(proxy, "named_model", lambda _, body: looked.append(body))
+    async with stack(answers(), pipeline=gated) as s:
+        s.proxy.models.several = True
+        talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
+        for talk in talks[:-1]:
+            await talk.say(post(HUGE))
+        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS)
+        await talks[-1].say(post(HUGE, path=b"/v1/rerank"))
+        await eventually(lambda: len(s.proxy.exchanges) == len(talks))
+        await talks[-1].close()
+        await eventually(lambda: len(s.proxy.exchanges) == OFFLOAD_THREADS)
+        gated.gate.set()
+        await s.proxy.preparation.long.submit(1, int)  # behind it in the queue
+        assert looked == []
 
 
 async def test_bodies_to_decide_on_that_wait_are_bounded_and_not_prepared_for_callers_that_left(gated, monkeypatch):

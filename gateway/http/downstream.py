@@ -190,7 +190,7 @@ class Downstream(asyncio.Protocol):
             self.read = None
         elif (
             self.known is not None
-            and (request := self.known.read(data, now)) is not None
+            and (request := self.known.read(data)) is not None
             and len(request.body) <= self.clients.limits.body_bytes
         ):
             self._take(request, 0)
@@ -397,7 +397,6 @@ class Downstream(asyncio.Protocol):
             b"".join(self.body),
             self.parser.get_http_version() == "1.0",
             self.parser.should_keep_alive(),
-            self.read_begun,
         )
         request.size = max(REQUEST_BYTES, self.head_bytes + HEADER_BYTES * len(self.headers))
         held = self.body_bytes

@@ -87,15 +87,12 @@ class Request:
         "body",
         "http10",
         "keep_alive",
-        "begun",
         "size",
         "_named",
         "_kept",
     )
 
-    def __init__(
-        self, method: str, target: bytes, headers: Headers, body: bytes, http10: bool, keep_alive: bool, begun: float
-    ):
+    def __init__(self, method: str, target: bytes, headers: Headers, body: bytes, http10: bool, keep_alive: bool):
         self.method = method
         self.target = target = origin_form(target)
         self.path = target.partition(b"?")[0].decode("latin-1")
@@ -103,7 +100,6 @@ class Request:
         self.body = body
         self.http10 = http10
         self.keep_alive = keep_alive
-        self.begun = begun
         self.size = REQUEST_BYTES  # what it takes besides its body
 
     def set_headers(self, headers: Headers) -> None:
@@ -125,7 +121,7 @@ class Request:
             kept = self._kept[drop] = end_to_end(self.headers, drop)
         return kept
 
-    def again(self, body: bytes, begun: float) -> Request:
+    def again(self, body: bytes) -> Request:
         """Another request with this head. What was found out about the head is known of both."""
         other: Request = object.__new__(Request)
         other.method, other.target, other.path, other.headers = self.method, self.target, self.path, self.headers
@@ -135,7 +131,7 @@ class Request:
             self._named,
             self._kept,
         )
-        other.body, other.begun, other.size = body, begun, REQUEST_BYTES
+        other.body, other.size = body, REQUEST_BYTES
         return other
 
 
@@ -172,9 +168,9 @@ class KnownHead:
             or b"expect" in request._named
         ):
             return None
-        return cls(data[: length.start(1)], data[length.end(1) : end], request.again(b"", 0.0))
+        return cls(data[: length.start(1)], data[length.end(1) : end], request.again(b""))
 
-    def read(self, data: bytes, begun: float) -> Request | None:
+    def read(self, data: bytes) -> Request | None:
         """The request that `data` is, if it is just one and has this head."""
         before = self._before
         if not data.startswith(before):
@@ -184,7 +180,7 @@ class KnownHead:
         if end < 0 or not data.startswith(self._after, end):
             return None
         length, body = data[start:end], data[end + len(self._after) :]
-        return self._request.again(body, begun) if length.isdigit() and int(length) == len(body) else None
+        return self._request.again(body) if length.isdigit() and int(length) == len(body) else None
 
 
 def connection_tokens(headers: Headers) -> set[bytes]:

@@ -164,6 +164,6 @@ async def test_only_so_many_are_noted(monkeypatch):
     ],
 )
 def test_which_response_a_request_is_about(target, body, expected):
-    request = Request("POST", target, [], body, False, True, 0.0)
+    request = Request("POST", target, [], body, False, True)
     prompt = Pipeline(None, "m", 16).prepare(request.path, body or b"{}")
     assert (referred_to(request) or prompt.previous_response) == expected

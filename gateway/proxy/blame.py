@@ -43,19 +43,17 @@ class UnattributedError(NamedTuple):
 
 
 class Record:
-    """How many requests in a row one replica has failed. `answered`, here, is how many it has answered in all."""
+    """What one replica has done of late. `failures`: requests in a row that it has failed; whoever sees it answer one
+    sets that to 0."""
 
-    __slots__ = ("_answered", "_failed")
+    __slots__ = ("failures",)
 
     def __init__(self) -> None:
-        self._answered = self._failed = 0
+        self.failures = 0
 
-    def is_witness(self, answered: int) -> bool:
-        return answered > self._answered or self._failed < MOST_AGREED
-
-    def failed(self, answered: int) -> None:
-        self._failed = 1 if answered > self._answered else self._failed + 1
-        self._answered = answered
+    @property
+    def is_witness(self) -> bool:
+        return self.failures < MOST_AGREED
 
 
 def agree(unattributed_errors: Sequence[UnattributedError]) -> bool:

@@ -96,12 +96,11 @@ class Settling:
     def record_error(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
         """The replica answered with an error: `blame` has the rules for whose fault that is."""
         backend = attempt.backend
-        answered = int(self.metrics.replica_requests.total(replica=backend.id, status="2xx"))
         exchange.unattributed_errors += (
-            UnattributedError(backend.id, backend.replica.engine, kind, backend.record.is_witness(answered)),
+            UnattributedError(backend.id, backend.replica.engine, kind, backend.record.is_witness),
         )
         if kind != FULL and not backend.gone:
-            backend.record.failed(answered)
+            backend.record.failures += 1
             if kind not in REFUSED_ALIKE:  # a client's key may be wrong: no reason to look whether the engine computes
                 self.tell(backend, UNCONFIRMED)
 
@@ -312,6 +311,8 @@ class Settling:
         metrics.requests.inc(exchange.label, status)
         if attempt is not None and attempt.sent_at and not attempt.backend.gone:
             metrics.replica_requests.inc(attempt.backend.id, status)
+            if status == "2xx":
+                attempt.backend.record.failures = 0
         if outcome == "aborted":
             metrics.client_aborts.inc(exchange.label)
         if exchange.prompt is not None and attempt is not None and exchange.prompt.path not in NO_PREFILL:

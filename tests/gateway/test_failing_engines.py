@@ -281,9 +281,10 @@ async def test_the_only_engine_started_anew_answers_and_nothing_is_promised_of_t
         engine.process.wait()
         anew = start_engine("--port", str(engine.port)).wait()
         assert anew.port == engine.port
-        answer = await gateway.client.post(
-            "/v1/completions", json={**BODY, "prompt": f"{1} says what nobody else does. " * 8}
-        )
+        body = {**BODY, "prompt": f"{1} says what nobody else does. " * 8}
+        async with asyncio.timeout(30):
+            # A machine that is busy may take so long to start it that a probe finds nobody there.
+            while (answer := await gateway.client.post("/v1/completions", json=body)).status_code == 503:
+                assert "no replica is ready" in answer.text
         assert answer.status_code == 200 and answer.headers["x-hitherto-cached-tokens"] == "0"
-        status = await gateway.status()
-        assert (status["replicas"][0]["errors"], status["totals"]["errors"]) == (0, 0)
+        assert (await gateway.status())["replicas"][0]["errors"] == 0

@@ -8,6 +8,8 @@ tau-bench and MT-Bench-101 conversations turn by turn, eight conversations at a 
   equal_share        of all requests, those whose predicted cached tokens equal what the engine reported
   token_mismatches   requests whose token ids differ between the gateway's pipeline (compiled template, known
                      prefixes, fastokens) and Hugging Face `tokenizers` on the template as Jinja renders it
+  tiers_equal_share  as equal_share, with engines that keep a few thousand blocks and fetch what was evicted from host
+                     memory; tiers_fetched_share of all prompt tokens came from there
 
 As baseline the same share is printed for a guess that always says "nothing is cached".
 """
@@ -19,6 +21,7 @@ import asyncio
 import copy
 import json
 import random
+import re
 import sys
 import tempfile
 from array import array
@@ -30,11 +33,13 @@ import tokenizers
 
 from bench.conversations import MTBENCH, TAU, conversations, missing, turns
 from gateway.prompt.pipeline import Pipeline
+from loadgen.drive.engines import replicas
 from loadgen.drive.stack import Stack
 from replicas.simulated.model import sim_model_dir
 
 CONCURRENT = 8
 PROFILE = "engine: sim\nspeedup: 20\nnum_blocks: 200000\n"
+TIERS = "engine: sim\nspeedup: 20\nnum_blocks: 2000\nextra_args: [--cpu-blocks, '200000']\n"
 
 
 def select(count: int, rng: random.Random) -> list[list[list[dict]]]:
@@ -108,13 +113,29 @@ async def ask_all(url: str, chosen: list[list[list[dict]]]) -> list[tuple[int, i
     return seen
 
 
-async def measure(count: int, seed: int) -> dict:
-    chosen = select(count, random.Random(seed))
+async def play(chosen: list[list[list[dict]]], engines: str) -> tuple[list[tuple[int, int, int]], float]:
+    """What was predicted and reported of each request, and the tokens that engines fetched from slower tiers."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as profile:
-        profile.write(PROFILE)
+        profile.write(engines)
         profile.flush()
         async with Stack("least_time", 2, profile.name, isolated=True) as stack:
             seen = await ask_all(stack.base_url, chosen)
+            return seen, await fetched(stack)
+
+
+async def fetched(stack: Stack) -> float:
+    found = 0.0
+    async with httpx.AsyncClient() as client:
+        for replica in await replicas(stack.admin):
+            text = (await client.get(f"{replica['url']}/metrics")).text
+            found += sum(map(float, re.findall(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", text, re.M)))
+    return found
+
+
+async def measure(count: int, seed: int) -> dict:
+    chosen = select(count, random.Random(seed))
+    seen, _ = await play(chosen, PROFILE)
+    tiers, external = await play(chosen, TIERS)
     share = lambda right: round(sum(right) / len(seen), 5)  # noqa: E731
     return {
         "requests": len(seen),
@@ -123,6 +144,9 @@ async def measure(count: int, seed: int) -> dict:
         "predicted_hit_rate": round(sum(one[0] for one in seen) / sum(one[2] for one in seen), 5),
         "reported_hit_rate": round(sum(one[1] for one in seen) / sum(one[2] for one in seen), 5),
         "token_mismatches": token_mismatches(chosen),
+        # vLLM counts the last block of a prompt that ends with it, if it fetches that; a prediction ends before it
+        "tiers_equal_share": share([p in (r, r - (r == n) * 16) for p, r, n in tiers]),
+        "tiers_fetched_share": round(external / sum(one[2] for one in tiers), 5),
         "seed": seed,
     }
 

@@ -56,6 +56,7 @@ class Fleet:
         *,
         event_loss: float = 0.0,
         losses_unseen: bool = False,
+        tiers_known: bool = True,
         gateways: int = 1,
         shared_ledger: bool = True,
         keep: bool = True,
@@ -65,7 +66,7 @@ class Fleet:
         self.names = [f"r{index}" for index in range(len(profiles))]
         ledger = Ledger()
         truth = Truth(self.replicas, lambda: self.now)
-        wire = Wire(event_delay, event_loss, losses_unseen)
+        wire = Wire(event_delay, event_loss, losses_unseen, tiers_known)
         self.gateways = [
             Gateway(
                 self.names,

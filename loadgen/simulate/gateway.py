@@ -29,11 +29,13 @@ Events = list[Stored | Removed | Cleared]
 @dataclass(frozen=True, slots=True)
 class Wire:
     """How an engine's events reach a gateway. `delay`: seconds from the end of their step; None: engines send none, and
-    caches are modelled. `loss`: share of batches that get lost; `unseen`: without a gap in their numbers."""
+    caches are modelled. `loss`: share of batches that get lost; `unseen`: without a gap in their numbers. `tiers`:
+    whether they tell of slower tiers."""
 
     delay: float | None = 0.005
     loss: float = 0.0
     unseen: bool = False
+    tiers: bool = True
 
 
 class Gateway:
@@ -126,11 +128,17 @@ class Gateway:
 
     def _catch_up(self, now: float) -> None:
         """Put into the map what has arrived: nobody looks at it between two requests."""
-        coming, holders = self._coming, self.holders
+        coming, holders, tiers = self._coming, self.holders, self._wire.tiers
         while coming and coming[0][0] <= now:
             _, _, index, events = heapq.heappop(coming)
             for event in events:
                 if type(event) is Stored:
-                    holders.store(index, event.keys)
+                    if event.tier == "gpu":
+                        holders.store(index, event.keys)
+                    elif tiers:
+                        holders.store_lower(index, event.keys, event.tier)
                 elif type(event) is Removed:
-                    holders.remove(index, event.keys)
+                    if event.tier == "gpu":
+                        holders.remove(index, event.keys)
+                    elif tiers:
+                        holders.remove_lower(index, event.keys, event.tier)

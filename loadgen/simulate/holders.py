@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import repeat
+from itertools import groupby, repeat, takewhile
 
-from cachemap.map import PREDICTED_SECONDS, Match
+from cachemap.map import LOWER_TIERS, PREDICTED_SECONDS, Match
 from cachemap.table.chains import EngineModel
 from cachemap.table.routed import Routed
 
@@ -26,6 +26,7 @@ class Holders:
         self._copies: list[dict[int, int]] = [{} for _ in capacities]
         self._routed = Routed(PREDICTED_SECONDS)
         self._models = [] if observed else [EngineModel(capacity) for capacity in capacities]
+        self._lower: dict[str, list[set[int]]] = {}  # by tier, of each: what events told
         self._none = [0] * len(capacities)
         self._last: tuple[list[int], list[int]] = ([], self._none)
 
@@ -39,7 +40,17 @@ class Holders:
             for replica, reach in self._routed.reach(hashes, now, confirmed).items():
                 held[replica] = self._further(replica, hashes, confirmed[replica], reach)
         self._last = hashes, confirmed
-        return Match(held, confirmed, {})
+        return Match(held, confirmed, self._in_lower_tiers(hashes, held) if self._lower else {})
+
+    def _in_lower_tiers(self, hashes: list[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
+        """The runs behind what each holds."""
+        lower = {}
+        for replica, start in enumerate(held):
+            tiers = [(tier, blocks[replica]) for tier, blocks in self._lower.items()]
+            found = takewhile(bool, (next((t for t, has in tiers if block in has), "") for block in hashes[start:]))
+            if runs := [(tier, sum(1 for _ in run)) for tier, run in groupby(found)]:
+                lower[replica] = runs
+        return lower
 
     def _confirmed(self, hashes: list[int]) -> list[int]:
         lengths = self._none.copy()
@@ -85,6 +96,16 @@ class Holders:
         if self._models:
             self._models[replica].learn(predicted, reported)
 
+    def store_lower(self, replica: int, blocks: list[int], tier: str) -> None:
+        if tier not in self._lower:
+            self._lower[tier] = [set() for _ in self._none]
+            self._lower = {known: self._lower[known] for known in LOWER_TIERS if known in self._lower}
+        self._lower[tier][replica].update(blocks)
+
+    def remove_lower(self, replica: int, blocks: list[int], tier: str) -> None:
+        if tier in self._lower:
+            self._lower[tier][replica].difference_update(blocks)
+
     def store(self, replica: int, blocks: list[int]) -> None:
         holders, bit = self._holders, 1 << replica
         if holders.keys().isdisjoint(blocks):  # nobody's yet, as most are: at the speed of C
@@ -116,6 +137,8 @@ class Holders:
         bit = 1 << replica
         self._holders = {block: left for block, having in self._holders.items() if (left := having & ~bit)}
         self._copies[replica] = {}
+        for blocks in self._lower.values():
+            blocks[replica].clear()
         self._routed.clear(replica)
 
 

@@ -44,6 +44,7 @@ class Setting:
     vocabulary: int = synthetic.VOCABULARY
     users: int | None = None  # closed loop
     max_concurrency: int | None = None
+    tiers_known: bool = True  # engines tell of what they hold in slower tiers
 
 
 @dataclass
@@ -78,6 +79,7 @@ def simulate(workload: Workload, setting: Setting) -> Outcome:
         setting.event_delay,
         event_loss=setting.event_loss,
         losses_unseen=setting.losses_unseen,
+        tiers_known=setting.tiers_known,
         gateways=setting.gateways,
         shared_ledger=setting.shared_ledger,
         keep=False,

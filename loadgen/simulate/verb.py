@@ -50,6 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-blocks", type=options.whole, metavar="N", help="KV blocks of an engine (default: the profile's)"
     )
     group.add_argument(
+        "--cpu-blocks",
+        type=options.whole,
+        metavar="N",
+        help="KV blocks that an engine keeps in host memory (default: 0)",
+    )
+    group.add_argument(
+        "--disk-blocks",
+        type=options.whole,
+        metavar="N",
+        help="KV blocks that it keeps on a disk behind that (default: 0)",
+    )
+    group.add_argument(
         "--speeds",
         type=_speeds,
         default=[1.0],
@@ -92,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the batches of events; what is lost comes with the next one, by replay (default %(default)g)",
     )
     group.add_argument("--losses-unseen", action="store_true", help="lost events are never missed, nor replayed")
+    group.add_argument("--tiers-unseen", action="store_true", help="events tell nothing of host memory and disk")
     group.add_argument(
         "--client-max-tokens",
         choices=limits.CLIENTS,
@@ -120,7 +133,9 @@ def _outage(text: str) -> Outage:
 def profiles(args: argparse.Namespace) -> list[Profile]:
     """One a replica. Raises BadOption."""
     try:
-        profile = load_profile(args.profile, num_blocks=args.num_blocks)
+        profile = load_profile(
+            args.profile, num_blocks=args.num_blocks, cpu_blocks=args.cpu_blocks, disk_blocks=args.disk_blocks
+        )
     except ValueError as error:
         raise options.BadOption(f"--profile {error}") from None
     kinds = [replace(profile, speedup=profile.speedup * speed) for speed in args.speeds]
@@ -149,6 +164,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
         datasets.vocabulary(args),
         args.users,
         args.max_concurrency,
+        not args.tiers_unseen,
     )
     return {policy: replace(made, policy=policy) for policy in args.policies}
 
@@ -215,6 +231,8 @@ def described(args: argparse.Namespace, fleet: Setting) -> dict[str, object]:
         "profile": profile.name,
         "num_blocks": profile.num_blocks,
         "block_size": profile.block_size,
+        **({"cpu_blocks": profile.cpu_blocks, "disk_blocks": profile.disk_blocks} if profile.cpu_blocks else {}),
+        **({} if fleet.tiers_known else {"tiers_known": False}),
         "speeds": args.speeds,
         "gateways": fleet.gateways,
         "shared_ledger": fleet.shared_ledger,

@@ -6,6 +6,7 @@ neither start a block, nor fill one, nor end. Steps in which nobody does can be 
 
 from collections.abc import Hashable
 
+from .offload import Run
 from .steps import EngineRequest
 
 
@@ -28,6 +29,10 @@ class Sequence:
         "due",
         "finish",
         "wanted",
+        "run",
+        "ready",
+        "stored",
+        "offered",
     )
 
     def __init__(self, request: EngineRequest, limit: int, reason: str):
@@ -44,6 +49,10 @@ class Sequence:
         self.base = 0  # the step that ended its prefill
         self.due = -1  # the next step that must look at it
         self.finish = -1  # the step that yields its last token
+        self.run: Run | None = None  # what it fetches, or has fetched
+        self.ready = 0.0  # when that is there
+        self.stored = 0  # blocks that the engine's cache had from the start, or that were fetched to it
+        self.offered = 0  # chunks that slower tiers were offered
         self.wanted = -1  # prompt tokens to compute, as of when `outlook` first looked
 
 

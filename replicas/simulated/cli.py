@@ -32,6 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, metavar="N", help="context length, instead of the profile's")
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step")
+    group = parser.add_argument_group("slower tiers behind the cache, as vLLM's offloading connector has them")
+    group.add_argument("--cpu-blocks", type=int, metavar="N", help="KV blocks that host memory has room for")
+    group.add_argument("--disk-blocks", type=int, metavar="N", help="KV blocks that a disk behind it has room for")
+    group.add_argument("--chunk-blocks", type=int, metavar="N", help="KV blocks that are moved at a time")
+    group.add_argument(
+        "--no-self-describing-events",
+        action="store_true",
+        help="tell of copies in slower tiers by key alone, which is vLLM's default",
+    )
     parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="serve an adapter; may be repeated")
     parser.add_argument(
         "--events-port",
@@ -66,6 +75,9 @@ def _profile(args: argparse.Namespace):
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        cpu_blocks=args.cpu_blocks,
+        disk_blocks=args.disk_blocks,
+        chunk_blocks=args.chunk_blocks,
     )
 
 
@@ -120,6 +132,8 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
                 profile.block_size,
                 args.events_topic,
                 args.event_encoding,
+                not args.no_self_describing_events,
+                profile.chunk_blocks,
             )
         tokens, replies = await loading
         engine = Engine(profile, every_token=True)

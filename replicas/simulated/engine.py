@@ -15,6 +15,8 @@ server sleeps that long; a simulation adds it to its virtual clock. Followed her
 - No block left for a running request: the last one admitted gives up its blocks, returns to the head
   of the waiting queue, and nothing else is admitted in that step.
 - The key/value of a request's last output token is never computed.
+- With slower tiers (`offload`), what a waiting request finds there behind its cached prefix is fetched while others go
+  on; it counts as cached from then on. One that is fetched to the end of its prompt computes the last token only.
 
 Requests that only decode cost nothing in most steps: a request is looked at when it needs a block,
 fills one or ends, so a step's cost does not grow with the batch unless `every_token` is asked for. Steps in which
@@ -31,6 +33,7 @@ from collections.abc import Hashable
 
 from .batch import Batch, Sequence
 from .blocks import BlockPool, Key
+from .offload import Offload, Run
 from .profile import Profile, StepDurations
 from .steps import Cleared, Counters, EngineRequest, Output, Removed, Step, Stored
 
@@ -47,6 +50,9 @@ class Engine:
         self._every_token = every_token
         self._size = profile.block_size
         self._pool = BlockPool(profile.num_blocks)
+        self._offload = Offload(profile) if profile.cpu_blocks else None
+        self._fetching: list[Sequence] = []
+        self._elapsed = 0.0  # seconds of the steps that were taken one by one: what a fetch is timed by
         self._all: dict[Hashable, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._partial: Sequence | None = None  # its prompt is partly done; admitted last
@@ -62,7 +68,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._fetching)
 
     @property
     def kv_usage(self) -> float:
@@ -140,6 +146,9 @@ class Engine:
             self._partial = None
         elif id in self._batch.sequences:
             self._batch.leave(sequence, self._batch.now)
+        elif sequence in self._fetching:
+            self._fetching.remove(sequence)
+            self._offload.loaded(sequence.keys, sequence.run)
         else:
             self._waiting.remove(sequence)
         self._pool.release(sequence.held)
@@ -167,10 +176,17 @@ class Engine:
         decoding = step.decode_tokens = len(batch.sequences)
         ended: list[Sequence] = []  # whose prompt is complete after this step
         self._settled, pairs = True, 0.0
+        if self._fetching:
+            self._end_fetches(step)
         if self._waiting or self._partial is not None:
             pairs = self._prefill(step, self.profile.max_num_batched_tokens - decoding, ended)
         step.seconds = self.durations.seconds(step.prefill_tokens, pairs, decoding, batch.context)
         self.durations.taken(1)
+        if self._fetching:
+            self._settled = False
+            if not (decoding or step.prefill_tokens):
+                step.seconds = max(step.seconds, min(one.ready for one in self._fetching) - self._elapsed)
+        self._elapsed += step.seconds
         batch.context += decoding
         self.counters.generated_tokens += decoding + len(ended)
         self._report(step, due, ended)
@@ -232,6 +248,7 @@ class Engine:
             self._batch.leave(sequence, self._batch.now - 1)
         self._pool.release(sequence.held)
         sequence.held, sequence.computed = [], 0
+        sequence.run, sequence.stored, sequence.offered = None, 0, 0
         self._waiting.appendleft(sequence)
         self.counters.preemptions += 1
         step.preempted += 1
@@ -254,18 +271,58 @@ class Engine:
         if step.preempted:
             return pairs
         waiting, most = self._waiting, self.profile.max_num_seqs
+        behind: list[Sequence] = []  # those that wait until another one has fetched what they want as well
         while waiting and budget > 0 and self.running + len(ended) < most:
             sequence = waiting[0]
-            hits = self._hits(sequence)
-            if self._blocks(sequence.tokens) - len(hits) + self._pool.idle(hits) > self._pool.free:
+            hits = sequence.held or self._hits(sequence)
+            taken = self._promised(sequence) if sequence.held else self._pool.idle(hits) + self._promised()
+            if self._blocks(sequence.tokens) - len(hits) + taken > self._pool.free:
                 break
             waiting.popleft()
-            self._admit(sequence, hits)
+            if self._offload is not None and not sequence.held and sequence.request.reads_cache:
+                run = self._offload.find(sequence.keys, len(hits), sequence.tokens // self._size)
+                if self._offload.is_loading(sequence.keys, run):
+                    behind.append(sequence)
+                    continue
+                if run.chunks:
+                    self._fetch(sequence, hits, run, step)
+                    continue
+            if sequence.run is None:
+                self._admit(sequence, hits, len(hits) * self._size)
             new = min(sequence.tokens - sequence.computed, budget)
             pairs += self._compute(sequence, new, step, ended)
             budget -= new
-        self._settled = self._partial is None and (budget > 0 or not waiting)
+        waiting.extendleft(reversed(behind))
+        self._settled = self._partial is None and (budget > 0 or not waiting) and not behind
         return pairs
+
+    def _fetch(self, sequence: Sequence, hits: list[int], run: Run, step: Step) -> None:
+        """Begin to bring what slower tiers have."""
+        self._admit(sequence, hits, min(run.end * self._size, sequence.tokens - 1), run.end * self._size)
+        sequence.run, sequence.stored = run, len(hits)
+        sequence.held = hits + self._take(run.end - len(hits), step)
+        sequence.ready = self._offload.load(sequence.request, sequence.keys, run, self._elapsed, step.events)
+        self._fetching.append(sequence)
+
+    def _promised(self, asked: Sequence | None = None) -> int:
+        """Blocks that those who fetch, or have fetched, will need for the rest of their prompts; not counting one."""
+        if self._offload is None:
+            return 0
+        those = [*self._fetching, *[one for one in self._waiting if one.held]]
+        return sum([self._blocks(one.tokens) - len(one.held) for one in those if one is not asked])
+
+    def _end_fetches(self, step: Step) -> None:
+        """What has been fetched is in the engine's own cache, and who asked for it computes the rest next."""
+        there = [one for one in self._fetching if one.ready <= self._elapsed]
+        self._fetching = [one for one in self._fetching if one.ready > self._elapsed]
+        for sequence in there:
+            run, start, keys = sequence.run, sequence.stored, sequence.keys
+            self._offload.loaded(keys, run)
+            self._pool.store(sequence.held[start : run.end], keys[start : run.end])
+            parent = keys[start - 1] if start else None
+            step.events.append(Stored(sequence.request, start, keys[start : run.end], parent))
+            sequence.stored = run.end
+        self._waiting.extendleft(reversed(there))
 
     def _hits(self, sequence: Sequence) -> list[int]:
         return (
@@ -275,18 +332,23 @@ class Engine:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._size)
 
-    def _admit(self, sequence: Sequence, hits: list[int]) -> None:
+    def _admit(self, sequence: Sequence, hits: list[int], computed: int, found: int = 0) -> None:
+        """`computed`: tokens that need not be; `found`: those in all tiers, if some are in slower ones."""
         self._pool.use(hits)
         sequence.held = hits
-        sequence.computed = len(hits) * self._size
+        sequence.computed = computed
         self._admitted += 1
         sequence.order = self._admitted
         if sequence.cached < 0:  # vLLM counts a preempted request's second look apart
-            sequence.cached = sequence.computed
-            self.counters.prompt_tokens += sequence.tokens
+            sequence.cached = found or computed
+            counters, local = self.counters, len(hits) * self._size
+            counters.prompt_tokens += sequence.tokens
             if sequence.request.reads_cache:  # only who asks is counted
-                self.counters.prefix_queries += sequence.tokens
-                self.counters.prefix_hits += sequence.computed
+                counters.prefix_queries += sequence.tokens
+                counters.prefix_hits += local
+                if self._offload is not None:
+                    counters.external_queries += sequence.tokens - local
+                    counters.external_hits += sequence.cached - local
 
     def _compute(self, sequence: Sequence, new: int, step: Step, ended: list[Sequence]) -> float:
         """Compute `new` tokens of its prompt (after a preemption: of prompt and output)."""
@@ -295,7 +357,7 @@ class Engine:
         need = self._blocks(after) - len(sequence.held)
         if need > 0:
             sequence.held += self._take(need, step)
-        self._fill(sequence, before // self._size, after, step)
+        self._fill(sequence, max(before // self._size, sequence.stored), after, step)
         step.prefill_tokens += new
         if after == sequence.tokens:
             ended.append(sequence)
@@ -324,6 +386,11 @@ class Engine:
             new = keys[start:end]
             self._pool.store(sequence.held[start:end], new)
             step.events.append(Stored(sequence.request, start, new, keys[start - 1] if start else None))
+        if self._offload is not None:
+            chunks = min(tokens // self._size, len(keys)) // self._offload.chunk
+            if chunks > sequence.offered:
+                self._offload.store(sequence.request, keys, sequence.offered, chunks, step.events)
+                sequence.offered = chunks
 
     def _report(self, step: Step, due: list[Sequence], ended: list[Sequence]) -> None:
         """The step's outputs; what ended leaves, what finished its prompt starts to decode."""

@@ -94,6 +94,7 @@ class Metrics:
     def text(self) -> str:
         engine, counters, profile = self._engine, self._engine.counters, self._engine.profile
         labels, lines, told = self._labels, [], set()
+        cached = counters.prefix_hits + counters.external_hits
 
         def one(kind: str, name: str, about: str, value: float, more: str = "") -> None:
             if name not in told:
@@ -116,18 +117,18 @@ class Metrics:
         for name, about, value in (
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", counters.prefix_queries),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", counters.prefix_hits),
-            ("external_prefix_cache_queries", "Tokens looked up in a connector.", 0),
-            ("external_prefix_cache_hits", "Tokens found in a connector.", 0),
+            ("external_prefix_cache_queries", "Tokens looked up in a connector.", counters.external_queries),
+            ("external_prefix_cache_hits", "Tokens found in a connector.", counters.external_hits),
             ("num_preemptions", "Times a request gave up its blocks.", counters.preemptions),
             ("prompt_tokens", "Prompt tokens admitted.", counters.prompt_tokens),
-            ("prompt_tokens_cached", "Prompt tokens not computed.", counters.prefix_hits),
+            ("prompt_tokens_cached", "Prompt tokens not computed.", cached),
             ("generation_tokens", "Tokens generated.", counters.generated_tokens),
         ):
             one("counter", f"vllm:{name}_total", about, value)
         for source, value in (
-            ("local_compute", counters.prompt_tokens - counters.prefix_hits),
+            ("local_compute", counters.prompt_tokens - cached),
             ("local_cache_hit", counters.prefix_hits),
-            ("external_kv_transfer", 0),
+            ("external_kv_transfer", counters.external_hits),
         ):
             one(
                 "counter",

@@ -2,6 +2,9 @@
 
 A batch is three frames: topic, sequence number (8 bytes, big endian, from 0), msgpack [time, events, rank].
 Events are tagged maps (vLLM 0.24 and later) or, with encoding "array", tagged arrays (before).
+
+Copies in slower tiers are told of in the forms that vLLM's offloading connector has: with `self_describing` tokens and
+parent for the blocks of each chunk, otherwise the last block's key of each chunk alone, without tokens and with size 0.
 """
 
 import asyncio
@@ -17,14 +20,27 @@ from .engine import Cleared, Removed, Stored
 from .keys import extra_keys
 
 KEPT = 10_000
+MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
 END = (-1).to_bytes(8, "big", signed=True)
 log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """`host` is where to listen; port 0 takes a free one. `drop`, `swap` and `mute` are injected faults."""
+    """`host` is where to listen; port 0 takes a free one. `drop`, `swap` and `mute` are injected faults. `chunk`:
+    blocks that slower tiers move at a time."""
 
-    def __init__(self, host: str, port: int, replay_port: int, block_size: int, topic: str = "", encoding: str = "map"):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        replay_port: int,
+        block_size: int,
+        topic: str = "",
+        encoding: str = "map",
+        self_describing: bool = True,
+        chunk: int = 1,
+    ):
+        self._self_describing, self._chunk = self_describing, chunk
         self.topic, self.block_size, self.encoding = topic, block_size, encoding
         self.sequence = 0
         self.drop = self.swap = 0  # so many batches are lost; so many are sent after their successor
@@ -72,7 +88,9 @@ class Publisher:
         encode = self._as_map if self.encoding == "map" else self._as_array
         batch: list = []
         for event in events:
-            if type(event) is Stored:
+            if type(event) is not Cleared and event.tier != "gpu":
+                batch += self._of_lower_tier(event, encode, tokens_of)
+            elif type(event) is Stored:
                 batch.append(encode(event, *tokens_of(event.request.owner)))
             elif type(event) is Removed:
                 batch += [encode(Removed([key])) for key in event.keys]  # vLLM: one event for each
@@ -93,43 +111,69 @@ class Publisher:
                 self._pub.send_multipart(self._held)
                 self._held = None
 
+    def _of_lower_tier(self, event: Stored | Removed, encode, tokens_of) -> list:
+        """One event for each chunk stored, one for all that are removed."""
+        chunk, keys = self._chunk, event.keys
+        if type(event) is Removed:
+            return [encode(event if self._self_describing else event._replace(keys=keys[chunk - 1 :: chunk]))]
+        if not self._self_describing:
+            return [encode(event._replace(keys=[key], parent=None)) for key in keys[chunk - 1 :: chunk]]
+        ids, adapter, adapter_id, _ = tokens_of(event.request.owner)
+        parents = [event.parent, *keys]
+        return [
+            encode(
+                event._replace(start=event.start + at, keys=keys[at : at + chunk], parent=parents[at]),
+                ids,
+                adapter,
+                adapter_id,
+            )
+            for at in range(0, len(keys), chunk)
+        ]
+
     def _as_map(self, event, ids=None, adapter=None, adapter_id=None, salt=None) -> dict:
         if type(event) is Cleared:
             return {"type": "AllBlocksCleared"}
         if type(event) is Removed:
-            return {"type": "BlockRemoved", "block_hashes": event.keys, "medium": "GPU", "group_idx": 0}
-        return {
+            return {"type": "BlockRemoved", "block_hashes": event.keys, "medium": MEDIA[event.tier], "group_idx": 0}
+        told = {
             "type": "BlockStored",
             "block_hashes": event.keys,
             "parent_block_hash": event.parent,
             "token_ids": self._tokens(event, ids),
-            "block_size": self.block_size,
+            "block_size": self.block_size if ids is not None else 0,
             "lora_id": adapter_id,
-            "medium": "GPU",
+            "medium": MEDIA[event.tier],
             "lora_name": adapter,
-            "extra_keys": extra_keys(adapter, salt, event.start, len(event.keys)),
+            "extra_keys": self._extra_keys(event, adapter, salt),
             "group_idx": 0,
-            "kv_cache_spec_kind": "full_attention",
         }
+        return told | {"kv_cache_spec_kind": "full_attention"} if ids is not None else told
 
     def _as_array(self, event, ids=None, adapter=None, adapter_id=None, salt=None) -> list:
         if type(event) is Cleared:
             return ["AllBlocksCleared"]
         if type(event) is Removed:
-            return ["BlockRemoved", event.keys, "GPU"]
+            return ["BlockRemoved", event.keys, MEDIA[event.tier]]
         return [
             "BlockStored",
             event.keys,
             event.parent,
             self._tokens(event, ids),
-            self.block_size,
+            self.block_size if ids is not None else 0,
             adapter_id,
-            "GPU",
+            MEDIA[event.tier],
             adapter,
-            extra_keys(adapter, salt, event.start, len(event.keys)),
+            self._extra_keys(event, adapter, salt),
         ]
 
+    @staticmethod
+    def _extra_keys(event: Stored, adapter: str | None, salt: str | None) -> list | None:
+        """None for slower tiers, as vLLM leaves them out there."""
+        return extra_keys(adapter, salt, event.start, len(event.keys)) if event.tier == "gpu" else None
+
     def _tokens(self, event: Stored, ids) -> list[int]:
+        if ids is None:
+            return []
         return ids[event.start * self.block_size : (event.start + len(event.keys)) * self.block_size].tolist()
 
     async def serve_replay(self) -> None:

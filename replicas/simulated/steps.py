@@ -37,16 +37,19 @@ class Output(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Blocks `start`, `start + 1`, ... of a request's sequence were filled; `parent` is the key before them."""
+    """Blocks `start`, `start + 1`, ... of a request's sequence were filled, or copied to a slower tier; `parent` is the
+    key before them."""
 
     request: EngineRequest
     start: int
     keys: list[Key]
     parent: Key | None
+    tier: str = "gpu"
 
 
 class Removed(NamedTuple):
     keys: list[Key]
+    tier: str = "gpu"
 
 
 class Cleared(NamedTuple):
@@ -66,11 +69,12 @@ class Step:
 
     @property
     def stored(self) -> list[Stored]:
-        return [event for event in self.events if type(event) is Stored]
+        """In the engine's own cache."""
+        return [event for event in self.events if type(event) is Stored and event.tier == "gpu"]
 
     @property
     def removed(self) -> list[Key]:
-        return [key for event in self.events if type(event) is Removed for key in event.keys]
+        return [key for event in self.events if type(event) is Removed and event.tier == "gpu" for key in event.keys]
 
 
 @dataclass(slots=True)
@@ -79,6 +83,8 @@ class Counters:
 
     prefix_queries: int = 0
     prefix_hits: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0

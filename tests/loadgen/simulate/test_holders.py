@@ -13,6 +13,7 @@ events = st.one_of(
     st.tuples(st.just("store"), st.integers(0, 2), chains, st.integers(0, 7)),
     st.tuples(st.just("remove"), st.integers(0, 2), chains, st.integers(0, 7)),
     st.tuples(st.sampled_from(["expect", "refuse"]), st.integers(0, 2), chains, st.floats(0, 3)),
+    st.tuples(st.sampled_from(["cpu", "disk"]), st.integers(0, 2), chains, st.integers(0, 7)),
     st.tuples(st.just("clear"), st.integers(0, 2), chains, st.just(0)),
 )
 
@@ -35,6 +36,7 @@ def test_matches_are_those_of_the_cache_map(script, asked, observed):
             found.held,
             found.confirmed,
         )
+        assert {slots.index(slot): runs for slot, runs in match.lower.items()} == found.lower
         return found.held
 
     for kind, replica, chain, detail in script:
@@ -50,6 +52,10 @@ def test_matches_are_those_of_the_cache_map(script, asked, observed):
         elif kind == "clear":
             ours.clear(replica)
             real.clear(slots[replica])
+        elif kind in ("cpu", "disk"):
+            if observed:
+                real.store(slots[replica], hashes[detail:], hashes[detail:], kind)
+                ours.store_lower(replica, hashes[detail:], kind)
         elif observed and kind == "store":
             start = min(detail, len(hashes) - 1)
             real.store(slots[replica], hashes[start:], hashes[start:], heads=[(0, hashes[start - 1] if start else 0)])

@@ -1,0 +1,92 @@
+"""Copies in slower tiers, in every form in which an engine tells of them: the map has what a prompt would find."""
+
+import random
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from cachemap import CacheMap, chain_seed, hash_blocks
+from cachemap.events.apply import EventApplier
+from replicas.simulated.engine import Engine, EngineRequest
+from replicas.simulated.keys import chain, root
+from replicas.simulated.profile import load_profile
+from replicas.simulated.publisher import Publisher
+
+from ..publisher import decode
+
+SIZE = 16
+PROFILE = replace(load_profile("gpu-8b"), num_blocks=41, cpu_blocks=90)
+
+
+class Played:
+    """An engine, and a map that is told of its events as they go over the wire."""
+
+    def __init__(self, profile, encoding, self_describing):
+        self.engine, self.published = Engine(profile), 0
+        self.publisher = Publisher(
+            "127.0.0.1", 0, 0, SIZE, "", encoding, self_describing=self_describing, chunk=profile.chunk_blocks
+        )
+        self.map = CacheMap(1 << 22)
+        self.applier = EventApplier(self.map, self.map.attach("r", None, True), "m", SIZE)
+
+    def step(self):
+        step = self.engine.step()
+        if step is not None and step.events:
+            self.publisher.publish(step.events, lambda owner: owner)
+            _, payload = self.publisher._kept[-1]
+            batch = decode(payload)
+            assert not batch.passed_over
+            self.applier.apply(batch.events)
+            self.applier.flush()
+        return step
+
+    def differ(self, ids):
+        """Blocks of a prompt that the map takes to be there, less those that the engine would find: in its own cache,
+        and behind that."""
+        blocks, keys = (len(ids) - 1) // SIZE, chain(ids, SIZE, root(1))
+        match = self.map.match(hash_blocks(ids.tobytes(), SIZE, chain_seed("m", SIZE)), 0.0)
+        held = min(match.held[0], blocks)
+        behind = min(sum(count for _, count in match.lower.get(0, ())), blocks - held)
+        own = self.engine.cached(keys, len(ids))
+        return held - own, held + behind - min(self.engine._offload.find(keys, own, len(keys)).end, blocks)
+
+
+@pytest.mark.parametrize("encoding", ["map", "array"])
+@pytest.mark.parametrize(
+    "self_describing, tiers",
+    [(True, {}), (False, {}), (True, {"disk_blocks": 200}), (False, {"disk_blocks": 200}), (True, {"chunk_blocks": 3})],
+)
+def test_the_map_has_what_a_prompt_would_find(encoding, self_describing, tiers):
+    played, rng = Played(replace(PROFILE, **tiers), encoding, self_describing), random.Random(1)
+    chunk, texts = played.engine.profile.chunk_blocks, [random.Random(n).choices(range(500), k=400) for n in range(12)]
+    try:
+        fetched = 0
+        for number in range(300):
+            ids = array("I", rng.choice(texts)[: rng.randrange(17, 400)])
+            keys = chain(ids, SIZE, root(1))
+            played.engine.add(EngineRequest(number, keys, len(ids), 3, owner=(ids, None, None, None)))
+            while played.step():
+                pass
+            for text in texts:
+                own, all_tiers = played.differ(array("I", text))
+                assert own == 0 and 0 <= all_tiers < chunk, "a run of less than a chunk is not worth its fetch"
+            fetched = played.engine.counters.external_hits
+        assert fetched > 5000 and not played.applier.orphans and played.applier.fault is None
+    finally:
+        played.publisher.close()
+
+
+def test_of_chunks_that_are_told_by_key_alone_only_what_is_sure_counts():
+    """A chunk's key is that of its last block: nothing is known of the others, so nothing is promised."""
+    played = Played(replace(PROFILE, chunk_blocks=3), "map", False)
+    try:
+        for number in range(20):
+            ids = array("I", random.Random(number % 5).choices(range(500), k=390))
+            keys = chain(ids, SIZE, root(1))
+            played.engine.add(EngineRequest(number, keys, len(ids), 3, owner=(ids, None, None, None)))
+            while played.step():
+                pass
+            assert all(one <= 0 for one in played.differ(ids)) and played.applier.fault is None
+    finally:
+        played.publisher.close()

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
@@ -23,6 +23,7 @@ from replicas.launch import devices
 from replicas.launch.command import Command, Model, Ports, ProfileError
 
 QUIET = "/health,/metrics,/v1/models,/version,/kv_event_sources"  # what the watcher asks each second: not for the log
+DESCRIBED = {"self_describing_kv_events": True}
 CPU = Path(__file__).parents[2] / "profiles" / "cpu.yaml"
 
 
@@ -93,11 +94,25 @@ class VllmProfile(Fields):
         """The command line's part that the fields make."""
         argv: list[str] = []
         for name, field in Flags.model_fields.items():
-            value = getattr(self, name)
+            value = self._transfer() if name == "kv_transfer_config" else getattr(self, name)
             if value == field.default and name != "enable_prefix_caching":
                 continue
             argv += _flag("--" + name.replace("_", "-"), value)
         return ["--enable-lora", *argv] if self.lora_modules and not self.enable_lora else argv
+
+    def _transfer(self) -> KvTransfer | dict[str, Any] | None:
+        """The connector's settings. vLLM's own offloading tells of a copy's tokens only if it is asked to, and else of the
+        last block of each chunk alone; `--kv-offloading-size` adds the connector's name to what is given here. Versions
+        that do not know the setting pass over it."""
+        given = self.kv_transfer_config
+        if not self.kv_events:
+            return given
+        if given is None:
+            native = self.kv_offloading_size and self.kv_offloading_backend in (None, "native")
+            return {"kv_connector_extra_config": DESCRIBED} if native else None
+        if given.kv_connector != "OffloadingConnector":
+            return given
+        return given.model_copy(update={"kv_connector_extra_config": DESCRIBED | given.kv_connector_extra_config})
 
     def events(self, host: str, ports: Ports) -> EventSource | None:
         """Where the engine publishes; with data parallel ranks its first one (`EventSource.at_rank` has the others)."""

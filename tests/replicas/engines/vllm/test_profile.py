@@ -121,6 +121,18 @@ def test_engines_that_hand_over_kv_meet_on_ports_of_their_own():
     assert nixl.command("127.0.0.1", PORTS, MODEL).env == {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(PORTS.side)}
 
 
+def test_an_engine_that_offloads_tells_of_whole_blocks():
+    described = {"self_describing_kv_events": True}
+    offload = "kv_offloading_size: 4\n"
+    assert json.loads(after(argv(offload), "--kv-transfer-config")) == {"kv_connector_extra_config": described}
+    for fields in (offload + "kv_offloading_backend: lmcache", offload + "kv_events: false", ""):
+        assert "--kv-transfer-config" not in argv(fields)
+    own = "kv_transfer_config: {kv_connector: OffloadingConnector, kv_connector_extra_config: {%s}}"
+    for given, wanted in (("a: 1", described | {"a": 1}), ("self_describing_kv_events: false", {"self_describing_kv_events": False})):  # fmt: skip
+        told = json.loads(after(argv(own % given), "--kv-transfer-config"))
+        assert told["kv_connector_extra_config"] == wanted and told["kv_connector"] == "OffloadingConnector"
+
+
 @pytest.mark.parametrize(
     "fields, said",
     [

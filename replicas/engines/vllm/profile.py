@@ -101,9 +101,9 @@ class VllmProfile(Fields):
         return ["--enable-lora", *argv] if self.lora_modules and not self.enable_lora else argv
 
     def _transfer(self) -> KvTransfer | dict[str, Any] | None:
-        """The connector's settings. vLLM's own offloading tells of a copy's tokens only if it is asked to, and else of the
-        last block of each chunk alone; `--kv-offloading-size` adds the connector's name to what is given here. Versions
-        that do not know the setting pass over it."""
+        """The connector's settings. vLLM's own offloading tells of a copy's tokens only if it is asked to, and else of
+        the last block of each chunk alone; `--kv-offloading-size` adds the connector's name to what is given here.
+        Versions that do not know the setting pass over it."""
         given = self.kv_transfer_config
         if not self.kv_events:
             return given

@@ -321,6 +321,13 @@ class Costs:
             ttft_terms(self._features(load, uncached, context, now), self.ttft.value, self.group.ttft.coefficients)
         )
 
+    def answer_seconds(self, load: Load, uncached: int, context: int, output: float, now: float = UNTIMED) -> float:
+        """Time to the last of `output` tokens, with the streams that are there now."""
+        base, per_stream, per_token = self.group.step.coefficients
+        streams, held = load.decoding + 1, load.context_tokens + uncached + context + 0.5 * output
+        step = self.step.value * (base + per_stream * streams + per_token * held)
+        return self.ttft_seconds(load, uncached, context, now) + max(0.0, output - 1) * step
+
     def observe_ttft(
         self, seconds: float, uncached: int, cached: int, before: Load, at: float = UNTIMED, lower: Lower = ()
     ) -> None:

@@ -34,6 +34,7 @@ class Load:
     prefill_tokens: int = 0  # their uncached tokens
     decoding: int = 0  # of these, past the first byte
     context_tokens: int = 0  # prompt tokens of the decoding ones
+    output_tokens: int = 0  # expected to come out for all that is reserved
     waiting: int = 0  # the engine's own waiting queue, last scrape; 0 if it was not reported
     kv_usage: float = 0.0  # share of its KV blocks in use by running requests, 0..1; 0 if it was not reported
     capacity_tokens: float = inf  # what its blocks hold, in this ledger's tokens; infinite: not known to be short
@@ -50,6 +51,7 @@ class Load:
             self.prefill_tokens,
             self.decoding,
             self.context_tokens,
+            self.output_tokens,
             self.waiting,
             self.kv_usage,
             self.capacity_tokens,
@@ -79,11 +81,11 @@ class Load:
         self.begun, self.begun_tokens = self.prefilling, self.prefill_tokens
 
 
-_COUNTS = tuple(f.name for f in fields(Load))[:5]
+_COUNTS = tuple(f.name for f in fields(Load))[:6]
 NOTHING = (0,) * len(_COUNTS)
 # choices a replica, over which its share of them is taken: fewer are noise, more let what begins at once go to one
-# place
-_WINDOW = 16
+# place, and conversations count that are over
+_WINDOW = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +99,7 @@ class Reservation:
     uncached: int
     tokens: int
     at: float = UNTIMED
+    output: int = 0
     stage: str = "prefill"  # then "decode", then "done"
 
     @property
@@ -144,7 +147,8 @@ class Ledger:
         return self._loads[replica]
 
     def own(self, replica: str) -> tuple[int, ...]:
-        """What this gateway has there: requests, prefilling, prefill tokens, decoding, context tokens."""
+        """What this gateway has there: requests, prefilling, prefill tokens, decoding, context and output
+        tokens."""
         load = self._loads.get(replica)
         if load is None:
             return NOTHING
@@ -163,6 +167,7 @@ class Ledger:
         load.prefill_tokens += counts[2] - before[2]
         load.decoding += counts[3] - before[3]
         load.context_tokens += counts[4] - before[4]
+        load.output_tokens += counts[5] - before[5]
         if stepped or load.since == FAR:
             load.timed(now if stepped else None)
         self._others[replica] = counts
@@ -176,7 +181,13 @@ class Ledger:
             self.changes.tell(replica)
 
     def reserve(
-        self, replica: str, uncached: int, tokens: int, counted: bool = False, now: float | None = None
+        self,
+        replica: str,
+        uncached: int,
+        tokens: int,
+        counted: bool = False,
+        now: float | None = None,
+        output: int = 0,
     ) -> Reservation:
         """Count a request of `tokens` prompt tokens, `uncached` of which must be computed. `counted`: where
         `moved` would tell of it, it is known already."""
@@ -187,6 +198,7 @@ class Ledger:
             load.prefill_tokens,
             load.decoding,
             load.context_tokens,
+            load.output_tokens,
             load.waiting,
             load.kv_usage,
             load.capacity_tokens,
@@ -195,7 +207,7 @@ class Ledger:
             load.begun_tokens,
             load.recent,
         )
-        reservation = Reservation(replica, load, met, uncached, tokens, UNTIMED if now is None else now)
+        reservation = Reservation(replica, load, met, uncached, tokens, UNTIMED if now is None else now, output)
         alone = not load.prefilling
         self._weight *= self._growth  # heavier choices instead of fading old ones: one figure changes, not all
         load.recent += self._weight
@@ -204,12 +216,13 @@ class Ledger:
         load.requests += 1
         load.prefilling += 1
         load.prefill_tokens += uncached
+        load.output_tokens += output
         if alone or load.since == FAR:
             load.timed(now if alone else None)
         if self.changes is not None:
             self.changes.tell(replica)
         if self.moved is not None and not counted:
-            self.moved(replica, (1, 1, uncached, 0, 0))
+            self.moved(replica, (1, 1, uncached, 0, 0, output))
         return reservation
 
     def _regrow(self) -> None:
@@ -238,7 +251,7 @@ class Ledger:
         if self.changes is not None:
             self.changes.tell(reservation.replica)
         if self.moved is not None:
-            self.moved(reservation.replica, (0, -1, -uncached, 1, tokens))
+            self.moved(reservation.replica, (0, -1, -uncached, 1, tokens, 0))
 
     def release(self, reservation: Reservation) -> None:
         """It has ended, however it ended."""
@@ -247,6 +260,7 @@ class Ledger:
             return
         reservation.stage = "done"
         load.requests -= 1
+        load.output_tokens -= reservation.output
         if stage == "prefill":
             load.prefilling -= 1
             load.prefill_tokens -= reservation.uncached
@@ -254,11 +268,11 @@ class Ledger:
                 min(load.begun, load.prefilling),
                 min(load.begun_tokens, load.prefill_tokens),
             )
-            change = (-1, -1, -reservation.uncached, 0, 0)
+            change = (-1, -1, -reservation.uncached, 0, 0, -reservation.output)
         else:
             load.decoding -= 1
             load.context_tokens -= reservation.tokens
-            change = (-1, 0, 0, -1, -reservation.tokens)
+            change = (-1, 0, 0, -1, -reservation.tokens, -reservation.output)
         if self.changes is not None:
             self.changes.tell(reservation.replica)
         if self.moved is not None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from .costs import CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Reservation
+from .outputs import Outputs
 from .roster import Roster
 from .vocabulary import Candidate, Choice, Demand, Policy
 
@@ -176,6 +177,13 @@ class Placement:
         return self.reservation.stage == "prefill"
 
     @property
+    def seconds(self) -> float:
+        """Seconds to its last token, as predicted by the load that it met and the length that answers have."""
+        taken, costs = self.reservation, self.candidate.costs
+        seconds = costs.answer_seconds(taken.before, taken.uncached, self.cached, self.demand.output, taken.at)
+        return seconds + costs.group.fetch.seconds(self.lower) if self.lower else seconds
+
+    @property
     def ttft(self) -> float:
         """Seconds from sending it to its first token, as predicted by the load that it met."""
         taken, costs = self.reservation, self.candidate.costs
@@ -186,6 +194,7 @@ class Placement:
 class Router:
     def __init__(self, policy: Policy, prefixes: PrefixMap, ledger: Ledger, costs: CostGroup) -> None:
         self.policy, self.map, self.ledger, self.costs = policy, prefixes, ledger, costs
+        self.outputs = Outputs()
         self.candidates: dict[str, Candidate] = {}
         # What a policy may want to be told, see `Policy`.
         self._placed, self._first, self._ended, self._gone = [
@@ -257,6 +266,7 @@ class Router:
 
     def evaluate(self, demand: Demand, targets: Targets, now: float, explain: bool = False) -> Evaluation:
         """What would be done. Evaluated again at once it is the same."""
+        demand.output, demand.residual = self.outputs.expected(demand)
         spaces = None if targets.space == demand.space else self._weigh_spaces(demand, targets, now)
         candidates = self.weighed(demand, targets, now) if spaces is None else targets.candidates
         choice = self.policy.choose(demand, candidates, explain)
@@ -274,12 +284,15 @@ class Router:
                 demand.tokens - overlap - sum([tokens for _, tokens in lower]),
                 demand.tokens,
                 now=demand.now if demand.now != UNTIMED else None,
+                output=demand.residual,
             )
         else:
             choice, overlap, lower = choice._replace(index=decision.index), decision.overlap, decision.lower
             candidate = candidates[choice.index]
             self.ledger.others(decision.replica, decision.others)
-            reservation = self.ledger.reserve(candidate.replica, decision.uncached, demand.tokens, decision.counted)
+            reservation = self.ledger.reserve(
+                candidate.replica, decision.uncached, demand.tokens, decision.counted, output=demand.residual
+            )
         placed = demand
         if spaces is not None:
             placed, overlap, lower = _in_space(candidate, spaces, demand)
@@ -297,6 +310,7 @@ class Router:
 
     def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
         """Up to `most` replicas, in the order in which they would be tried."""
+        demand.output, demand.residual = self.outputs.expected(demand)
         spaces = None if targets.space == demand.space else self._weigh_spaces(demand, targets, now)
         left = [*(self.weighed(demand, targets, now) if spaces is None else targets.candidates)]
         order: list[str] = []
@@ -375,7 +389,13 @@ class Router:
                 seconds, reservation.uncached, placement.cached, reservation.before, reservation.at, placement.lower
             )
 
-    def finish(self, placement: Placement, reported: int | None = None, per_token: float | None = None) -> None:
+    def finish(
+        self,
+        placement: Placement,
+        reported: int | None = None,
+        per_token: float | None = None,
+        output: int | None = None,
+    ) -> None:
         """Its answer is complete. `reported`: prompt tokens that the engine found in its cache; `per_token`: seconds
         from one token to the next; both where they are told and to be learned from."""
         candidate, demand, reservation = placement.candidate, placement.demand, placement.reservation
@@ -383,6 +403,8 @@ class Router:
             load = reservation.load  # with this request, which decoded until now
             candidate.costs.observe_itl(per_token, load.decoding, load.context_tokens)
         self._release(placement)
+        if output is not None:
+            self.outputs.learn(demand, output)
         if reported is not None and demand.hashes and candidate.slot >= 0:
             size = demand.block_size
             self.map.learn(candidate.slot, demand.hashes, placement.cached // size, reported // size)

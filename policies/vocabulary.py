@@ -26,6 +26,8 @@ class Demand:
     path: str = ""  # of the API that it is posted to
     space: int = 0  # whose tokens and blocks these are: a candidate of another space has none of them
     also: Demand | None = None  # the same request in the tokens and blocks of another space, if candidates are of two
+    output: float = 0.0  # tokens that its answer is expected to have; the Router says so
+    residual: int = 0  # and how many are still to come, seen at a random moment while it comes
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class Choice(NamedTuple):
     # whom it is the least of by the policy's `cost`, for whoever knows a later load; None: it stands
     among: Sequence[int] | None = None
     future: float = 0.0  # the `future` of that cost
+    lasts: float = 1.0  # and its `lasts`
 
 
 def pick(equals: Sequence[int], draw: float) -> int:

@@ -24,7 +24,7 @@ from gateway.config import Config, ConfigError, Settings, admin_headers, admin_u
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
-from policies import CostGroup, Evaluation, Ledger, Load, Router, Targets, make
+from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Load, Router, Targets, make
 
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
 REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
@@ -32,8 +32,9 @@ LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "wait
 
 
 def describe(policy: str, prompt: Prompt, evaluation: Evaluation) -> dict[str, Any]:
-    """One decision as plain data. `terms` are seconds and add up to `seconds`; policies that do not
-    weigh seconds have none."""
+    """One decision as plain data. `output_tokens` are those that the answer is expected to have, `ttft_seconds` and
+    `answer_seconds` when its first and its last one would come from each replica. `terms` are seconds and add up to
+    `seconds`; policies that do not weigh seconds have none."""
     demand, candidates, choice, *_ = evaluation
     terms = choice.terms or [{}] * len(candidates)
     return {
@@ -46,6 +47,7 @@ def describe(policy: str, prompt: Prompt, evaluation: Evaluation) -> dict[str, A
         "tokens": prompt.tokens,
         "block_size": demand.block_size,
         "blocks": len(prompt.hashes),
+        "output_tokens": demand.output,
         "policy": policy,
         "choice": candidates[choice.index].replica,
         "reason": choice.reason,
@@ -56,12 +58,24 @@ def describe(policy: str, prompt: Prompt, evaluation: Evaluation) -> dict[str, A
                 "uncached_tokens": demand.tokens - candidate.overlap - sum(tokens for _, tokens in candidate.lower),
                 "lower_tiers": [{"tier": tier, "tokens": tokens} for tier, tokens in candidate.lower],
                 "load": {name: getattr(candidate.load, name) for name in LOAD_FIELDS},
+                **_predicted(demand, candidate),
                 "terms": dict(parts),
                 "seconds": sum(parts.values()) if parts else None,
                 "chosen": index == choice.index,
             }
             for index, (candidate, parts) in enumerate(zip(candidates, terms, strict=True))
         ],
+    }
+
+
+def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
+    """When the first and the last token of the answer would come from there."""
+    costs, cached = candidate.costs, candidate.overlap + sum(tokens for _, tokens in candidate.lower)
+    fetch = costs.group.fetch.seconds(candidate.lower)
+    uncached, load, now = demand.tokens - cached, candidate.load, demand.now
+    return {
+        "ttft_seconds": fetch + costs.ttft_seconds(load, uncached, cached, now),
+        "answer_seconds": fetch + costs.answer_seconds(load, uncached, cached, demand.output, now),
     }
 
 
@@ -83,8 +97,9 @@ def show(told: dict[str, Any]) -> str:
             "held",
             "to compute",
             "in flight",
+            *(["first token ms", "last token ms"] if names else []),
             *(f"{name} ms" for name in names),
-            *(["total ms"] if names else []),
+            *(["cost ms"] if names else []),
         ]
     ]
     for one in told["replicas"]:
@@ -99,6 +114,8 @@ def show(told: dict[str, Any]) -> str:
             str(one["uncached_tokens"]),
             str(one["load"]["requests"]),
         ]
+        if names:
+            row += [f"{1e3 * one['ttft_seconds']:.1f}", f"{1e3 * one['answer_seconds']:.0f}"]
         row += [f"{1e3 * one['terms'].get(name, 0.0):.2f}" for name in names]
         rows.append(row + ([f"{1e3 * one['seconds']:.2f}"] if names else []))
     lines = [f"{name:<8} {text}" for name, text in head]
@@ -110,7 +127,8 @@ def _prompt_line(told: dict[str, Any]) -> str:
     if told["mode"] == "load":
         return "not read: this request goes where the load is least"
     chars = f"{told['rendered_chars']} characters rendered, " if told["rendered_chars"] else ""
-    return f"{chars}{told['tokens']} tokens, {told['blocks']} full blocks of {told['block_size']} ({told['mode']})"
+    tokens = f"{told['tokens']} tokens, {told['blocks']} full blocks of {told['block_size']} ({told['mode']})"
+    return f"{chars}{tokens}; an answer of {told['output_tokens']:.0f} is expected"
 
 
 def _table(rows: list[list[str]]) -> list[str]:

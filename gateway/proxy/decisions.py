@@ -143,10 +143,11 @@ class Decisions:
             "address": f"{bracketed(backend.pool.host)}:{backend.pool.port}",
             "headers": backend.replica.headers,
             "reason": f"{self._router.policy.name}: {held}, {placement.reservation.before.requests} requests there, "
-            f"first token in {1e3 * placement.ttft:.1f} ms as predicted",
+            f"first token in {1e3 * placement.ttft:.1f} ms and last one in {1e3 * placement.seconds:.0f} ms as predicted",
             "tokens": prompt.tokens,
             "cached_tokens": placement.cached,
             "ttft_seconds": placement.ttft,
+            "answer_seconds": placement.seconds,
             "candidates": self._in_order(leased, backend),
             "lease_seconds": leased.seconds,
         }

@@ -232,7 +232,9 @@ class Settling:
         tokens = completion or attempt.pieces
         learns = attempt.streams and tokens > 8 and attempt.first_at > self.held_up_at and backend.may_learn(now)
         reported = cached if tells_blocks and prompt.copies and not prompt.several else None
-        self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None)
+        told = completion or (attempt.pieces if attempt.streams else 0)
+        output = told if told and not prompt.several else None
+        self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None, output)
         self._compare(placement, backend, prompt, usage, tells_blocks)
         if backend.intake is not None and tells_blocks:
             backend.intake.request_finished(len(prompt.hashes) - placement.overlap_blocks)

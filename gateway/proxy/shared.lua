@@ -13,9 +13,9 @@
 -- every heartbeat, and sums are compared with their parts, so whatever is lost or damaged here is right again within
 -- seconds. A load that cannot be one counts as none.
 local LOAD, ALIVE, OF, SENT = KEYS[1] .. 'load', KEYS[1] .. 'alive', KEYS[1] .. 'of:', KEYS[1] .. 'sent:'
-local PACKED = '<ddddd' -- requests, prefilling, prefill tokens, decoding, context tokens
-local SIZE = 40 -- bytes of a packed load
-local NOTHING = struct.pack(PACKED, 0, 0, 0, 0, 0)
+local PACKED = '<dddddd' -- requests, prefilling, prefill tokens, decoding, context tokens, expected output tokens
+local SIZE = 48 -- bytes of a packed load
+local NOTHING = struct.pack(PACKED, 0, 0, 0, 0, 0, 0)
 local MOST = 1e12 -- of anything that is counted
 local GENERATION = 5000 -- ms: predictions live for one to two of them
 local AUDITED = 5000 -- parts compared in a second by all gateways together, at four heartbeats a second each: 1 us a part
@@ -28,29 +28,30 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function numbers(packed)
   if type(packed) == 'string' and #packed == SIZE then
-    local a, b, c, d, e = struct.unpack(PACKED, packed)
+    local a, b, c, d, e, f = struct.unpack(PACKED, packed)
     -- NaN is neither
-    if a >= 0 and b >= 0 and c >= 0 and d >= 0 and e >= 0 and a < MOST and b < MOST and c < MOST and d < MOST and e < MOST then
-      return a, b, c, d, e
+    if a >= 0 and b >= 0 and c >= 0 and d >= 0 and e >= 0 and f >= 0
+      and a < MOST and b < MOST and c < MOST and d < MOST and e < MOST and f < MOST then
+      return a, b, c, d, e, f
     end
   end
-  return 0, 0, 0, 0, 0
+  return 0, 0, 0, 0, 0, 0
 end
 
-local function put(key, replica, a, b, c, d, e)
-  if a == 0 and b == 0 and c == 0 and d == 0 and e == 0 then
+local function put(key, replica, a, b, c, d, e, f)
+  if a == 0 and b == 0 and c == 0 and d == 0 and e == 0 and f == 0 then
     call('HDEL', key, replica)
   else
-    call('HSET', key, replica, struct.pack(PACKED, a, b, c, d, e))
+    call('HSET', key, replica, struct.pack(PACKED, a, b, c, d, e, f))
   end
 end
 
 local function add(key, replica, packed, sign)
-  local a, b, c, d, e = struct.unpack(PACKED, packed)
-  local a0, b0, c0, d0, e0 = numbers(ask('HGET', key, replica))
+  local a, b, c, d, e, f = struct.unpack(PACKED, packed)
+  local a0, b0, c0, d0, e0, f0 = numbers(ask('HGET', key, replica))
   -- below zero only if something was lost, which the next heartbeats mend
   put(key, replica, math.max(0, a0 + sign * a), math.max(0, b0 + sign * b), math.max(0, c0 + sign * c),
-    math.max(0, d0 + sign * d), math.max(0, e0 + sign * e))
+    math.max(0, d0 + sign * d), math.max(0, e0 + sign * e), math.max(0, f0 + sign * f))
 end
 
 local function reap(token)
@@ -159,7 +160,7 @@ local function audit(replicas, lease)
   local tokens = gateways(lease)
   local slice, sums, wrong = to_audit(replicas, #tokens), {}, 0
   if #slice == 0 then return 0 end
-  for i = 1, #slice do sums[i] = {0, 0, 0, 0, 0} end
+  for i = 1, #slice do sums[i] = {0, 0, 0, 0, 0, 0} end
   for _, token in ipairs(tokens) do
     for i, packed in ipairs(ask('HMGET', OF .. token, unpack(slice))) do
       if packed then
@@ -220,7 +221,7 @@ end
 local function count_stated(packed, ours, all, changed)
   for i = 1, #packed / SIZE do
     local stated = {struct.unpack(PACKED, packed, SIZE * (i - 1) + 1)}
-    for n = 1, 5 do
+    for n = 1, 6 do
       local by = stated[n] - ours[i][n]
       if by ~= 0 then
         -- below zero only if something was lost, which the next heartbeats mend
@@ -234,7 +235,7 @@ end
 -- It is not known since when it computes its prompts.
 local function load_of(counts, standing, at)
   local load = {since = FAR, begun = counts[2], begun_tokens = counts[3]}
-  load.requests, load.prefilling, load.prefill_tokens, load.decoding, load.context_tokens = unpack(counts)
+  load.requests, load.prefilling, load.prefill_tokens, load.decoding, load.context_tokens, load.output_tokens = unpack(counts)
   load.waiting, load.kv_usage, load.capacity_tokens, load.recent = struct.unpack('<dddd', standing, at)
   return load
 end
@@ -343,11 +344,12 @@ end
 
 -- token; replicas; what this gateway has on the first of them, now that it has changed; of each replica two speeds and four
 -- numbers that the gateway knows of its load; then of each request, in the order in which they are to be decided, five:
---   draw, ratio, slack, tokens of a block, blocks that can be found held, and what `cost` takes of the request
+--   draw, ratio, slack, tokens of a block, blocks that can be found held, and what `cost` takes of the request,
+--   of which the first is its prompt's tokens and the third its expected output
 --   its candidates, as indices from 0 into the replicas
 --   what each candidate holds: in its first tier; then, if any holds more, in slower ones, and these by their worth
 --   lengths in blocks of prefixes of its prompt, and their hashes
--- Gives seven numbers of each: index into its candidates from 0, tokens held (-1: as the gateway thought), and the load met of
+-- Gives eight numbers of each: index into its candidates from 0, tokens held (-1: as the gateway thought), and the load met of
 -- all other gateways. 0 if the token is not alive: then nothing is counted.
 function operations.turn(token)
   if not alive(token) then return 0 end
@@ -366,10 +368,11 @@ function operations.turn(token)
     local chosen, held, cached = choose(request, replicas, loads, standing, longest_sent(request.fields, current, before))
     local i = request.who[chosen]
     local others = {}
-    for n = 1, 5 do others[n] = math.max(0, all[i][n] - ours[i][n]) end
-    answers[number] = struct.pack('<ddddddd', chosen - 1, held, unpack(others))
+    for n = 1, 6 do others[n] = math.max(0, all[i][n] - ours[i][n]) end
+    answers[number] = struct.pack('<dddddddd', chosen - 1, held, unpack(others))
     for _, counts in ipairs({all[i], ours[i]}) do
       counts[1], counts[2], counts[3] = counts[1] + 1, counts[2] + 1, counts[3] + request.terms[1] - cached
+      counts[6] = counts[6] + request.terms[3]
     end
     loads[i], changed[i] = load_of(all[i], standing, 48 * (i - 1) + 17), true
     record_sent(request.fields, current, anew, replicas[i])

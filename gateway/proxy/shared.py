@@ -56,10 +56,10 @@ BEAT = 0.25  # seconds between heartbeats: how old the view of other gateways' l
 PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
 MOST = 64  # candidates that are handed over: those cheapest by the local view
 MOST_TOGETHER = 32  # requests in one call of the script: it takes 2 ms at most, and others wait meanwhile
-_HEADER = struct.Struct("<17d")
-_LOAD = struct.Struct("<5d")
+_HEADER = struct.Struct("<20d")
+_LOAD = struct.Struct("<6d")
 _STANDING = struct.Struct("<6d")
-_ANSWER = struct.Struct("<7d")
+_ANSWER = struct.Struct("<8d")
 _NO_STANDING = bytes(_STANDING.size)
 _NO_COST = "local function cost() return 0 end"
 # Numbers of blocks at which a prompt's prefix is made known to other gateways: all up to 8, then four an octave.
@@ -199,7 +199,7 @@ class SharedLedger:
             among = [index for index in among if candidates[index].costs.group is group]
         if len(among) <= MOST:
             return among
-        totals = [sum(terms) for terms in self._cost.of_all(demand, candidates, choice.future)]
+        totals = [sum(terms) for terms in self._cost.of_all(demand, candidates, choice.future, choice.lasts)]
         return sorted(among, key=totals.__getitem__)[:MOST]
 
     def _held(self, candidates: Sequence[Candidate], overlaps: Sequence[int]) -> bytes:
@@ -380,7 +380,7 @@ class SharedLedger:
             *slack,
             size,
             hittable(demand.tokens, size),
-            *Cost.request(demand, candidates[choice.index].costs.group, choice.future),
+            *Cost.request(demand, candidates[choice.index].costs.group, choice.future, choice.lasts),
         )
 
     def _own(self, name: str) -> tuple[int, ...]:

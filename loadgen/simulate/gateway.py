@@ -83,7 +83,7 @@ class Gateway:
 
     def complete(self, placement: Placement, seconds: float, output: int, cached: int) -> None:
         """All of the reply is out, `seconds` after its first token; the engine reports how much was `cached`."""
-        self.router.finish(placement, cached, seconds / (output - 1) if output > _LEAST_OUTPUT else None)
+        self.router.finish(placement, cached, seconds / (output - 1) if output > _LEAST_OUTPUT else None, output)
 
     def abandon(self, placement: Placement, computed: bool = True) -> None:
         self.router.abandon(placement, computed)

@@ -21,8 +21,11 @@ def busy(load: Load) -> int:
 
 def terms(
     tokens: float,
+    output: float,
+    residual: float,
     now: float,
     future: float,
+    lasts: float,
     ttft: Sequence[float],
     step: Sequence[float],
     overlap: float,

@@ -1,39 +1,54 @@
-"""`least_time`: the replica where this request, and those that it holds up, lose the fewest seconds.
+"""`least_time`: the replica where this request's whole answer, and those that it holds up, lose the fewest seconds.
 
-Per candidate, in seconds, with the coefficients that `costs` learns; the first four terms are the predicted TTFT, the
-fifth is waiting, too, and the others are what the request costs other requests:
+Per candidate, in seconds, with the coefficients that `costs` learns; the first five terms are the predicted TTFT, the
+sixth is the wait of other requests for their first tokens, and the others are time between tokens, its own and others':
 
     prefill       base + uncached x (token + pair x (cached + uncached / 2))
     queue         tokens ahead x queued + the rest of the step under way, less what of both is done by now
     crowd         the decode steps that its prefill shares with the streams there: the more, the longer it is
-    fetch         tokens in slower tiers x a share of the time to compute them
+    fetch         tokens in slower tiers x the time to fetch one, by tier (learned)
     room          if its blocks do not fit: the shortfall x the time that the streams there still take
-    interference  own prefill x (0.03 x the streams there, which stand still meanwhile, + prompts that wait for the next
-                  step as this one will, + 0.25 x those that may have begun: where a batch is shared, first tokens come
-                  that much later)
-    crowding      one stream more makes each step longer: for the streams there now, at the weight of a standstill, and,
-                  by Little's law, for as many requests as will come while it decodes: streams x (0.03 x 25 + crowd) x
-                  marginal step; and where a conversation begins, for the streams that its next requests will meet: 4 x
-                  how many go on from one that begins (learned) x the streams expected there (all streams x this
-                  replica's share of recent choices)
+    interference  own prefill x (prompts that wait for the next step as this one will + 0.25 x those that may have
+                  begun: where a batch is shared, first tokens come that much later)
+    stall         0.2 x own prefill x streams there, each of which stands still meanwhile
+    decode        0.2 x its own decode steps: its tokens x the step of one stream alone, and lasts x shared x what the
+                  streams there add to that
+    crowding      0.2 x lasts x shared x streams x what it adds to each step, and `crowd` x that for prefills to come
     eviction      own prefill x 0.2 x KV use: some of what it pushes out will be asked for again
 
-The least sum wins; sums within 0.1 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself:
+A stream adds to each step `per stream + per token x (prompt + half its output)`, and a step without it is what `costs`
+has learned of it, with the pauses that others' prefills make. `shared` is how many steps two streams have in common:
+o x r / (o + r), the mean of the shorter of two exponential times, for an answer of o tokens expected and r still to
+come of those there (`outputs` learns both). So long answers do not gather: one more costs most where most is still to
+come. TetriInfer's second level (arXiv 2401.11181) keeps heavy and light decodes apart by the same quantities, predicted
+lengths of answers; LMetric (arXiv 2603.15202) takes the product of new prefill tokens and batch size for its score: the
+`stall` here. Prompts that wait count as streams, since they will be.
+
+`lasts`: how many requests a difference between the replicas' batches lasts for. Those that continue this conversation
+meet it again, until one moves; and each that is free to choose goes where fewer are, and so levels it: 1 / (share of
+requests that begin a conversation x (1 + mean streams of a replica) + 0.25 that move). Where all begin one, and many
+decode, nearly nothing is left of it; where nearly all continue one, it is met up to four times. Where a conversation
+begins, its next requests will meet other streams, too: `stall` and `crowding` count also how many go on from one that
+begins (learned) x the streams expected there (all streams x this replica's share of recent choices).
+
+The weight of 0.2 says what a second after the first token is worth to one before it. At 1 the mean time to the last
+token is the least, and 1 % less than at 0.2, while first tokens come up to 15 % later: `docs/policies.md` has the
+curve.
+
+The least sum wins; sums within 0.02 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself:
 once the holder's queue costs more than computing elsewhere, elsewhere wins. It spreads before that by ski-rental
-replication: what requests lose (TTFT and interference) for want of a copy where it would have served them best is
-summed up per prefix, and once it equals what a copy costs, the next request makes it. For copies that stay, that costs
-at worst twice what knowing the future would have (Karlin et al., Algorithmica 3, 1988, on snoopy caching); since caches
-turn over, the sum fades.
+replication: what requests lose (TTFT, interference and stall) for want of a copy where it would have served them best
+is summed up per prefix, and once it equals what a copy costs, the next request makes it. For copies that stay, that
+costs at worst twice what knowing the future would have (Karlin et al., Algorithmica 3, 1988, on snoopy caching); since
+caches turn over, the sum fades.
 
 Overlaps tell whether a conversation begins. One that goes on finds a whole earlier prompt on one replica alone; one
 that begins finds less than the shortest prompt with the same first block, since instructions are shared and tasks are
-not. A request that continues a conversation hardly has a choice and does not pay for the future: moving it costs its
-history at once.
+not. A request that continues a conversation does not pay for the future: moving it costs its history at once.
 
-Inputs: overlaps and tiers (none: it balances predicted time), the ledger, learned costs (a new replica starts from its
-group's), the last scrape (missing: `room` and `eviction` are 0), the time (missing: nothing that is queued is done
-yet). Weak spot: equal prompts that share nothing, with replies of 24 tokens, past 90 % of saturation: 2 to 5 % behind
-`least_load`.
+Inputs: overlaps and tiers (none: it balances predicted time), the ledger, learned costs and lengths of answers (a new
+replica starts from its group's), the last scrape (missing: `room` and `eviction` are 0), the time (missing: nothing
+that is queued is done yet).
 """
 
 from __future__ import annotations
@@ -50,13 +65,12 @@ from ..roster import Roster
 from ..vocabulary import Candidate, Choice, Demand
 from .least_cost import Cost, least, least_of
 
-# seconds of TTFT that a second of one stream's standstill is worth: requests that come meanwhile meet that stream
-_INTERFERENCE = 0.03
+_AFTER = 0.2  # what a second after the first token is worth, to a second before it
+_MOVES = 0.25  # share of the requests that go on which go elsewhere: so long a placement is good for those that follow
+_NOISE = 0.2  # a pace so near to the group's is as quick: prefills of others make it differ by that
 # chance that a prompt there shares a step with ours, if it may have begun: those that have not begun will
 _BATCHED = 0.25
-_LONGER = _INTERFERENCE * 25  # the same weight for 25 decode steps that two streams have in common
 _EVICTION = 0.2  # chance that what is pushed out of a full cache is asked for again
-_FOLLOW = 4.0  # weight of a stream met later, to one met now: it makes ours wait, too
 _LEAVE = 0.05  # share of those that go on which leave for elsewhere: what is learned is bounded by its inverse
 _LATELY = 128  # requests, to tell how many go on from one that begins
 # of a prefix's regret, with each request for it: a copy must pay within some 16, for it does not stay for ever
@@ -64,15 +78,18 @@ _KEEP = 1 - 1 / 16
 _ROOTS = 4096  # first blocks whose shortest prompt is kept, and prefixes whose regret is
 _REPLY = 200  # decode steps a stream typically has left when blocks run out
 _SPARE = 0.02  # share of the blocks an engine cannot use to the full: half filled ones
-TERMS = ("prefill", "queue", "crowd", "fetch", "room", "interference", "crowding", "eviction")
-WAITS = 5  # of the TERMS are this request's own wait, the others what it costs other requests
-HELD_UP = 6  # are the wait of this request and of those it holds up
+TERMS = ("prefill", "queue", "crowd", "fetch", "room", "interference", "stall", "decode", "crowding", "eviction")
+WAITS = 5  # of the TERMS are this request's own wait, the others what it costs later, and other requests
+HELD_UP = 7  # are the wait of this request and of those it holds up
 
 
 def terms(
     tokens: float,
+    output: float,
+    residual: float,
     now: float,
     future: float,
+    lasts: float,
     ttft: Sequence[float],
     step: Sequence[float],
     overlap: float,
@@ -84,30 +101,36 @@ def terms(
 ) -> tuple[float, ...]:
     """The TERMS of one request on one replica; a statement, see `Cost`."""
     crowd = ttft[-1]
-    _, step_stream, step_context = step
+    base, per_stream, per_token = step
     cached = overlap + lower
     decode_step = step_seconds(load, pace, step)
     fixed, own, queue, crowded = ttft_terms(
         ttft_features(tokens - cached, cached, now, decode_step, load, speed, ttft), speed, ttft
     )
-    held_up = (
-        _INTERFERENCE * load.decoding + _BATCHED * load.prefilling + (1 - _BATCHED) * (load.prefilling - load.begun)
-    )
+    waiting = _BATCHED * load.prefilling + (1 - _BATCHED) * (load.prefilling - load.begun)
     short = max(0, (load.context_tokens + load.prefill_tokens + tokens) / load.capacity_tokens - (1 - _SPARE))
-    marginal = (_LONGER + crowd) * (step_stream + step_context * tokens)
+    streams = load.decoding + load.prefilling
+    more = pace * (per_stream + per_token * (tokens + 0.5 * output))
+    others = pace * (per_stream * streams + per_token * (load.context_tokens + load.prefill_tokens))
+    steady = max(pace, 1 + _NOISE) + min(pace, 1 - _NOISE) - 1
+    weight = _AFTER * lasts * output
+    shared = weight * load.output_tokens / max(1, streams * output + load.output_tokens)
+    later = weight * residual / max(1, output + residual)
     return (
         fixed + own,
         queue,
         crowded,
         fetched,
         short * _REPLY * decode_step,
-        own * held_up,
-        marginal * pace * (load.decoding + future * load.recent),
+        own * waiting,
+        _AFTER * own * (load.decoding + future * load.recent),
+        _AFTER * output * base * steady + shared * others,
+        more * (shared * streams + crowd * load.decoding + (2 * later + crowd) * future * load.recent),
         _EVICTION * load.kv_usage * own,
     )
 
 
-COST = Cost(TERMS, terms, slack=(1.001, 1e-4))
+COST = Cost(TERMS, terms, slack=(1.0002, 1e-4))
 
 
 class Lesson(NamedTuple):
@@ -135,8 +158,10 @@ class LeastTime:
         if type(candidates) is Roster and not explain and not candidates.tiered:
             return self._choose_of_many(demand, candidates)
         continues = self._continues(demand, exclusive_overlap(candidates, demand.block_size))
-        future = 0.0 if continues else self._future(*streams_and_recent(candidates))
-        terms = COST.of_all(demand, candidates, future)
+        streams, recent = streams_and_recent(candidates)
+        future = 0.0 if continues else self._future(streams, recent)
+        lasts = self._lasts(streams, len(candidates))
+        terms = COST.of_all(demand, candidates, future, lasts)
         totals = [*map(sum, terms)]
         best = least(totals, COST.slack, demand.draw)
         held = candidates[best].overlap
@@ -148,36 +173,42 @@ class LeastTime:
                     other = at
             if other is not None:
                 regret, due = self._with_regret(
-                    demand, regret, terms[best], terms[other], candidates[other], held, future
+                    demand, regret, terms[best], terms[other], candidates[other], held, future, lasts
                 )
                 copy = other if due else None
         index = best if copy is None else copy
         lesson = Lesson(continues, prefix, regret or 0.0, copy)
         among = range(len(totals)) if index == best else None
         if not explain:
-            return Choice(index, lesson=lesson, among=among, future=future)
+            return Choice(index, lesson=lesson, among=among, future=future, lasts=lasts)
         reason = f"{totals[index] * 1e3:.1f} ms, {candidates[index].overlap} of {demand.tokens} tokens held"
         if index != best:
             reason += f"; a copy for those that follow, of what {candidates[best].replica} holds"
-        return Choice(index, reason, [dict(zip(TERMS, one)) for one in terms], lesson, among, future)
+        return Choice(index, reason, [dict(zip(TERMS, one)) for one in terms], lesson, among, future, lasts)
 
     def _choose_of_many(self, demand: Demand, roster: Roster) -> Choice:
         overlaps = roster.overlaps
         continues = self._continues(demand, exclusive_overlap_of(overlaps, demand.block_size))
-        future = 0.0 if continues else self._future(*COST.streams_and_recent(roster))
-        totals = COST.totals(demand, roster, future)
+        streams, recent = COST.streams_and_recent(roster)
+        future = 0.0 if continues else self._future(streams, recent)
+        lasts = self._lasts(streams, len(roster))
+        totals = COST.totals(demand, roster, future, lasts)
         best = least_of(totals, COST.slack, demand.draw)
         held = overlaps.item(best)
         prefix, regret = self._regret(demand, held)
         copy = None
         if regret is not None and len(less := (overlaps < held).nonzero()[0]):
             other = less.item(totals.take(less).argmin())
-            here, there = COST.of_all(demand, (roster[best], roster[other]), future)
-            regret, due = self._with_regret(demand, regret, here, there, roster[other], roster[best].overlap, future)
+            here, there = COST.of_all(demand, (roster[best], roster[other]), future, lasts)
+            regret, due = self._with_regret(
+                demand, regret, here, there, roster[other], roster[best].overlap, future, lasts
+            )
             copy = other if due else None
         index = best if copy is None else copy
         lesson = Lesson(continues, prefix, regret or 0.0, copy)
-        return Choice(index, lesson=lesson, among=range(len(totals)) if index == best else None, future=future)
+        return Choice(
+            index, lesson=lesson, among=range(len(totals)) if index == best else None, future=future, lasts=lasts
+        )
 
     def placed(self, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
         """Learn from a placement: how often conversations go on, and what the want of a copy has cost."""
@@ -202,14 +233,18 @@ class LeastTime:
 
     def _future(self, streams: float, recent: float) -> float:
         """How many streams the requests that follow one that begins a conversation will meet on a replica, for each
-        unit of its `recent` choices, at their weight. `streams`, `recent`: those of all replicas.
+        unit of its `recent` choices. `streams`, `recent`: those of all replicas.
 
         By Little's law a replica has that share of all streams which it has of the choices: steadier than what streams
         there just now.
         """
         p = self._p_continuation
         p -= p / _LATELY  # with this one
-        return _FOLLOW * p / (1.0 - p + _LEAVE) * streams / recent if recent else 0.0
+        return p / (1.0 - p + _LEAVE) * streams / recent if recent else 0.0
+
+    def _lasts(self, streams: float, replicas: int) -> float:
+        """How many of a conversation's requests a difference between replicas lasts for, see `lasts` above."""
+        return 1.0 / ((1.0 - self._p_continuation) * (1.0 + streams / replicas) + _MOVES)
 
     def _regret(self, demand: Demand, held: float) -> tuple[int | None, float | None]:
         """Return the prefix that is held, and its regret so far: None unless another request asked for it of late.
@@ -231,6 +266,7 @@ class LeastTime:
         other: Candidate,
         held: int,
         future: float,
+        lasts: float,
     ) -> tuple[float, bool]:
         """Return a prefix's regret, with what its absence on one candidate costs this request, which goes to another;
         and whether a copy is due, as it is once the regret equals what computing there costs.
@@ -238,7 +274,7 @@ class LeastTime:
         `here`: the terms of the candidate that costs least, which has `held` tokens of the prompt. `there`: those of
         the `other`, which costs least of those that hold less.
         """
-        [copied] = COST.of_all(demand, (other,), future, held)
+        [copied] = COST.of_all(demand, (other,), future, lasts, held)
         regret = _KEEP * regret + max(0.0, sum(here[:HELD_UP]) - sum(copied[:HELD_UP]))
         return regret, regret >= sum(there) - sum(copied)
 

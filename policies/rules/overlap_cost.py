@@ -18,8 +18,11 @@ from .least_cost import Cost, least
 
 def terms(
     tokens: float,
+    output: float,
+    residual: float,
     now: float,
     future: float,
+    lasts: float,
     ttft: Sequence[float],
     step: Sequence[float],
     overlap: float,

@@ -98,7 +98,7 @@ def roles(status):
 def together(client):
     """The shared ledger: replica -> requests, prefilling, prefill tokens, decoding, context tokens."""
     return {
-        name.decode(): tuple(map(int, struct.unpack("<5d", packed))) for name, packed in client.hgetall(LOAD).items()
+        name.decode(): tuple(map(int, struct.unpack("<6d", packed))) for name, packed in client.hgetall(LOAD).items()
     }
 
 

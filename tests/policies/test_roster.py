@@ -35,9 +35,9 @@ class House:
         name, ledger, costs = NAMES[index], self.ledger, self.candidates[index].costs
         self.now += seconds
         if what == "reserve":
-            self.sent.append(ledger.reserve(name, tokens // 2, tokens, now=self.now))
+            self.sent.append(ledger.reserve(name, tokens // 2, tokens, now=self.now, output=tokens // 3))
         elif what == "others":
-            ledger.others(name, (3, tokens % 3, tokens % 3 * 400, 3 - tokens % 3, tokens), self.now)
+            ledger.others(name, (3, tokens % 3, tokens % 3 * 400, 3 - tokens % 3, tokens, tokens // 2), self.now)
         elif what == "scrape":
             ledger.scraped(name, 0, min(1.0, 2 * seconds))
         elif what == "itl":

@@ -1,5 +1,6 @@
 """A request is placed in one step, and however it ends nothing of it stays behind."""
 
+from dataclasses import astuple
 from types import SimpleNamespace
 
 import pytest
@@ -81,9 +82,11 @@ def test_what_a_placement_leaves_until_its_end():
         5.0,
         True,
     )
-    assert made.ledger.own("r1") == (1, 1, demand.tokens - 2 * SIZE, 0, 0) and made.map.told == [("expect", 1, 4, 5.0)]
+    assert made.ledger.own("r1") == (1, 1, demand.tokens - 2 * SIZE, 0, 0, 200) and made.map.told == [
+        ("expect", 1, 4, 5.0)
+    ]
     made.first_token(placed, 6.0)
-    assert made.ledger.own("r1") == (1, 0, 0, 1, demand.tokens) and not placed.computing
+    assert made.ledger.own("r1") == (1, 0, 0, 1, demand.tokens, 200) and not placed.computing
     made.finish(placed, reported=3 * SIZE)
     assert made.ledger.own("r1") == NOTHING and made.map.told[1:] == [("learn", 1, 2, 3)]
     assert policy.heard == [("placed", "r1"), ("first", "r1"), ("ended", "r1")]
@@ -128,7 +131,7 @@ def test_what_ends_on_a_removed_replica_leaves_no_trace_in_the_map():
 def test_the_decision_of_a_shared_ledger_is_counted_as_it_was_made():
     made, targets = routing(policy := Told(0), 2, 2)
     evaluation = made.evaluate(prompt(4), targets, 1.0)
-    placed = made.commit(evaluation, 1.0, Decision(1, "r1", SIZE, 3 * SIZE + 1, (7, 0, 0, 7, 70), True))
+    placed = made.commit(evaluation, 1.0, Decision(1, "r1", SIZE, 3 * SIZE + 1, (7, 0, 0, 7, 70, 500), True))
     assert (placed.candidate.replica, placed.overlap) == ("r1", SIZE) and policy.heard == [("placed", "r1")]
     assert made.ledger.load("r1").requests == 8 and made.ledger.own("r1")[0] == 1
     tiers = Decision(0, "r0", SIZE, 2 * SIZE + 1, NOTHING, True, (("cpu", SIZE),))
@@ -236,7 +239,7 @@ def test_told_again_or_out_of_order_it_is_counted_once(ends):
     for end in [*ends, "abandon"]:
         getattr(made, end)(placed, *[2.0] * (end == "first_token"))
     total = made.ledger.total()
-    assert (total.requests, total.prefilling, total.prefill_tokens, total.decoding, total.context_tokens) == NOTHING
+    assert astuple(total)[: len(NOTHING)] == NOTHING
     assert policy.heard.count(("ended", "r0")) == 1 and policy.heard.count(("first", "r0")) <= 1
 
 

@@ -14,19 +14,26 @@ from policies.statement import OVERLAP, REQUEST, STANDING, Arrays, expressions, 
 
 RULES = {"least_time": least_time, "overlap_cost": overlap_cost, "least_load": least_load}
 LOADS = st.builds(
-    lambda prefilling, decoding, prefill, begun, context, waiting, usage, capacity, since, recent: Load(
-        prefilling + decoding, prefilling, prefill * (prefilling > 0), decoding, context * (decoding > 0), waiting, usage, capacity, since,
+    lambda prefilling, decoding, prefill, begun, context, output, waiting, usage, capacity, since, recent: Load(
+        prefilling + decoding, prefilling, prefill * (prefilling > 0), decoding, context * (decoding > 0), output, waiting, usage, capacity, since,
         min(begun, prefilling), prefill * min(begun, prefilling) // max(1, prefilling), recent),
-    st.integers(0, 40), st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 40), st.integers(0, 10**6), st.integers(0, 50), st.floats(0, 1),
+    st.integers(0, 40), st.integers(0, 300), st.integers(0, 10**6), st.integers(0, 40), st.integers(0, 10**6),
+    st.integers(0, 10**6), st.integers(0, 50), st.floats(0, 1),
     st.just(float("inf")) | st.floats(1e3, 1e7), st.just(FAR) | st.floats(90, 101), st.floats(0, 50),
 )  # fmt: skip
 SPEEDS = st.tuples(st.floats(0.01, 100), st.floats(0.01, 100))
 REPLICAS = st.lists(st.tuples(LOADS, SPEEDS, st.integers(0, 1200), st.integers(0, 300)), min_size=1, max_size=6)
 DEMANDS = st.builds(
-    lambda tokens, now, future: (Demand(1200 + tokens, 16, now=now), future),
+    lambda tokens, output, residual, now, future, lasts: (
+        Demand(1200 + tokens, 16, now=now, output=output, residual=residual),
+        (future, lasts),
+    ),
     st.integers(301, 60_000),
+    st.floats(0, 10_000),
+    st.integers(0, 10_000),
     st.just(UNTIMED) | st.floats(100, 102),
     st.floats(0, 50),
+    st.floats(0.01, 10),
 )
 
 
@@ -51,8 +58,9 @@ def stated(rule, demand, future, candidate):
     """What the statement says, called as it is written."""
     costs = candidate.costs
     return rule.terms(
-        demand.tokens, demand.now, future, costs.group.ttft.coefficients, costs.group.step.coefficients, candidate.overlap,
-        *held_lower(rule, candidate), candidate.load, costs.ttft.value, costs.step.value,
+        demand.tokens, demand.output, demand.residual, demand.now, *future, costs.group.ttft.coefficients,
+        costs.group.step.coefficients, candidate.overlap, *held_lower(rule, candidate), candidate.load, costs.ttft.value,
+        costs.step.value,
     )  # fmt: skip
 
 
@@ -71,7 +79,7 @@ def held_lower(rule, candidate):
 def test_one_by_one(name, asked, replicas):
     (demand, future), rule = asked, RULES[name]
     candidates, _, _ = candidates_of(replicas)
-    for terms, candidate in zip(rule.COST.of_all(demand, candidates, future), candidates, strict=True):
+    for terms, candidate in zip(rule.COST.of_all(demand, candidates, *future), candidates, strict=True):
         assert terms == pytest.approx(stated(rule, demand, future, candidate), rel=1e-9, abs=1e-12)
         assert len(terms) == len(rule.COST.names)
 
@@ -84,7 +92,7 @@ def test_as_arrays(name, asked, replicas):
     roster = Roster(candidates, ledger, group)
     roster.overlaps = np.array([float(candidate.overlap) for candidate in candidates])
     sums = [sum(stated(rule, demand, future, candidate)) for candidate in candidates]
-    assert rule.COST.totals(demand, roster, future) == pytest.approx(sums, rel=1e-9, abs=1e-9)
+    assert rule.COST.totals(demand, roster, *future) == pytest.approx(sums, rel=1e-9, abs=1e-9)
 
 
 CALL = """
@@ -94,7 +102,7 @@ local request, replica, load = numbers(ARGV[1]), numbers(ARGV[2]), {{}}
 for name, value in string.gmatch(ARGV[3], '(%S+)=(%S+)') do load[name] = tonumber(value) end
 for _, part in ipairs({{replica[4], replica[5]}}) do request[#request + 1] = part end
 local r, p = request, replica
-local found = {{terms(r[1], r[2], r[3], r[4], r[5], r[6], r[7], r[8], r[9], r[10], r[11], r[12], p[1], p[2], p[3], load, p[4], p[5])}}
+local found = {{terms(r[1], r[2], r[3], r[4], r[5], r[6], r[7], r[8], r[9], r[10], r[11], r[12], r[13], r[14], r[15], p[1], p[2], p[3], load, p[4], p[5])}}
 for i, value in ipairs(found) do found[i] = string.format('%.17g', value) end
 return found
 """
@@ -124,7 +132,18 @@ def test_in_redis(redis, name, asked, replicas):
         request = " ".join(
             map(
                 repr,
-                map(float, (demand.tokens, demand.now, future, *group.ttft.coefficients, *group.step.coefficients)),
+                map(
+                    float,
+                    (
+                        demand.tokens,
+                        demand.output,
+                        demand.residual,
+                        demand.now,
+                        *future,
+                        *group.ttft.coefficients,
+                        *group.step.coefficients,
+                    ),
+                ),
             )
         )
         replica = " ".join(

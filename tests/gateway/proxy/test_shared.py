@@ -99,7 +99,7 @@ def together(server):
     """The sums in Redis: replica -> its counters."""
     with server.client() as client:
         return {
-            name.decode(): tuple(map(int, struct.unpack("<5d", packed)))
+            name.decode(): tuple(map(int, struct.unpack("<6d", packed)))
             for name, packed in client.hgetall(LOAD).items()
         }
 
@@ -383,7 +383,7 @@ async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(
                 return (
                     all(gateway.shared.joined for gateway in fleet)
                     and stored
-                    == {name.encode(): struct.pack("<5d", *counts) for name, counts in sums.items() if any(counts)}
+                    == {name.encode(): struct.pack("<6d", *counts) for name, counts in sums.items() if any(counts)}
                     and loads == sums
                 )
 
@@ -410,7 +410,7 @@ async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(
                 # The first heartbeat that comes mends a sum. Which gateway's that is may have been the same each time.
                 quiet.die()
                 before = mends.shared.repairs["sum"]
-                client.hset(LOAD, client.hkeys(LOAD)[0], struct.pack("<5d", 7, 3, 900, 4, 80))
+                client.hset(LOAD, client.hkeys(LOAD)[0], struct.pack("<6d", 7, 3, 900, 4, 80, 500))
                 await until(lambda mends=mends, before=before: mends.shared.repairs["sum"] > before)
                 quiet.start()
                 await until(right, 4)
@@ -451,7 +451,10 @@ async def test_what_is_left_on_a_replica_that_was_removed_is_counted_until_it_en
         leaving = [reservation for reservation in one.open if reservation.replica == replica]
         one.ledger.first_byte(leaving[0])
         await until(
-            lambda: together(redis_server)[replica] == (held[0], held[1] - 1, held[2] - leaving[0].uncached, 1, TOKENS)
+            lambda: (
+                together(redis_server)[replica]
+                == (held[0], held[1] - 1, held[2] - leaving[0].uncached, 1, TOKENS, held[5])
+            )
         )
         one.end_all()
         await until(lambda: not together(redis_server))

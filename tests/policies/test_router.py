@@ -149,7 +149,7 @@ def test_a_prediction_is_what_all_tiers_deliver():
     placed = made.place(prompt(4, extra=0), targets, 1.0)
     assert (placed.overlap, placed.lower) == (SIZE, (("cpu", SIZE), ("disk", SIZE))), "the last token is never a hit"
     assert (placed.cached, placed.fetched, placed.reservation.uncached) == (3 * SIZE, 2 * SIZE, SIZE)
-    assert made.ledger.own("r0") == (1, 1, SIZE, 0, 0), "what is fetched is not computed"
+    assert made.ledger.own("r0") == (1, 1, SIZE, 0, 0, 200), "what is fetched is not computed"
     made.finish(placed, reported=3 * SIZE)
     assert made.map.told[1:] == [("learn", 0, 3, 3)]
     refused = made.place(prompt(4), targets, 2.0)

@@ -373,7 +373,7 @@ async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(
                 for gateway in fleet:
                     for replica, counts in gateway.ledger.outstanding().items():
                         sums[replica] = tuple(map(sum, zip(sums.get(replica, NOTHING), counts)))
-                loads = {replica: tuple(getattr(candidate.load, name) for name in ("requests", "prefilling", "prefill_tokens", "decoding", "context_tokens"))
+                loads = {replica: tuple(getattr(candidate.load, name) for name in ("requests", "prefilling", "prefill_tokens", "decoding", "context_tokens", "output_tokens"))
                          for gateway in fleet for replica, candidate in ((c.replica, c) for c in gateway.candidates)}  # fmt: skip
                 stored = (
                     {name: client.hget(LOAD, name) for name in client.hkeys(LOAD)}

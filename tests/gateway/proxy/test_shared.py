@@ -14,7 +14,7 @@ import uvloop
 
 from cachemap.cluster.connect import Ways, parse
 from gateway.proxy.shared import LEASE, SharedLedger
-from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, make
+from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Load, make
 from policies.ledger import NOTHING
 from tests.poison import poisons
 from tests.redis_server import Cluster, Proxy, certificate, running
@@ -373,8 +373,11 @@ async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(
                 for gateway in fleet:
                     for replica, counts in gateway.ledger.outstanding().items():
                         sums[replica] = tuple(map(sum, zip(sums.get(replica, NOTHING), counts)))
-                loads = {replica: tuple(getattr(candidate.load, name) for name in ("requests", "prefilling", "prefill_tokens", "decoding", "context_tokens", "output_tokens"))
-                         for gateway in fleet for replica, candidate in ((c.replica, c) for c in gateway.candidates)}  # fmt: skip
+                loads = {
+                    one.replica: tuple([getattr(one.load, name) for name in Load.__slots__[: len(NOTHING)]])
+                    for gateway in fleet
+                    for one in gateway.candidates
+                }
                 stored = (
                     {name: client.hget(LOAD, name) for name in client.hkeys(LOAD)}
                     if client.type(LOAD) == b"hash"

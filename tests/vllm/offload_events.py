@@ -1,0 +1,78 @@
+"""Run by vLLM's interpreter: what its offloading connector publishes, by its own classes, as JSON on stdout.
+
+The connector itself needs a GPU: on a CPU vLLM refuses it (`CPUOffloadingSpec.get_worker`). What it tells comes from
+two of its parts that need none: the manager, which says what is stored and evicted, and the tracker, which makes events
+of that.
+A tier with room for two prompts of two, three prompts: {form: [payload in hex, ...]}.
+"""
+
+import json
+from types import SimpleNamespace
+
+import msgspec
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+    OffloadingEventGroupSpec,
+    OffloadingEventsTracker,
+)
+from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash, maybe_convert_block_hash
+from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext, make_offload_key
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+try:
+    from vllm.utils.hashing import sha256
+except ImportError:
+    from vllm.utils import sha256
+
+SIZE, BLOCKS = 16, 4
+
+
+def request(text: int) -> SimpleNamespace:
+    ids, hashes = [text * 1000 + n for n in range(SIZE * BLOCKS)], []
+    for start in range(0, len(ids), SIZE):
+        parent = hashes[-1] if hashes else None
+        hashes.append(hash_block_tokens(sha256, parent, ids[start : start + SIZE], None))
+    return SimpleNamespace(all_token_ids=ids, block_hashes=hashes, lora_request=None)
+
+
+def on_the_gpu(one: SimpleNamespace) -> list:
+    """As vLLM's block pool tells of its own blocks, when they come and when they go."""
+    keys = [maybe_convert_block_hash(block) for block in one.block_hashes]
+    stored = BlockStored(
+        block_hashes=keys, parent_block_hash=None, token_ids=one.all_token_ids, block_size=SIZE, lora_id=None,
+        medium="GPU", lora_name=None, extra_keys=[None] * BLOCKS, group_idx=0, kv_cache_spec_kind="full_attention",
+    )  # fmt: skip
+    return [stored], [BlockRemoved(block_hashes=[key], medium="GPU", group_idx=0) for key in reversed(keys)]
+
+
+def play(describing: bool, chunk: int) -> list[str]:
+    group = SimpleNamespace(
+        group_idx=0, tokens_per_block=SIZE, tokens_per_chunk=SIZE * chunk, hashes_per_chunk=chunk,
+        kv_event_group_spec=OffloadingEventGroupSpec("full_attention", None), sliding_window_size_in_chunks=None,
+    )  # fmt: skip
+    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, describing))
+    manager, encode, payloads = (
+        CPUOffloadingManager(2 * BLOCKS // chunk, "lru", enable_events=True),
+        msgspec.msgpack.Encoder().encode,
+        [],
+    )
+    for text in range(3):
+        one, context = request(text), ReqContext(req_id=str(text))
+        came, went = on_the_gpu(one)
+        keys = [make_offload_key(one.block_hashes[end - 1], 0) for end in range(chunk, BLOCKS + 1, chunk)]
+        for number, key in enumerate(keys):
+            tracker.record_store(one, group, number, key)
+        manager.on_new_request(context)
+        manager.prepare_store(keys, context)
+        manager.complete_store(keys, context)
+        manager.on_request_finished(context)
+        for events in (came, list(tracker.take_events(manager.take_events())), went):
+            payloads.append(encode(KVEventBatch(ts=1.5, events=events, data_parallel_rank=0)).hex())
+    return payloads
+
+
+init_none_hash(sha256)
+print(json.dumps({
+    "self-describing": play(True, 1), "self-describing, chunks of 2": play(True, 2),
+    "by key": play(False, 1), "by key, chunks of 2": play(False, 2),
+}))  # fmt: skip

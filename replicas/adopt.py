@@ -16,7 +16,7 @@ from replicas.ask import get
 from replicas.engines import DEFAULT, DIALECTS, EngineDialect, recognize
 from replicas.event_source import EventSource
 from replicas.metrics import Scrape, missing, parse
-from replicas.problems import NO_REPLAY, Problem
+from replicas.problems import NO_REPLAY, TIERS_UNKNOWN, Problem
 from replicas.replica import Address, Replica
 
 PATHS = ("/v1/models", "/version", "/metrics")  # what any engine is asked
@@ -200,6 +200,8 @@ def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSour
         found.pop("replay", None)
         if given.replay is None:
             found["replay"] = Problem(NO_REPLAY, facts.dialect.remedies.replay)
+    if facts.scrape and facts.scrape.external_queries and not any(sources):
+        found["tiers"] = Problem(TIERS_UNKNOWN, facts.dialect.remedies.events)
     silent = [str(rank) for rank, source in enumerate(sources) if source is None]
     if silent and len(silent) < len(sources):
         found["ranks"] = Problem(

@@ -27,6 +27,7 @@ class Scrape(NamedTuple):
     engines: tuple[int, ...] = ()  # the ranks' numbers as the engine counts them
     prompted: int | None = None  # prompt tokens of requests that came to their first token
     generated: int | None = None  # tokens
+    external_queries: int | None = None  # tokens looked up in slower tiers; of an engine without those none
 
 
 class MetricNames(NamedTuple):
@@ -49,6 +50,7 @@ class MetricNames(NamedTuple):
     rank_tokens: bytes  # of one rank
     prefix_caching: bytes  # True or False
     rank: bytes  # the label that every series has, in digits
+    external_queries: tuple[bytes, ...] = ()
 
 
 # How the ranks' values of a field are put together.
@@ -60,9 +62,10 @@ COMBINED = {
     "prefix_hits": sum,
     "prompted": sum,
     "generated": sum,
+    "external_queries": sum,
 }
 # Only for whether they change: nobody misses them.
-MOVING = ("prompted", "generated")
+MOVING = ("prompted", "generated", "external_queries")
 # What the cache configuration's labels tell.
 CACHE = ("block_size", "num_blocks", "rank_tokens", "prefix_caching")
 

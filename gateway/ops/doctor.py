@@ -418,7 +418,7 @@ def _problems(address: Address, facts: Facts) -> dict[str, Problem]:
 def _own_words(address: Address, facts: Facts) -> Iterator[Finding]:
     """What the engine tells of itself that keeps the gateway from its work; events are for the trial to judge."""
     for name, problem in _problems(address, facts).items():
-        if name in ("models", "metrics", "caching"):
+        if name in ("models", "metrics", "caching", "tiers"):
             level = "fail" if name == "caching" else "warn"
             subject = "model names" if name == "models" else name
             yield Finding(level, f"{subject} {address.id}", problem.what, problem.remedy)

@@ -306,3 +306,13 @@ async def test_a_gateway_out_of_descriptors_blames_itself(serve, session):
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert facts.fault == "own" and "Too many open files" in facts.error and "ulimit -n" in facts.error
+
+
+@pytest.mark.parametrize("looked_up, named", [(512, True), (0, False)])
+async def test_slower_tiers_without_events_are_named(serve, session, looked_up, named):
+    page = VLLM["/metrics"] + f'\nvllm:external_prefix_cache_queries_total{{engine="0"}} {looked_up}.0\n'
+    facts = await probe(await serve(pages({**VLLM, "/metrics": page, "/kv_event_sources": {}})), session)
+    said = problems_of(facts, None, [None])
+    assert ("tiers" in said) is named and (not named or "--kv-events-config" in said["tiers"].remedy)
+    given = EventSource("tcp://h:1", "tcp://h:2", "")
+    assert "tiers" not in problems_of(facts, given, [given])

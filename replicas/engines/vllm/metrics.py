@@ -18,4 +18,5 @@ NAMES = MetricNames(
     rank_tokens=b"kv_cache_size_tokens",
     prefix_caching=b"enable_prefix_caching",
     rank=b"engine",
+    external_queries=(b"vllm:external_prefix_cache_queries_total",),
 )

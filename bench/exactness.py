@@ -39,7 +39,7 @@ from replicas.simulated.model import sim_model_dir
 
 CONCURRENT = 8
 PROFILE = "engine: sim\nspeedup: 20\nnum_blocks: 200000\n"
-TIERS = "engine: sim\nspeedup: 20\nnum_blocks: 2000\nextra_args: [--cpu-blocks, '200000']\n"
+TIERS = "engine: sim\nspeedup: 20\nnum_blocks: 900\nextra_args: [--cpu-blocks, '200000']\n"
 
 
 def select(count: int, rng: random.Random) -> list[list[list[dict]]]:

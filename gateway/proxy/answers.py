@@ -23,7 +23,7 @@ _BEGINS = re.compile(rb"(?:[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z))?\s*")
 _FIELD = re.compile(rb":|data:|event:|id:|retry:")
 # What an answer of each API cannot be without: a member of its JSON object, and its stream's first event. Quotes inside
 # generated text are escaped, so this is never part of one.
-_MEMBERS = {
+MEMBERS = {
     "chat": b'"choices"',
     "completions": b'"choices"',
     "responses": b'"output"',
@@ -46,6 +46,7 @@ _ERROR_BODY = re.compile(_BEGINS.pattern + _ERROR_OBJECT)
 # HTTP's framing between two chunks, which may stand within an event; and what an event with an error holds somewhere.
 _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?\r\n")
 _ERROR_MEMBER = re.compile(rb'"error"\s*:\s*[{"]|:\s*"(?:error|response\.failed)"')
+ERROR_MARK, ERROR_WITHIN = b'rror"', 48  # what an answer in one piece has near its beginning if it is an error
 LONGEST_ERROR = 65_536  # of one event
 MOST_HELD_BACK = 2**18  # bytes in which nothing of an answer is; instructions stand in what announces a response
 # What servers answer to whatever they are asked: a list of models, or that they are well. No prompt gets that.
@@ -106,7 +107,7 @@ class Sight(Enum):
 def begins(label: str, data: bytes, streams: bool) -> bool:
     """Whether an answer has begun. False: `look` tells why not. Called for each answer: one search for nearly all."""
     if not streams:
-        return data.find(_MEMBERS.get(label, b"")) >= 0
+        return data.find(MEMBERS.get(label, b"")) >= 0
     if data.find(_EVENTS.get(label, b"")) < 0:
         return False
     return not _is_announcement(label, data)
@@ -155,7 +156,7 @@ def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: boo
         return Sight.FOREIGN if content_type or data[at] == 0x3C else Sight.ANSWER
     if _OTHER_ANSWER.match(data, at):
         return Sight.FOREIGN
-    if _MEMBERS.get(label, b"") in data or _ERROR_BODY.match(data) or _ANY_MEMBER.search(data):
+    if MEMBERS.get(label, b"") in data or _ERROR_BODY.match(data) or _ANY_MEMBER.search(data):
         return Sight.ANSWER
     if whole:
         return Sight.FOREIGN
@@ -192,7 +193,7 @@ def error_status(data: bytes, streams: bool) -> int:
     """The HTTP status that an error in a 200 amounts to, 0 if there is none. `data`: the first or last bytes of a
     stream's body, or the first ones of another answer's."""
     if not streams:
-        return _status(data) if data.find(b'rror"', 0, 48) >= 0 and _ERROR_BODY.match(data) else 0
+        return _status(data) if data.find(ERROR_MARK, 0, ERROR_WITHIN) >= 0 and _ERROR_BODY.match(data) else 0
     if data.count(b"\r\n") != 2 * data.count(b"\n\r\n"):  # some event begins in one chunk and ends in another
         data = _BETWEEN_CHUNKS.sub(b"", data)
     if data.find(b"error") < 0:  # a response that failed has an error, too

@@ -13,7 +13,17 @@ from replicas import State as ReplicaState
 
 from ..errors import JSON, ApiError, error_event
 from ..http.upstream import Upstream, UpstreamError
-from .answers import Sight, begins, error_status, foreign_head, keeps_alive, look
+from .answers import (
+    ERROR_MARK,
+    ERROR_WITHIN,
+    MEMBERS,
+    Sight,
+    begins,
+    error_status,
+    foreign_head,
+    keeps_alive,
+    look,
+)
 from .backend import Backend
 from .blame import DOUBTFUL, agree, settled
 from .exchange import Added, Attempt, Exchange, request_head
@@ -96,13 +106,15 @@ class Judge:
         held_back = attempt.withheld
         if held_back:
             data, attempt.withheld = held_back + data, b""
-        if attempt.status == 200 and exchange.prompt is not None:
-            if (held_back or not begins(exchange.label, data, attempt.streams)) and attempt.response_head.get(
-                b"content-encoding"
-            ) is None:
-                sight = look(
-                    exchange.label, data, attempt.streams, attempt.response_head.get(b"content-type") or b"", whole
-                )
+        if (
+            attempt.status == 200
+            and exchange.prompt is not None
+            and (held_back or not _is_plain(exchange, attempt, data))
+        ):
+            head = attempt.response_head
+            began = not held_back and begins(exchange.label, data, attempt.streams)
+            if not began and head.get(b"content-encoding") is None:
+                sight = look(exchange.label, data, attempt.streams, head.get(b"content-type") or b"", whole)
                 if sight is Sight.FOREIGN:
                     return _foreign(f"answered 200 with {data[:40]!r}")
                 if sight is Sight.EARLY:
@@ -140,6 +152,15 @@ class Judge:
         if agree(exchange.unattributed_errors):
             attempt.response_head.add(NO_RETRY)
         return False
+
+
+def _is_plain(exchange: Exchange, attempt: Attempt, data: bytes) -> bool:
+    """Whether this begins an answer in one piece and no error, as nearly all do: two searches tell."""
+    return (
+        not attempt.streams
+        and data.find(MEMBERS.get(exchange.label, b"")) >= 0
+        and data.find(ERROR_MARK, 0, ERROR_WITHIN) < 0
+    )
 
 
 def _foreign(what: str) -> UpstreamError:

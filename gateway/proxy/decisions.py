@@ -36,7 +36,7 @@ MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
 class Leased:
     """A request that is answered elsewhere: its one attempt, and how long nothing may be heard of it."""
 
-    __slots__ = ("id", "prompt", "tried", "attempt", "seconds", "found", "timer", "size")
+    __slots__ = ("id", "prompt", "tried", "attempt", "stages", "seconds", "found", "timer", "size")
 
     response: str | None = None  # no answer passes here, so nobody knows who made one
     model: str | None = None
@@ -44,6 +44,7 @@ class Leased:
     def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], seconds: float):
         self.id, self.prompt, self.tried, self.seconds = id, prompt, tried, seconds
         self.attempt: Attempt = None  # type: ignore[assignment]  # until a replica is found
+        self.stages: list[tuple[str, float]] = []
         self.found: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
         self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
@@ -111,6 +112,8 @@ class Decisions:
                 self._router.abandon(leased.attempt.placement)
             del leased  # what is raised is held by it, and holds this frame
             raise
+        for stage, seconds in leased.stages:
+            self._proxy.metrics.stage_seconds.observe(stage, seconds)
         self._open[leased.id] = leased
         self._bytes += leased.size
         self._renew(leased)

@@ -170,8 +170,8 @@ class Exchange:
         # replicas that it is not to get again; how many attempts that counts as, and how many of them went down or hung
         # under it; errors that it was answered with
         "tried", "attempts_used", "crash_count", "unattributed_errors",
-        # monotonic seconds
-        "begun", "prepared_at",
+        # monotonic seconds; what the gateway's own stages took of them
+        "begun", "prepared_at", "stages",
         # with traces on, its trace, and why it was answered with an error of ours or cut
         "trace", "error",
     )  # fmt: skip
@@ -193,6 +193,7 @@ class Exchange:
         # The clock starts when the request is there: what its upload took is the client's.
         self.begun = monotonic()
         self.prepared_at = 0.0
+        self.stages: list[tuple[str, float]] = []
         self.trace: Any = None
         self.error: Exception | None = None
 

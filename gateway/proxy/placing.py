@@ -154,6 +154,10 @@ class Asker(Protocol):
         """Replicas that it is not to get."""
 
     @property
+    def stages(self) -> list[tuple[str, float]]:
+        """Seconds that the gateway's own stages took of it, counted once its client has its answer."""
+
+    @property
     def needs_replica(self) -> bool:
         """Whether it still wants one."""
 
@@ -223,7 +227,7 @@ class Placing:
                 return
             self._metrics.shared_decisions.inc("away")
         self._take(asker, evaluation, seen, now)
-        self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
+        asker.stages.append(("choose", perf_counter() - begun))
         self._go_on(asker)
 
     def _take(
@@ -266,7 +270,7 @@ class Placing:
         decision: Decision | None,
     ) -> None:
         """What the shared ledger answers; None: too late, or not at all, and the choice made here stands."""
-        self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
+        asker.stages.append(("choose", perf_counter() - begun))
         waiting = asker.needs_replica  # else the client left meanwhile
         candidate = evaluation.candidates[decision.index if decision is not None else evaluation.choice.index]
         backend = self.eligible.backends.get(candidate.replica)

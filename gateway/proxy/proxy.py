@@ -198,7 +198,7 @@ class Preparation:
             metrics.prompt_failures.inc(exchange.request.path)
             self.begin_other(exchange)
             return
-        metrics.stage_seconds.observe(stage, seconds)
+        exchange.stages.append((stage, seconds))
         if not prompt.kind:  # too short to be forwarded as ids
             prompt.token_ids = b""
             if prompt.also is not None:

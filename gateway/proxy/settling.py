@@ -320,6 +320,8 @@ class Settling:
         if exchange.prompt is not None and attempt is not None and exchange.prompt.path not in NO_PREFILL:
             metrics.prompts.inc(exchange.prompt.mode)
         metrics.request_seconds.observe(exchange.label, monotonic() - exchange.begun)
+        for stage, seconds in exchange.stages:
+            metrics.stage_seconds.observe(stage, seconds)
         for told in self._on_end:
             try:
                 told(exchange, outcome, usage)

@@ -127,6 +127,7 @@ async def test_a_short_body_that_takes_long_is_prepared_in_a_thread():
             assert (await talk.response())[0] == 200
         assert len(threads) == 1 and threads[0] is not threading.current_thread()
         # The second time it is known
+        await eventually(s.idle)
         assert [s.metrics.stage_seconds.count(stage) for stage in ("prepare", "prepare_offloaded")] == [1, 1]
         d = decisions.Decisions(s.proxy)
         external = await d.decide("/v1/chat/completions", chat("y" * 39_000), {})

@@ -25,7 +25,8 @@ from .config import ConfigError, Settings, kept_replicas, known_urls, read_token
 from .http.server import Server
 from .lifetime import cannot_listen, greeting, run
 from .model import launch_profile, model_and_name
-from .models import HASHED_AS, Models, ModelSpace
+from .model_files import HASHED_AS
+from .models import Models, ModelSpace
 from .ops import traces
 from .ops.admin import Admin
 from .ops.guard import Guard

@@ -22,43 +22,18 @@ from typing import Any, NamedTuple
 from policies import CostGroup
 from replicas import TAKES_TRAFFIC, Replica
 
-from .config import ConfigError, Settings
-from .model import folder_here, model_dir
+from .config import Settings
+from .model_files import DEFAULT_BLOCK_SIZE, ModelFiles, Source, base_names
 from .ops.comparison import TokenizerComparison
 from .prompt import Prompt
 from .prompt.api.openai import parse
 from .prompt.offload import TakesLong, event_loop
 from .prompt.pipeline import PREFIX_BYTES, Pipeline
 from .prompt.quirks import VersionQuirks
-from .prompt.tokens.model import ModelError, contents
 
 log = logging.getLogger("hitherto")
 
-# What block hashes are seeded with, and so a part of what gateways that share a map must have in common. Not the name
-# of a folder or of a setting, which may differ between gateways before the same engines: one replica serves one base
-# model, and the map has a part for each replica.
-HASHED_AS = "model"
-DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
 MOST_VARIANTS = 2  # that a request is prepared for; replicas of a third are chosen by load
-
-
-def new_pipeline(settings: Settings, directory: Path | None, name: str) -> Pipeline:
-    """Raises ConfigError for a model that cannot be used, by the name that the operator knows it by."""
-    size = settings.block_size or DEFAULT_BLOCK_SIZE
-    try:
-        made = Pipeline(directory, HASHED_AS, size, chat_template=settings.chat_template)
-    except ModelError as error:
-        raise ConfigError(f"model {name}: {error}") from None
-    if directory is not None and made.tokenizer is None:
-        log.warning("model %s: %s. Its prompts are routed by load", name, made.template_error)
-    return made
-
-
-class Source(NamedTuple):
-    """A model's files as they were when an engine started. `contents`: a digest of them."""
-
-    directory: Path
-    contents: int
 
 
 class Kind(NamedTuple):
@@ -90,10 +65,13 @@ class Member:
     """A replica, and what was found of the incarnation that it had when it was adopted last."""
 
     replica: Replica
-    incarnation: str
+    incarnation: str | None = None  # before the first
     space: ModelSpace | None = None
     served: frozenset[str] = frozenset()  # the names that it told last, also while it is away
-    source: Source | None = None  # what it was started from does not change with what is on the disk later
+    # What it was started from, which does not change with what is on the disk later. Until that is found, what the
+    # incarnation before it was started from, or another replica of its model.
+    source: Source | None = None
+    finding: asyncio.Task[None] | None = None
     context: int | None = None  # the longest prompt in tokens
     # its engine makes other tokens of the same files than others do, so its prompts are matched as text
     set_apart: bool = False
@@ -137,7 +115,9 @@ class Models:
     def __init__(self, settings: Settings, directory: Path | None, name: str, costs: CostGroup | None = None):
         """`directory`: of the model that the operator names, None if none is; `name`: what launched engines serve it
         by."""
-        self._settings, self.directory, self._name = settings, directory, name
+        self._settings = settings
+        self._files = ModelFiles(settings, directory, name)
+        self._files.mistaken = self._find_again
         self._numbers = count()
         self._costs = costs or CostGroup()
         self.members: dict[str, Member] = {}
@@ -145,13 +125,8 @@ class Models:
         # else knows of.
         self.moved: Callable[[Replica, ModelSpace], None] = lambda replica, space: None
         self.on_change: Callable[[], None] = lambda: None
-        self._owner: set[str] = set()  # names of the model that `directory` is for
-        self._owner_is_certain = False
-        # where the files are of what engines call their model
-        self._found: dict[tuple[str | None, str], Path | None] = {}
-        self._finding: dict[tuple[str | None, str], asyncio.Task[None]] = {}
-        first = new_pipeline(settings, directory, name)
-        kind = Kind(self._read(directory), first.block_size, VersionQuirks())
+        first = self._files.new_pipeline(directory)
+        kind = Kind(self._files.given, first.block_size, VersionQuirks())
         self.spaces = [ModelSpace(next(self._numbers), kind, first, self._costs, self._judged)]
         self._said: frozenset[Kind] = frozenset()
         self.refresh()
@@ -229,15 +204,20 @@ class Models:
         """The space of a replica that is ready, by what its engine tells now."""
         member = self.members.get(replica.id)
         if member is not None and member.replica is not replica:
-            self._leave(member)
+            self._drop(member)
             member = None
         if member is None:
-            member = self.members[replica.id] = Member(replica, replica.incarnation)
-        elif member.incarnation != replica.incarnation:
-            member.incarnation, member.source, member.context, member.set_apart = replica.incarnation, None, None, False
+            member = self.members[replica.id] = Member(replica)
+        if member.incarnation != replica.incarnation:
+            member.incarnation, member.context, member.set_apart = replica.incarnation, None, False
+            if not member.served & replica.models.keys():  # else it most likely has the files that it had before
+                member.source = self._files.known(replica) or self._siblings_source(replica)
+            self._find_files(member)
+        elif member.source is None and member.finding is None:
+            self._find_files(member)
         member.context = replica.max_model_len or member.context
         member.served = frozenset(replica.models) or member.served
-        kind, names = self._kind(member), _base_names(replica)
+        kind, names = self._kind(member), base_names(replica)
         space = member.space
         if space is None or space.kind != kind or (space.names and names and not space.names & names):
             space = self._space_for(member, kind, names)
@@ -251,12 +231,12 @@ class Models:
         """The replica is gone."""
         member = self.members.get(replica.id)
         if member is not None and member.replica is replica:
-            del self.members[replica.id]
-            self._leave(member)
+            self._drop(member)
             self._drop_empty()
 
     def stop(self) -> None:
-        for task in [*self._finding.values(), *(one.loading for one in self.spaces)]:
+        self._files.stop()
+        for task in [*(one.finding for one in self.members.values()), *(one.loading for one in self.spaces)]:
             if task is not None:
                 task.cancel()
         for space in self.spaces:
@@ -276,8 +256,6 @@ class Models:
 
     def _kind(self, member: Member) -> Kind:
         replica, space = member.replica, member.space
-        if member.source is None:
-            member.source = self._read(self._directory(replica))
         size = (
             self._settings.block_size or replica.block_size or (space.kind.block_size if space else DEFAULT_BLOCK_SIZE)
         )
@@ -322,13 +300,11 @@ class Models:
         old = space.kind
         space.follow(kind)
         if old.source != kind.source:
-            space.use(new_pipeline(self._settings, None, self._name))
+            space.use(self._files.new_pipeline(None))
             self._load(space)
 
     def _new_space(self, kind: Kind, names: set[str]) -> ModelSpace:
-        space = ModelSpace(
-            next(self._numbers), kind, new_pipeline(self._settings, None, self._name), CostGroup(), self._judged
-        )
+        space = ModelSpace(next(self._numbers), kind, self._files.new_pipeline(None), CostGroup(), self._judged)
         space.names = set(names)
         self.spaces.append(space)
         self._load(space)
@@ -342,6 +318,12 @@ class Models:
         elif space.names and not space.names & names:
             space.costs = CostGroup()
         space.names = set(names)
+
+    def _drop(self, member: Member) -> None:
+        del self.members[member.replica.id]
+        if member.finding is not None:
+            member.finding.cancel()
+        self._leave(member)
 
     def _leave(self, member: Member) -> None:
         space, member.space = member.space, None
@@ -379,74 +361,56 @@ class Models:
         log.warning("model %s: prompts are prepared for %d variants%s", space.name, min(len(variants), MOST_VARIANTS),
                     "; replicas of a third are chosen by load alone" if len(variants) > MOST_VARIANTS else "")  # fmt: skip
 
-    # --- where a model's files are
+    # --- files are found, and pipelines loaded
 
-    def _read(self, directory: Path | None) -> Source | None:
-        return None if directory is None else Source(directory, contents(directory, self._settings.chat_template))
-
-    def _directory(self, replica: Replica) -> Path | None:
-        names = _base_names(replica)
-        if self.directory is not None:
-            if not replica.models or self._is_owner(replica, names):
-                return self.directory
-            here = folder_here(replica.root)
-            return here if here is not None else self.directory  # which the comparison with the engine may prove wrong
-        if not replica.models:
-            return None
-        asked = replica.root, min(names, default="")
-        if asked not in self._found and (here := folder_here(replica.root)) is not None:
-            self._found[asked] = here
-            log.info("tokenizer and chat template of %s from %s", asked[1], here)
-        if asked not in self._found and asked not in self._finding:
-            self._finding[asked] = asyncio.create_task(self._find(*asked))
-        return self._found.get(asked)
-
-    def _is_owner(self, replica: Replica, names: set[str]) -> bool:
-        """Whether this is the model that the operator gave the files of: the one that has its name or folder, else the
-        first. Where engines are launched, it is theirs."""
-        called = {self._settings.model, self._settings.served_model_name, self._name, self.directory.name}
-        certain = (
-            bool(names & called) or _same_folder(replica.root, self.directory) or replica.root == self._settings.model
+    def _siblings_source(self, replica: Replica) -> Source | None:
+        """The files of another replica that was started with the same name or folder and serves the same model."""
+        names, root = base_names(replica), replica.root
+        return next(
+            (
+                one.source
+                for one in self.members.values()
+                if one.source is not None and one.replica.root == root and base_names(one.replica) == names
+            ),
+            None,
         )
-        if certain and not self._owner_is_certain:
-            if self._owner and not self._owner & names:
-                asyncio.get_running_loop().call_soon(self._adopt_again)
-                self._owner = set()
-            self._owner_is_certain = True
-        if certain or self._owner & names or not (self._owner or self._settings.launch):
-            self._owner |= names
-            return True
-        return False
 
-    async def _find(self, root: str | None, name: str) -> None:
-        """No --model was given: try what a replica was started with, which is not here if its folders are its own, and
-        then what it calls its model, which may be any name."""
-        asked, loop = (root, name), asyncio.get_running_loop()
+    def _find_files(self, member: Member) -> None:
+        if member.finding is not None:
+            member.finding.cancel()
+        member.finding = asyncio.create_task(self._found(member, member.incarnation))
+
+    async def _found(self, member: Member, incarnation: str) -> None:
         try:
-            self._found[asked] = await loop.run_in_executor(None, model_dir, root, name)
-            log.info("tokenizer and chat template of %s from %s", name, self._found[asked])
-        except ConfigError as error:
-            self._found[asked] = None
-            log.error("no tokenizer: prompts of %s are matched as text. %s", name, error)
-        finally:
-            self._finding.pop(asked, None)
-        self._adopt_again()
+            source = await self._files.find(member.replica)
+        except Exception:
+            log.exception("looking for the files of replica %s failed", member.replica.id)
+            source = None
+        member.finding = None
+        if source != member.source and incarnation == member.replica.incarnation:
+            member.source = source
+            self.adopt(member.replica)
+            self.on_change()
 
-    def _adopt_again(self) -> None:
-        for member in list(self.members.values()):
-            if member.incarnation == member.replica.incarnation and member.replica.models:
-                member.source = None
-                self.adopt(member.replica)
+    def _find_again(self, names: set[str]) -> None:
+        """Replicas of this model were taken for those that the operator gave the files of."""
+        for member in [one for one in self.members.values() if base_names(one.replica) & names]:
+            member.source = None
+            self._find_files(member)
+            self.adopt(member.replica)
         self.on_change()
 
     @property
     def waiting_for(self) -> str | None:
         """What the gateway has no tokenizer for yet, as long as it has none for any model."""
-        busy = [space.name for space in self.spaces if space.loading is not None] + [name for _, name in self._finding]
+        busy = [one.name for one in self.spaces if one.loading is not None]
+        busy += [
+            min(base_names(one.replica), default="the model")
+            for one in self.members.values()
+            if one.finding is not None and one.source is None
+        ]
         ready = any(space.members and space.kind.source is not None and space.loading is None for space in self.spaces)
         return f"the tokenizer of {busy[0]}, which is being loaded" if busy and not ready else None
-
-    # --- pipelines are loaded
 
     def _load(self, space: ModelSpace) -> None:
         if space.loading is not None:
@@ -456,14 +420,8 @@ class Models:
             space.loading = asyncio.create_task(self._loaded(space, space.kind.source))
 
     async def _loaded(self, space: ModelSpace, source: Source) -> None:
-        name = space.name if space.names else self._name
-        try:
-            pipeline = await asyncio.get_running_loop().run_in_executor(
-                None, new_pipeline, self._settings, source.directory, name
-            )
-        except ConfigError as error:
-            log.error("no tokenizer: prompts of %s are matched as text. %s", name, error)
-        else:
+        pipeline = await self._files.load(source, space.name if space.names else None)
+        if pipeline is not None:
             space.use(pipeline)
             told = next((one.replica.version_quirks for one in space.members.values() if one.replica.version), {})
             pipeline.follow(told, at_once=False)
@@ -532,10 +490,6 @@ class Models:
         ]
 
 
-def _base_names(replica: Replica) -> set[str]:
-    return {name for name, parent in replica.models.items() if parent is None}
-
-
 def _add_away(routes: dict[str | None, list[ModelSpace]], away: Iterable[Member]) -> None:
     """Names that only replicas which take no traffic now have served: what is asked of these has to wait for them, and
     is judged by their model's files and context meanwhile, not by another's."""
@@ -556,7 +510,3 @@ def _has_no_other(space: ModelSpace, member: Member) -> bool:
     return all(
         one.replica.engine == engine or one.incarnation != one.replica.incarnation for one in space.members.values()
     )
-
-
-def _same_folder(root: str | None, directory: Path) -> bool:
-    return folder_here(root) is not None and Path(root).resolve() == directory.resolve()

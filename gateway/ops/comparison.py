@@ -163,6 +163,8 @@ class TokenizerComparison:
         try:
             answers = await self._answers(replica, pipeline.fixed_texts())
         except Unanswered as why:
+            if pipeline is not self._pipeline():
+                return
             engine.how = engine.differs = ""
             engine.tell(f"cannot be compared: {why}")
             await self._adopt(pipeline)
@@ -171,6 +173,8 @@ class TokenizerComparison:
             return
         async with self._turn:
             verdict = await asyncio.get_running_loop().run_in_executor(None, pipeline.judge, answers)
+        if pipeline is not self._pipeline():
+            return  # the engine is compared with the one in use as soon as that is loaded
         engine.how, engine.differs, engine.compared = verdict.how, verdict.differs, True
         engine.tell(f"differs: {verdict.differs}" if verdict.differs else f"the gateway's, {verdict.how}")
         if verdict.differs:

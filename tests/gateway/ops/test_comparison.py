@@ -227,3 +227,17 @@ async def test_what_was_found_of_an_engine_is_told_of_all_its_ranks(compared):
         ranks.append(engine.replica(rank=2))
         comparison.compare(ranks[-1])
         assert len({rank.tokenizer for rank in ranks}) == 1 and ranks[0].tokenizer.startswith("the gateway's")
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["alike", "differs"])
+async def test_nothing_is_told_of_a_tokenizer_that_is_in_use_no_more_when_the_engine_answers(alike):
+    """Its files were changed: what the engine said of the old ones would pass for the new ones, not loaded yet."""
+    in_use = [Pipeline(sim_model_dir(), "sim", 16)]
+    comparison = TokenizerComparison(lambda: in_use[-1])
+    async with Engine(in_use[0] if alike else None) as engine:
+        replica = engine.replica()
+        comparison.compare(replica)
+        in_use.append(Pipeline(None, "sim", 16))
+        replica.tokenizer = "not compared yet"
+        await all_done(comparison)
+        assert engine.hosts and replica.tokenizer == "not compared yet"

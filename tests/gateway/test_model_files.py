@@ -1,0 +1,144 @@
+"""Which files each replica's prompts are made of, and when they are read: models without a gateway around them."""
+
+import asyncio
+import shutil
+import threading
+from functools import partial
+
+import pytest
+
+from gateway import model_files
+from gateway.config import Settings
+from gateway.models import Models
+from gateway.ops.comparison import TokenizerComparison
+from replicas import Replica, State
+from replicas.simulated.model import sim_model_dir
+
+from .http.talk import eventually as soon
+
+eventually = partial(soon, seconds=60)  # loading a tokenizer takes a second, on a busy machine many
+
+
+@pytest.fixture(autouse=True)
+def no_engines(monkeypatch):
+    """There is nobody to compare tokens with."""
+    monkeypatch.setattr(TokenizerComparison, "compare", lambda self, replica: None)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a model, by its name."""
+
+    def made(name: str):
+        if not (tmp_path / name).exists():
+            shutil.copytree(sim_model_dir(), tmp_path / name)
+        return tmp_path / name
+
+    return made
+
+
+def replica(id: str, root, name: str) -> Replica:
+    made = Replica(id, f"http://{id}", "127.0.0.1", 1)
+    made.state, made.models, made.root, made.incarnation = State.READY, {name: None}, str(root), "1"
+    made.version, made.block_size = "0.33.0", 16
+    return made
+
+
+def change(folder) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text("Speak plainly." + template.read_text())
+
+
+def is_exact(models: Models, id: str) -> bool:
+    space = models.members[id].space
+    return space.loading is None and space.pipeline.tokenizer is not None
+
+
+async def adopted(models: Models, *replicas: Replica) -> None:
+    for one in replicas:
+        models.adopt(one)
+    for one in replicas:
+        await eventually(partial(is_exact, models, one.id))
+
+
+async def test_an_engine_keeps_the_files_it_was_started_from_when_another_model_is_found(folder):
+    models = Models(Settings(), None, "model")
+    await adopted(models, replica("a:1", folder("a"), "a"))
+    member = models.members["a:1"]
+    source, pipeline = member.source, member.space.pipeline
+    change(folder("a"))
+    await adopted(models, replica("b:1", "sim", "sim"), replica("c:1", folder("c"), "c"))
+    assert (member.source, member.space.pipeline) == (source, pipeline) and is_exact(models, "a:1")
+    models.stop()
+
+
+async def test_an_engine_that_restarts_is_of_the_files_as_they_are_then(folder):
+    models = Models(Settings(), None, "model")
+    one, other = replica("a:1", folder("a"), "a"), replica("a:2", folder("a"), "a")
+    await adopted(models, one, other)
+    await eventually(lambda: models.members["a:1"].space is models.members["a:2"].space)
+    before = models.members["a:2"].source
+    change(folder("a"))
+    one.incarnation = "2"
+    models.adopt(one)
+    await eventually(lambda: models.members["a:1"].source != before)
+    await eventually(partial(is_exact, models, "a:1"))
+    assert models.members["a:2"].source == before
+    assert models.members["a:1"].space is not models.members["a:2"].space
+    models.stop()
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["--model", "found"])
+async def test_files_are_not_read_by_the_event_loop(folder, monkeypatch, given):
+    models, readers = Models(Settings(), folder("a") if given else None, "a"), []
+
+    def contents(*files):
+        readers.append(threading.current_thread())
+        return real(*files)
+
+    real = model_files.contents
+    monkeypatch.setattr(model_files, "contents", contents)
+    await adopted(models, replica("a:1", folder("a"), "a"), replica("b:1", folder("b"), "b"))
+    await eventually(lambda: len(readers) == 2)
+    assert threading.main_thread() not in readers
+    models.stop()
+
+
+async def test_a_further_replica_and_a_restart_are_exact_while_their_files_are_read(folder, monkeypatch):
+    models = Models(Settings(), None, "model")
+    one = replica("a:1", folder("a"), "a")
+    await adopted(models, one)
+    gate = threading.Event()
+    monkeypatch.setattr(model_files, "contents", lambda *_: gate.wait(20) and 0)
+    try:
+        space = models.members["a:1"].space
+        one.incarnation = "2"
+        assert models.adopt(one) is models.adopt(replica("a:2", folder("a"), "a")) is space
+        assert is_exact(models, "a:1")
+    finally:
+        gate.set()
+        models.stop()
+
+
+async def test_who_was_taken_for_the_model_given_is_not_once_that_one_is_there(folder):
+    models = Models(Settings(model=str(folder("given"))), folder("given"), "given")
+    first = replica("a:1", folder("a"), "a")
+    await adopted(models, first)
+    assert models.members["a:1"].source.directory == folder("given")
+    await adopted(models, replica("b:1", folder("given"), "given"))
+    await eventually(lambda: models.members["a:1"].source.directory == folder("a"))
+    models.stop()
+
+
+async def test_what_is_looked_for_is_told_until_it_is_there(folder, monkeypatch):
+    gate, changes = threading.Event(), []
+    monkeypatch.setattr(model_files, "model_dir", lambda *_: gate.wait(20) and folder("a"))
+    models = Models(Settings(), None, "model")
+    models.on_change = lambda: changes.append(True)
+    models.adopt(replica("a:1", "elsewhere", "a"))
+    await asyncio.sleep(0)
+    assert models.waiting_for == "the tokenizer of a, which is being loaded" and not changes
+    gate.set()
+    await eventually(lambda: models.waiting_for is None)
+    assert is_exact(models, "a:1") and changes
+    models.stop()

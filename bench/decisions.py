@@ -24,6 +24,7 @@ import numpy as np
 from cachemap import CacheMap
 from gateway.models import Models
 from gateway.prompt import Prompt
+from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.backend import Backend
 from gateway.proxy.proxy import Proxy
 from policies import NAMES, CostGroup, Ledger, Router, make
@@ -61,7 +62,7 @@ class Backends:
         self.ledger, self.now = Ledger(), time.monotonic()
         self.map = CacheMap((1 << 26) + count * (1 << 18))
         self.proxy = Proxy(
-            models=Models.of(None), router=Router(make("least_time"), self.map, self.ledger, CostGroup()), metrics=None,
+            models=Models.of(Pipeline(None, "m", 16)), router=Router(make("least_time"), self.map, self.ledger, CostGroup()), metrics=None,
             retries=1, request_timeout=60, idle_timeout=60, response_headers=True, replicas={}, on_traffic=None, ask_models=None,
         )  # fmt: skip
         for number in range(count):

@@ -49,19 +49,24 @@ class ModelFiles:
         self._owner_is_certain = False
         # By what an engine was started with and what it calls its model. A search is made once.
         self._searches: dict[tuple[str | None, str], asyncio.Task[Path | None]] = {}
+        self._last: dict[tuple[str | None, str], Source] = {}  # what was found for it
 
     def stop(self) -> None:
         for search in self._searches.values():
             search.cancel()
 
     def known(self, replica: Replica) -> Source | None:
-        """What can be told without a look at any file: that its model is the operator's."""
-        return self.given if self._directory is None or self._is_owner(replica) else None
+        """What was found last for its model, which may have changed on disk. Reads nothing."""
+        given = self.given if self._directory is not None and self._is_owner(replica) else None
+        return self._last.get(_asked(replica), given)
 
     async def find(self, replica: Replica) -> Source | None:
         """The files that an engine which starts now works with. None: there are none here."""
         directory, loop = await self._find_directory(replica), asyncio.get_running_loop()
-        return await loop.run_in_executor(None, self._read, directory)
+        source = await loop.run_in_executor(None, self._read, directory)
+        if source is not None:
+            self._last[_asked(replica)] = source
+        return source
 
     def new_pipeline(self, directory: Path | None, name: str | None = None) -> Pipeline:
         """Raises ConfigError for a model that cannot be used, by the name that the operator knows it by."""
@@ -94,7 +99,7 @@ class ModelFiles:
             return folder_here(replica.root) or self._directory
         if not replica.models:
             return None
-        asked = replica.root, min(base_names(replica), default="")
+        asked = _asked(replica)
         if asked not in self._searches:
             self._searches[asked] = asyncio.create_task(self._search(*asked))
         return await asyncio.shield(self._searches[asked])
@@ -124,6 +129,7 @@ class ModelFiles:
             if self._owner and not self._owner & names:
                 asyncio.get_running_loop().call_soon(self.mistaken, self._owner)
                 self._owner = set()
+                self._last.clear()
             self._owner_is_certain = True
         if certain or self._owner & names or not (self._owner or self._settings.launch):
             self._owner |= names
@@ -134,6 +140,10 @@ class ModelFiles:
 def base_names(replica: Replica) -> set[str]:
     """Under which it serves its model, without those of adapters."""
     return {name for name, parent in replica.models.items() if parent is None}
+
+
+def _asked(replica: Replica) -> tuple[str | None, str]:
+    return replica.root, min(base_names(replica), default="")
 
 
 def _same_folder(root: str | None, directory: Path) -> bool:

@@ -69,7 +69,7 @@ class Member:
     space: ModelSpace | None = None
     served: frozenset[str] = frozenset()  # the names that it told last, also while it is away
     # What it was started from, which does not change with what is on the disk later. Until that is found, what the
-    # incarnation before it was started from, or another replica of its model.
+    # incarnation before it was started from, or what was found last for its model.
     source: Source | None = None
     finding: asyncio.Task[None] | None = None
     context: int | None = None  # the longest prompt in tokens
@@ -134,15 +134,11 @@ class Models:
     @classmethod
     def of(cls, pipeline: Pipeline) -> Models:
         """One model, whose prompts this pipeline makes, whatever its replicas tell."""
-        made = cls.__new__(cls)
-        made.members, made.spaces, made.contexts, made.several, made._mixed, made._one = (
-            {},
-            [],
-            {},
-            False,
-            False,
-            pipeline,
-        )
+        made = cls(Settings(), None, "model")
+        (space,) = made.spaces
+        space.kind = space.kind._replace(block_size=pipeline.block_size)
+        space.use(pipeline)
+        made.refresh, made.made_by = lambda: None, lambda replica: pipeline.made_by
         return made
 
     # --- what requests ask
@@ -152,7 +148,7 @@ class Models:
         `Pipeline.prepare`."""
         one = self._one
         if one is not None:
-            return one.prepare(path, body, headers, adapters)
+            return one.pipeline.prepare(path, body, headers, adapters)
         request, unusual = parse(body, self._context)
         model = request.get("model")
         if self._is_nobodys(model):  # whose files and context would be another model's
@@ -178,7 +174,7 @@ class Models:
 
     @property
     def pipelines(self) -> list[Pipeline]:
-        return [space.pipeline for space in self.spaces] or [self._one]
+        return [space.pipeline for space in self.spaces]
 
     def block_size(self, replica: str) -> int:
         """Tokens in a block of this replica, which has been adopted."""
@@ -186,8 +182,7 @@ class Models:
 
     def made_by(self, replica: str) -> int:
         """The number of the way in which ids are made for this replica, see `Pipeline.made_by`."""
-        one = self._one
-        return (one if one is not None else self.members[replica].space.pipeline).made_by
+        return self.members[replica].space.pipeline.made_by
 
     def differ_in_context(self, model: str | None) -> bool:
         """Whether the replicas that serve this name have contexts of several lengths."""
@@ -211,7 +206,7 @@ class Models:
         if member.incarnation != replica.incarnation:
             member.incarnation, member.context, member.set_apart = replica.incarnation, None, False
             if not member.served & replica.models.keys():  # else it most likely has the files that it had before
-                member.source = self._files.known(replica) or self._siblings_source(replica)
+                member.source = self._files.known(replica)
             self._find_files(member)
         elif member.source is None and member.finding is None:
             self._find_files(member)
@@ -363,18 +358,6 @@ class Models:
 
     # --- files are found, and pipelines loaded
 
-    def _siblings_source(self, replica: Replica) -> Source | None:
-        """The files of another replica that was started with the same name or folder and serves the same model."""
-        names, root = base_names(replica), replica.root
-        return next(
-            (
-                one.source
-                for one in self.members.values()
-                if one.source is not None and one.replica.root == root and base_names(one.replica) == names
-            ),
-            None,
-        )
-
     def _find_files(self, member: Member) -> None:
         if member.finding is not None:
             member.finding.cancel()
@@ -434,8 +417,6 @@ class Models:
 
     def refresh(self) -> None:
         """Replicas' states, models or spaces have changed."""
-        if not self.spaces:
-            return  # `of`
         taking = [one for one in self.members.values() if one.replica.state in TAKES_TRAFFIC and one.space is not None]
         counts = Counter((name, one.space) for one in taking for name in (None, *(one.replica.models or ("",))))
         routes: dict[str | None, list[ModelSpace]] = {None: []}
@@ -454,7 +435,7 @@ class Models:
         for space in with_files:
             space.pipeline.bound_prefixes(PREFIX_BYTES // len(with_files))
         spaces = {space for found in self._routes.values() for space in found}
-        self._one = spaces.pop().pipeline if len(spaces) == 1 else None
+        self._one = spaces.pop() if len(spaces) == 1 else None
 
     def _bound_contexts(self, routes: Mapping[str | None, Iterable[ModelSpace]]) -> None:
         """A replica's context counts while it is away: what fits it alone has to wait for it."""

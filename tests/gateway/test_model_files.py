@@ -120,6 +120,15 @@ async def test_a_further_replica_and_a_restart_are_exact_while_their_files_are_r
         models.stop()
 
 
+async def test_a_replica_that_comes_back_to_an_empty_gateway_is_exact_at_once(folder):
+    models = Models(Settings(), None, "model")
+    await adopted(models, one := replica("a:1", folder("a"), "a"))
+    space = models.members["a:1"].space
+    models.forget(one)
+    assert models.adopt(replica("a:1", folder("a"), "a")) is space and is_exact(models, "a:1")
+    models.stop()
+
+
 async def test_who_was_taken_for_the_model_given_is_not_once_that_one_is_there(folder):
     models = Models(Settings(model=str(folder("given"))), folder("given"), "given")
     first = replica("a:1", folder("a"), "a")

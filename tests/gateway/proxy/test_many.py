@@ -8,6 +8,7 @@ import pytest
 from cachemap import CacheMap
 from gateway.models import Models
 from gateway.prompt import Prompt
+from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.proxy import Proxy
 from policies import CostGroup, Ledger, Roster, Router, make, router
 
@@ -18,7 +19,7 @@ COUNT = 40
 
 def fleet(policy="least_time"):
     proxy = Proxy(
-        models=Models.of(None), router=Router(make(policy), CacheMap(1 << 24), Ledger(), CostGroup()), metrics=None,
+        models=Models.of(Pipeline(None, "m", 16)), router=Router(make(policy), CacheMap(1 << 24), Ledger(), CostGroup()), metrics=None,
         retries=2, request_timeout=5, idle_timeout=5, response_headers=True, replicas={}, on_traffic=None, ask_models=nothing_new,
     )  # fmt: skip
     for number in range(COUNT):

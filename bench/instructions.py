@@ -76,7 +76,7 @@ class Request:
     tried, response, model = (), None, None
 
     def __init__(self, prompt):
-        self.prompt = prompt
+        self.prompt, self.stages = prompt, []
 
     def add_attempt(self, attempt):
         self.attempt = attempt

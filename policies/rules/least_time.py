@@ -53,6 +53,7 @@ that is queued is done yet).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
@@ -74,6 +75,7 @@ _LEAVE = 0.05  # share of those that go on which leave for elsewhere: what is le
 _LATELY = 128  # requests, to tell how many go on from one that begins
 # of a prefix's regret, with each request for it: a copy must pay within some 16, for it does not stay for ever
 _KEEP = 1 - 1 / 16
+_SPACES = 64  # of models, and of what they were before they changed
 _ROOTS = 4096  # first blocks whose shortest prompt is kept, and prefixes whose regret is
 _REPLY = 200  # decode steps a stream typically has left when blocks run out
 _SPARE = 0.02  # share of the blocks an engine cannot use to the full: half filled ones
@@ -141,6 +143,64 @@ class Lesson(NamedTuple):
     copy: int | None = None  # the candidate that is to compute a copy of the prefix; None: no copy is due
 
 
+@dataclass(slots=True)
+class Habits:
+    """What was learned of one model's requests. Another's may have the very same prompts, and go on otherwise."""
+
+    p_continuation: float = 0.5  # running share of the requests that continue a conversation
+    shortest: dict[int, int] = field(default_factory=dict)  # tokens of the shortest prompt, by its first block
+    regrets: dict[int, float] = field(default_factory=dict)  # seconds by prefix, least recently asked for first
+
+    def learn(self, demand: Demand, choice: Choice) -> None:
+        lesson = choice.lesson
+        self.p_continuation += (lesson.continues - self.p_continuation) / _LATELY
+        shortest = self.shortest.get(demand.root)
+        if shortest is None or demand.tokens < shortest:
+            self.shortest[demand.root] = demand.tokens
+            if len(self.shortest) > _ROOTS:
+                del self.shortest[next(iter(self.shortest))]
+        if lesson.prefix is not None:
+            self.regrets.pop(lesson.prefix, None)  # to the end: the prefix least recently asked for is forgotten first
+            self.regrets[lesson.prefix] = 0.0 if choice.index == lesson.copy else lesson.regret
+            if len(self.regrets) > _ROOTS:
+                del self.regrets[next(iter(self.regrets))]
+
+    def continues(self, demand: Demand, held: float) -> bool:
+        """Whether the request continues a conversation. `held`: tokens that one replica alone holds."""
+        shortest = self.shortest.get(demand.root)
+        # A template may end the shortest prompt otherwise than its continuation, hence two blocks less.
+        return held > 0 and (shortest is None or held >= shortest - 2 * demand.block_size)
+
+    def future(self, streams: float, recent: float) -> float:
+        """How many streams the requests that follow one that begins a conversation will meet on a replica, for each
+        unit of its `recent` choices. `streams`, `recent`: those of all replicas.
+
+        By Little's law a replica has that share of all streams which it has of the choices: steadier than what streams
+        there just now.
+        """
+        p = self.p_continuation
+        p -= p / _LATELY  # with this one
+        return p / (1.0 - p + _LEAVE) * streams / recent if recent else 0.0
+
+    def lasts(self, streams: float, replicas: int) -> float:
+        """How many of a conversation's requests a difference between replicas lasts for, see `lasts` above."""
+        return 1.0 / ((1.0 - self.p_continuation) * (1.0 + streams / replicas) + _MOVES)
+
+    def regret(self, demand: Demand, held: float) -> tuple[int | None, float | None]:
+        """Return the prefix that is held, and its regret so far: None unless another request asked for it of late.
+
+        The history of one conversation is asked for once and no reason for a copy.
+        """
+        if held < demand.block_size or not demand.hashes:
+            return None, None
+        # Of several prompts only the longest has its hashes here, and what another space holds is counted in tokens.
+        prefix = demand.hashes[min(int(held) // demand.block_size, len(demand.hashes)) - 1]
+        return prefix, self.regrets.get(prefix)
+
+
+_NOTHING_YET = Habits()  # is only read
+
+
 class LeastTime:
     """`choose` reads what was learned and changes nothing; `placed` learns from its `Lesson`."""
 
@@ -148,23 +208,22 @@ class LeastTime:
     cost = COST
 
     def __init__(self) -> None:
-        self._p_continuation = 0.5  # running share of the requests that continue a conversation
-        self._shortest: dict[int, int] = {}  # tokens of the shortest prompt, by its first block
-        self._regrets: dict[int, float] = {}  # seconds by prefix, least recently asked for first
+        self._habits: dict[int, Habits] = {}  # by the space of a request's tokens
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         # `isinstance` would ask the abstract base class of sequences, in Python
         if type(candidates) is Roster and not explain and not candidates.tiered:
             return self._choose_of_many(demand, candidates)
-        continues = self._continues(demand, exclusive_overlap(candidates, demand.block_size))
+        habits = self._habits.get(demand.space, _NOTHING_YET)
+        continues = habits.continues(demand, exclusive_overlap(candidates, demand.block_size))
         streams, recent = streams_and_recent(candidates)
-        future = 0.0 if continues else self._future(streams, recent)
-        lasts = self._lasts(streams, len(candidates))
+        future = 0.0 if continues else habits.future(streams, recent)
+        lasts = habits.lasts(streams, len(candidates))
         terms = COST.of_all(demand, candidates, future, lasts)
         totals = [*map(sum, terms)]
         best = least(totals, COST.slack, demand.draw)
         held = candidates[best].overlap
-        prefix, regret = self._regret(demand, held)
+        prefix, regret = habits.regret(demand, held)
         other = copy = None
         if regret is not None:
             for at, candidate in enumerate(candidates):
@@ -187,14 +246,15 @@ class LeastTime:
 
     def _choose_of_many(self, demand: Demand, roster: Roster) -> Choice:
         overlaps = roster.overlaps
-        continues = self._continues(demand, exclusive_overlap_of(overlaps, demand.block_size))
+        habits = self._habits.get(demand.space, _NOTHING_YET)
+        continues = habits.continues(demand, exclusive_overlap_of(overlaps, demand.block_size))
         streams, recent = COST.streams_and_recent(roster)
-        future = 0.0 if continues else self._future(streams, recent)
-        lasts = self._lasts(streams, len(roster))
+        future = 0.0 if continues else habits.future(streams, recent)
+        lasts = habits.lasts(streams, len(roster))
         totals = COST.totals(demand, roster, future, lasts)
         best = least_of(totals, COST.slack, demand.draw)
         held = overlaps.item(best)
-        prefix, regret = self._regret(demand, held)
+        prefix, regret = habits.regret(demand, held)
         copy = None
         if regret is not None and len(less := (overlaps < held).nonzero()[0]):
             other = less.item(totals.take(less).argmin())
@@ -211,50 +271,12 @@ class LeastTime:
 
     def placed(self, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
         """Learn from a placement: how often conversations go on, and what the want of a copy has cost."""
-        lesson = choice.lesson
-        self._p_continuation += (lesson.continues - self._p_continuation) / _LATELY
-        shortest = self._shortest.get(demand.root)
-        if shortest is None or demand.tokens < shortest:
-            self._shortest[demand.root] = demand.tokens
-            if len(self._shortest) > _ROOTS:
-                del self._shortest[next(iter(self._shortest))]
-        if lesson.prefix is not None:
-            self._regrets.pop(lesson.prefix, None)  # to the end: the prefix least recently asked for is forgotten first
-            self._regrets[lesson.prefix] = 0.0 if choice.index == lesson.copy else lesson.regret
-            if len(self._regrets) > _ROOTS:
-                del self._regrets[next(iter(self._regrets))]
-
-    def _continues(self, demand: Demand, held: float) -> bool:
-        """Whether the request continues a conversation. `held`: tokens that one replica alone holds."""
-        shortest = self._shortest.get(demand.root)
-        # A template may end the shortest prompt otherwise than its continuation, hence two blocks less.
-        return held > 0 and (shortest is None or held >= shortest - 2 * demand.block_size)
-
-    def _future(self, streams: float, recent: float) -> float:
-        """How many streams the requests that follow one that begins a conversation will meet on a replica, for each
-        unit of its `recent` choices. `streams`, `recent`: those of all replicas.
-
-        By Little's law a replica has that share of all streams which it has of the choices: steadier than what streams
-        there just now.
-        """
-        p = self._p_continuation
-        p -= p / _LATELY  # with this one
-        return p / (1.0 - p + _LEAVE) * streams / recent if recent else 0.0
-
-    def _lasts(self, streams: float, replicas: int) -> float:
-        """How many of a conversation's requests a difference between replicas lasts for, see `lasts` above."""
-        return 1.0 / ((1.0 - self._p_continuation) * (1.0 + streams / replicas) + _MOVES)
-
-    def _regret(self, demand: Demand, held: float) -> tuple[int | None, float | None]:
-        """Return the prefix that is held, and its regret so far: None unless another request asked for it of late.
-
-        The history of one conversation is asked for once and no reason for a copy.
-        """
-        if held < demand.block_size or not demand.hashes:
-            return None, None
-        # Of several prompts only the longest has its hashes here, and what another space holds is counted in tokens.
-        prefix = demand.hashes[min(int(held) // demand.block_size, len(demand.hashes)) - 1]
-        return prefix, self._regrets.get(prefix)
+        habits = self._habits.get(demand.space)
+        if habits is None:
+            habits = self._habits[demand.space] = Habits()
+            if len(self._habits) > _SPACES:
+                del self._habits[next(iter(self._habits))]
+        habits.learn(demand, choice)
 
     def _with_regret(
         self,

@@ -323,7 +323,7 @@ def test_least_time_forgets_first_blocks_when_there_are_too_many(monkeypatch):
     policy, candidates = make("least_time"), fleet(2)
     for root in range(100):
         place(policy, Demand(1000, root=root), candidates)
-    assert len(policy._shortest) == 10
+    assert len(policy._habits[0].shortest) == 10
 
 
 def test_a_scrape_tells_capacity_only_where_it_may_be_short():
@@ -394,3 +394,17 @@ def test_a_new_replica_gets_traffic():
         ledger.reserve(chosen.replica, 2200 - chosen.overlap, 2200)
         counts[chosen.replica] += 1
     assert counts["new"] >= 2
+
+
+def test_least_time_learns_of_each_model_apart():
+    """Two models of one tokenizer have the same hashes; what one's requests do says nothing of the other's."""
+    policy, hashes = make("least_time"), list(range(1, 101))
+    candidates = fleet(2)
+    candidates[0].overlap = 1600
+    for _ in range(3):
+        place(policy, Demand(1601, hashes=hashes, root=1, space=1), candidates)
+    first, again = (policy.choose(Demand(1601, hashes=hashes, root=1, space=n), candidates).lesson for n in (2, 1))
+    assert (first.regret, first.copy) == (0.0, None) and first.prefix == again.prefix
+    fresh = make("least_time").choose(Demand(1601, hashes=hashes, root=1), candidates)
+    assert policy.choose(Demand(1601, hashes=hashes, root=1, space=2), candidates) == fresh
+    assert policy._habits[1].regrets and 2 not in policy._habits

@@ -169,7 +169,8 @@ class Settings(BaseModel):
     )
 
     replica_url: Urls = Field(
-        (), description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT]"
+        (),
+        description="engines that run already: http[s]://HOST:PORT[#events=tcp://HOST:PORT,replay=tcp://HOST:PORT,role=prefill|decode|both]",
     )
     replica_file: Path | None = Field(
         None, description="file that keeps the replicas added by POST /replicas, so that they are there after a restart"

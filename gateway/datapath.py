@@ -117,12 +117,16 @@ def started() -> None:
 
 async def explain(settings: Settings, proxy: Proxy, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
     """What would happen to this request now. Changes nothing."""
-    from .ops.explain import describe
+    from .ops.explain import describe, legs_told
 
     prompt = await proxy.preparation.prompt(path, body, headers)
     now = monotonic()
     demand, targets = proxy.placing.demand(prompt, now), proxy.eligible.targets(prompt)
-    return describe(settings.policy, prompt, proxy.router.evaluate(demand, targets, now, explain=True))
+    evaluation = proxy.router.evaluate(demand, targets, now, explain=True)
+    told = describe(settings.policy, prompt, evaluation)
+    if proxy.eligible.roles.any:
+        told["legs"] = legs_told(proxy.placing.legs.choose(prompt, evaluation, now))
+    return told
 
 
 def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
@@ -136,5 +140,6 @@ def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         trace_id=exchange.trace.id if exchange.trace is not None else None,
         tokens=prompt.tokens if prompt else None,
         predicted=attempt.placement.cached if attempt else None,
+        prefilled_by=exchange.legs.prefiller.id if exchange.legs is not None else None,
         cached=usage.cached if usage else None,
     )  # fmt: skip

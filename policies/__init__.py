@@ -4,6 +4,7 @@ One policy a file; the vocabulary they share is `Load`, `Demand`, `Candidate`, `
 keeps the load they see, `CostGroup` and `Costs` turn it into predicted seconds.
 """
 
+from . import legs
 from .costs import CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Load, Reservation
 from .roster import Roster
@@ -59,5 +60,6 @@ __all__ = [
     "Targets",
     "behind",
     "hittable",
+    "legs",
     "make",
 ]

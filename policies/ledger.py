@@ -225,6 +225,16 @@ class Ledger:
             self.moved(replica, (1, 1, uncached, 0, 0, output))
         return reservation
 
+    def reserve_decode(self, replica: str, tokens: int, output: int = 0) -> Reservation:
+        """Count a request of `tokens` prompt tokens that come computed: it is a stream from the start, and tells
+        nothing of the prompts that are computed there."""
+        load = self._loads[replica]
+        step = load.since, load.begun, load.begun_tokens
+        reservation = self.reserve(replica, 0, tokens, output=output)
+        self.first_byte(reservation)
+        load.since, load.begun, load.begun_tokens = step
+        return reservation
+
     def _regrow(self) -> None:
         """There are more replicas, or fewer, over which choices are weighed."""
         self._growth = 1.0 + 1.0 / (_WINDOW * max(1, len(self._loads)))

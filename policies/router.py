@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from . import legs
 from .costs import CostGroup, Costs, Lower
 from .ledger import UNTIMED, Ledger, Reservation
 from .outputs import Outputs
@@ -195,6 +196,7 @@ class Router:
     def __init__(self, policy: Policy, prefixes: PrefixMap, ledger: Ledger, costs: CostGroup) -> None:
         self.policy, self.map, self.ledger, self.costs = policy, prefixes, ledger, costs
         self.outputs = Outputs()
+        self.transfers = legs.Transfers()
         self.candidates: dict[str, Candidate] = {}
         # What a policy may want to be told, see `Policy`.
         self._placed, self._first, self._ended, self._gone = [
@@ -230,6 +232,7 @@ class Router:
             candidate.slot = -1
             candidate.costs.group.remove(replica)
         self._used.pop(replica, None)
+        self.transfers.forget(replica)
         self.ledger.remove(replica)
         self.lost(replica)
 
@@ -307,6 +310,71 @@ class Router:
             self.ledger.release(reservation)
             raise
         return placement
+
+    # --- a request is placed in two legs
+
+    def choose_legs(
+        self, whole: Evaluation, prefillers: Sequence[Candidate], decoders: Sequence[Candidate], now: float
+    ) -> legs.Legs | None:
+        """Return who computes its prompt and who writes its answer, if that costs less than the `whole` request where
+        it would go; else None. Nothing is done yet."""
+        demand, space = whole.demand, whole.demand.space
+        if whole.spaces is not None or not demand.reads_cache or not demand.tokens:
+            return None
+        prefillers = [one for one in prefillers if one.space == space]
+        decoders = [one for one in decoders if one.space == space]
+        if not prefillers or not decoders:
+            return None
+        best = whole.candidates[whole.choice.index]
+        self.weighed(demand, Targets([*prefillers, *decoders, best]), now)
+        return legs.choose(self.policy, demand, best, whole.choice, prefillers, decoders, self.transfers, now)
+
+    def commit_legs(self, whole: Evaluation, chosen: legs.Legs, now: float) -> tuple[Placement, Placement]:
+        """Count both legs' load in one step, right after `choose_legs`. The policy is told of one request, as it would
+        have gone whole."""
+        demand, first, second = whole.demand, chosen.prefiller, chosen.decoder
+        reservation = self.ledger.reserve(
+            first.replica,
+            demand.tokens - first.overlap - sum([tokens for _, tokens in first.lower]),
+            demand.tokens,
+            now=demand.now if demand.now != UNTIMED else None,
+        )
+        placements = [Placement(first, demand, first.overlap, reservation, now, lower=first.lower)]
+        try:
+            self._expect(placements[0])
+            placements.append(self.commit_decoder(demand, second, now))
+            if self._placed is not None:
+                self._placed(demand, whole.candidates, whole.choice)
+        except BaseException:  # nobody could release what nobody has
+            for placement in placements:
+                self.abandon(placement, computed=False)
+            raise
+        return placements[0], placements[1]
+
+    def weigh_decoder(self, demand: Demand, decoders: Sequence[Candidate], now: float) -> Candidate | None:
+        """Return who else could write the answer to a prompt that is computed already; None: nobody."""
+        decoders = [one for one in decoders if one.space == demand.space]
+        if not decoders:
+            return None
+        self.weighed(demand, Targets(decoders), now)
+        return legs.decoder(self.policy, demand, decoders)
+
+    def commit_decoder(self, demand: Demand, candidate: Candidate, now: float) -> Placement:
+        """Count a leg that begins in decode. The whole prompt is going to be there."""
+        reservation = self.ledger.reserve_decode(candidate.replica, demand.tokens, demand.residual)
+        placement = Placement(candidate, demand, candidate.overlap, reservation, now)
+        try:
+            self._expect(placement)
+        except BaseException:
+            self.abandon(placement)
+            raise
+        return placement
+
+    def _expect(self, placement: Placement) -> None:
+        candidate, demand = placement.candidate, placement.demand
+        if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
+            placement.expects = True
+            self.map.expect(candidate.slot, demand.hashes, placement.at)
 
     def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
         """Up to `most` replicas, in the order in which they would be tried."""

@@ -218,7 +218,7 @@ def described(address: Address, facts: Facts) -> list[Replica]:
         address.id, address.url, address.host, address.port, dialect=facts.dialect, models=facts.models, root=facts.root,
         version=facts.version, scrape=facts.scrape,
         block_size=facts.block_size, num_blocks=facts.num_blocks, max_model_len=facts.max_model_len, events=sources[0],
-        problems=tuple(map(str, problems_of(facts, address.source, sources).values())),
+        problems=tuple(map(str, problems_of(facts, address.source, sources).values())), role=address.role,
     )  # fmt: skip
     if len(sources) == 1:
         return [lead]

@@ -102,7 +102,7 @@ class Fleet:
             for replica in known.replicas:
                 self.resume(replica.id)
             return known.replicas[0]
-        replica = Replica(address.id, address.url, address.host, address.port, since=monotonic())
+        replica = Replica(address.id, address.url, address.host, address.port, since=monotonic(), role=address.role)
         replica.tls = tls.context_for(address.url, self._authorities)
         self._follow(replica, given=address.source, model=address.model or self._model)
         return replica

@@ -28,6 +28,7 @@ class Remedies(NamedTuple):
     nodes: str  # a rank is silent that may be on another node
     replay: str  # they cannot be replayed
     cached_tokens: str  # answers do not tell how much of a prompt was cached
+    transfer: str  # it keeps no prompt's KV cache for another replica
 
 
 EVENTS_OFF = "KV events are off, the cache is guessed from traffic"

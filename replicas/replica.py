@@ -12,10 +12,11 @@ from replicas.event_source import EventSource
 from replicas.lifecycle import Event, State, follows
 from replicas.metrics import Scrape
 from replicas.names import bracketed
+from replicas.roles import BOTH, DECODE, PREFILL, ROLES
 
 
 class Address(NamedTuple):
-    """A replica's URL taken apart; `source` and `model` come from its fragment, if any."""
+    """A replica's URL taken apart; `source`, `model` and `role` come from its fragment, if any."""
 
     id: str
     url: str
@@ -23,6 +24,7 @@ class Address(NamedTuple):
     port: int
     source: EventSource | None
     model: str | None
+    role: str = BOTH
 
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -60,6 +62,7 @@ class Replica:
     managed: bool = False  # launched by us
     rank: int | None = None  # which of the data-parallel ranks behind its URL; None: there is one
     dialect: EngineDialect = DEFAULT  # what kind of engine it is, as far as it has told
+    role: str = BOTH  # which part of a request it is for: `replicas.roles`
     state: State = State.STARTING
     reason: str = "not heard yet"
     since: float = 0.0  # when the state began
@@ -133,6 +136,7 @@ class Replica:
             since=now,
             address=self.address,
             tls=self.tls,
+            role=self.role,
         )
 
     def become(self, incarnation: str) -> None:
@@ -179,7 +183,7 @@ MAX_URL = 2048
 
 
 def parse_url(text: str) -> Address:
-    """`http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m]`, also without the
+    """`http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r]`, also without the
     scheme and with the `/v1` of an OpenAI base URL. Raises ValueError, saying what to write."""
     text = text.strip()
     hint = f"replica URL {text[:200]!r}: "
@@ -189,14 +193,14 @@ def parse_url(text: str) -> Address:
         raise ValueError(hint + "there is a space or a control character in it, write http://HOST:PORT")
     bare, _, fragment = text.partition("#")
     try:
-        (scheme, host, port), (source, model) = _place(bare), _fragment(fragment)
+        (scheme, host, port), (source, model, role) = _place(bare), _fragment(fragment)
     except ValueError as error:
         raise ValueError(hint + str(error)) from None
     name = f"{bracketed(host)}:{port}"
-    return Address(name, f"{scheme}://{name}", host, port, source, model)
+    return Address(name, f"{scheme}://{name}", host, port, source, model, role)
 
 
-def url_of(url: str, source: EventSource | None, model: str | None) -> str:
+def url_of(url: str, source: EventSource | None, model: str | None, role: str = BOTH) -> str:
     """The URL that `parse_url` reads these from."""
     said = []
     if source is not None:
@@ -207,6 +211,8 @@ def url_of(url: str, source: EventSource | None, model: str | None) -> str:
         ]
     if model and "," not in model:
         said.append(f"model={model}")
+    if role != BOTH:
+        said.append(f"role={role}")
     return f"{url}#{','.join(said)}" if said else url
 
 
@@ -231,13 +237,13 @@ def _place(url: str) -> tuple[str, str, int]:
     return parts.scheme, one_spelling(host), port
 
 
-def _fragment(text: str) -> tuple[EventSource | None, str | None]:
+def _fragment(text: str) -> tuple[EventSource | None, str | None, str]:
     """What follows the # of a replica's URL. Raises ValueError."""
     given: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
-        if key not in ("events", "replay", "topic", "model") or not value:
-            raise ValueError(f"{item[:100]!r} after # is none of events=, replay=, topic=, model=")
+        if key not in ("events", "replay", "topic", "model", "role") or not value:
+            raise ValueError(f"{item[:100]!r} after # is none of events=, replay=, topic=, model=, role=")
         if key in given:
             raise ValueError(f"{key}= is given twice after #")
         if key in ("events", "replay"):
@@ -245,10 +251,13 @@ def _fragment(text: str) -> tuple[EventSource | None, str | None]:
                 check_endpoint(value)
             except ValueError as error:
                 raise ValueError(f"{key}={error}") from None
+        if key == "role" and value not in ROLES:
+            raise ValueError(f"role={value[:100]} is none of {PREFILL}, {DECODE}, {BOTH}")
         given[key] = value
+    role = given.get("role", BOTH)
     if "events" not in given:
         if "replay" in given or "topic" in given:
             raise ValueError("replay= and topic= need events=tcp://HOST:PORT beside them")
-        return None, given.get("model")
+        return None, given.get("model"), role
     source = EventSource(given["events"], given.get("replay"), given.get("topic", ""))
-    return source, given.get("model")
+    return source, given.get("model"), role

@@ -36,6 +36,7 @@ from gateway.ops.metrics import Metrics
 from gateway.proxy.decisions import LEASE, LEASES
 from replicas.kept import KeptReplicas
 from replicas.replica import Address, parse_url
+from replicas.roles import BOTH
 
 from .guard import Guard, Refusal
 from .side import Side, answer
@@ -110,7 +111,8 @@ async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
 def _refuse_another(engine: Any, address: Address) -> None:
     """An engine keeps what its URL said when it was added; a URL without a fragment says nothing else."""
     source, model = engine.watch.given, engine.watch.model
-    if address.source not in (None, source) or address.model not in (None, model):
+    said = (address.source not in (None, source), address.model not in (None, model))
+    if any(said) or address.role not in (BOTH, engine.lead.role):
         raise Refusal(409, f"replica {address.id} was added with another #fragment, which it keeps: DELETE /replicas/{address.id} first, then post this again",
                       "replica_exists")  # fmt: skip
 

@@ -36,6 +36,7 @@ from replicas.access import Access
 from replicas.adopt import Facts, described, problems_of
 from replicas.problems import Problem
 from replicas.replica import Address, EventSource, parse_url
+from replicas.roles import BOTH, REMEDY, lacks
 from replicas.tls import context_for
 
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
@@ -131,6 +132,8 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
             if group:
                 yield _block_size(settings, group)
                 yield _context(group)
+                if (finding := _roles([address.role for address, _ in group])) is not None:
+                    yield finding
             for address, facts in group:
                 if pipeline is not None:  # a variant's own
                     pipeline.block_size = settings.block_size or facts.block_size or pipeline.block_size
@@ -453,6 +456,16 @@ def _models(replicas: list[tuple[Address, Facts]]) -> Finding:
         f"the replicas serve different models ({told})",
         "each model is routed among its own replicas; if that is not meant, correct --replica-url",
     )
+
+
+def _roles(roles: list[str]) -> Finding | None:
+    """Whether prompts can be computed on one replica and answered by another, where that is wanted."""
+    if set(roles) == {BOTH}:
+        return None
+    if what := lacks(set(roles)):
+        return Finding("fail", "roles", what, REMEDY)
+    counted = ", ".join(f"{roles.count(role)} {role}" for role in sorted(set(roles)))
+    return Finding("ok", "roles", f"{counted}: prompts can be computed on one replica and answered by another")
 
 
 def _block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) -> Finding:

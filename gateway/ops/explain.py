@@ -24,7 +24,7 @@ from gateway.config import Config, ConfigError, Settings, admin_headers, admin_u
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
-from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Load, Router, Targets, make
+from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Load, Router, Targets, legs, make
 
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
 REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
@@ -79,6 +79,19 @@ def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
     }
 
 
+def legs_told(chosen: legs.Legs | None) -> dict[str, Any] | None:
+    """Where the prompt would be computed and the answer written, if not both on the `choice`."""
+    if chosen is None:
+        return None
+    return {
+        "prefill": chosen.prefiller.replica,
+        "decode": chosen.decoder.replica,
+        "moved_tokens": chosen.moved,
+        "seconds": chosen.seconds,
+        "whole_seconds": chosen.whole_seconds,
+    }
+
+
 def show(told: dict[str, Any]) -> str:
     """`describe`'s answer for a terminal."""
     head = [
@@ -120,6 +133,11 @@ def show(told: dict[str, Any]) -> str:
         rows.append(row + ([f"{1e3 * one['seconds']:.2f}"] if names else []))
     lines = [f"{name:<8} {text}" for name, text in head]
     lines += ["", *_table(rows), "", f"choice   {told['choice']}: {told['reason']}"]
+    if apart := told.get("legs"):
+        price = (
+            f": {1e3 * apart['seconds']:.1f} ms, whole {1e3 * apart['whole_seconds']:.1f}" if apart["seconds"] else ""
+        )
+        lines.append(f"legs     prompt on {apart['prefill']}, answer on {apart['decode']}{price}")
     return "\n".join(lines)
 
 

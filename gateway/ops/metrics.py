@@ -350,7 +350,26 @@ class Metrics:
                 "elsewhere",
                 "ids",
                 "reconnect",
+                "not kept",
+                "leg refused",
             ),
+        )
+        self.leg_choices = Counter(
+            "leg_choices",
+            "Requests that could have been computed on two replicas, by whether they were",
+            choice=("apart", "whole"),
+        )
+        self.legs = Counter(
+            "legs",
+            "Legs of requests that were computed on two replicas, by how each ended",
+            leg=("prefill", "decode"),
+            outcome=("complete", "failed", "not kept", "abandoned"),
+        )
+        self.transfer_seconds = Histogram(
+            "transfer_seconds",
+            "What a second leg's first token took beyond what its replica takes itself",
+            "replica",
+            LATENCY_BUCKETS,
         )
         self.upstream_errors = Counter(
             "upstream_errors",

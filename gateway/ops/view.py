@@ -103,6 +103,7 @@ class View:
         return {
             "id": replica.id,
             "rank": replica.rank,
+            "role": replica.role,
             "url": replica.url,
             "address": replica.address or None,
             "state": str(replica.state),

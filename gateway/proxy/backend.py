@@ -52,6 +52,7 @@ class Backend:
         "record",
         "answers",
         "forwarding",
+        "keeps_nothing",
         "learn_at",
         "source",
         "intake",
@@ -77,6 +78,7 @@ class Backend:
         self.record = Record()
         self.answers = 0  # that health has not been told of
         self.forwarding = Forwarding()
+        self.keeps_nothing: set[str] = set()  # paths at which it answered a first leg and kept no cache
         self.learn_at = 0.0  # until when what was learned so far is enough
         self.source: EventSource | None = None  # what `intake` listens to
         self.intake: EventIntake | None = None
@@ -121,6 +123,7 @@ class Backend:
         self.host_line, self.not_forwarded = self._head_parts()
         self.adapter_roots = dict(self.replica.adapter_roots)
         self.drift.reset()
+        self.keeps_nothing.clear()
         self.record, self.answers = Record(), 0
         if self.pool.host != self.replica.address:
             self.pool.retire()

@@ -28,6 +28,7 @@ from .backend import Backend
 from .blame import DOUBTFUL, agree, settled
 from .exchange import Added, Attempt, Exchange, request_head
 from .forwarding import TokenIdForwarding
+from .legs import FirstLegs, second_leg
 from .placing import Eligibility, Placing
 from .responses import Responses
 from .retries import (
@@ -39,9 +40,12 @@ from .retries import (
     HUNG,
     IDS,
     KINDS,
+    LEG_REFUSED,
+    NOT_KEPT,
     RETRYABLE,
     STALLED,
     TIMEOUT,
+    TRANSFER_FAILED,
     Failed,
     Next,
     after,
@@ -49,7 +53,7 @@ from .retries import (
     of_status,
 )
 from .settling import Settling, cut_short
-from .states import TRANSITIONS, Action, AttemptEvent, AttemptState, Event, State
+from .states import TRANSITIONS, Action, AttemptEvent, AttemptState, Event, Leg, State
 
 if TYPE_CHECKING:
     from ..ops.metrics import Metrics
@@ -65,7 +69,8 @@ LF_CHUNK_END, CRLF_CHUNK_END = b"\n\n\r\n", b"\r\n\r\n\r\n"
 AWAITING, ANSWERING, ANSWERED, FINISHED = AttemptState.AWAITING, AttemptState.ANSWERING, Event.ANSWERED, Event.FINISHED
 CONNECTED, ATTEMPT_ANSWERED, ATTEMPT_FINISHED = AttemptEvent.CONNECTED, AttemptEvent.ANSWERED, AttemptEvent.FINISHED
 
-# To a request with ids in it: it is said again as received, so that the client's own fault is all a client is told of.
+# To a request with ids or a leg's parameters in it: it is said again as received, so that the client's own fault is all
+# that a client is told of.
 MAY_BE_OURS = frozenset((400, 404, 413, 415, 422, 431))
 # Clients of OpenAI and Anthropic, which repeat a request after a 5xx by themselves, obey it.
 NO_RETRY = (b"x-should-retry", b"false")
@@ -96,6 +101,8 @@ class Judge:
             return UpstreamError(ELSEWHERE, "answered 404")
         if attempt.sent_ids and status in MAY_BE_OURS:
             return UpstreamError(IDS, f"answered {status}")
+        if attempt.leg is not None and status in MAY_BE_OURS:
+            return UpstreamError(LEG_REFUSED, f"answered a second leg with {status}")
         return None
 
     def first(
@@ -127,6 +134,8 @@ class Judge:
                 return UpstreamError(ERROR_ANSWER, f"answered 200 with an error that amounts to {fault}")
             if attempt.sent_ids and fault in MAY_BE_OURS:
                 return UpstreamError(IDS, f"answered 200 with an error that amounts to {fault}")
+            if attempt.leg is not None and fault in MAY_BE_OURS:
+                return UpstreamError(LEG_REFUSED, f"answered a second leg with an error that amounts to {fault}")
             attempt.fault = fault
         if cut_short(attempt, exchange.request.path, data):
             if self.may_retry(exchange, attempt):
@@ -177,6 +186,7 @@ class Conductor:
         self._forwarding, self._responses, self._metrics, self._added = forwarding, responses, metrics, added
         self._retries, self._request_timeout, self._idle_timeout = retries, request_timeout, idle_timeout
         self._traces = traces
+        self.first_legs = FirstLegs(self)
         self.under_way: set[Exchange] = set()
         self.draining = False
 
@@ -205,7 +215,7 @@ class Conductor:
         while the client has nothing, the request can still go elsewhere."""
         error = self.judge.head(attempt.exchange, attempt)
         if error is not None:
-            self._failed(attempt, error)
+            self.failed(attempt, error)
         elif body:
             self.on_body(attempt, body)
 
@@ -215,7 +225,7 @@ class Conductor:
         if isinstance(first, bytes):
             self._answered(exchange, attempt, first)
         elif first is not None:
-            self._failed(attempt, first)
+            self.failed(attempt, first)
 
     def on_complete(self, attempt: Attempt) -> None:
         if attempt.state is AWAITING:
@@ -226,17 +236,20 @@ class Conductor:
 
     def lost(self, attempt: Attempt, error: UpstreamError) -> None:
         if attempt.state is not AttemptState.ENDED:
-            attempt.exchange.run_isolated(self._failed, attempt, error)
+            attempt.exchange.run_isolated(self.failed, attempt, error)
 
     def _answered(self, exchange: Exchange, attempt: Attempt, data: bytes) -> None:
         attempt.advance(ATTEMPT_ANSWERED)
         self.dispatch(exchange, ANSWERED, data)
 
-    def _failed(self, attempt: Attempt, error: UpstreamError) -> None:
+    def failed(self, attempt: Attempt, error: UpstreamError) -> None:
         # A kept connection may die of old age under the request; that says nothing about the replica.
         stale = attempt.upstream is not None and attempt.upstream.used and attempt.response_head is None
         attempt.end_as(AttemptEvent.FAILED, error)
-        self.dispatch(attempt.exchange, Event.FAILED, Failed(error.kind, stale, attempt.new_connection))
+        failed, legs = Failed(error.kind, stale, attempt.new_connection), attempt.exchange.legs
+        if legs is not None and attempt.leg is Leg.DECODE:
+            failed = failed._replace(handed_over=True, still_kept=monotonic() < legs.until)
+        self.dispatch(attempt.exchange, Event.FAILED, failed)
 
     # --- deadlines
 
@@ -261,17 +274,23 @@ class Conductor:
             self._check_unanswered(exchange, attempt, now)
 
     def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        if attempt.withheld and now - attempt.sent_at > KEEP_ALIVE_SECONDS and keeps_alive(attempt.withheld):
+        first_leg = attempt.leg is Leg.PREFILL  # what is withheld of its answer is never for the client
+        if (
+            attempt.withheld
+            and not first_leg
+            and now - attempt.sent_at > KEEP_ALIVE_SECONDS
+            and keeps_alive(attempt.withheld)
+        ):
             data, attempt.withheld = attempt.withheld, b""
             self._answered(exchange, attempt, data)
         elif self._better_elsewhere(exchange, attempt, now):
-            self._failed(
+            self.failed(
                 attempt,
                 UpstreamError(
                     HUNG, f"is {attempt.backend.replica.state} and sent no byte for {now - attempt.sent_at:.0f} s"
                 ),
             )
-        elif not attempt.streams:
+        elif not attempt.streams and not first_leg:
             self.settling.assume_prefilled(attempt, now)
 
     def _better_elsewhere(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
@@ -332,7 +351,9 @@ class Conductor:
         attempt.upstream, attempt.sent_at = upstream, monotonic()
         request, prompt = exchange.request, attempt.prompt
         body = request.body
-        if prompt is not None and prompt.kind:
+        if attempt.body is not None:
+            body = attempt.body
+        elif prompt is not None and prompt.kind:
             body = self._forwarding.body(attempt, prompt, body, not exchange.tried and not attempt.without_ids)
         parent = None if self._traces is None else self._traces.parent(exchange, attempt)
         upstream.send(attempt, request_head(exchange, attempt, len(body), parent), body, request.method == "HEAD")
@@ -346,7 +367,9 @@ class Conductor:
         if KINDS[kind].blamed:
             self.settling.failed(attempt.backend, kind)
         self.settling.abandon(attempt, computed=KINDS[kind].computed)
-        if following is not Next.ANEW:
+        if exchange.legs is not None:
+            self._leg_failed(exchange, attempt, kind, following)
+        if following is not Next.ANEW and (following is not Next.WHOLE or KINDS[kind].counts):
             exchange.tried += (attempt.backend,)
             exchange.attempts_used += KINDS[kind].counts
         exchange.crash_count += is_crash(failed)
@@ -358,7 +381,38 @@ class Conductor:
             self.dispatch(exchange, Event.EXHAUSTED, ApiError(502, message))
         else:
             self._metrics.retries.inc(kind)
-            self.placing.place(exchange)
+            demand = attempt.placement.demand
+            if following is Next.DECODER and self.placing.legs.next_decoder(exchange, demand, monotonic()):
+                exchange.placed()
+            else:
+                exchange.legs = None
+                self.placing.place(exchange)
+
+    def _leg_failed(self, exchange: Exchange, attempt: Attempt, kind: str, following: Next) -> None:
+        legs, leg = exchange.legs, attempt.leg
+        if legs is None or leg is None:
+            return
+        self._metrics.legs.inc(leg.value, NOT_KEPT if kind == NOT_KEPT else "failed")
+        exchange.stays_whole = following is Next.WHOLE
+        if leg is Leg.DECODE and (kind in TRANSFER_FAILED or kind == HUNG):
+            self.settling.transfer_failed(legs)
+        if following is not Next.DECODER:
+            self._drop_legs(exchange)
+
+    def _drop_legs(self, exchange: Exchange) -> None:
+        """The second leg is not sent any more: its reservation is given back, and nothing is expected there."""
+        legs, exchange.legs = exchange.legs, None
+        if legs is not None and legs.placement is not None:
+            self.settling.release(legs.placement)
+
+    def _hand_over(self, exchange: Exchange, _: Any) -> None:
+        """The cache of the first leg's prompt stays where it is until the second leg's engine has fetched it."""
+        first, legs = exchange.attempts[-1], exchange.legs
+        assert legs is not None
+        self.settling.handed_over(exchange, first, legs)
+        first.body = None
+        second_leg(exchange, monotonic())
+        self._try(exchange, None)
 
     def _repeat(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
         """The same replica once more: as text, or on a connection of its own."""
@@ -441,6 +495,10 @@ class Conductor:
         """An end of another kind than that which `settling` settles: nothing stays connected, reserved or listed."""
         self.under_way.discard(exchange)
         attempt = exchange.attempt
+        if exchange.legs is not None:
+            if attempt is not None and attempt.leg is not None:
+                self._metrics.legs.inc(attempt.leg.value, "abandoned")
+            self._drop_legs(exchange)
         if attempt is not None:
             if attempt.state is not AttemptState.ENDED:
                 attempt.end_as(AttemptEvent.DROPPED)
@@ -451,6 +509,7 @@ ACTIONS: dict[Action, Callable[[Conductor, Exchange, Any], None]] = {
     Action.PLACE: Conductor._place,
     Action.TRY: Conductor._try,
     Action.RETRY: Conductor._retry,
+    Action.HAND_OVER: Conductor._hand_over,
     Action.RELAY: Conductor._relay,
     Action.SETTLE: Conductor._settle,
     Action.CUT: Conductor._cut,

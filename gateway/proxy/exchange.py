@@ -21,12 +21,14 @@ from ..http.downstream import Downstream
 from ..http.messages import Request
 from ..http.upstream import Head, Upstream, UpstreamError
 from .blame import UnattributedError
-from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, Event, State
+from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, Event, Leg, State
 
 if TYPE_CHECKING:
     from policies import Placement
+    from replicas.engines.dialect import Transfer
 
     from ..prompt import Prompt
+    from .answers import Usage
     from .backend import Backend
 
 
@@ -36,6 +38,7 @@ TAIL = 4
 # And of each as much as matters, where a client stops reading: a read may be 256 kB.
 TAIL_BYTES = 4096
 CONNECTING, ANSWERING = AttemptState.CONNECTING, AttemptState.ANSWERING
+PREFILL = Leg.PREFILL
 
 
 class AttemptHandler(Protocol):
@@ -52,6 +55,8 @@ class Attempt:
     __slots__ = (
         # given
         "backend", "placement", "prompt", "new_connection", "without_ids",
+        # which leg it is and its body; None where it is the whole, with the client's
+        "leg", "body",
         # whose it is: the exchange, its client and who conducts both; only None where the bytes pass elsewhere
         "exchange", "client", "conductor",
         # what was sent
@@ -80,8 +85,11 @@ class Attempt:
         *,
         new_connection: bool = False,
         without_ids: bool = False,
+        leg: Leg | None = None,
+        body: bytes | None = None,
     ):
         """`new_connection`: not on a kept connection. `without_ids`: without token ids, whatever the replica takes."""
+        self.leg, self.body = leg, body
         self.backend, self.placement, self.prompt = backend, placement, prompt
         self.new_connection, self.without_ids, self.streams = new_connection, without_ids, streams
         self.exchange: Exchange = None  # type: ignore[assignment]  # until it is added to one
@@ -113,7 +121,7 @@ class Attempt:
 
     def repeat(self, *, new_connection: bool = False, without_ids: bool = False) -> Attempt:
         """The next one, to the same replica and on the same reservation."""
-        streams = self.prompt is not None and self.prompt.stream
+        streams = self.prompt is not None and self.prompt.stream and self.leg is not PREFILL
         return Attempt(
             self.backend,
             self.placement,
@@ -122,6 +130,8 @@ class Attempt:
             monotonic(),
             new_connection=new_connection or self.new_connection,
             without_ids=without_ids or self.without_ids,
+            leg=self.leg,
+            body=self.body,
         )
 
     # --- what the replica's side calls
@@ -149,11 +159,32 @@ class Attempt:
         self.conductor.lost(self, error)
 
 
+class Legs:
+    """What an exchange in two legs has besides its attempts: `placement` is the second leg's reservation until that leg
+    is sent. `parameters`: what the first leg's answer says, good until `until`, in monotonic seconds. `cached`: prompt
+    tokens that the first leg was predicted to find; `moved`: those that the decoder lacks."""
+
+    __slots__ = ("transfer", "prefiller", "decoder", "placement", "cached", "moved", "usage", "parameters", "until")
+
+    def __init__(
+        self, transfer: Transfer, prefiller: Backend, decoder: Backend, placement: Placement, cached: int, moved: int
+    ):
+        self.transfer, self.prefiller, self.decoder = transfer, prefiller, decoder
+        self.placement: Placement | None = placement
+        self.cached, self.moved = cached, moved
+        self.usage: Usage | None = None  # of the first leg's answer
+        self.parameters, self.until = b"", 0.0
+
+
 PREPARING, PREPARED, PLACED = State.PREPARING, Event.PREPARED, Event.PLACED
 
 
 class ExchangeHandler(AttemptHandler, Protocol):
-    """Does what follows from each event of an exchange, and of its attempts."""
+    """Does what follows from each event of an exchange, and of its attempts; `first_legs` of those whose answer is
+    kept."""
+
+    @property
+    def first_legs(self) -> AttemptHandler: ...
 
     def dispatch(self, exchange: Exchange, event: Event, detail: Any = None) -> None: ...
 
@@ -165,8 +196,10 @@ class Exchange:
         # found out: its prompt, or the model that a request without one names; the stored response it is about, if any,
         # which only one replica has
         "state", "prompt", "model", "response",
-        # the legs, the last one at the end; the status of an answer that is ours
+        # its attempts, the last one at the end; the status of an answer that is ours
         "attempts", "status",
+        # what it has besides if it is in two legs, and whether it is not to be any more
+        "legs", "stays_whole",
         # replicas that it is not to get again; how many attempts that counts as, and how many of them went down or hung
         # under it; errors that it was answered with
         "tried", "attempts_used", "crash_count", "unattributed_errors",
@@ -187,6 +220,8 @@ class Exchange:
         self.model: str | None = None
         self.response: str | None = None
         self.attempts: list[Attempt] = []
+        self.legs: Legs | None = None
+        self.stays_whole = False
         self.status = self.attempts_used = self.crash_count = 0
         self.tried: tuple[Backend, ...] = ()
         self.unattributed_errors: tuple[UnattributedError, ...] = ()
@@ -234,6 +269,8 @@ class Exchange:
         """It will not be sent again. Whoever else has this request may have it for long: the client's side until the
         answer ends, a queue until its turn."""
         self.request.body = b""
+        if self.legs is not None:
+            self.attempts[-1].body = None
         self.client.release()
 
     # --- what the client's side calls
@@ -269,6 +306,8 @@ class Exchange:
     def add_attempt(self, attempt: Attempt) -> None:
         """Go on with this attempt: a replica is found, and the request is counted there."""
         attempt.exchange, attempt.client, attempt.conductor = self, self.client, self.conductor
+        if attempt.leg is PREFILL:
+            attempt.conductor = self.conductor.first_legs
         self.prompt = attempt.prompt
         self.attempts.append(attempt)
 
@@ -334,7 +373,8 @@ class Added:
         if self._replica:
             lines += b"x-hitherto-replica: %b\r\n" % attempt.backend.id.encode()
         if self._cached_tokens and attempt.prompt is not None:
-            lines += b"x-hitherto-cached-tokens: %d\r\n" % attempt.placement.cached
+            held = attempt.placement.cached if exchange.legs is None else exchange.legs.cached
+            lines += b"x-hitherto-cached-tokens: %d\r\n" % held
         if last or attempt.response_head.until_close or not exchange.request.keep_alive:
             lines += b"connection: close\r\n"
         return lines

@@ -9,11 +9,13 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from policies import UNTIMED, Decision, Demand, Evaluation, Router, Targets
-from replicas import TAKES_TRAFFIC
+from replicas import TAKES_TRAFFIC, State
+from replicas.roles import PREFILL
 
 from ..errors import ApiError
 from .backend import Backend
-from .exchange import Attempt
+from .exchange import Attempt, Exchange
+from .legs import LegPlacing, Roles, Sides
 from .responses import Responses
 from .shadow import Seen, Shadows
 
@@ -37,13 +39,18 @@ class Eligibility:
         self._served: dict[str, frozenset[str]] = {}  # by replica: the names it told last, also while it is away
         self._ready: dict[str | None, Targets] = {}
         self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
+        self.roles = Roles()
+        self._sides: dict[str | None, Sides] = {}
 
     def changed(self) -> None:
         """Some replica's state, models or space changed: who may serve what is found anew."""
         self.models.refresh()
         self._ready.clear()
         self._with_room.clear()
-        self.names = {name: parent for backend in self._taking(None) for name, parent in backend.replica.models.items()}
+        self._sides.clear()
+        known = [*self.backends.values()]
+        self.roles.look(known)
+        self.names = {name: parent for one in _in_best_state(known) for name, parent in one.replica.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
         told = {id: frozenset(backend.replica.models) for id, backend in self.backends.items()}
         self._served = {id: names or self._served.get(id, names) for id, names in told.items()}
@@ -66,7 +73,10 @@ class Eligibility:
         """The ready replicas; degraded ones only if none is ready."""
         found = self._ready.get(model)
         if found is None:
-            found = self._router.targets([backend.candidate for backend in self._taking(model)])
+            taking = self._taking(model)
+            if self.roles.any and any(backend.replica.role == PREFILL for backend in taking):
+                self.roles.pressed(model)
+            found = self._router.targets([backend.candidate for backend in taking])
             if model is None or model in self.names:  # a client may ask for any name; those are not kept
                 self._ready[model] = found
         return found
@@ -90,13 +100,25 @@ class Eligibility:
         return any(model in names for names in self._served.values())
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
-        for state in TAKES_TRAFFIC:
-            found = [
-                b for b in self.backends.values() if b.replica.state is state and b not in tried and b.serves(model)
-            ]
-            if found:
-                return found
-        return []
+        """Whole requests. A replica that is for prompts takes them only if nobody else can."""
+        left = [one for one in self.backends.values() if one not in tried and one.serves(model)]
+        if self.roles.any and (found := _in_best_state([one for one in left if one.replica.role != PREFILL])):
+            return found
+        return _in_best_state(left)
+
+    def sides(self, model: str | None) -> Sides | None:
+        """Who may get which leg of a request, degraded replicas none; None where no replica of the model has a role."""
+        found = self._sides.get(model)
+        if found is None:
+            ready = [one for one in self.backends.values() if one.replica.state is State.READY and one.serves(model)]
+            found = Sides(ready)
+            if model is None or model in self.names:
+                self._sides[model] = found
+        return found if found.any else None
+
+    def has_room(self, backend: Backend, prompt: Prompt) -> bool:
+        """Whether a prompt and its answer fit the replica's context, as far as is known."""
+        return self.models.has_room(backend.id, prompt.tokens + (prompt.max_tokens or 1))
 
     def _least_context(self, model: str | None, prompt: Prompt) -> int:
         """Whom a prompt may be sent to, where the model's replicas differ in the length of their context: those that
@@ -133,6 +155,13 @@ class Eligibility:
             )
         states = "; ".join(f"{one.id} is {one.state}: {one.reason}" for one in self._replicas.values())
         return ApiError(503, f"no replica is ready ({states or 'none is known'})")
+
+
+def _in_best_state(backends: list[Backend]) -> list[Backend]:
+    for state in TAKES_TRAFFIC:
+        if found := [one for one in backends if one.replica.state is state]:
+            return found
+    return []
 
 
 class Asker(Protocol):
@@ -184,6 +213,7 @@ class Placing:
     ):
         self.eligible, self.router, self.responses = eligible, router, responses
         self._metrics, self.shadows = metrics, shadows
+        self.legs = LegPlacing(eligible, router, metrics)
         self.shared: SharedLedger | None = None  # with Redis
         self._found: list[Asker] | None = None  # while they are held back
 
@@ -217,6 +247,10 @@ class Placing:
             targets = targets.only(maker) or targets
         demand = self.demand(prompt, now)
         evaluation = self.router.evaluate(demand, targets, now)
+        if self.eligible.roles.any and isinstance(asker, Exchange) and self.legs.take(asker, evaluation, now):
+            self._metrics.stage_seconds.observe("choose", perf_counter() - begun)
+            self._go_on(asker)
+            return
         seen = self.shadows.see(demand, evaluation.candidates) if self.shadows is not None else None
         shared = self.shared
         if shared is not None:

@@ -3,6 +3,12 @@
 The rules: a kept connection that died of old age, and a replica that did not take token ids, are asked once more, since
 neither says anything about the replica. Any other failure leads to another replica, as long as attempts and replicas
 are left. A request under which two replicas went down or hung gets no third one: it may be what kills them.
+
+A first leg that fails is placed anew without that replica. Where its answer shows that the replica keeps no cache for
+others, or that it does not take the leg's body, the request stays whole. A second leg that was not sent goes to another
+decoder, with the same parameters while they are good: an engine that was sent it may have fetched the cache, or had it
+freed. After that the prompt is computed again, by a replica that most likely still has it in its own cache. An error
+that an engine answers to a second leg is what a failed transfer looks like, so from then on the request stays whole.
 """
 
 from __future__ import annotations
@@ -18,6 +24,9 @@ HUNG, STALLED, TIMEOUT = "hung", "stalled", "timeout"
 # What an answer shows: an error behind a status 200, what no engine wrote, that the engine gave up, that it takes no
 # ids, and that the stored response which is asked for is another replica's.
 ERROR_ANSWER, FOREIGN_ANSWER, ABORTED, IDS, ELSEWHERE = "error answer", "foreign answer", "aborted", "ids", "elsewhere"
+# Of legs: the first one's replica kept no cache for the second; the body that a leg has instead of the client's was
+# refused.
+NOT_KEPT, LEG_REFUSED = "not kept", "leg refused"
 # Statuses after which another replica is asked, whatever the request. 501 means the engine can't do it at all, and
 # neither can its siblings.
 RETRYABLE = frozenset((500, 502, 503, 504))
@@ -40,12 +49,13 @@ class Kind(NamedTuple):
     blamed: bool  # it counts against the replica at once; else what another one answers decides (`blame`)
     crash: bool = False  # the replica went down, or hangs, with the request in its hands
     counts: bool = True  # as one of the attempts that a request has
+    sent: bool = True  # the replica may have got the request
 
 
 KINDS: dict[str, Kind] = {
-    CONNECT: Kind(computed=False, blamed=True),
-    REMOVED: Kind(computed=False, blamed=True),
-    REPLACED: Kind(computed=False, blamed=False, counts=False),
+    CONNECT: Kind(computed=False, blamed=True, sent=False),
+    REMOVED: Kind(computed=False, blamed=True, sent=False),
+    REPLACED: Kind(computed=False, blamed=False, counts=False, sent=False),
     CLOSED: Kind(computed=True, blamed=True, crash=True),
     PROTOCOL: Kind(computed=True, blamed=True, crash=True),
     HUNG: Kind(computed=True, blamed=True, crash=True),
@@ -53,15 +63,23 @@ KINDS: dict[str, Kind] = {
     FOREIGN_ANSWER: Kind(computed=False, blamed=True),
     ERROR_ANSWER: Kind(computed=False, blamed=False),
     ELSEWHERE: Kind(computed=False, blamed=False, counts=False),
+    NOT_KEPT: Kind(computed=True, blamed=False, counts=False),
+    LEG_REFUSED: Kind(computed=False, blamed=False, counts=False),
     **{of_status(status): Kind(computed=False, blamed=False) for status in (401, 403, 404, 429, 503)},
     **{of_status(status): Kind(computed=True, blamed=False) for status in (500, 502, 504)},
 }
+
+
+# What engines answer to a second leg whose cache did not come.
+TRANSFER_FAILED = frozenset((ERROR_ANSWER, *(of_status(status) for status in (500, 502, 504))))
 
 
 class Next(Enum):
     SAME = "the same replica once more"
     ANEW = "any replica, this one included: nothing was sent to it"
     OTHER = "another replica"
+    DECODER = "another decoder, with the same parameters"
+    WHOLE = "any replica, and no legs any more"
     LOST = "none: too many went down with it"
     EXHAUSTED = "none: it has had its attempts"
 
@@ -72,6 +90,8 @@ class Failed(NamedTuple):
     kind: str
     stale: bool = False  # on a kept connection, before a byte of an answer
     repeated: bool = False  # it was itself the repetition on a connection of its own
+    handed_over: bool = False  # it was a second leg ...
+    still_kept: bool = False  # ... whose parameters were good
 
 
 def is_crash(failed: Failed) -> bool:
@@ -87,8 +107,14 @@ def after(failed: Failed, used: int, crash_count: int, retries: int) -> Next:
         return Next.SAME
     if crash_count + is_crash(failed) >= MOST_CRASHES:
         return Next.LOST
+    if failed.kind in (NOT_KEPT, LEG_REFUSED):
+        return Next.WHOLE
+    if failed.still_kept and not KINDS[failed.kind].sent and used < retries:
+        return Next.DECODER
     if failed.kind == REPLACED:
         return Next.ANEW
     if KINDS[failed.kind].counts and used >= retries:
         return Next.EXHAUSTED
+    if failed.handed_over and failed.kind in TRANSFER_FAILED:
+        return Next.WHOLE
     return Next.OTHER

@@ -17,9 +17,10 @@ from ..prompt.prompt import NO_PREFILL
 from .answers import NEVER_TELL_CACHED, Usage, error_status, read_usage, speaks_api
 from .blame import DOUBTFUL, REFUSALS, REFUSED_ALIKE, SAME, UnattributedError, agree
 from .drift import TOLERATED
-from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange
+from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs
 from .forwarding import TokenIdForwarding
 from .retries import ABORTED, ERROR_ANSWER, FOREIGN_ANSWER, FULL, RETRYABLE, UNCONFIRMED
+from .states import Leg
 
 if TYPE_CHECKING:
     from ..errors import ApiError
@@ -135,6 +136,45 @@ class Settling:
         """It ends without an answer that one could learn from."""
         self._router.abandon(attempt.placement, computed=computed)
 
+    def release(self, placement: Placement) -> None:
+        """Of a leg that is not sent."""
+        self._router.abandon(placement, computed=False)
+
+    # --- two legs
+
+    def handed_over(self, exchange: Exchange, first: Attempt, legs: Legs) -> None:
+        """The first leg's answer is complete: what is learned of a prompt is learned there."""
+        backend, placement, prompt, usage = first.backend, first.placement, first.prompt, legs.usage
+        assert prompt is not None and usage is not None
+        backend.answers += 1
+        if exchange.unattributed_errors:
+            self._attribute(exchange, first)
+        learns = first.sent_at >= self.held_up_at and backend.may_learn(first.first_at)
+        self._router.first_token(placement, first.first_at, first.first_at - first.sent_at if learns else None)
+        tells_blocks = backend.replica.takes_rank(prompt.path)
+        self._router.finish(placement, usage.cached if tells_blocks else None)
+        self.metrics.legs.inc(Leg.PREFILL.value, "complete")
+        if backend.gone:
+            return
+        self.metrics.replica_requests.inc(backend.id, "2xx")
+        self._compare(placement, backend, prompt, usage, tells_blocks)
+        if backend.intake is not None and tells_blocks:
+            backend.intake.request_finished(len(prompt.hashes) - placement.overlap_blocks)
+
+    def _transferred(self, second: Attempt, learns: bool) -> None:
+        """The second leg has its first token: what its decoder does not take itself, the transfer took."""
+        legs, placement, seconds = second.exchange.legs, second.placement, second.first_at - second.sent_at
+        if legs is None or second.status != 200 or second.fault or not second.streams or second.backend.gone:
+            return
+        tokens = placement.demand.tokens
+        moving = seconds - placement.candidate.costs.ttft_seconds(placement.reservation.before, 1, tokens - 1)
+        self.metrics.transfer_seconds.observe(second.backend.id, max(0.0, moving))
+        if learns:
+            self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving)
+
+    def transfer_failed(self, legs: Legs) -> None:
+        self._router.transfers.failed(legs.prefiller.id, legs.decoder.id, monotonic())
+
     # --- the first byte
 
     def answered(self, exchange: Exchange, attempt: Attempt) -> None:
@@ -169,6 +209,8 @@ class Settling:
         self._router.first_token(
             attempt.placement, at if attempt.streams else None, at - attempt.sent_at if learns else None
         )
+        if attempt.leg is not None:
+            self._transferred(attempt, learns)
         # An error took this long, and no first token; and the first byte of an answer in one piece is its last as well.
         if not attempt.fault and attempt.streams and not backend.gone:
             self.metrics.ttft.observe(backend.id, at - since)
@@ -196,6 +238,8 @@ class Settling:
         usage, prompt, backend = read_usage(tail), attempt.prompt, attempt.backend
         # Of an answer to a prompt that came in one piece the judge has seen the end.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
+        if attempt.leg is not None:
+            self.metrics.legs.inc(attempt.leg.value, "failed" if attempt.fault or attempt.status != 200 else "complete")
         if attempt.fault:  # its first bytes said so
             self.abandon(attempt, computed=False)
         elif not seen and (late := self._late_failure(exchange, attempt, tail, usage)) is not None:
@@ -231,11 +275,15 @@ class Settling:
         _, completion, cached = usage
         tokens = completion or attempt.pieces
         learns = attempt.streams and tokens > 8 and attempt.first_at > self.held_up_at and backend.may_learn(now)
-        reported = cached if tells_blocks and prompt.copies and not prompt.several else None
+        whole = attempt.leg is None  # a second leg's cache came from elsewhere: nothing was predicted of it
+        reported = cached if whole and tells_blocks and prompt.copies and not prompt.several else None
         told = completion or (attempt.pieces if attempt.streams else 0)
         output = told if told and not prompt.several else None
         self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None, output)
-        self._compare(placement, backend, prompt, usage, tells_blocks)
+        if whole:
+            self._compare(placement, backend, prompt, usage, tells_blocks)
+        else:
+            backend.drift.aside()
         if backend.intake is not None and tells_blocks:
             backend.intake.request_finished(len(prompt.hashes) - placement.overlap_blocks)
 

@@ -10,6 +10,10 @@ An exchange is what a client asked for; an attempt is one leg of it, to one repl
 
     CONNECTING --connected--> AWAITING --answered--> ANSWERING --finished--> ENDED
 
+Where a prompt is computed on one replica and its answer written by another, an exchange has two legs, each an attempt.
+The answer to the first one is kept and never relayed: it goes from AWAITING to ENDED, the exchange stays TRYING
+(`handed over`), and the second leg is the attempt that answers.
+
 Until the first byte of an answer has gone to the client, a failed attempt is followed by another one; from then on the
 exchange can only be cut, and the client must be able to tell. `gone` (the client left) ends every state. An attempt
 ends when its replica's answer is complete, when it fails, and when its exchange does not want it any more (`dropped`).
@@ -22,6 +26,15 @@ each read, the module that needs it gives it a name.
 from __future__ import annotations
 
 from enum import Enum
+
+
+class Leg(Enum):
+    """Which part of an exchange an attempt is, where it is not the whole."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    __hash__ = object.__hash__
 
 
 class State(Enum):
@@ -43,6 +56,7 @@ class Event(Enum):
     REFUSED = "refused"  # the request can't be served as it is: the client's fault, or no replica
     PLACED = "placed"
     ANSWERED = "answered"
+    HANDED_OVER = "handed over"  # the first leg is complete: another replica can fetch the prompt's cache
     FAILED = "failed"  # the attempt did
     EXHAUSTED = "exhausted"  # no attempt or no replica is left
     FINISHED = "finished"
@@ -58,6 +72,7 @@ class Action(Enum):
     PLACE = "choose a replica and reserve"
     TRY = "take or open a connection to it, and send"
     RETRY = "try the same replica again, or another one"
+    HAND_OVER = "settle the first leg, send the second one"
     RELAY = "send head and bytes to the client"
     SETTLE = "release, learn, check, log"
     CUT = "end the client's stream so that it can tell"
@@ -80,6 +95,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {
     (S.PLACING, E.TIMED_OUT): (S.ENDED, A.REPORT),
     (S.PLACING, E.GONE): (S.ENDED, A.ABANDON),
     (S.TRYING, E.ANSWERED): (S.ANSWERING, A.RELAY),
+    (S.TRYING, E.HANDED_OVER): (S.TRYING, A.HAND_OVER),
     (S.TRYING, E.FAILED): (S.PLACING, A.RETRY),
     (S.TRYING, E.TIMED_OUT): (S.ENDED, A.REPORT),
     (S.TRYING, E.GONE): (S.ENDED, A.ABANDON),
@@ -119,6 +135,7 @@ ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
     (L.CONNECTING, T.FAILED): L.ENDED,
     (L.CONNECTING, T.DROPPED): L.ENDED,
     (L.AWAITING, T.ANSWERED): L.ANSWERING,
+    (L.AWAITING, T.FINISHED): L.ENDED,  # a first leg, of which the client gets nothing
     (L.AWAITING, T.FAILED): L.ENDED,
     (L.AWAITING, T.DROPPED): L.ENDED,
     (L.ANSWERING, T.FINISHED): L.ENDED,

@@ -13,6 +13,7 @@ from ..ops.spans import Spans, traceparent
 from .answers import NOTHING, Usage
 from .exchange import Attempt, Exchange, Parent
 from .retries import TIMEOUT
+from .states import Leg
 
 if TYPE_CHECKING:
     from ..ops.spans import Moment, Trace
@@ -59,7 +60,11 @@ class Traces:
         tried = [attempt for attempt in exchange.attempts if attempt.context is not None]
         for number, attempt in enumerate(tried):
             before = _kind(tried[number - 1]) if number else None
-            self._attempt(exchange, attempt, number, before, usage if attempt is tried[-1] else None)
+            retries = sum(one.error is not None for one in tried[:number])
+            of_leg = usage if attempt is tried[-1] else None
+            if attempt.leg is Leg.PREFILL and attempt.error is None and exchange.legs is not None:
+                of_leg = exchange.legs.usage
+            self._attempt(exchange, attempt, retries, before, of_leg)
         answered = outcome != "aborted" or bool(tried and tried[-1].first_at)
         status = exchange.fault or exchange.answered_with
         failed = outcome == "cut" or (outcome != "aborted" and status >= 500)
@@ -104,6 +109,7 @@ class Traces:
             "http.request.resend_count": number or None,
             "error.type": str(fault or attempt.status) if refused else kind,
             "hitherto.replica": attempt.backend.id,
+            "hitherto.leg": attempt.leg.value if attempt.leg is not None else None,
             "hitherto.policy": self._policy,
             "hitherto.retry_reason": before,
             "hitherto.cached_tokens.observed": usage.cached if usage is not None else None,

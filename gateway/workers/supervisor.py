@@ -147,7 +147,9 @@ class Workers:
         if settings.launch:
             for replica in await self.fleet.launch(settings.launch, self.profile, directory, name):
                 engine = self.fleet.engines[replica.engine]
-                self.urls[replica.engine] = url_of(engine.lead.url, engine.watch.given, engine.watch.model)
+                self.urls[replica.engine] = url_of(
+                    engine.lead.url, engine.watch.given, engine.watch.model, engine.lead.role
+                )
         self._launched.set()
         await all_of(self._listening)
         self._tasks.append(asyncio.create_task(self._watch(), name="watch workers"))

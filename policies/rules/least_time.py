@@ -206,6 +206,7 @@ class LeastTime:
 
     name = "least_time"
     cost = COST
+    in_seconds = True
 
     def __init__(self) -> None:
         self._habits: dict[int, Habits] = {}  # by the space of a request's tokens

@@ -36,6 +36,27 @@ class Sources(NamedTuple):
     problems: dict[str, Problem]  # "events", "replay"
 
 
+class Transfer(Protocol):
+    """How engines of one kind pass a prompt's KV cache on: what is written into a request's two legs. The first is
+    sent to the replica that computes the prompt, the second, with what the first one's answer says, to the replica
+    that writes the answer. Without state."""
+
+    name: str  # for people
+    paths: tuple[str, ...]  # posted to these, a request can have two legs
+    lease_seconds: float  # the first replica keeps the cache so long for the second one to fetch
+
+    def first_body(self, path: str, body: bytes) -> bytes | None:
+        """The first leg's body: of the same prompt, one token, in one piece, to be passed on. None: this request can
+        have no legs."""
+
+    def parameters(self, answer: bytes) -> bytes | None:
+        """What the second leg needs of the first one's answer; None where the engine did not keep the cache. Raises
+        ValueError if that is no answer at all."""
+
+    def second_body(self, body: bytes, parameters: bytes) -> bytes:
+        """The second leg's body, which is the client's but for where the cache comes from."""
+
+
 class EngineDialect(Protocol):
     """One kind of engine. It has no state: there is one object for all replicas of the kind."""
 
@@ -50,6 +71,7 @@ class EngineDialect(Protocol):
     # what stands before and after the prompt's token ids in a chat's JSON object
     chat_token_ids: tuple[bytes, bytes] | None
     limits_path: str  # tells the scheduler's limits, where the operator allows it
+    transfer: Transfer | None  # None: its engines pass no cache on
     # By the path of a request, and for ANY_PATH else: what is true of an answer of status 200 that says that the engine
     # cut it short because it was asked to stop. It gets the answer's first or last bytes, with the last event of a
     # stream among them.

@@ -61,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-cached-tokens", action="store_true", help="leave cached_tokens out of usage, which is vLLM's default"
     )
+    parser.add_argument(
+        "--kv-connector", action="store_true", help="pass prompts' caches on to other engines, as vLLM with NIXL does"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the replies' text and of the block keys")
 
 
@@ -121,6 +124,7 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
     from .publisher import Publisher
     from .runner import Runner
     from .server import KEEP_ALIVE, Server
+    from .transfers import Transfers
 
     publisher = None
     try:
@@ -149,6 +153,7 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
             str(model_dir),
             args.lora,
             not args.no_cached_tokens,
+            Transfers() if args.kv_connector else None,
         )
         http = web.AppRunner(
             server.app(), handler_cancellation=True, keepalive_timeout=KEEP_ALIVE, access_log=None, shutdown_timeout=1.0

@@ -288,7 +288,10 @@ class Engine:
                     self._fetch(sequence, hits, run, step)
                     continue
             if sequence.run is None:
+                received = sequence.request.received if sequence.cached < 0 else 0  # a preempted one is computed here
                 self._admit(sequence, hits, len(hits) * self._size)
+                if received:
+                    self._receive(sequence, received, step)
             new = min(sequence.tokens - sequence.computed, budget)
             pairs += self._compute(sequence, new, step, ended)
             budget -= new
@@ -349,6 +352,14 @@ class Engine:
                 if self._offload is not None:
                     counters.external_queries += sequence.tokens - local
                     counters.external_hits += sequence.cached - local
+
+    def _receive(self, sequence: Sequence, received: int, step: Step) -> None:
+        """What another engine computed, but for the last token, which is always computed here."""
+        before, after = sequence.computed, min(received, sequence.request.prompt_tokens - 1)
+        if after > before:
+            sequence.held += self._take(self._blocks(after) - len(sequence.held), step)
+            sequence.computed = after
+            self._fill(sequence, before // self._size, after, step)
 
     def _compute(self, sequence: Sequence, new: int, step: Step, ended: list[Sequence]) -> float:
         """Compute `new` tokens of its prompt (after a preemption: of prompt and output)."""

@@ -42,6 +42,7 @@ class Generation:
         "last",
         "request",
         "reads_cache",
+        "received",
         "_all",
     )
 
@@ -68,6 +69,7 @@ class Generation:
         self.arrived = time.monotonic() if arrived is None else arrived
         self.text = text  # a prompt that came as text takes longer to get to the scheduler
         self.reads_cache = reads_cache
+        self.received = 0  # prompt tokens that another engine has computed
         self.begun = self.last = 0.0
         self.request: EngineRequest | None = None
         self._all: array | None = None
@@ -154,6 +156,7 @@ class Runner:
             output_key,
             len(generation.ids) if generation.reason == "stop" else None,
             generation.reads_cache,
+            generation.received,
             owner=generation,
         )
         due = time.monotonic()

@@ -24,6 +24,7 @@ from .replies import Replies
 from .requests import Asked
 from .runner import Generation, Runner
 from .tokens import RequestError, Tokens
+from .transfers import NotThere, Transfers
 
 VERSION = "0.33.0+simulated"
 KEEP_ALIVE = 5.0  # s, as uvicorn in vLLM
@@ -54,11 +55,12 @@ class Server:
         root: str,
         adapters: list[str] = (),
         show_cached: bool = True,
+        transfers: Transfers | None = None,
     ):
         self.runner, self.tokens, self.replies, self.metrics = runner, tokens, replies, metrics
         # -> path
         self.publisher, self.model, self.root, self.adapters = publisher, model, root, {name: name for name in adapters}
-        self.show_cached = show_cached
+        self.show_cached, self.transfers = show_cached, transfers
         self.faults = Faults(runner, publisher)
         self.context_length = runner.engine.profile.context_length
         self._load = 0
@@ -87,6 +89,8 @@ class Server:
         app.router.add_get("/kv_event_sources", self._sources)
         app.router.add_post("/reset_prefix_cache", self._reset)
         app.router.add_route("*", "/faults", self._faults)
+        if self.transfers is not None:
+            app.router.add_post("/kv/{name}", self._hand_over)
         return app
 
     @web.middleware
@@ -119,17 +123,41 @@ class Server:
             raise failure
         id = prefix + (request.headers.get("x-request-id") or uuid.uuid4().hex)
         generations = self._generations(id, asked, adapter, arrived) if failure is None else []
+        passed_on = body.get("kv_transfer_params") if self.transfers is not None else None
+        if passed_on and passed_on.get("do_remote_prefill"):
+            await self._receive(passed_on, generations)
         answer = dialect(id, adapter or self.model, body, self.show_cached, asked.n)
         self._load += 1
         try:
             if asked.stream:
                 return await self._stream(request, answer, generations, failure)
             await self._finish(generations)
-            return reply_json(answer.whole(generations))
+            said = answer.whole(generations)
+            if self.transfers is not None:
+                said["kv_transfer_params"] = self._keep(request, passed_on, generations)
+            return reply_json(said)
         finally:
             self._load -= 1
             for generation in generations:
                 self.runner.abort(generation)
+
+    async def _receive(self, parameters: dict, generations: list[Generation]) -> None:
+        try:
+            for generation in generations:
+                generation.received = await self.transfers.fetch(parameters)
+        except NotThere:
+            raise RequestError("Internal server error", 500, "InternalServerError") from None
+
+    def _keep(self, request: web.Request, passed_on: dict | None, generations: list[Generation]) -> dict | None:
+        if not passed_on or not passed_on.get("do_remote_decode") or request.transport is None:
+            return None
+        tokens = len(generations[0].prompt)
+        blocks = -(-tokens // self.runner.engine.profile.block_size)
+        return self.transfers.keep(tokens, blocks, request.transport.get_extra_info("sockname")[:2])
+
+    async def _hand_over(self, request: web.Request) -> web.Response:
+        tokens = self.transfers.hand_over(request.match_info["name"])
+        return reply_json({"tokens": tokens}, 200 if tokens is not None else 404)
 
     def _fail_on_order(self, request: web.Request) -> None:
         if self.faults.happens("refuse"):

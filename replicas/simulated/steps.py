@@ -14,7 +14,8 @@ class EngineRequest:
     `output_blocks(i)` gives the key of block `i` of the whole sequence, prompt included, once output has
     filled it; without it, blocks filled by output are never hits and raise no events. `stop_tokens`:
     after how many tokens the model ends by itself (None: never); the output is cut at `max_tokens` and at the
-    engine's context length. `reads_cache`: False computes the whole prompt, and stores it."""
+    engine's context length. `reads_cache`: False computes the whole prompt, and stores it. `received`: prompt tokens
+    whose key/value another engine has computed; they are there at once, and are no hits."""
 
     id: Hashable
     blocks: list[Key]
@@ -23,6 +24,7 @@ class EngineRequest:
     output_blocks: Callable[[int], Key] | None = None
     stop_tokens: int | None = None
     reads_cache: bool = True
+    received: int = 0
     owner: object = None  # the caller's own; the engine never looks at it
 
 

@@ -45,6 +45,7 @@ class ToyDialect:
     rank_header, rank_paths = "X-Toy-Shard", ("/v1/completions",)
     chat_token_ids = (b'"toy":{"ids":', b"}")
     aborted = {ANY_PATH: re.compile(b'"toy_cut":true').search}
+    transfer = None
     limits_path = "/toy/limits"
 
     def speaks(self, answers):

@@ -1,6 +1,6 @@
 import pytest
 
-from replicas.replica import EventSource, parse_url
+from replicas.replica import EventSource, parse_url, url_of
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,29 @@ def test_a_url_nobody_can_use_is_refused_with_the_reason(text, said):
     with pytest.raises(ValueError, match="replica URL") as caught:
         parse_url(text)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://h:1",
+        "http://h:1#role=prefill",
+        "http://h:1#model=llama,role=decode",
+        "http://h:1#events=tcp://h:5557,replay=tcp://h:5558,topic=t,model=m,role=prefill",
+    ],
+)
+def test_a_url_is_written_as_it_was_read(text):
+    address = parse_url(text)
+    assert url_of(address.url, address.source, address.model, address.role) == text
+
+
+def test_a_replica_is_for_both_unless_its_url_says_otherwise():
+    roles = [parse_url(text).role for text in ("h:1", "h:1#role=both", "h:1#role=prefill", "h:1#role=decode")]
+    assert roles == ["both", "both", "prefill", "decode"]
+
+
+@pytest.mark.parametrize("role", ["Prefill", "prefiller", "x" * 500])
+def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(role):
+    with pytest.raises(ValueError, match="is none of prefill, decode, both") as caught:
+        parse_url(f"http://h:1#role={role}")
+    assert len(str(caught.value)) < 800

@@ -29,6 +29,7 @@ class Simulated(Vllm):
         nodes="give the URL of each engine",
         replay="give replay=tcp://HOST:PORT (its --replay-port) where events= is given in the URL",
         cached_tokens="start the simulated engine without --no-cached-tokens",
+        transfer="start the simulated engine with --kv-connector",
     )
     log = LogGrammar(stamp=re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?=(DEBUG|INFO|WARNING|ERROR|CRITICAL) )"))
 

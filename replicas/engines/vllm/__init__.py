@@ -7,6 +7,7 @@ from replicas.answer import Answer
 from replicas.engines.dialect import EventRecords, Sources
 from replicas.engines.vllm import aborts, log, metrics, sources
 from replicas.engines.vllm.events import Decoder
+from replicas.engines.vllm.transfer import Nixl
 from replicas.engines.vllm.versions import version_quirks
 from replicas.launch.command import LaunchProfile
 from replicas.problems import EVENTS_BY_HAND, Remedies
@@ -25,6 +26,8 @@ REMEDIES = Remedies(
     nodes="start one engine a rank (--data-parallel-external-lb) and give the URL of each",
     replay='add "replay_endpoint":"tcp://*:PORT" to --kv-events-config, and replay=tcp://HOST:PORT if events= is given in the URL',
     cached_tokens="start vLLM with --enable-prompt-tokens-details",
+    transfer='start it with --kv-transfer-config \'{"kv_connector":"NixlConnector","kv_role":"kv_both"}\', with the package nixl '
+             "installed, and VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT where its counterparts reach it",
 )  # fmt: skip
 
 
@@ -43,6 +46,7 @@ class Vllm:
     # changes.
     chat_token_ids = (b'"kv_transfer_params":{"prompt_token_ids":', b"}")
     limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1
+    transfer = Nixl()
     aborted = aborts.ABORTED
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:

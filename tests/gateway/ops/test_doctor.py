@@ -92,6 +92,11 @@ def test_a_healthy_engine(capsys, engines):
     assert found["tokens"][1].endswith("tokens of a conversation")
 
 
+def test_a_role_without_a_counterpart(capsys, engines):
+    code, found = examine(capsys, "--replica-url", f"{engines[0].url}#role=prefill")
+    assert code == 1 and found["roles"][0] == "fail" and "#role=decode" in found["roles"][1]
+
+
 def test_events_off_and_cached_tokens_not_told(capsys, engines):
     code, found = examine(capsys, "--replica-url", engines[1].url)
     assert code == 0, "it works, with guesses"

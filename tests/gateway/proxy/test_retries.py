@@ -12,6 +12,8 @@ from gateway.proxy.retries import (
     HUNG,
     IDS,
     KINDS,
+    LEG_REFUSED,
+    NOT_KEPT,
     REPLACED,
     RETRYABLE,
     Failed,
@@ -21,7 +23,7 @@ from gateway.proxy.retries import (
     of_status,
 )
 
-failures = st.builds(Failed, st.sampled_from([*KINDS, IDS]), st.booleans(), st.booleans())
+failures = st.builds(Failed, st.sampled_from([*KINDS, IDS]), st.booleans(), st.booleans(), st.booleans(), st.booleans())
 
 
 @pytest.mark.parametrize("status", sorted(RETRYABLE | DOUBTFUL))
@@ -60,3 +62,24 @@ def test_no_replica_is_tried_beyond_what_is_allowed(failed, tried, crash_count, 
 def test_who_was_replaced_has_not_been_tried_unless_the_one_before_died_with_the_request():
     assert after(Failed(REPLACED), 9, 1, retries=0) is Next.ANEW
     assert after(Failed(REPLACED, repeated=True), 0, 1, retries=2) is Next.LOST
+
+
+@pytest.mark.parametrize("kind", [NOT_KEPT, LEG_REFUSED])
+def test_what_can_have_no_legs_stays_whole_however_often_it_was_tried(kind):
+    assert after(Failed(kind), 9, 1, retries=0) is Next.WHOLE
+
+
+@given(failures, st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
+def test_parameters_are_used_again_only_where_nothing_of_them_was_sent(failed, tried, crash_count, retries):
+    if after(failed, tried, crash_count, retries) is Next.DECODER:
+        assert failed.still_kept and failed.kind in (CONNECT, "removed", REPLACED) and tried < retries
+
+
+def test_what_a_failed_transfer_looks_like_ends_legs_and_another_failure_begins_again():
+    second = {"handed_over": True, "still_kept": True}
+    assert after(Failed(of_status(500), **second), 0, 0, retries=2) is Next.WHOLE
+    assert after(Failed(of_status(503), **second), 0, 0, retries=2) is Next.OTHER
+    assert after(Failed(CLOSED, **second), 0, 0, retries=2) is Next.OTHER
+    assert after(Failed(CONNECT, **second), 0, 0, retries=2) is Next.DECODER
+    assert after(Failed(CONNECT, handed_over=True), 0, 0, retries=2) is Next.OTHER
+    assert after(Failed(of_status(500)), 0, 0, retries=2) is Next.OTHER

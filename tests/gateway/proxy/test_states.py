@@ -44,3 +44,10 @@ def test_nothing_is_retried_once_the_client_has_a_byte():
 
 def test_every_action_is_done():
     assert set(ACTIONS) == set(Action) == {action for _, action in TRANSITIONS.values()}
+
+
+def test_the_answer_to_a_first_leg_is_never_relayed():
+    """It leads from waiting to its end, and its exchange goes on trying."""
+    assert TRANSITIONS[State.TRYING, Event.HANDED_OVER] == (State.TRYING, Action.HAND_OVER)
+    assert ATTEMPT_TRANSITIONS[AttemptState.AWAITING, AttemptEvent.FINISHED] is AttemptState.ENDED
+    assert [state for state, event in TRANSITIONS if event is Event.HANDED_OVER] == [State.TRYING]

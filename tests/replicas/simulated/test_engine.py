@@ -239,3 +239,25 @@ def test_reset_waits_for_idle_and_is_told_with_the_next_step():
     engine.add(request("again", 10))
     (step,) = finish(engine)
     assert type(step.events[0]) is Cleared and step.outputs[0].cached_tokens == 0
+
+
+@pytest.mark.parametrize("received, computed", [(0, 21), (20, 1), (21, 1), (7, 14)])
+def test_what_another_engine_computed_is_there_and_is_no_hit(received, computed):
+    engine = make()
+    engine.add(request("a", 21, out=2, received=received))
+    step = engine.step()
+    assert step.prefill_tokens == computed
+    assert [key for event in step.stored for key in event.keys] == request("b", 21).blocks
+    assert step.outputs[0].cached_tokens == 0 and engine.counters.prefix_hits == 0
+    finish(engine)
+    engine.add(request("b", 21))
+    assert engine.step().outputs[0].cached_tokens == 20
+    assert engine.kv_usage == 0
+
+
+def test_what_was_received_may_be_less_than_is_held():
+    engine = make()
+    engine.add(request("a", 21))
+    finish(engine)
+    engine.add(request("b", 21, received=9))
+    assert engine.step().outputs[0].cached_tokens == 20

@@ -1,0 +1,284 @@
+"""Requests in two legs: the prompt is computed on one replica, the answer written by another.
+
+The first leg is the request for one token, in one piece; its answer is kept here, and what it says goes into the
+second leg, whose answer the client gets. Which replicas those are the Router prices (`policies.legs`), what is written
+into the bodies the engine's dialect knows (`Transfer`), what follows a failure is in `retries`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+from policies import Demand, Evaluation, Router, legs
+from replicas.roles import BOTH, DECODERS, PREFILL, PREFILLERS, REMEDY, lacks
+
+from ..http.upstream import Upstream, UpstreamError
+from .answers import error_status, foreign_head, read_usage
+from .backend import Backend
+from .blame import DOUBTFUL
+from .exchange import Attempt, Exchange, Legs
+from .retries import (
+    ABORTED,
+    ERROR_ANSWER,
+    FOREIGN_ANSWER,
+    LEG_REFUSED,
+    NOT_KEPT,
+    RETRYABLE,
+    of_status,
+)
+from .settling import Settling, cut_short
+from .states import AttemptEvent, Event, Leg
+
+if TYPE_CHECKING:
+    from replicas.engines.dialect import Transfer
+
+    from ..ops.metrics import Metrics
+    from ..prompt import Prompt
+
+log = logging.getLogger("hitherto.proxy")
+
+# The first leg's body is written by parsing the client's: 2 ms a MiB on the event loop. What is larger stays whole.
+MOST_BYTES = 2 * 2**20
+MOST_KEPT = 4 * 2**20  # bytes of a first leg's answer: of a million tokens it names 65,536 blocks
+# Seconds before the end of a lease from which it is taken to be over: the engine has to begin to read before that.
+MARGIN = 10.0
+CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]*\r\n")
+
+
+class Sides:
+    """Who may compute prompts and who may write answers, of one model's ready replicas."""
+
+    def __init__(self, backends: Sequence[Backend]):
+        self.any = any(one.replica.role != BOTH for one in backends)
+        self.prefillers = [one for one in backends if one.replica.role in PREFILLERS]
+        self.decoders = [one for one in backends if one.replica.role in DECODERS]
+
+
+class Roles:
+    """What the roles of the replicas that are known come to; says once what is wrong with them."""
+
+    def __init__(self) -> None:
+        self.any = False  # whether some replica has one; else nothing else here is asked
+        self._said: set[str] = set()
+        self._pressed: set[str | None] = set()
+
+    def look(self, backends: Sequence[Backend]) -> None:
+        self.any = any(one.replica.role != BOTH for one in backends)
+        wrong = set()
+        if self.any:
+            models: set[str | None] = {name for one in backends for name in one.replica.models}
+            for model in models or {None}:
+                if what := lacks({one.replica.role for one in backends if one.serves(model)}):
+                    wrong.add(f"model {model}: {what}" if model else what)
+        for what in wrong - self._said:
+            log.warning("%s. %s", what, REMEDY)
+        self._said = wrong
+
+    def pressed(self, model: str | None) -> None:
+        """Prefill replicas get whole requests: nobody else is there."""
+        if model not in self._pressed:
+            self._pressed.add(model)
+            log.warning("only replicas with role=%s are left for %s: they get whole requests",
+                        PREFILL, f"model {model}" if model else "requests")  # fmt: skip
+
+
+class Eligible(Protocol):
+    """Who may get a request, as far as legs need to know."""
+
+    roles: Roles
+    backends: dict[str, Backend]
+
+    def sides(self, model: str | None) -> Sides | None: ...
+    def has_room(self, backend: Backend, prompt: Prompt) -> bool: ...
+
+
+class LegPlacing:
+    """Chooses both replicas, and counts the load on both, in one step."""
+
+    def __init__(self, eligible: Eligible, router: Router, metrics: Metrics):
+        self._eligible, self._router, self._metrics = eligible, router, metrics
+
+    def take(self, exchange: Exchange, evaluation: Evaluation, now: float) -> bool:
+        """Give the exchange its first leg, if two take less time than the whole, as evaluated."""
+        taken = self._take(exchange, evaluation, now)
+        self._metrics.leg_choices.inc("apart" if taken else "whole")
+        return taken
+
+    def _take(self, exchange: Exchange, evaluation: Evaluation, now: float) -> bool:
+        prompt, body = exchange.prompt, exchange.request.body
+        if exchange.stays_whole or exchange.response is not None or prompt is None or len(body) > MOST_BYTES:
+            return False
+        chosen = self.choose(prompt, evaluation, now, exchange.tried)
+        if chosen is None:
+            return False
+        backends = self._eligible.backends
+        prefiller, decoder = backends[chosen.prefiller.replica], backends[chosen.decoder.replica]
+        transfer = prefiller.replica.dialect.transfer
+        if transfer is None or (first_body := transfer.first_body(prompt.path, body)) is None:
+            return False
+        prompt.token_ids = b""  # legs carry text
+        placement, reserved = self._router.commit_legs(evaluation, chosen, now)
+        exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.cached, chosen.moved)
+        exchange.add_attempt(Attempt(prefiller, placement, prompt, False, now, leg=Leg.PREFILL, body=first_body))
+        return True
+
+    def choose(
+        self, prompt: Prompt | None, evaluation: Evaluation, now: float, tried: tuple[Backend, ...] = ()
+    ) -> legs.Legs | None:
+        """What `take` would do. Changes nothing."""
+        if prompt is None or prompt.several or prompt.copies != 1 or prompt.previous_response is not None:
+            return None
+        sides = self._eligible.sides(prompt.model or None)
+        if sides is None:
+            return None
+        prefillers = [one.candidate for one in sides.prefillers if one not in tried and self._may_prefill(one, prompt)]
+        decoders = [one.candidate for one in sides.decoders if one not in tried and self._may_decode(one, prompt)]
+        return self._router.choose_legs(evaluation, prefillers, decoders, now)
+
+    def next_decoder(self, exchange: Exchange, demand: Demand, now: float) -> bool:
+        """Give the exchange a second leg on another decoder, with the parameters that it has."""
+        held, prompt = exchange.legs, exchange.prompt
+        sides = self._eligible.sides(prompt.model or None) if prompt is not None else None
+        if held is None or prompt is None or sides is None:
+            return False
+        left = {
+            one.id: one
+            for one in sides.decoders
+            if one is not held.prefiller and one not in exchange.tried and self._may_decode(one, prompt)
+        }
+        candidate = self._router.weigh_decoder(demand, [one.candidate for one in left.values()], now)
+        if candidate is None:
+            return False
+        held.decoder, held.moved = left[candidate.replica], demand.tokens - candidate.overlap
+        held.placement = self._router.commit_decoder(demand, candidate, now)
+        second_leg(exchange, now)
+        return True
+
+    def _may_prefill(self, backend: Backend, prompt: Prompt) -> bool:
+        return prompt.path not in backend.keeps_nothing and self._may_decode(backend, prompt)
+
+    def _may_decode(self, backend: Backend, prompt: Prompt) -> bool:
+        transfer: Transfer | None = backend.replica.dialect.transfer
+        return transfer is not None and prompt.path in transfer.paths and self._eligible.has_room(backend, prompt)
+
+
+def second_leg(exchange: Exchange, now: float) -> None:
+    """Give the exchange the attempt that answers, on the decoder that is reserved."""
+    held = exchange.legs
+    assert held is not None and held.placement is not None and exchange.prompt is not None
+    placement, held.placement = held.placement, None
+    body = held.transfer.second_body(exchange.request.body, held.parameters)
+    prompt = exchange.prompt
+    exchange.add_attempt(Attempt(held.decoder, placement, prompt, prompt.stream, now, leg=Leg.DECODE, body=body))
+
+
+class LegConductor(Protocol):
+    """What is conducted alike for attempts of all kinds."""
+
+    settling: Settling
+
+    def connected(self, attempt: Attempt, upstream: Upstream) -> None: ...
+    def failed(self, attempt: Attempt, error: UpstreamError) -> None: ...
+    def lost(self, attempt: Attempt, error: UpstreamError) -> None: ...
+    def dispatch(self, exchange: Exchange, event: Event, detail: bytes) -> None: ...
+
+
+class FirstLegs:
+    """Handles the first legs' answers: they are collected, judged when they are complete, and never relayed."""
+
+    def __init__(self, conductor: LegConductor):
+        self._conductor = conductor
+
+    def connected(self, attempt: Attempt, upstream: Upstream) -> None:
+        self._conductor.connected(attempt, upstream)
+
+    def lost(self, attempt: Attempt, error: UpstreamError) -> None:
+        self._conductor.lost(attempt, error)
+
+    def head(self, attempt: Attempt, body: bytes) -> None:
+        if (error := self._head_error(attempt)) is not None:
+            self._conductor.failed(attempt, error)
+        elif body:
+            self.on_body(attempt, body)
+
+    def _head_error(self, attempt: Attempt) -> UpstreamError | None:
+        status = attempt.status
+        content_type = attempt.response_head.get(b"content-type") or b""
+        if status == 200:
+            if content_type.startswith(b"application/json"):
+                return None
+            return _foreign(f"answered a first leg with {content_type.decode('latin-1')[:100]}")
+        if foreign_head(status, content_type):
+            return _foreign(f"answered {status} with {content_type.decode('latin-1')[:100]}")
+        if status in RETRYABLE or status in DOUBTFUL:
+            self._conductor.settling.record_error(attempt.exchange, attempt, of_status(status))
+            return UpstreamError(of_status(status), f"answered {status}")
+        return UpstreamError(LEG_REFUSED, f"answered a first leg with {status}")
+
+    def on_body(self, attempt: Attempt, data: bytes) -> None:
+        attempt.withheld += data
+        if len(attempt.withheld) > MOST_KEPT:
+            self._conductor.failed(attempt, _foreign(f"answered a first leg with more than {MOST_KEPT} bytes"))
+
+    def on_complete(self, attempt: Attempt) -> None:
+        attempt.exchange.run_isolated(self._complete, attempt)
+
+    def _complete(self, attempt: Attempt) -> None:
+        exchange, held = attempt.exchange, attempt.exchange.legs
+        if held is None or attempt.leg is not Leg.PREFILL:
+            return
+        answer = attempt.withheld
+        if attempt.response_head.get(b"transfer-encoding") == b"chunked":
+            answer = unchunked(answer)
+        found = self._read(exchange, attempt, held, answer)
+        if isinstance(found, UpstreamError):
+            self._conductor.failed(attempt, found)
+            return
+        attempt.first_at = monotonic()
+        held.usage, held.parameters = read_usage(answer), found
+        held.until = attempt.first_at + held.transfer.lease_seconds - MARGIN
+        attempt.end_as(AttemptEvent.FINISHED)
+        self._conductor.dispatch(exchange, Event.HANDED_OVER, found)
+
+    def _read(self, exchange: Exchange, attempt: Attempt, held: Legs, answer: bytes) -> bytes | UpstreamError:
+        """What the second leg needs of a complete answer, or why there is none."""
+        if fault := error_status(answer, False):
+            self._conductor.settling.record_error(exchange, attempt, ERROR_ANSWER)
+            return UpstreamError(ERROR_ANSWER, f"answered 200 with an error that amounts to {fault}")
+        if cut_short(attempt, exchange.request.path, answer):
+            return UpstreamError(ABORTED, "aborted it")
+        try:
+            parameters = held.transfer.parameters(answer)
+        except ValueError as error:
+            return _foreign(f"answered a first leg with {answer[:40]!r}: {error}")
+        if parameters is None:
+            self._keeps_nothing(attempt.backend, exchange.request.path, held)
+            return UpstreamError(NOT_KEPT, "computed a prompt and kept nothing for another replica")
+        return parameters
+
+    def _keeps_nothing(self, backend: Backend, path: str, held: Legs) -> None:
+        if path not in backend.keeps_nothing:
+            backend.keeps_nothing.add(path)
+            log.warning("replica %s keeps no KV cache for other replicas (%s, %s), so requests to it stay whole: %s",
+                        backend.id, held.transfer.name, path, backend.replica.dialect.remedies.transfer)  # fmt: skip
+
+
+def unchunked(data: bytes) -> bytes:
+    """A complete body that came in chunks. Nothing is left out of one whose framing is not understood."""
+    pieces: list[bytes] = []
+    at = 0
+    while (found := CHUNK.match(data, at)) is not None:
+        size = int(found[1], 16)
+        if not size:
+            return b"".join(pieces)
+        pieces.append(data[found.end() : found.end() + size])
+        at = found.end() + size + 2
+    return data
+
+
+def _foreign(what: str) -> UpstreamError:
+    return UpstreamError(FOREIGN_ANSWER, what)

@@ -1,0 +1,181 @@
+"""Two legs: a prompt computed on one replica, its answer written by another, with the KV cache moved between them.
+
+Both ways are priced in the same seconds, by the policy's own cost, so there is no threshold to set:
+
+    whole   cost of the replica that the policy chose for the whole request
+    apart   cost of the prefiller P, as for a request without an answer
+            + the transfer of what the decoder D does not hold
+            + cost of D, as if it held the prompt: what is left is the answer, and the crowd that it meets and makes
+
+The legs are taken where that is less. A policy that does not count in seconds has no price to compare: there the legs
+are taken wherever more than one block is to be computed.
+
+A transfer takes `LATENCY + tokens x TOKEN` seconds by a prior, times a factor that is learned: of each pair of
+replicas, and of all pairs for those that have not met. A pair whose transfer failed is left out for a while, twice as
+long each time in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from typing import NamedTuple, cast
+
+from .rules.least_cost import Cost
+from .vocabulary import Candidate, Choice, Demand, Policy, pick
+
+# The prior: a model of 8 billion parameters has 128 KiB of KV a token (32 layers x 8 heads x 128 x 2 x 2 bytes), a
+# network of 100 Gbit/s moves 12.5 GB a second; the second leg's way and the engines' handshake take 10 ms.
+LATENCY, TOKEN = 0.010, 131_072 / 12.5e9
+_BOUND = 1000.0  # the factor stays within this and its inverse
+_GAIN = 0.1  # of one observation, once there are some
+_PAUSE, _LONGEST_PAUSE = 10.0, 320.0  # seconds without a pair whose transfer failed
+_FEW = 8  # of each side, the cheapest are paired: with hundreds of replicas all pairs are too many
+_SLACK = (1.001, 1e-4)  # prices within 0.1 % or 0.1 ms are equal
+
+
+@dataclass(slots=True)
+class _Factor:
+    """How many times longer transfers take than the prior says."""
+
+    value: float = 1.0
+    count: int = 0
+
+    def observe(self, gap: float) -> None:
+        self.count += 1
+        self.value = min(max(self.value * exp(max(_GAIN, 1 / self.count) * gap), 1 / _BOUND), _BOUND)
+
+
+class Transfers:
+    """What was learned of transfers between replicas. Times are in seconds of the caller's clock."""
+
+    def __init__(self) -> None:
+        self._all = _Factor()
+        self._pairs: dict[tuple[str, str], _Factor] = {}
+        self._paused: dict[tuple[str, str], tuple[float, float]] = {}  # until when, and how long that is
+
+    def seconds(self, prefiller: str, decoder: str, tokens: int) -> float:
+        """Return the predicted seconds of moving so many tokens' cache."""
+        factor = self._pairs.get((prefiller, decoder), self._all)
+        return factor.value * (LATENCY + tokens * TOKEN)
+
+    def observe(self, prefiller: str, decoder: str, tokens: int, seconds: float) -> None:
+        """A transfer of `tokens` took `seconds`; what is not positive counts as a tenth of a millisecond."""
+        pair = (prefiller, decoder)
+        self._paused.pop(pair, None)
+        prior = LATENCY + tokens * TOKEN
+        seconds = max(seconds, 1e-4)
+        own = self._pairs.get(pair)
+        if own is None:
+            own = self._pairs[pair] = _Factor(self._all.value)
+        own.observe(log(seconds / (own.value * prior)))
+        self._all.observe(log(seconds / (self._all.value * prior)))
+
+    def failed(self, prefiller: str, decoder: str, now: float) -> None:
+        """A transfer failed, or nobody knows what became of it."""
+        _, before = self._paused.get((prefiller, decoder), (0.0, _PAUSE / 2))
+        lasts = min(2 * before, _LONGEST_PAUSE)
+        self._paused[prefiller, decoder] = now + lasts, lasts
+
+    def paused(self, prefiller: str, decoder: str, now: float) -> bool:
+        until, _ = self._paused.get((prefiller, decoder), (0.0, 0.0))
+        return now < until
+
+    def forget(self, replica: str) -> None:
+        """The replica is gone."""
+        for known in (self._pairs, self._paused):
+            for pair in [pair for pair in known if replica in pair]:
+                del known[pair]
+
+
+class Legs(NamedTuple):
+    """The two replicas. `moved`: prompt tokens whose cache the decoder lacks. Seconds are None where the policy does
+    not count in them."""
+
+    prefiller: Candidate
+    decoder: Candidate
+    moved: int
+    seconds: float | None
+    whole_seconds: float | None
+
+
+def of_policy(policy: Policy) -> Cost | None:
+    """The policy's cost, if that is in seconds."""
+    return cast("Cost", policy.cost) if getattr(policy, "in_seconds", False) else None  # type: ignore[attr-defined]
+
+
+def choose(
+    policy: Policy,
+    demand: Demand,
+    whole: Candidate,
+    choice: Choice,
+    prefillers: Sequence[Candidate],
+    decoders: Sequence[Candidate],
+    transfers: Transfers,
+    now: float,
+) -> Legs | None:
+    """Return the legs that cost least, if they cost less than the `whole` request by `choice`; None: it stays whole.
+
+    All candidates must have been weighed for this demand."""
+    cost = of_policy(policy)
+    if cost is None:
+        return _by_preference(policy, demand, prefillers, decoders, transfers, now)
+    asked = replace(demand, output=0.0, residual=0)
+    computed = [sum(terms) for terms in cost.of_all(asked, prefillers, choice.future, choice.lasts)]
+    written = _written(cost, demand, decoders, choice.future, choice.lasts)
+    priced: list[tuple[float, Candidate, Candidate]] = []
+    for d in _cheapest(written):
+        for p in _cheapest(computed):
+            first, second = prefillers[p], decoders[d]
+            if first is not second and not transfers.paused(first.replica, second.replica, now):
+                moving = transfers.seconds(first.replica, second.replica, demand.tokens - second.overlap)
+                priced.append((computed[p] + moving + written[d], first, second))
+    if not priced:
+        return None
+    least = min(price for price, _, _ in priced)
+    alone = sum(cost.of_all(demand, (whole,), choice.future, choice.lasts)[0])
+    if least * _SLACK[0] + _SLACK[1] >= alone:
+        return None
+    equal = [number for number, (price, _, _) in enumerate(priced) if price <= least * _SLACK[0] + _SLACK[1]]
+    price, first, second = priced[pick(equal, demand.draw)]
+    return Legs(first, second, demand.tokens - second.overlap, price, alone)
+
+
+def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Candidate:
+    """Return who writes the answer to a prompt that is computed already."""
+    cost = of_policy(policy)
+    if cost is None:
+        return decoders[policy.choose(demand, decoders).index]
+    written = _written(cost, demand, decoders)
+    return decoders[written.index(min(written))]
+
+
+def _written(
+    cost: Cost, demand: Demand, decoders: Sequence[Candidate], future: float = 0.0, lasts: float = 1.0
+) -> list[float]:
+    """What each decoder costs once it holds the prompt, of which it computes the last token."""
+    held = max(0, demand.tokens - 1)
+    return [sum(terms) for terms in cost.of_all(demand, decoders, future, lasts, held)]
+
+
+def _by_preference(
+    policy: Policy,
+    demand: Demand,
+    prefillers: Sequence[Candidate],
+    decoders: Sequence[Candidate],
+    transfers: Transfers,
+    now: float,
+) -> Legs | None:
+    second = decoders[policy.choose(demand, decoders).index]
+    if demand.tokens - second.overlap <= demand.block_size:
+        return None
+    left = [one for one in prefillers if one is not second and not transfers.paused(one.replica, second.replica, now)]
+    if not left:
+        return None
+    first = left[policy.choose(demand, left).index]
+    return Legs(first, second, demand.tokens - second.overlap, None, None)
+
+
+def _cheapest(prices: Sequence[float]) -> list[int]:
+    return sorted(range(len(prices)), key=prices.__getitem__)[:_FEW]

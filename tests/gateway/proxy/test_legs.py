@@ -1,0 +1,423 @@
+"""Requests in two legs between real sockets: what each replica is sent, what the client gets, what follows faults."""
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from gateway.proxy import legs
+from gateway.proxy.legs import unchunked
+from replicas import State
+
+from ..http.talk import eventually, free_port, read_request
+from .replies import ANSWER, BODY, EVENT, LONG, SSE_HEAD, answers, chunk, post, reply, says, silent, streams
+from .stack import stack
+
+PARAMETERS = {
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2, 3]], "remote_engine_id": "e-1",
+    "remote_request_id": "r-1", "remote_host": "10.0.0.1", "remote_port": 5600, "more": {"in": [1.5, None]},
+}  # fmt: skip
+CHOICES = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "length"}]}
+USED = {"prompt_tokens": 95, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+HANDED = json.dumps(CHOICES | {"usage": USED, "kv_transfer_params": PARAMETERS}, separators=(",", ":")).encode()
+KEEPS_NOTHING = json.dumps(CHOICES | {"usage": USED, "kv_transfer_params": None}).encode()
+ABORTED = HANDED.replace(b'"length"', b'"abort"')
+# What a completion's text is, and what a client that talks to one replica would get.
+STREAM = [chunk(EVENT), chunk(EVENT)]
+
+
+def give_roles(s, *roles):
+    for backend, role in zip(list(s.proxy.backends.values()), roles, strict=True):
+        backend.replica.role = role
+    s.proxy.changed()
+
+
+def legs_of(seen):
+    """Which leg each request was, by its body: prefill, decode or whole."""
+    return [leg_of(json.loads(body)) for _, body in seen]
+
+
+def leg_of(body):
+    told = body.get("kv_transfer_params") or {}
+    return "prefill" if told.get("do_remote_decode") else "decode" if told.get("do_remote_prefill") else "whole"
+
+
+async def asks(s, body=LONG, **more):
+    talk = await s.talk()
+    await talk.say(post(body, **more))
+    return await talk.response()
+
+
+async def test_the_prompt_goes_to_the_prefiller_and_the_answer_comes_from_the_decoder():
+    first, second = [], []
+    async with stack(answers(HANDED, seen=first), answers(seen=second), cached_tokens_header=True) as s:
+        give_roles(s, "prefill", "decode")
+        prefiller, decoder = s.proxy.backends.values()
+        status, headers, body = await asks(s, LONG.replace(b"{", b'{"stream_options": {}, "max_tokens": 40, ', 1))
+        assert (status, body, headers["x-hitherto-replica"]) == (200, ANSWER, decoder.id)
+        asked, handed = json.loads(first[0][1]), json.loads(second[0][1])
+        assert asked.pop("kv_transfer_params")["do_remote_decode"] is True
+        assert asked == json.loads(LONG) | {"max_tokens": 1, "stream": False}
+        assert handed.pop("kv_transfer_params") == PARAMETERS
+        assert handed == json.loads(LONG) | {"max_tokens": 40, "stream_options": {}}
+        await eventually(s.idle)
+        counted = s.metrics
+        assert counted.legs.values == {("prefill", "complete"): 1, ("decode", "complete"): 1}
+        assert counted.leg_choices.total(choice="apart") == 1
+        # what was computed and found is the prefiller's, and the decoder's part of the map has the prompt as well
+        assert counted.predictions.values == {(prefiller.id, "equal"): 1}
+        (hashes,) = {tuple(s.proxy.models.prepare("/v1/chat/completions", LONG, None, ()).hashes)}
+        held = s.proxy.router.map.match(list(hashes), 0.0).held
+        assert held[prefiller.slot] == held[decoder.slot] == len(hashes) > 1
+        assert (await asks(s))[0] == 200 and legs_of(first) == ["prefill"] and legs_of(second)[1:] == ["whole"]
+
+
+async def test_the_clients_stream_is_the_second_legs():
+    async with stack(answers(HANDED), streams(*STREAM)) as s:
+        give_roles(s, "prefill", "decode")
+        status, _, body = await asks(s, LONG.replace(b"{", b'{"stream": true, ', 1))
+        assert status == 200 and body == EVENT + EVENT + b"data: [DONE]\n\n"
+        await eventually(s.idle)
+        assert s.metrics.transfer_seconds.count(list(s.proxy.backends)[1]) == 1
+
+
+async def test_without_roles_nothing_has_two_legs():
+    seen = []
+    async with stack(answers(seen=seen), answers(seen=seen)) as s:
+        for _ in range(4):
+            assert (await asks(s))[0] == 200
+        assert legs_of(seen) == ["whole"] * 4 and not s.metrics.leg_choices.total()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        BODY,
+        LONG.replace(b"{", b'{"n": 2, ', 1),
+        LONG.replace(b"{", b'{"kv_transfer_params": {"do_remote_decode": true}, ', 1),
+    ],
+    ids=["one block", "two choices", "a leg of another gateway's"],
+)
+async def test_what_can_have_no_legs_stays_whole(body):
+    first, second = [], []
+    async with stack(answers(HANDED, seen=first), answers(seen=second)) as s:
+        give_roles(s, "prefill", "decode")
+        assert (await asks(s, body))[0::2] == (200, ANSWER)
+        assert not first and second[0][1] == body
+
+
+async def test_a_prefiller_gets_whole_requests_only_if_nobody_else_is_there(caplog):
+    seen = []
+    async with stack(answers(seen=seen), answers()) as s:
+        give_roles(s, "prefill", "decode")
+        for _ in range(4):
+            await asks(s, BODY)
+        assert not seen
+        _, decoder = s.proxy.backends.values()
+        decoder.replica.state = State.FAILED
+        s.proxy.changed()
+        for _ in range(3):
+            assert (await asks(s))[0] == 200
+        assert legs_of(seen) == ["whole"] * 3
+        assert caplog.text.count("they get whole requests") == 1
+
+
+async def test_a_role_without_a_counterpart_is_complained_of_once(caplog):
+    async with stack(answers(), answers()) as s:
+        give_roles(s, "prefill", "prefill")
+        s.proxy.changed()
+        assert caplog.text.count("none has role=decode") == 1 and "#role=decode" in caplog.text
+        give_roles(s, "decode", "decode")
+        assert caplog.text.count("none has role=prefill") == 1
+        give_roles(s, "decode", "both")
+        assert caplog.text.count("none has role") == 2
+
+
+# What becomes of the first leg, and what the prefillers and decoders are asked: two of the first, the second is well.
+REFUSED = b'{"error":{"message":"no","type":"BadRequestError","code":400}}'
+FIRST_FAULTS = {
+    "dies before its answer": (says(b"", then_hangs=False), ["prefill"], ["decode"]),
+    "dies within its head": (says(b"HTTP/1.1 200 OK\r\nContent-", then_hangs=False), ["prefill"], ["decode"]),
+    "dies within its body": (says(reply(HANDED)[:-9], then_hangs=False), ["prefill"], ["decode"]),
+    "says what is no HTTP": (says(b"SSH-2.0-OpenSSH\r\n"), ["prefill"], ["decode"]),
+    "500": (answers(b"{}", b"500 Internal Server Error"), ["prefill"], ["decode"]),
+    "503": (answers(b"{}", b"503 Service Unavailable"), ["prefill"], ["decode"]),
+    "429": (answers(b"{}", b"429 Too Many Requests"), ["prefill"], ["decode"]),
+    "no JSON": (answers(b"choices: x"), ["prefill"], ["decode"]),
+    "half JSON": (answers(HANDED[:-2]), ["prefill"], ["decode"]),
+    "a stream": (streams(*STREAM), ["prefill"], ["decode"]),
+    "an error behind a 200": (answers(b'{"error":{"message":"x","code":500}}'), ["prefill"], ["decode"]),
+    "the engine was asked to stop": (answers(ABORTED), ["prefill"], ["decode"]),
+    "400": (answers(REFUSED, b"400 Bad Request"), [], ["whole"]),
+    "422": (answers(REFUSED, b"422 Unprocessable Entity"), [], ["whole"]),
+    "no parameters": (answers(KEEPS_NOTHING), [], ["whole"]),
+    "parameters without blocks": (answers(HANDED.replace(b"[[1,2,3]]", b"[]")), [], ["whole"]),
+    "more than is kept": (answers(HANDED + b" " * 5000), ["prefill"], ["decode"]),
+}
+
+
+@pytest.mark.parametrize("fault", FIRST_FAULTS)
+async def test_a_first_leg_that_fails(fault, monkeypatch):
+    monkeypatch.setattr(legs, "MOST_KEPT", 5000)
+    script, others, answering = FIRST_FAULTS[fault]
+    prefilled, answered = [], []
+    async with stack(script, answers(HANDED, seen=prefilled), answers(seen=answered)) as s:
+        give_roles(s, "prefill", "prefill", "decode")
+        assert (await asks(s))[0::2] == (200, ANSWER)
+        assert (legs_of(prefilled), legs_of(answered)) == (others, answering)
+        await eventually(s.idle)
+        assert s.metrics.retries.total() == 1 and s.metrics.legs.total(leg="decode") == (answering == ["decode"])
+
+
+@pytest.mark.parametrize("fault", FIRST_FAULTS)
+async def test_a_first_leg_that_fails_where_nobody_else_computes_prompts(fault, monkeypatch):
+    monkeypatch.setattr(legs, "MOST_KEPT", 5000)
+    answered = []
+    async with stack(FIRST_FAULTS[fault][0], answers(seen=answered)) as s:
+        give_roles(s, "prefill", "decode")
+        assert (await asks(s))[0::2] == (200, ANSWER)
+        assert legs_of(answered) == ["whole"]
+        await eventually(s.idle)
+
+
+async def test_a_prefiller_that_nobody_reaches():
+    answered = []
+    async with stack(answers(seen=answered), ports=[free_port()]) as s:
+        give_roles(s, "prefill", "decode")
+        assert (await asks(s))[0::2] == (200, ANSWER)
+        assert legs_of(answered) == ["whole"] and s.faults == ["connect"]
+        await eventually(s.idle)
+
+
+async def test_one_that_keeps_nothing_is_asked_once_and_said_once(caplog):
+    prefilled, answered = [], []
+    async with stack(answers(KEEPS_NOTHING, seen=prefilled), answers(seen=answered)) as s:
+        give_roles(s, "prefill", "decode")
+        prefiller, _ = s.proxy.backends.values()
+        for number in range(3):
+            await asks(s, LONG.replace(b"hi", b"%d" % number))
+        assert (legs_of(prefilled), legs_of(answered)) == (["prefill"], ["whole"] * 3)
+        assert s.metrics.legs.values == {("prefill", "not kept"): 1} and s.faults == []
+        assert caplog.text.count("--kv-transfer-config") == 1
+        prefiller.follow_incarnation()  # another process
+        await asks(s, LONG.replace(b"hi", b"ho"))
+        assert len(prefilled) == 2
+
+
+async def test_a_first_legs_answer_in_chunks():
+    body = b"".join(chunk(HANDED[at : at + 50]) for at in range(0, len(HANDED), 50)) + b"0\r\n\r\n"
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answered = []
+    async with stack(says(head + body), answers(seen=answered)) as s:
+        give_roles(s, "prefill", "decode")
+        assert (await asks(s))[0] == 200
+        assert json.loads(answered[0][1])["kv_transfer_params"] == PARAMETERS
+
+
+def test_a_body_in_chunks_is_put_together():
+    assert unchunked(b"3;ext=1\r\nabc\r\n2\r\nde\r\n0\r\n\r\n") == b"abcde"
+    assert unchunked(b"abc") == b"abc"
+
+
+# What the first decoder does with the second leg; what the prefiller and the second decoder are asked.
+SECOND_FAULTS = {
+    "dies before its answer": (says(b"", then_hangs=False), ["prefill"] * 2, ["decode"]),
+    "dies within its head": (says(SSE_HEAD[:20], then_hangs=False), ["prefill"] * 2, ["decode"]),
+    "dies before its first event": (says(SSE_HEAD, then_hangs=False), ["prefill"] * 2, ["decode"]),
+    "503": (answers(b"{}", b"503 Service Unavailable"), ["prefill"] * 2, ["decode"]),
+    "500, as of a failed transfer": (answers(b"{}", b"500 Internal Server Error"), ["prefill"], ["whole"]),
+    "an error behind a 200": (answers(b'{"error":{"message":"x","code":500}}'), ["prefill"], ["whole"]),
+}
+
+
+@pytest.mark.parametrize("fault", SECOND_FAULTS)
+async def test_a_second_leg_that_fails_before_its_first_byte(fault):
+    script, prefills, others = SECOND_FAULTS[fault]
+    prefilled, answered = [], []
+    async with stack(answers(HANDED, seen=prefilled), script, answers(seen=answered)) as s:
+        give_roles(s, "prefill", "decode", "decode")
+        assert (await asks(s))[0::2] == (200, ANSWER)
+        assert (legs_of(prefilled), legs_of(answered)) == (prefills, others)
+        await eventually(s.idle)
+
+
+async def test_a_second_leg_that_is_refused_is_said_whole():
+    seen = []
+
+    async def picky(reader, writer):
+        while True:
+            seen.append(await read_request(reader))
+            leg = leg_of(json.loads(seen[-1][1]))
+            writer.write(reply() if leg == "whole" else reply(REFUSED, b"400 Bad Request"))
+
+    async with stack(answers(HANDED), picky) as s:
+        give_roles(s, "prefill", "decode")
+        assert (await asks(s))[0::2] == (200, ANSWER)
+        assert legs_of(seen) == ["decode", "whole"]
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["while the lease lasts", "after it"])
+async def test_a_decoder_that_nobody_reaches_is_replaced_by_another(kept, monkeypatch):
+    """Nothing of the second leg was sent, so the parameters are as good as they were."""
+    if not kept:
+        monkeypatch.setattr(legs, "MARGIN", 60.0)
+    prefilled, answered = [], []
+    async with stack(answers(HANDED, seen=prefilled), answers(seen=answered), ports=[free_port()]) as s:
+        give_roles(s, "decode", "prefill", "decode")
+        s.proxy.router.policy._turn = 0  # the first decoder's turn
+        assert (await asks(s))[0::2] == (200, ANSWER)
+        assert legs_of(answered) == ["decode"] and len(prefilled) == (1 if kept else 2)
+        assert s.faults == ["connect"]
+        await eventually(s.idle)
+
+
+async def test_a_decoder_that_is_removed_during_the_first_leg():
+    goes_on, answered = asyncio.Event(), []
+
+    async def slow(reader, writer):
+        await read_request(reader)
+        await goes_on.wait()
+        writer.write(reply(HANDED))
+        await reader.read()
+
+    async with stack(slow, answers(), answers(seen=answered)) as s:
+        give_roles(s, "prefill", "decode", "decode")
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await eventually(lambda: any(one.attempts and one.attempts[-1].sent_at for one in s.proxy.exchanges))
+        (exchange,) = s.proxy.exchanges
+        s.proxy.remove(exchange.legs.decoder.id)
+        goes_on.set()
+        assert (await talk.response())[0] == 200
+        await eventually(s.idle)
+
+
+async def test_an_answer_that_breaks_off_is_cut_as_any():
+    async with stack(answers(HANDED), streams(*STREAM, end=None)) as s:
+        give_roles(s, "prefill", "decode")
+        _, _, body = await asks(s, LONG.replace(b"{", b'{"stream": true, ', 1))
+        assert b"the answer broke off" in body and s.metrics.retries.total() == 0
+        await eventually(s.idle)
+
+
+async def hangs_within_its_answer(reader, writer):
+    await read_request(reader)
+    writer.write(reply(HANDED)[:-9])
+    await reader.read()
+
+
+async def hangs_within_its_stream(reader, writer):
+    await read_request(reader)
+    writer.write(SSE_HEAD + chunk(EVENT))
+    await reader.read()
+
+
+def sent(s, leg):
+    return any(one.attempts and one.attempts[-1].leg is leg and one.attempts[-1].sent_at for one in s.proxy.exchanges)
+
+
+MOMENTS = {
+    "the prefiller has it": (silent, silent, lambda s: sent(s, legs.Leg.PREFILL)),
+    "half of the first answer is there": (hangs_within_its_answer, silent, lambda s: any(x.attempts and x.attempts[-1].withheld for x in s.proxy.exchanges)),
+    "the decoder is being connected": (answers(HANDED), silent, lambda s: any(x.attempts and x.attempts[-1].leg is legs.Leg.DECODE for x in s.proxy.exchanges)),
+    "the decoder has it": (answers(HANDED), silent, lambda s: sent(s, legs.Leg.DECODE)),
+    "the answer has begun": (answers(HANDED), hangs_within_its_stream, lambda s: any(x.attempts and x.attempts[-1].pieces for x in s.proxy.exchanges)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_a_client_that_leaves(moment):
+    first, second, reached = MOMENTS[moment]
+    async with stack(first, second) as s:
+        give_roles(s, "prefill", "decode")
+        if "connected" in moment:
+            _, decoder = s.proxy.backends.values()
+            decoder.pool.connect = lambda *asked: None
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await eventually(lambda: reached(s))
+        assert not s.idle()
+        await talk.close()
+        await eventually(s.idle)
+        assert s.metrics.client_aborts.total() == 1 and s.metrics.legs.total(outcome="abandoned") == 1
+        held = s.proxy.router.map.match(
+            list(s.proxy.models.prepare("/v1/chat/completions", LONG, None, ()).hashes), 0.0
+        ).held
+        _, decoder = s.proxy.backends.values()
+        assert (held[decoder.slot] > 0) is ("decoder has" in moment or "begun" in moment), "what is expected there"
+
+
+async def test_a_request_that_takes_too_long_in_its_first_leg():
+    async with stack(silent, answers(), request_timeout=0.3) as s:
+        give_roles(s, "prefill", "decode")
+        assert (await asks(s))[0] == 504
+        await eventually(s.idle)
+
+
+async def test_a_prefiller_that_hangs_is_left():
+    answered = []
+    async with stack(silent, answers(seen=answered), request_timeout=60.0) as s:
+        give_roles(s, "prefill", "decode")
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await eventually(lambda: sent(s, legs.Leg.PREFILL))
+        prefiller, _ = s.proxy.backends.values()
+        prefiller.replica.state = State.FAILED
+        s.proxy.changed()
+        assert (await talk.response())[0] == 200 and legs_of(answered) == ["whole"]
+        await eventually(s.idle)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_happens_nothing_stays_reserved(seed):
+    """Sixty requests of random lives: replicas that fail at random at every step, clients that leave at random."""
+    dice = random.Random(seed)
+
+    async def whatever(reader, writer):
+        while True:
+            _, raw = await read_request(reader)
+            await asyncio.sleep(dice.choice((0, 0, 0.002, 0.01)))
+            told = json.loads(raw)
+            luck = dice.random()
+            if luck < 0.08:
+                return
+            if luck < 0.16:
+                writer.write(reply(b"{}", dice.choice((b"500 Internal Server Error", b"503 Busy", b"400 Bad Request"))))
+            elif leg_of(told) == "prefill":
+                writer.write(reply(dice.choice((HANDED, HANDED, HANDED, HANDED[:-3], KEEPS_NOTHING, ABORTED))))
+            else:
+                writer.write(SSE_HEAD + chunk(EVENT))
+                await writer.drain()
+                if luck < 0.25:
+                    return
+                writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    async def one(s, number):
+        await asyncio.sleep(dice.random() * 0.2)
+        talk = await s.talk()
+        await talk.say(post(LONG.replace(b"hi", b"%d" % number)))
+        if dice.random() < 0.4:
+            await asyncio.sleep(dice.random() * 0.03)
+            await talk.close()
+        else:
+            await talk.rest() if dice.random() < 0.1 else await talk.until(b"\r\n\r\n")
+
+    async with stack(*[whatever] * 5) as s:
+        give_roles(s, "prefill", "prefill", "decode", "decode", "both")
+        for backend in s.proxy.backends.values():
+            backend.keeps_nothing = Forgetful()
+        s.proxy.conductor._idle_timeout = 1.0
+        await asyncio.gather(*[one(s, number) for number in range(60)], return_exceptions=True)
+        for talk in s.talkers:
+            await talk.close()
+        await eventually(s.idle)
+        assert s.metrics.legs.total(leg="decode", outcome="complete") > 0
+
+
+class Forgetful(set):
+    """Else the first answer without parameters would end all legs."""
+
+    def add(self, _):
+        pass

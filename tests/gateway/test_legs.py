@@ -1,0 +1,125 @@
+"""Prompts computed by one simulated engine and answered by another, through a gateway process."""
+
+import httpx
+import pytest
+
+from .running import counted, running
+
+TEXT = "Down the rabbit hole, and what Alice found there: a table, a key and a very small door. "
+
+
+@pytest.fixture(scope="module")
+def trio(start_engine):
+    """Two engines that pass caches on, and one that knows nothing of that."""
+    made = [start_engine("--kv-connector"), start_engine("--kv-connector"), start_engine()]
+    return [one.wait() for one in made]
+
+
+def asked(way, text, stream):
+    messages = [{"role": "user", "content": text}]
+    body = {"model": "sim", "stream": stream}
+    return {
+        "chat": ("/v1/chat/completions", body | {"messages": messages, "max_tokens": 9}),
+        "completions": ("/v1/completions", body | {"prompt": text, "max_tokens": 9}),
+        "responses": ("/v1/responses", body | {"input": text, "max_output_tokens": 9}),
+        "messages": ("/v1/messages", body | {"messages": messages, "max_tokens": 9}),
+    }[way]
+
+
+def words(answer):
+    """What all answers to one request have in common."""
+    assert answer.status_code == 200, answer.text
+    answer = answer.json()
+    if "choices" in answer:
+        return [one.get("text") or one["message"]["content"] for one in answer["choices"]]
+    return answer.get("content") or [one["content"] for one in answer["output"]]
+
+
+@pytest.mark.parametrize("way", ["chat", "completions", "responses", "messages"])
+async def test_two_legs_say_what_one_engine_says(trio, way):
+    prefiller, decoder, single = trio
+    async with running(
+        "--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"
+    ) as gateway:
+        await gateway.ready(2)
+        roles = {one["url"]: one["role"] for one in (await gateway.status())["replicas"]}
+        assert roles == {prefiller.url: "prefill", decoder.url: "decode"}
+        async with httpx.AsyncClient(base_url=single.url) as alone:
+            for number in range(4):
+                path, body = asked(way, f"{way} {number}. " + TEXT * 20, False)
+                answer = await gateway.client.post(path, json=body)
+                assert words(answer) == words(await alone.post(path, json=body))
+                assert answer.headers["x-hitherto-replica"] == f"127.0.0.1:{decoder.port}"
+        path, body = asked(way, f"{way}, streamed. " + TEXT * 20, True)
+        streamed = await gateway.client.post(path, json=body)
+        assert streamed.status_code == 200 and "broke off" not in streamed.text
+        page = (await gateway.admin.get("/metrics")).text
+        assert counted(page, "hitherto_legs_total", leg="prefill", outcome="complete") == 5
+        assert counted(page, "hitherto_legs_total", leg="decode", outcome="complete") == 5
+        assert counted(page, "hitherto_predictions_total", outcome="equal") == 5
+        assert counted(page, "hitherto_reservations") == 0
+
+
+async def test_explain_tells_both_ways_and_reserves_nothing(trio):
+    prefiller, decoder, _ = trio
+    async with running("--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode") as gateway:
+        await gateway.ready(2)
+        path, body = asked("chat", "Explained. " + TEXT * 20, False)
+        told = (await gateway.admin.post("/explain", params={"path": path}, json=body)).json()
+        # nothing there is to be held up, so moving the cache is not worth it
+        assert told["choice"] == f"127.0.0.1:{decoder.port}" and told["legs"] is None
+        assert (await gateway.client.post(path, json=body)).headers["x-hitherto-replica"] == told["choice"]
+        assert await gateway.counted("hitherto_leg_choices_total", choice="whole") == 1
+    async with running(
+        "--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"
+    ) as gateway:
+        await gateway.ready(2)
+        path, body = asked("chat", "Explained otherwise. " + TEXT * 20, False)
+        legs = (await gateway.admin.post("/explain", params={"path": path}, json=body)).json()["legs"]
+        assert (legs["prefill"], legs["decode"]) == (f"127.0.0.1:{prefiller.port}", f"127.0.0.1:{decoder.port}")
+        assert legs["moved_tokens"] > 300 and legs["seconds"] is None
+        assert await gateway.counted("hitherto_reservations") == 0
+
+
+async def test_a_prompt_that_the_decoder_has_now_is_asked_whole(trio):
+    prefiller, decoder, _ = trio
+    async with running(
+        "--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"
+    ) as gateway:
+        await gateway.ready(2)
+        await gateway.until(lambda status: all(one["events"] == "live" for one in status["replicas"]))
+        path, body = asked("chat", "Twice. " + TEXT * 20, False)
+        first, second = [(await gateway.client.post(path, json=body)).json()["usage"] for _ in range(2)]
+        assert first["prompt_tokens_details"]["cached_tokens"] == 0
+        assert second["prompt_tokens_details"]["cached_tokens"] > 300
+        assert await gateway.counted("hitherto_legs_total", leg="decode", outcome="complete") == 1
+
+
+async def test_an_engine_without_a_connector_is_found_out_and_its_requests_stay_whole(trio):
+    _, decoder, single = trio
+    async with running(
+        "--replica-url", f"{single.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"
+    ) as gateway:
+        await gateway.ready(2)
+        for number in range(3):
+            path, body = asked("chat", f"Nothing kept {number}. " + TEXT * 20, False)
+            assert (await gateway.client.post(path, json=body)).status_code == 200
+        assert await gateway.counted("hitherto_legs_total", leg="prefill", outcome="not kept") == 1
+        assert b"".join(gateway.log).count(b"--kv-connector") == 1
+        assert await gateway.counted("hitherto_reservations") == 0
+
+
+async def test_a_prefiller_that_is_killed_loses_no_request(start_engine, trio):
+    _, decoder, _ = trio
+    dies = start_engine("--kv-connector").wait()
+    async with running(
+        "--replica-url", f"{dies.url}#role=prefill", f"{decoder.url}#role=decode", "--policy", "round_robin"
+    ) as gateway:
+        await gateway.ready(2)
+        path, body = asked("chat", "Alive. " + TEXT * 20, False)
+        assert (await gateway.client.post(path, json=body)).status_code == 200
+        dies.process.kill()
+        for number in range(4):
+            path, body = asked("chat", f"Killed {number}. " + TEXT * 20, False)
+            assert (await gateway.client.post(path, json=body)).status_code == 200
+        assert await gateway.counted("hitherto_reservations") == 0

@@ -1,0 +1,179 @@
+"""Two legs or one: what each way is priced at, who gets the legs, and what transfers teach."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from policies import CostGroup, Demand, Ledger, Router, make
+from policies.ledger import NOTHING
+from policies.legs import LATENCY, TOKEN, Transfers, of_policy
+
+from .test_router import Prefixes
+
+SIZE = 16
+
+
+def fleet(policy="least_time", held=(0, 0, 0)):
+    """A router, and three candidates: a prefiller and two decoders."""
+    made = Router(make(policy), Prefixes(*held), Ledger(), CostGroup())
+    return made, [made.add(name, slot) for slot, name in enumerate(("p", "d", "e"))]
+
+
+def demand(blocks=1000, **more):
+    return Demand(SIZE * blocks + 1, SIZE, 1, hashes=range(1, blocks + 1), now=1.0, **more)
+
+
+def stream_on(made, candidate, count=40, tokens=4000):
+    """So many streams decode there."""
+    return [made.commit_decoder(Demand(tokens), candidate, 1.0) for _ in range(count)]
+
+
+def chosen(made, asked, everybody, now=1.0):
+    prefiller, *decoders = everybody
+    whole = made.evaluate(asked, made.targets(decoders), now)
+    return whole, made.choose_legs(whole, [prefiller], decoders, now)
+
+
+def test_a_long_prompt_leaves_decoders_that_are_full_of_streams():
+    made, everybody = fleet()
+    for one in everybody[1:]:
+        stream_on(made, one)
+    _, apart = chosen(made, demand(), everybody)
+    assert apart is not None and (apart.prefiller.replica, apart.moved) == ("p", demand().tokens)
+    assert apart.seconds < apart.whole_seconds
+
+
+def test_without_streams_to_disturb_it_stays_whole():
+    made, everybody = fleet()
+    assert chosen(made, demand(), everybody)[1] is None
+
+
+def test_a_prompt_that_the_decoder_holds_stays_whole():
+    made, everybody = fleet(held=(0, 1000, 0))
+    for one in everybody[1:]:
+        stream_on(made, one)
+    whole, apart = chosen(made, demand(), everybody)
+    assert apart is None and whole.overlap == SIZE * 1000
+
+
+def test_a_network_that_is_too_slow_keeps_it_whole():
+    made, everybody = fleet()
+    for one in everybody[1:]:
+        stream_on(made, one)
+    for _ in range(20):
+        made.transfers.observe("p", "d", 16_000, 60.0)
+    assert chosen(made, demand(), everybody)[1] is None
+
+
+def test_the_price_is_that_of_the_policys_own_cost():
+    made, everybody = fleet()
+    for one in everybody[1:]:
+        stream_on(made, one)
+    asked = demand()
+    whole, apart = chosen(made, asked, everybody)
+    cost, rest = of_policy(made.policy), (whole.choice.future, whole.choice.lasts)
+    computed = sum(cost.of_all(replace(asked, output=0.0, residual=0), [everybody[0]], *rest)[0])
+    written = min(sum(one) for one in cost.of_all(asked, everybody[1:], *rest, asked.tokens - 1))
+    assert apart.seconds == pytest.approx(computed + LATENCY + asked.tokens * TOKEN + written)
+    assert apart.whole_seconds == pytest.approx(min(map(sum, cost.of_all(asked, everybody[1:], *rest))))
+
+
+def test_what_the_decoder_holds_is_not_moved():
+    made, everybody = fleet(held=(0, 300, 0))
+    for one in everybody[1:]:
+        stream_on(made, one)
+    _, apart = chosen(made, demand(), everybody)
+    assert (apart.decoder.replica, apart.moved) == ("d", demand().tokens - 300 * SIZE)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "random", "least_load", "power_of_two", "prefix_affinity"])
+def test_rules_that_do_not_count_in_seconds_take_legs_wherever_there_is_more_than_a_block_to_compute(policy):
+    made, everybody = fleet(policy)
+    assert chosen(made, demand(), everybody)[1].seconds is None
+    assert chosen(made, demand(1), everybody)[1] is not None
+    assert chosen(made, Demand(SIZE, SIZE), everybody)[1] is None
+
+
+@pytest.mark.parametrize("asked", [Demand(tokens=0), demand(reads_cache=False)])
+def test_what_has_no_prompt_or_reads_no_cache_stays_whole(asked):
+    made, everybody = fleet("round_robin")
+    assert chosen(made, asked, everybody)[1] is None
+
+
+def test_both_legs_are_counted_at_once_and_each_ends_by_itself():
+    made, everybody = fleet("round_robin")
+    asked = demand()
+    whole, apart = chosen(made, asked, everybody)
+    first, second = made.commit_legs(whole, apart, 1.0)
+    decoder = second.candidate.replica
+    assert made.ledger.own("p") == (1, 1, asked.tokens, 0, 0) and first.computing
+    assert made.ledger.own(decoder) == (1, 0, 0, 1, asked.tokens) and not second.computing
+    assert [told[:2] for told in made.map.told] == [("expect", first.candidate.slot), ("expect", second.candidate.slot)]
+    made.first_token(first, 2.0)
+    made.finish(first, reported=0)
+    made.abandon(second, computed=False)
+    assert made.ledger.own("p") == made.ledger.own(decoder) == NOTHING
+    assert made.map.told[-1][:2] == ("take back", second.candidate.slot)
+
+
+def test_a_bug_in_a_policy_leaves_neither_leg_reserved():
+    made, everybody = fleet("round_robin")
+    whole, apart = chosen(made, demand(), everybody)
+
+    def placed(*_):
+        raise ZeroDivisionError
+
+    made._placed = placed
+    with pytest.raises(ZeroDivisionError):
+        made.commit_legs(whole, apart, 1.0)
+    assert not made.ledger.total().requests
+
+
+def test_a_stream_that_comes_computed_says_nothing_of_the_prompts_there():
+    made, (_, decoder, _) = fleet()
+    made.ledger.reserve("d", 500, 500, now=7.0)
+    load = decoder.load
+    before = load.since, load.begun, load.begun_tokens
+    reservation = made.ledger.reserve_decode("d", 900)
+    assert (load.since, load.begun, load.begun_tokens) == before == (7.0, 1, 500)
+    assert (load.prefilling, load.decoding, load.context_tokens) == (1, 1, 900)
+    made.ledger.release(reservation)
+    assert (load.prefilling, load.decoding, load.context_tokens) == (1, 0, 0)
+
+
+def test_transfers_are_learned_of_each_pair_and_of_all_for_those_that_have_not_met():
+    learned = Transfers()
+    prior = LATENCY + 1000 * TOKEN
+    assert learned.seconds("p", "d", 1000) == pytest.approx(prior)
+    for _ in range(50):
+        learned.observe("p", "d", 1000, 10 * prior)
+    assert learned.seconds("p", "d", 1000) == pytest.approx(10 * prior, rel=0.01)
+    assert learned.seconds("p", "new", 1000) == pytest.approx(10 * prior, rel=0.01)
+    for _ in range(50):
+        learned.observe("q", "d", 1000, prior)
+    assert learned.seconds("p", "d", 1000) == pytest.approx(10 * prior, rel=0.01)
+    learned.forget("p")
+    assert learned.seconds("p", "d", 1000) < 5 * prior
+
+
+@pytest.mark.parametrize("seconds", [-3.0, 0.0, 1e-9, 1e9])
+def test_no_observation_makes_a_price_that_is_none(seconds):
+    learned = Transfers()
+    for _ in range(100):
+        learned.observe("p", "d", 100, seconds)
+    assert 0 < learned.seconds("p", "d", 100) < math.inf
+
+
+def test_a_pair_whose_transfer_failed_is_left_out_for_a_while_twice_as_long_each_time():
+    made, everybody = fleet("round_robin")
+    made.transfers.failed("p", "d", 0.0)
+    assert made.transfers.paused("p", "d", 9.0) and not made.transfers.paused("p", "d", 11.0)
+    assert not made.transfers.paused("p", "e", 1.0)
+    made.transfers.failed("p", "d", 11.0)
+    assert made.transfers.paused("p", "d", 30.0)
+    made.transfers.observe("p", "d", 100, 0.1)
+    assert not made.transfers.paused("p", "d", 11.0)
+    for decoder in ("d", "e"):
+        made.transfers.failed("p", decoder, 1.0)
+    assert chosen(made, demand(), everybody, 2.0)[1] is None

@@ -107,8 +107,8 @@ def test_both_legs_are_counted_at_once_and_each_ends_by_itself():
     whole, apart = chosen(made, asked, everybody)
     first, second = made.commit_legs(whole, apart, 1.0)
     decoder = second.candidate.replica
-    assert made.ledger.own("p") == (1, 1, asked.tokens, 0, 0) and first.computing
-    assert made.ledger.own(decoder) == (1, 0, 0, 1, asked.tokens) and not second.computing
+    assert made.ledger.own("p") == (1, 1, asked.tokens, 0, 0, 0) and first.computing
+    assert made.ledger.own(decoder) == (1, 0, 0, 1, asked.tokens, asked.residual) and not second.computing
     assert [told[:2] for told in made.map.told] == [("expect", first.candidate.slot), ("expect", second.candidate.slot)]
     made.first_token(first, 2.0)
     made.finish(first, reported=0)

@@ -74,8 +74,8 @@ def asked(way: str, text: str, stream: bool) -> tuple[str, dict]:
 
 # What no two answers have in common, and what tells where the cache came from.
 OWN = re.compile(
-    r'"(id|created|created_at|completed_at|cached_tokens|cache_read_input_tokens|cache_creation_input_tokens|'
-    r'created_cache_tokens|input_tokens|system_fingerprint|kv_transfer_params)":\s*("[^"]*"|[\d.]+|null)'
+    r'"(id|created|created_at|completed_at|item_id|\w*cach\w*|\w*created?_\w*tokens|'
+    r'input_tokens|system_fingerprint|kv_transfer_params)":\s*("[^"]*"|[\d.]+|null)'
 )
 
 

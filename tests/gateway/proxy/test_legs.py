@@ -82,6 +82,19 @@ async def test_the_clients_stream_is_the_second_legs():
         assert s.metrics.transfer_seconds.count(list(s.proxy.backends)[1]) == 1
 
 
+async def test_what_the_decoder_says_was_cached_is_compared_with_nothing():
+    """It came from elsewhere: predicted was what the prefiller holds."""
+    fetched = json.dumps(CHOICES | {"usage": USED | {"prompt_tokens_details": {"cached_tokens": 80}}}).encode()
+    async with stack(answers(HANDED), answers(fetched)) as s:
+        give_roles(s, "prefill", "decode")
+        prefiller, decoder = s.proxy.backends
+        assert (await asks(s))[0] == 200
+        await eventually(s.idle)
+        assert {replica for replica, _ in s.metrics.predictions.values} == {prefiller}
+        assert not s.metrics.reported_cached_tokens.total(replica=decoder)
+        assert s.metrics.prompt_tokens.total(replica=prefiller) == s.metrics.prompt_tokens.total() > 0
+
+
 async def test_without_roles_nothing_has_two_legs():
     seen = []
     async with stack(answers(seen=seen), answers(seen=seen)) as s:

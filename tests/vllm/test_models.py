@@ -99,7 +99,7 @@ async def all_caught_up(process: Running, witnesses: list[Witness]) -> None:
 
 
 async def driven(process: Running, witnesses: list[Witness], models: tuple[str, ...], count: int, seed: int) -> None:
-    """Conversations with each model, all of whose predictions are exact; most of them are hits."""
+    """Conversations with each model, all of whose predictions are exact, hits among them for each model."""
 
     def talk(dice) -> Talk:
         made = Talk(dice, dice.choice(WAYS), dice.choice(models))
@@ -112,7 +112,7 @@ async def driven(process: Running, witnesses: list[Witness], models: tuple[str, 
     assert share_equal(outcomes) == 1, wrong(outcomes)
     for model in models:
         mine = [one for one in outcomes if one.model == model]
-        assert len({one.replica for one in mine}) == 1 and sum(one.cached > 0 for one in mine) > 2, mine
+        assert len({one.replica for one in mine}) == 1 and any(one.cached for one in mine), mine
 
 
 async def test_each_of_two_models_is_exact_through_either_worker(workers, engine, other, witness_of):

@@ -132,13 +132,12 @@ class Evaluation(NamedTuple):
 
 class Decision(NamedTuple):
     """What a ledger that several gateways share has chosen and counted: `index` into the candidates, prompt tokens held
-    there in the first tier and in no tier, what other gateways have on it, whether the reservation is in the sums that
-    count now, and prompt tokens held in slower tiers."""
+    there in the first tier, what other gateways have on it, whether the reservation is in the sums that count now, and
+    prompt tokens held in slower tiers. Tokens are those of the evaluation's demand; what is not held is counted."""
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     replica: str
     overlap: int
-    uncached: int
     others: tuple[int, ...]
     counted: bool
     lower: Lower = ()
@@ -270,6 +269,8 @@ class Router:
     def evaluate(self, demand: Demand, targets: Targets, now: float, explain: bool = False) -> Evaluation:
         """What would be done. Evaluated again at once it is the same."""
         demand.output, demand.residual = self.outputs.expected(demand)
+        if demand.also is not None:
+            demand.also.output, demand.also.residual = demand.output, demand.residual
         spaces = None if targets.space == demand.space else self._weigh_spaces(demand, targets, now)
         candidates = self.weighed(demand, targets, now) if spaces is None else targets.candidates
         choice = self.policy.choose(demand, candidates, explain)
@@ -280,30 +281,26 @@ class Router:
         """Do it: count the load, expect the blocks, and tell the policy, once per placement. `decision`: where that was
         made by the load of all gateways, of the same candidates."""
         demand, candidates, choice, overlap, spaces, lower = evaluation
-        if decision is None:
-            candidate = candidates[choice.index]
-            reservation = self.ledger.reserve(
-                candidate.replica,
-                demand.tokens - overlap - sum([tokens for _, tokens in lower]),
-                demand.tokens,
-                now=demand.now if demand.now != UNTIMED else None,
-                output=demand.residual,
-            )
-        else:
+        placed, counted, begins = demand, False, demand.now if demand.now != UNTIMED else None
+        if decision is not None:
             choice, overlap, lower = choice._replace(index=decision.index), decision.overlap, decision.lower
-            candidate = candidates[choice.index]
             self.ledger.others(decision.replica, decision.others)
-            reservation = self.ledger.reserve(
-                candidate.replica, decision.uncached, demand.tokens, decision.counted, output=demand.residual
-            )
-        placed = demand
+            counted, begins = decision.counted, None
+        candidate = candidates[choice.index]
         if spaces is not None:
-            placed, overlap, lower = _in_space(candidate, spaces, demand)
+            placed, overlap, lower = _in_space(candidate, spaces, demand, overlap if decision is not None else 0)
+            counted = counted and placed is demand  # else in other tokens than those that it is going to compute
+        reservation = self.ledger.reserve(
+            candidate.replica,
+            placed.tokens - overlap - sum([tokens for _, tokens in lower]),
+            placed.tokens,
+            counted,
+            begins,
+            demand.residual,
+        )
         placement = Placement(candidate, placed, overlap, reservation, now, lower=lower)
         try:
-            if placed.hashes and (candidate.rank_paths is None or placed.path in candidate.rank_paths):
-                placement.expects = True  # its blocks will be on this replica for certain
-                self.map.expect(candidate.slot, placed.hashes, now)
+            self._expect(placement)
             if self._placed is not None:
                 self._placed(demand, candidates, choice)
         except BaseException:  # nobody could release what nobody has
@@ -373,7 +370,7 @@ class Router:
     def _expect(self, placement: Placement) -> None:
         candidate, demand = placement.candidate, placement.demand
         if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
-            placement.expects = True
+            placement.expects = True  # its blocks will be on this replica for certain
             self.map.expect(candidate.slot, demand.hashes, placement.at)
 
     def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
@@ -494,9 +491,12 @@ class Router:
                 self._ended(reservation.replica, placement.demand)
 
 
-def _in_space(candidate: Candidate, spaces: Mapping[int, Held], demand: Demand) -> tuple[Demand, int, Lower]:
+def _in_space(
+    candidate: Candidate, spaces: Mapping[int, Held], demand: Demand, told: int = 0
+) -> tuple[Demand, int, Lower]:
     """The request as this candidate's engine will see it, and prompt tokens that it holds in its first tier and in
-    slower ones. Of a space that the request was not prepared for no blocks are known."""
+    slower ones. Of a space that the request was not prepared for no blocks are known. `told`: tokens of `demand` that it
+    is known to hold by what other gateways sent there."""
     held = spaces.get(candidate.space)
     if held is None:
         return replace(demand, hashes=(), root=0, also=None), 0, ()
@@ -504,5 +504,7 @@ def _in_space(candidate: Candidate, spaces: Mapping[int, Held], demand: Demand) 
     if match is None:
         return own, 0, ()
     size, most = own.block_size, hittable(own.tokens, own.block_size)
-    blocks = min(match.held[candidate.slot], most)
-    return own, blocks * size, leading(match.lower.get(candidate.slot, ()), most - blocks, size)
+    known = min(match.held[candidate.slot], most)
+    blocks = max(known, min(told * own.tokens // max(1, demand.tokens) // size, most))
+    runs = behind(match.lower.get(candidate.slot, ()), blocks - known)
+    return own, blocks * size, leading(runs, most - blocks, size)

@@ -113,7 +113,7 @@ async def _try_ledger(place: Place, deployment: str) -> Finding:
 
         def count(decision):
             if decision is not None:
-                ledgers[0].reserve("doctor:1", decision.uncached, 32, decision.counted)
+                ledgers[0].reserve("doctor:1", 32 - decision.overlap, 32, decision.counted)
             answer.set_result(decision)
 
         demand = Demand(32, 16, hashes=[1, 2])

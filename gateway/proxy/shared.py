@@ -505,15 +505,13 @@ def _decision(pending: _Pending, reply: Sequence[float], counted: bool) -> Decis
     at, held, *others = map(int, reply)
     known = pending.overlaps[at]
     overlap = max(known, held)
-    lower = behind(pending.lowers[at], overlap - known)
     return Decision(
         pending.chosen[at],
         pending.candidates[at].replica,
         overlap,
-        pending.evaluation.demand.tokens - overlap - sum(tokens for _, tokens in lower),
         tuple(others),
         counted,
-        lower,
+        behind(pending.lowers[at], overlap - known),
     )
 
 

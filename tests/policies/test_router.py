@@ -131,10 +131,10 @@ def test_what_ends_on_a_removed_replica_leaves_no_trace_in_the_map():
 def test_the_decision_of_a_shared_ledger_is_counted_as_it_was_made():
     made, targets = routing(policy := Told(0), 2, 2)
     evaluation = made.evaluate(prompt(4), targets, 1.0)
-    placed = made.commit(evaluation, 1.0, Decision(1, "r1", SIZE, 3 * SIZE + 1, (7, 0, 0, 7, 70, 500), True))
+    placed = made.commit(evaluation, 1.0, Decision(1, "r1", SIZE, (7, 0, 0, 7, 70, 500), True))
     assert (placed.candidate.replica, placed.overlap) == ("r1", SIZE) and policy.heard == [("placed", "r1")]
     assert made.ledger.load("r1").requests == 8 and made.ledger.own("r1")[0] == 1
-    tiers = Decision(0, "r0", SIZE, 2 * SIZE + 1, NOTHING, True, (("cpu", SIZE),))
+    tiers = Decision(0, "r0", SIZE, NOTHING, True, (("cpu", SIZE),))
     assert made.commit(evaluation, 1.0, tiers).cached == 2 * SIZE
 
 
@@ -168,6 +168,49 @@ def test_candidates_of_several_spaces_are_predicted_by_all_their_tiers():
     there.space = 0
     made.evaluate(Demand(9), Targets([here, there]), 2.0)
     assert there.lower == ()
+
+
+@given(
+    st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    st.integers(0, 9),
+    st.integers(1, 200),
+    st.integers(1, 200),
+    st.integers(0, 2),
+    st.one_of(st.none(), st.integers(0, 199)),
+)
+def test_what_is_reserved_is_what_the_chosen_engine_is_predicted_to_compute(held, slow, tokens, others, space, sent):
+    """Two tokenizers, blocks of 16 and of 32: a prompt is so long here and so long there. `sent`: tokens that the
+    ledger of all gateways knows to be there, counted as the request was when it was decided."""
+    made, _ = routing(Told(1), *held, lower={1: [("cpu", slow)]})
+    here, there = made.candidates.values()
+    there.space = space
+    also = Demand(others, 32, 1, hashes=range(1, others // 32 + 1), space=1)
+    demand = Demand(tokens, SIZE, 1, hashes=range(1, tokens // SIZE + 1), now=1.0, also=also)
+    evaluation = made.evaluate(demand, made.targets([here, there]), 1.0)
+    assert evaluation.overlap < tokens
+    decision = sent and Decision(1, "r1", max(evaluation.overlap, min(sent, tokens - 1)), NOTHING, True)
+    told = []
+    made.ledger.moved = lambda replica, *change: told.append(replica)
+    placed = made.commit(evaluation, 2.0, decision or None)
+    own, reserved = placed.demand, placed.reservation
+    assert (own.tokens, own.space) == ((tokens, others, tokens)[space], 1 if space == 1 else 0)
+    assert (reserved.tokens, reserved.uncached) == (own.tokens, own.tokens - placed.cached)
+    assert reserved.uncached > 0 and not (sent is None and placed.overlap % own.block_size)
+    assert own.output == demand.output and made.ledger.own("r1")[5] == demand.residual
+    assert told == ["r1"] * (not decision or space > 0), "counted otherwise than it was decided, all gateways are told"
+    made.finish(placed)
+    assert not any(made.ledger.own("r1"))
+
+
+def test_what_another_gateway_sent_to_a_replica_of_another_space_is_predicted_there():
+    made, _ = routing(Told(1), 0, 0)
+    here, there = made.candidates.values()
+    there.space = 1
+    also = Demand(130, 32, 1, hashes=range(1, 5), space=1)
+    demand = Demand(65, SIZE, 1, hashes=range(1, 5), now=1.0, also=also)
+    evaluation = made.evaluate(demand, made.targets([here, there]), 1.0)
+    placed = made.commit(evaluation, 1.0, Decision(1, "r1", 3 * SIZE, NOTHING, True))
+    assert (placed.overlap, placed.reservation.uncached) == (96 - 96 % 32, 34)
 
 
 def test_the_time_a_fetch_takes_is_predicted_and_learned_apart():

@@ -70,7 +70,7 @@ class Gateway:
                 self.open.append(self.ledger.reserve(replica, tokens, tokens))
             else:
                 self.ledger.others(replica, decision.others)
-                self.open.append(self.ledger.reserve(replica, decision.uncached, tokens, decision.counted))
+                self.open.append(self.ledger.reserve(replica, tokens - decision.overlap, tokens, decision.counted))
             routed.set_result((index, decision.overlap if decision is not None else 0))
 
         demand = Demand(tokens, SIZE, hashes[0] if hashes else 0, hashes=hashes, draw=random.random())

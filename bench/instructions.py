@@ -111,7 +111,7 @@ def replay() -> None:
         proxy.add(Backend(replica, router.add(replica.id, cachemap.attach(replica.id, 8192, True))))
         ledger.load(replica.id).scraped(0, 0.5)
     for load in bodies_of_both(bodies)[:WARM]:  # answered, and told of by events, but for the last: those decode
-        request = Request(proxy.models.prepare("/v1/chat/completions", load, None, ()))
+        request = Request(proxy.models.routes.prepare("/v1/chat/completions", load, None, ()))
         proxy.placing.place(request)
         cachemap.store(request.attempt.backend.slot, request.prompt.hashes, request.prompt.hashes)
         router.first_token(request.attempt.placement, None)
@@ -130,7 +130,7 @@ def count(proxy, loads: list[bytes]) -> None:
     gc.disable()
     ask = ask_valgrind()
     ask(START)
-    prompts = [models.prepare("/v1/chat/completions", load, None, ()) for load in loads]
+    prompts = [models.routes.prepare("/v1/chat/completions", load, None, ()) for load in loads]
     ask(DUMP_AT, b"prompt")
     for prompt in prompts:
         cachemap.match(prompt.hashes, 1000.0)

@@ -26,7 +26,7 @@ from .http.server import Server
 from .lifetime import cannot_listen, greeting, run
 from .model import launch_profile, model_and_name
 from .model_files import HASHED_AS
-from .models import Models, ModelSpace
+from .models import Models
 from .ops import traces
 from .ops.admin import Admin
 from .ops.guard import Guard
@@ -35,6 +35,7 @@ from .ops.view import View
 from .proxy.backend import Backend
 from .proxy.decisions import Decisions
 from .proxy.retries import UNCONFIRMED
+from .spaces import ModelSpace
 
 if TYPE_CHECKING:
     from cachemap.cluster import SharedIntake, SharedMap
@@ -241,7 +242,10 @@ class Gateway:
         backend = self.proxy.backends[replica.id]
         backend.candidate.space = space.number
         self.proxy.router.regroup(replica.id, space.costs)
-        if backend.incarnation == replica.incarnation and backend.event_block_size not in (None, space.kind.block_size):
+        if backend.incarnation == replica.incarnation and backend.event_block_size not in (
+            None,
+            space.format.block_size,
+        ):
             self._listen(backend, anew=True)
 
     def _models_changed(self) -> None:

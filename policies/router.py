@@ -495,8 +495,8 @@ def _in_space(
     candidate: Candidate, spaces: Mapping[int, Held], demand: Demand, told: int = 0
 ) -> tuple[Demand, int, Lower]:
     """The request as this candidate's engine will see it, and prompt tokens that it holds in its first tier and in
-    slower ones. Of a space that the request was not prepared for no blocks are known. `told`: tokens of `demand` that it
-    is known to hold by what other gateways sent there."""
+    slower ones. Of a space that the request was not prepared for no blocks are known. `told`: tokens of `demand` that
+    it is known to hold by what other gateways sent there."""
     held = spaces.get(candidate.space)
     if held is None:
         return replace(demand, hashes=(), root=0, also=None), 0, ()

@@ -15,6 +15,7 @@ from gateway.config import Settings
 from gateway.models import Models
 from gateway.ops.metrics import Metrics, Reading
 from gateway.proxy.shadow import told
+from gateway.spaces import ModelSpace
 from policies import Ledger, Load
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
 from replicas.problems import NO_CACHED_TOKENS, Problem
@@ -81,7 +82,7 @@ class View:
             "version": __version__,
             "policy": self.settings.policy,
             "models": sorted({name for replica in self.replicas.values() for name in replica.models}),
-            "spaces": self.models.describe() if self.models is not None else [],
+            "spaces": _spaces(self.models.spaces) if self.models is not None else [],
             "uptime_seconds": round(time.monotonic() - self.started, 3),
             "ready": why_not is None,
             "why_not": why_not,
@@ -224,6 +225,23 @@ def _why_no_events(replica: Replica) -> str:
     return (
         "it is not known where the engine publishes KV events, if it does: its cache is guessed from what is sent there"
     )
+
+
+def _spaces(spaces: Sequence[ModelSpace]) -> list[dict[str, Any]]:
+    """Each model's own, and its variants."""
+    return [
+        {
+            "models": sorted(space.names),
+            "replicas": list(space.members),
+            "directory": str(space.format.source.directory) if space.format.source else None,
+            "block_size": space.format.block_size,
+            "max_model_len": space.context,
+            "versions": sorted({one.replica.version for one in space.members.values() if one.replica.version}),
+            "variants": sum(bool(one.names & space.names) for one in spaces if one.members),
+        }
+        for space in spaces
+        if space.members
+    ]
 
 
 def counted(metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

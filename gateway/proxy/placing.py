@@ -65,7 +65,7 @@ class Eligibility:
             targets = Targets([backend.candidate for backend in self.remaining(prompt, tried, named)])
             if not targets:
                 raise ApiError(503, "no replica is left to try")
-        elif prompt is not None and self.models.differ_in_context(model):
+        elif prompt is not None and self.models.routes.differ_in_context(model):
             targets = self._roomy(model, self._least_context(model, prompt))
         return targets
 
@@ -85,7 +85,7 @@ class Eligibility:
         """Replicas that a request may go to next: ready ones, and degraded ones once all ready ones have failed it."""
         model = (prompt.model if prompt is not None else named) or None
         found = self._taking(model, tried)
-        if prompt is not None and self.models.differ_in_context(model):
+        if prompt is not None and self.models.routes.differ_in_context(model):
             least = self._least_context(model, prompt)
             found = [backend for backend in found if self.models.has_room(backend.id, least)]
         return found
@@ -125,7 +125,7 @@ class Eligibility:
         have room for it and its answer, else those that have room for the prompt, which refuse its answer in their own
         words. Which of them are ready does not matter here: a replica that is too small refuses for good what another
         would answer later."""
-        contexts = self.models.contexts.get(model) or self.models.contexts[None]
+        contexts = self.models.routes.contexts.get(model) or self.models.routes.contexts[None]
         wanted = prompt.tokens + (prompt.max_tokens or 1)
         return next((one for one in contexts if one >= wanted), contexts[-1])
 

@@ -78,7 +78,7 @@ class Preparation:
         request = exchange.request
         if request.method != "POST" or exchange.response is not None:
             exchange.prepared(None)
-        elif len(request.body) <= OFFLOAD_BYTES or not self._models.several:
+        elif len(request.body) <= OFFLOAD_BYTES or not self._models.routes.several:
             self._named(exchange, self._model_of(exchange))
         else:
             self._in_thread(exchange, self._model_of, self._named)
@@ -86,7 +86,7 @@ class Preparation:
     def _model(self, content_type: str, body: bytes) -> str | None:
         """The model that chooses the replicas of a request whose prompt is not read. None: any replica will do, as
         where all of them serve the same; what is wrong with the name is for the engine to say then."""
-        return named_model(content_type, body) if self._models.several else None
+        return named_model(content_type, body) if self._models.routes.several else None
 
     def _model_of(self, exchange: Exchange) -> str | None:
         request = exchange.request
@@ -114,7 +114,7 @@ class Preparation:
         def prepare() -> Prompt:
             if path not in PROMPT_PATHS:
                 return unread(path, self._model(headers.get("content-type", ""), body))
-            return self._models.prepare(path, body, headers, adapters)
+            return self._models.routes.prepare(path, body, headers, adapters)
 
         adapters = self._eligible.adapters
         if len(body) <= OFFLOAD_BYTES:
@@ -175,7 +175,7 @@ class Preparation:
             return TAKES_LONG, 0.0
         session = request.header(b"x-session-id")
         try:
-            prompt = self._models.prepare(
+            prompt = self._models.routes.prepare(
                 request.path, request.body, {"x-session-id": session} if session else None, self._eligible.adapters
             )
         except ApiError as error:
@@ -373,7 +373,7 @@ class Proxy:
         data = [
             {
                 "id": name, "object": "model", "created": 0, "owned_by": "hitherto", "root": parent or name, "parent": parent,
-                "max_model_len": max(self.models.contexts.get(name, ()), default=None),
+                "max_model_len": max(self.models.routes.contexts.get(name, ()), default=None),
             }
             for name, parent in sorted(self.eligible.names.items())
         ]  # fmt: skip

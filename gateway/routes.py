@@ -1,0 +1,87 @@
+"""Which spaces a request is prepared for, by the name of its model, as replicas are now."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from time import perf_counter
+
+from replicas import TAKES_TRAFFIC
+
+from .prompt import Prompt
+from .prompt.api.openai import parse
+from .prompt.offload import TakesLong, event_loop
+from .spaces import Member, ModelSpace
+
+MOST_VARIANTS = 2  # that a request is prepared for; replicas of a third are chosen by load
+_UNKNOWN_CONTEXT = 1_000_000  # tokens that a prompt may have where nothing tells how many
+
+
+class Routes:
+    """Never changes: others are made when replicas change, and a request that is prepared in a thread keeps these.
+
+    `contexts`: lengths of context that a name's replicas have, from the shortest, those included that take no traffic
+    now: what fits such a replica alone has to wait for it. `several`: whether replicas serve unlike names."""
+
+    def __init__(self, spaces: Sequence[ModelSpace], members: Collection[Member]):
+        of_spaces = [one for one in members if one.space is not None]
+        taking = [one for one in of_spaces if one.replica.state in TAKES_TRAFFIC]
+        away = [one for one in of_spaces if one.replica.state not in TAKES_TRAFFIC]
+        counts = Counter((name, one.space) for one in taking for name in (None, *(one.replica.models or ("",))))
+        routes: dict[str | None, list[ModelSpace]] = {None: []}
+        for (name, space), _ in sorted(counts.items(), key=lambda item: (-item[1], item[0][1].number)):
+            routes.setdefault(name, []).append(space)
+        _add_away(routes, away)
+        self.contexts = {name: _contexts(found, spaces) for name, found in routes.items()}
+        self.several = len({frozenset(one.replica.models) for one in taking} | {one.served for one in away}) > 1
+        self._mixed = len(self.contexts[None]) > 1
+        self._longest = max((space.context or 0 for space in spaces), default=0) or _UNKNOWN_CONTEXT
+        self._by_name = {name: (*found[:MOST_VARIANTS],) for name, found in routes.items() if name}
+        self._of_any = (*(routes.get("") or routes[None])[:MOST_VARIANTS],) or (spaces[0],)
+        self._of_unknown = self._of_any if "" in routes or len(routes) == 1 else ()
+
+    def prepare(self, path: str, body: bytes, headers: Mapping[str, str] | None, adapters: Collection[str]) -> Prompt:
+        """One request -> Prompt, as its model has it; may run in a thread. Raises ApiError and TakesLong, as
+        `Pipeline.prepare`."""
+        request, unusual = parse(body, self._longest)
+        model = request.get("model")
+        spaces = self.spaces_for(model)
+        if not spaces:  # its files and context would be another model's
+            stream = request.get("stream") is True
+            return Prompt(path, model, stream=stream, mode="load", note="no replica is known to serve its model")
+        prompt = spaces[0].pipeline.prepare_parsed(path, body, request, unusual, headers, adapters)
+        for other in spaces[1:]:
+            if event_loop.holds and perf_counter() > event_loop.until:
+                raise TakesLong
+            prompt.also = other.pipeline.prepare_parsed(path, body, request, unusual, headers, adapters)
+        return prompt
+
+    def spaces_for(self, model: object) -> tuple[ModelSpace, ...]:
+        """The variants that a request for this model is prepared for, the most common one first. None: replicas have
+        told what they serve, and none of them this name."""
+        return self._by_name.get(model, self._of_unknown) if type(model) is str and model else self._of_any
+
+    def differ_in_context(self, model: str | None) -> bool:
+        """Whether the replicas that serve this name have contexts of several lengths."""
+        return self._mixed and len(self.contexts.get(model) or self.contexts[None]) > 1
+
+
+def _add_away(routes: dict[str | None, list[ModelSpace]], away: Iterable[Member]) -> None:
+    """Names that only replicas which take no traffic now have served: what is asked of these has to wait for them, and
+    is judged by their model's files and context meanwhile, not by another's."""
+    if "" in routes:
+        return  # a replica that tells no names takes requests for any
+    waiting: dict[str | None, list[ModelSpace]] = {}
+    for member in away:
+        for name in member.served - routes.keys():
+            spaces = waiting.setdefault(name, [])
+            if member.space is not None and member.space not in spaces:
+                spaces.append(member.space)
+    routes.update(waiting)
+
+
+def _contexts(found: Collection[ModelSpace], spaces: Iterable[ModelSpace]) -> tuple[int, ...]:
+    """Those of all replicas of these spaces, and of other variants of their models."""
+    names = {name for space in found for name in space.names}
+    related = [space for space in spaces if space in found or space.names & names]
+    return (*sorted({one.context for space in related for one in space.members.values() if one.context}),)

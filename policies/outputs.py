@@ -56,8 +56,9 @@ class Outputs:
                 mean += trust * (kind.mean - mean)
                 square += trust * (kind.square - square)
         most = demand.max_tokens
-        if most is not None and most < mean:
-            mean = float(most)
+        if most is not None:
+            most = max(1, most)  # of a prompt alone (`echo` with `max_tokens: 0`) an engine still makes one token
+            mean = min(mean, float(most))
         residual = max(1, round(square / (2.0 * mean)))
         return Expected(mean, residual if most is None or residual < most else most)
 

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from urllib.parse import unquote
 
 from ..prompt.prompt import LONGEST_RESPONSE_ID, PROMPT_PATHS
 
+MODELS = "/v1/models"
 # The inference API without PROMPT_PATHS: sent on by load alone.
 OTHER_PATHS = frozenset((
     "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/chat/completions/derender",
     "/v1/completions/render", "/v1/completions/derender",
     "/v1/messages/count_tokens", "/v1/messages/render", "/v1/responses/render",
     "/v1/audio/transcriptions", "/v1/audio/translations",
-    "/v1/models", "/health", "/version", "/tokenizer_info",
+    MODELS, "/health", "/version", "/tokenizer_info",
     "/v2/embed", "/cohere/v2/chat", "/pooling", "/classify", "/score", "/v1/score",
     "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone",
     "/inference/v1/generate", "/ping", "/invocations",
@@ -55,6 +57,12 @@ class AllowedPaths:
         return path in self._exact or STORED_RESPONSE.fullmatch(path) is not None or any(
             path.startswith(beginning) and PLAIN_REST.fullmatch(path, len(beginning)) for beginning in self._beginnings
         )  # fmt: skip
+
+
+def model_in(path: str) -> str | None:
+    """The model that `/v1/models/NAME` asks about. Clients write the slashes of a name as they are or as `%2F`."""
+    name = unquote(path[len(MODELS) + 1 :]) if path.startswith(MODELS + "/") else ""
+    return name if name and not {"", ".", ".."} & {*name.split("/")} else None
 
 
 def refusal(path: str) -> str:

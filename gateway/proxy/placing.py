@@ -60,7 +60,7 @@ class Eligibility:
         model = (prompt.model if prompt is not None else named) or None
         targets = self.ready_for(model)
         if not targets:
-            raise self._nobody(model)
+            raise self.no_replica_error(model)
         if tried:
             targets = Targets([backend.candidate for backend in self.remaining(prompt, tried, named)])
             if not targets:
@@ -144,7 +144,8 @@ class Eligibility:
                 self._with_room[model, least] = found
         return found
 
-    def _nobody(self, model: str | None) -> ApiError:
+    def no_replica_error(self, model: str | None) -> ApiError:
+        """Why nobody serves this model: it is not served here, or no replica of it is ready."""
         known = self.names
         if model is not None and known and model not in known and not self._is_away(model):
             return ApiError(

@@ -1,7 +1,7 @@
 """The proxy: where requests, prompts, replicas and answers meet.
 
-It answers what is the gateway's own (`/v1/models`, `/health`), makes an `Exchange` of everything else, and puts
-together those that carry it: preparation, placing, the conductor, settling.
+It answers what is the gateway's own (`/v1/models`, `/v1/models/NAME`, `/health`), makes an `Exchange` of everything
+else, and puts together those that carry it: preparation, placing, the conductor, settling.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .conductor import Conductor, Judge
 from .exchange import Added, Batcher, Exchange
 from .forwarding import TokenIdForwarding
 from .newcomers import Newcomers
-from .paths import AllowedPaths, refusal
+from .paths import MODELS, AllowedPaths, model_in, refusal
 from .placing import Eligibility, Placing
 from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
@@ -260,7 +260,7 @@ class Proxy:
         )  # fmt: skip
         self.exchanges = self.conductor.under_way
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
-        self._local = {"/v1/models": self._list_models, "/health": self._health}
+        self._local = {MODELS: self._list_models, "/health": self._health}
 
     @property
     def draining(self) -> bool:
@@ -309,8 +309,8 @@ class Proxy:
         path = request.path
         label = PROMPT_PATHS.get(path)
         has_prompt = label is not None and request.method == "POST"
-        if not has_prompt and self._is_local(request):
-            self._local[path](client, request)
+        if not has_prompt and (answer := self._own_answer(request)) is not None:
+            answer(client, request)
             return
         given = request.header(b"x-request-id")
         id = given.encode("latin-1") if given else next(self._ids).encode()
@@ -325,10 +325,14 @@ class Proxy:
         else:
             self.preparation.begin_other(exchange)
 
-    def _is_local(self, request: Request) -> bool:
-        """Whether it is answered here."""
-        local = self._local.get(request.path) if request.method in ("GET", "HEAD") else None
-        return local is not None and (bool(self.eligible.names) or local != self._list_models)
+    def _own_answer(self, request: Request) -> Callable[[Downstream, Request], None] | None:
+        """What answers the request here; None if nothing does."""
+        if request.method not in ("GET", "HEAD"):
+            return None
+        if model_in(request.path) in self.eligible.names:
+            return self._tell_model
+        answer = self._local.get(request.path)
+        return answer if self.eligible.names or answer != self._list_models else None
 
     def refusal(self, path: str, method: str) -> ApiError | None:
         """Why nothing is sent on."""
@@ -340,6 +344,8 @@ class Proxy:
             if method not in ("POST", "OPTIONS"):
                 return ApiError(405, f"{method} is not supported for {path}", allow=b"POST, OPTIONS")
         elif path not in self.allowed_paths:
+            if (model := model_in(path)) is not None:
+                return self._no_model(model, method)
             return ApiError(404, refusal(path), code="path_not_allowed")
         if method not in METHODS:
             return ApiError(405, f"{method} is not supported", allow=", ".join(sorted(METHODS)).encode())
@@ -370,14 +376,32 @@ class Proxy:
         """Only where some name is known: an empty list would be taken for an answer. Until a replica is ready it is
         503, as for prompts; one that tells the gateway no names (it wants an API key) is asked with what the client
         brought."""
-        data = [
-            {
-                "id": name, "object": "model", "created": 0, "owned_by": "hitherto", "root": parent or name, "parent": parent,
-                "max_model_len": max(self.models.routes.contexts.get(name, ()), default=None),
-            }
-            for name, parent in sorted(self.eligible.names.items())
-        ]  # fmt: skip
+        data = [self._described(name) for name in sorted(self.eligible.names)]
         client.reply(200, orjson.dumps({"object": "list", "data": data}), JSON)
+
+    def _tell_model(self, client: Downstream, request: Request) -> None:
+        client.reply(200, orjson.dumps(self._described(model_in(request.path) or "")), JSON)
+
+    def _described(self, name: str) -> dict[str, Any]:
+        """A served model or adapter, as OpenAI's API tells it."""
+        parent = self.eligible.names[name]
+        return {
+            "id": name, "object": "model", "created": 0, "owned_by": "hitherto", "root": parent or name, "parent": parent,
+            "max_model_len": max(self.models.routes.contexts.get(name, ()), default=None),
+        }  # fmt: skip
+
+    def _no_model(self, name: str, method: str) -> ApiError:
+        """Why a model is not told of."""
+        if method not in ("GET", "HEAD"):
+            return ApiError(405, f"{method} is not supported for {MODELS}/NAME", allow=b"GET, HEAD")
+        if self.eligible.names or not self.eligible.ready_for(None):
+            return self.eligible.no_replica_error(name)
+        return ApiError(
+            404,
+            f"the replicas tell what they serve only to those who bring an API key: ask GET {MODELS}, which passes it on",
+            param="model",
+            code="model_not_found",
+        )
 
     def _health(self, client: Downstream, request: Request) -> None:
         ready = bool(self.eligible.ready_for(None)) and not self.draining

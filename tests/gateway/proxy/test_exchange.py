@@ -248,6 +248,47 @@ async def test_models_are_merged_over_replicas():
         assert [(one["id"], one["parent"]) for one in listed] == [("adapter", "m"), ("m", None)]
 
 
+async def test_each_served_model_and_adapter_is_told_by_its_name():
+    async with stack(answers()) as s:
+        (backend,) = s.proxy.backends.values()
+        backend.replica.models = {"org/m": None, "my adapter": "org/m"}
+        s.proxy.changed()
+        talk = await s.talk()
+        for path, name in ((b"org/m", "org/m"), (b"org%2Fm?x=y", "org/m"), (b"my%20adapter", "my adapter")):
+            await talk.say(b"GET /v1/models/%b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+            status, headers, body = await talk.response()
+            told = json.loads(body)
+            assert (status, told["id"], told["object"]) == (200, name, "model")
+            assert headers["content-type"] == "application/json"
+            await talk.say(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert told in json.loads((await talk.response())[2])["data"]
+        for method, path, expected in (
+            (b"GET", b"org", (404, "model_not_found")),
+            (b"GET", b"%ff%00", (404, "model_not_found")),
+            (b"DELETE", b"org/m", (405, "method_not_allowed")),
+            (b"POST", b"org/m", (405, "method_not_allowed")),
+        ):
+            await talk.say(b"%b /v1/models/%b HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n" % (method, path))
+            status, _, body = await talk.response()
+            assert (status, json.loads(body)["error"]["code"]) == expected
+        assert s.idle()
+
+
+@pytest.mark.parametrize(("state", "code"), [(State.STARTING, "no_replica_ready"), (State.READY, "model_not_found")])
+async def test_a_model_is_not_told_of_by_replicas_that_are_not_ready_or_want_a_key(state, code):
+    seen = []
+    async with stack(answers(seen=seen)) as s:
+        (backend,) = s.proxy.backends.values()
+        backend.replica.models, backend.replica.state = {}, state
+        s.proxy.changed()
+        talk = await s.talk()
+        await talk.say(b"GET /v1/models/m HTTP/1.1\r\nHost: x\r\n\r\n")
+        status, _, body = await talk.response()
+        assert (status, json.loads(body)["error"]["code"]) == (503 if state is State.STARTING else 404, code)
+        assert ("API key" in json.loads(body)["error"]["message"]) == (state is State.READY)
+        assert not seen
+
+
 async def test_what_has_no_prompt_passes_by_load_alone():
     seen = []
     async with stack(answers(seen=seen)) as s:

@@ -158,8 +158,8 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
     server, proxy = build(shadows)
     watch = Stopwatch()
     if watched:
-        pipeline, policy = proxy.models.pipelines[0], proxy.router.policy
-        watch.time(pipeline, "prepare", "prepare: JSON, render, tokens, hashes")
+        policy = proxy.router.policy
+        watch.time(proxy.models.routes, "prepare", "prepare: JSON, render, tokens, hashes")
         watch.time(proxy.router.map, "match", "match: who holds how much")
         watch.time(policy, "choose", "choose: least_time")
         if proxy.placing.shadows is not None:

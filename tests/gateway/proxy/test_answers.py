@@ -426,7 +426,7 @@ async def test_an_error_event_for_ids_of_ours_is_no_word_to_the_client():
     refusing = streams(chunk(ERRORS[0][1]))
     async with stack(refusing) as s:
         (backend,) = s.proxy.backends.values()
-        sent, prepare = [], s.proxy.models.prepare
+        sent, prepare = [], s.proxy.models.routes.prepare
 
         def prepare_long(*request):
             prompt = prepare(*request)
@@ -438,7 +438,7 @@ async def test_an_error_event_for_ids_of_ours_is_no_word_to_the_client():
             attempt.sent_ids = first
             return body
 
-        s.proxy.models.prepare = prepare_long
+        s.proxy.models.routes.prepare = prepare_long
         s.proxy.forwarding.body = body
         talk = await s.talk()
         await talk.say(post(LONG))

@@ -85,9 +85,9 @@ async def test_all_are_prepared_before_the_first_is_chosen_for(monkeypatch):
     stages = []
 
     class Watched(Pipeline):
-        def prepare(self, *given):
+        def prepare_parsed(self, *given):
             stages.append("prepare")
-            return super().prepare(*given)
+            return super().prepare_parsed(*given)
 
     async with stack(answers(), pipeline=Watched(None, "m", 16)) as s:
         choose = s.proxy.router.policy.choose

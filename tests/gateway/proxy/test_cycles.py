@@ -175,7 +175,7 @@ async def test_a_bug_of_ours_leaves_nothing_to_the_collector(pipeline, monkeypat
         decisions = Decisions(s.proxy)
         with no_cycles():
             with monkeypatch.context() as patched:
-                patched.setattr(s.proxy.models.pipelines[0], "prepare", fails)
+                patched.setattr(s.proxy.models.routes, "prepare", fails)
                 talk = await s.talk()
                 await asks(talk, post(), post(LONG))
             with monkeypatch.context() as patched:

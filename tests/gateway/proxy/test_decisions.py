@@ -206,7 +206,7 @@ async def two_models(**options):
     """The first replica serves "m", the second one "ranker", in a space of its own."""
     async with decisions(1, **options) as (s, d):
         backend_for(s.proxy, 10, ("ranker",)).candidate.space = 3
-        s.proxy.models.several = True
+        s.proxy.models.routes.several = True
         s.proxy.changed()
         yield s, d
 

@@ -168,7 +168,7 @@ async def test_an_engine_that_stops_and_aborts_what_it_has_is_passed_over(stream
 @pytest.mark.parametrize("padding", [0, 100_000], ids=["at once", "in a thread"])
 async def test_a_bug_in_looking_for_the_model_ends_the_request_with_an_answer(padding, monkeypatch, caplog):
     async with stack(answers()) as s:
-        s.proxy.models.several = True
+        s.proxy.models.routes.several = True
         monkeypatch.setattr(proxy, "named_model", lambda *_: 1 / 0)
         talk = await s.talk()
         await talk.say(post(b"{}" + b" " * padding, path=b"/v1/rerank"))
@@ -393,7 +393,7 @@ async def test_a_bug_in_preparing_routes_the_request_by_load(padding, monkeypatc
         raise ZeroDivisionError("a bug")
 
     async with stack(answers()) as s:
-        monkeypatch.setattr(s.proxy.models.pipelines[0], "prepare", fails)
+        monkeypatch.setattr(s.proxy.models.routes, "prepare", fails)
         talk = await s.talk()
         await talk.say(post() + post(BODY[:-1] + b',"pad":"' + b"x" * padding + b'"}'))
         assert [(await talk.response())[0] for _ in range(2)] == [200, 200]
@@ -408,9 +408,9 @@ async def test_a_bug_in_preparing_does_not_send_a_request_to_another_models_repl
     async with stack(answers(), answers()) as s:
         other, own = s.proxy.backends.values()
         other.replica.models = {"other": None}
-        s.proxy.models.several = True
+        s.proxy.models.routes.several = True
         s.proxy.changed()
-        monkeypatch.setattr(s.proxy.models.pipelines[0], "prepare", fails)
+        monkeypatch.setattr(s.proxy.models.routes, "prepare", fails)
         talk = await s.talk()
         for _ in range(3):
             await talk.say(post(BODY[:-1] + b',"pad":"' + b"x" * padding + b'"}'))

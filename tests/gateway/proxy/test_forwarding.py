@@ -506,7 +506,7 @@ async def test_ids_made_before_the_way_changed_are_neither_sent_nor_held_against
     engine = Engine(ours)
     async with behind(engine) as s:
         await confirmed(s)
-        prepare = ours.prepare
+        prepare = ours.prepare_parsed
 
         def overtaken(*given):
             prompt = prepare(*given)
@@ -514,7 +514,7 @@ async def test_ids_made_before_the_way_changed_are_neither_sent_nor_held_against
             ours.follow(version_quirks("0.31.0"))
             return prompt
 
-        ours.prepare = overtaken
+        ours.prepare_parsed = overtaken
         await ask(s, request(turn=50))
         await settled(s)
         assert not engine.sent_ids[-1] and s.metrics.ids_refused.total() == 0

@@ -39,11 +39,11 @@ class Gated(Pipeline):
         super().__init__(None, "m", 16)
         self.gate, self.begun = threading.Event(), []
 
-    def prepare(self, path, body, headers=None, adapters=()):
+    def prepare_parsed(self, path, body, *given):
         if len(body) > self.offload_bytes:
             self.begun.append(body)
             assert self.gate.wait(20)
-        return super().prepare(path, body, headers, adapters)
+        return super().prepare_parsed(path, body, *given)
 
 
 @pytest.fixture
@@ -142,9 +142,9 @@ class Pipelined(Pipeline):
         super().__init__(None, "m", 16)
         self.on_loop = 0
 
-    def prepare(self, path, body, headers=None, adapters=()):
+    def prepare_parsed(self, path, body, *given):
         self.on_loop += event_loop.holds
-        return super().prepare(path, body, headers, adapters)
+        return super().prepare_parsed(path, body, *given)
 
 
 async def test_prompts_that_come_at_once_hold_the_event_loop_for_a_bounded_time_together(monkeypatch):
@@ -172,7 +172,7 @@ async def test_prompts_that_fill_a_context_leave_a_thread_for_lesser_ones(gated)
     """An honest prompt of some pages does not wait until all those are done."""
     gated.gate.set()
     first, gate = threading.Event(), threading.Event()
-    prepare = gated.prepare
+    prepare = gated.prepare_parsed
 
     def slowly(path, body, *rest):
         if len(body) > LARGE:
@@ -180,7 +180,7 @@ async def test_prompts_that_fill_a_context_leave_a_thread_for_lesser_ones(gated)
             assert gate.wait(20)
         return prepare(path, body, *rest)
 
-    gated.prepare = slowly
+    gated.prepare_parsed = slowly
     async with stack(answers(), pipeline=gated) as s:
         larger = [await s.talk() for _ in range(OFFLOAD_THREADS + 2)]
         for talk in larger:
@@ -236,7 +236,7 @@ async def test_nothing_is_looked_for_in_what_is_passed_on_for_a_client_that_left
     looked = []
     monkeypatch.setattr(proxy, "named_model", lambda _, body: looked.append(body))
     async with stack(answers(), pipeline=gated) as s:
-        s.proxy.models.several = True
+        s.proxy.models.routes.several = True
         talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
         for talk in talks[:-1]:
             await talk.say(post(HUGE))

@@ -67,7 +67,7 @@ async def test_the_prompt_goes_to_the_prefiller_and_the_answer_comes_from_the_de
         assert counted.leg_choices.total(choice="apart") == 1
         # what was computed and found is the prefiller's, and the decoder's part of the map has the prompt as well
         assert counted.predictions.values == {(prefiller.id, "equal"): 1}
-        (hashes,) = {tuple(s.proxy.models.prepare("/v1/chat/completions", LONG, None, ()).hashes)}
+        (hashes,) = {tuple(s.proxy.models.routes.prepare("/v1/chat/completions", LONG, None, ()).hashes)}
         held = s.proxy.router.map.match(list(hashes), 0.0).held
         assert held[prefiller.slot] == held[decoder.slot] == len(hashes) > 1
         assert (await asks(s))[0] == 200 and legs_of(first) == ["prefill"] and legs_of(second)[1:] == ["whole"]
@@ -356,7 +356,7 @@ async def test_a_client_that_leaves(moment):
         await eventually(s.idle)
         assert s.metrics.client_aborts.total() == 1 and s.metrics.legs.total(outcome="abandoned") == 1
         held = s.proxy.router.map.match(
-            list(s.proxy.models.prepare("/v1/chat/completions", LONG, None, ()).hashes), 0.0
+            list(s.proxy.models.routes.prepare("/v1/chat/completions", LONG, None, ()).hashes), 0.0
         ).held
         _, decoder = s.proxy.backends.values()
         assert (held[decoder.slot] > 0) is ("decoder has" in moment or "begun" in moment), "what is expected there"

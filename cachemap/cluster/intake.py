@@ -78,7 +78,7 @@ class SharedIntake:
         self._shared, self._map, self._slot, self.keys = shared, cache_map, slot, keys
         self.replica, self.unnamed = replica, keys.incarnation == UNNAMED
         self._identity = Identity(model, block_size, cache_map.tag_bits)
-        self.engine = EventIntake(cache_map, slot, model=model, block_size=block_size, on_change=on_change,
+        self.engine = EventIntake(cache_map, slot, model=model, block_size=block_size, on_change=self._tell,
                                   on_unreachable=lambda: shared.unreachable(self), **source)  # fmt: skip
         self._following: asyncio.Task[None] | None = None  # of the engine's events
         self._on_change = on_change
@@ -99,6 +99,8 @@ class SharedIntake:
         self.unled_at: float | None = None  # since when a newer incarnation is named that nobody leads
         self.head = 0  # the last delta there is, as of the last look
         self.claim_at = 0.0  # when the lease may be asked for again
+        # The engine's events cannot be reached: gateways take turns in trying, of which no more is said.
+        self.away = False
         self.stuck_at: float | None = None  # since when Redis, though it answers, takes nothing
         self._void = False
         # what of this gateway's own work on this replica failed, until it goes well again
@@ -199,7 +201,7 @@ class SharedIntake:
     def reload(self, why: str) -> None:
         """What was applied here is not what the others have."""
         if self.mirroring:
-            log.info("replica %s: the shared map is loaded anew: %s", self.keys.replica, why)
+            log.info("replica %s: the shared map is loaded anew: %s", self.replica, why)
             self.mirroring = False
             self._shared.reloads += 1
             self._settled, self._wanted = False, "mirror"
@@ -302,16 +304,26 @@ class SharedIntake:
             self._map.record(self._slot, None)
 
     def _become(self, role: str, reason: str) -> None:
-        if (role, reason) != (self.role, self.role_reason):
-            log.info("replica %s: %s: %s", self.keys.replica, role, reason)
+        if (role, reason) != (self.role, self.role_reason) and not self.away:
+            log.info("replica %s: %s: %s", self.replica, role, reason)
         self.role, self.role_reason = role, reason
         if role != "alone":
             self.fault, self._void = None, False
 
+    def _tell(self, state: str, reason: str) -> None:
+        """Pass on how the events are. That they cannot be reached is told once, until they come again."""
+        if state == "live" and self.away:
+            self.away = False
+            log.info("replica %s: %s: %s", self.replica, self.role, self.role_reason)
+        if not self.away:
+            self._on_change(state, reason)
+        if state == "unobserved" and self.engine.unreachable:
+            self.away = True
+
     def _follow_events(self) -> None:
         if self._following is None:
             self.engine.resume(*self._position, self._observed)
-            self._following = asyncio.create_task(self._run_engine(), name=f"events {self.keys.replica}")
+            self._following = asyncio.create_task(self._run_engine(), name=f"events {self.replica}")
 
     async def _run_engine(self) -> None:
         """Follow the engine's events; after a failure all of them anew."""
@@ -397,9 +409,9 @@ class SharedIntake:
         self._mirrored[1] += removed
         if isinstance(change, Observe):
             self._observed = change.observed
-            self._on_change(self.state, "told by the gateway that follows its events")
+            self._tell(self.state, "told by the gateway that follows its events")
         elif isinstance(change, Clear):
-            self._on_change(self.state, "cleared by the gateway that follows its events")
+            self._tell(self.state, "cleared by the gateway that follows its events")
 
     # --- what we write
 

@@ -157,9 +157,10 @@ class SharedMap:
         """This gateway cannot reach the engine's events. It gives the lease to one that may, before it writes for all
         that the replica is not observed, and while it still cannot reach them it does not ask for it again."""
         if member.journal is not None:
-            log.warning(
-                "replica %s: its events cannot be reached from here: another gateway may lead", member.keys.replica
-            )
+            if not member.away:
+                log.warning(
+                    "replica %s: its events cannot be reached from here: gateways take turns in trying", member.replica
+                )
             member.claim_at = self.now() + 3 * LEASE_SECONDS
             self._resign(member)
 
@@ -302,11 +303,11 @@ class SharedMap:
                 if state == b"ours" and wished == REWRITE and one.journal is not None:
                     log.warning(
                         "replica %s: another gateway finds what is written damaged: it is written anew",
-                        one.keys.replica,
+                        one.replica,
                     )
                     one.journal.start_over()
                 if journal is not None and journal is one.journal and (int(head) < n or not there):
-                    log.warning("replica %s: redis has lost what was written: it is written anew", one.keys.replica)
+                    log.warning("replica %s: redis has lost what was written: it is written anew", one.replica)
                     journal.start_over()
                 self._judge(one, state.decode(), int(head), before, wished == RESYNC, life.decode())
         return SETTLE_SECONDS if any(state == b"free" for state, *_ in states) else LOOK_SECONDS
@@ -339,7 +340,7 @@ class SharedMap:
             elif one.journal.whole:
                 one.journal.n = max(one.journal.n, head)
             if wished:
-                log.info("replica %s: another gateway found the map wrong: events are read anew", one.keys.replica)
+                log.info("replica %s: another gateway found the map wrong: events are read anew", one.replica)
                 one.resync()
         elif state in ("newer", "unled"):
             if one.unnamed:
@@ -356,7 +357,7 @@ class SharedMap:
 
     def _give_up(self, one: SharedIntake) -> None:
         """Redis lets us hold the lease and takes no deltas: better that all know that nobody writes."""
-        log.warning("replica %s: redis takes no more of it: every gateway follows its events itself", one.keys.replica)
+        log.warning("replica %s: redis takes no more of it: every gateway follows its events itself", one.replica)
         one.claim_at, one.stuck_at = self.now() + 3 * LEASE_SECONDS, None
         self.beside(self._give_back([one]))
         one.lost()

@@ -298,6 +298,50 @@ async def test_a_leader_that_loses_the_events_lets_another_lead_who_loses_nothin
         assert not any(state == "unobserved" for state, _ in other.changes)
 
 
+async def test_that_nobody_reaches_an_engine_is_said_once_by_each_and_in_words(redis_server, monkeypatch, caplog):
+    """Until it is back: gateways go on taking turns in trying meanwhile."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr("cachemap.events.intake.LINK_LOST_SECONDS", 2.0)
+    monkeypatch.setattr("cachemap.events.intake.WAKE_SECONDS", 0.1)
+    monkeypatch.setattr("cachemap.cluster.shared.LEASE_SECONDS", 1.0)
+    async with (
+        publishing() as publisher,
+        gateways(redis_server.url, 2) as (one, other),
+        Proxy(int(publisher.endpoint.rpartition(":")[2])) as proxy,
+    ):
+        through = SimpleNamespace(endpoint=f"tcp://127.0.0.1:{proxy.port}", replay=None)
+        through.subscribed = publisher.subscribed
+        await one_and_a_mirror("", through, one, other)
+        await publisher.publish(event(1, 0, 6))
+        await all_hold(prompt(1, 6)[1], one, other)
+        proxy.cut()
+        leaders = [one]
+
+        def have_taken_turns(times: int) -> bool:
+            for gateway in (one, other):
+                if gateway.role("r") == "writer" and leaders[-1] is not gateway:
+                    leaders.append(gateway)
+            return len(leaders) >= times
+
+        await until(lambda: have_taken_turns(3), 30)
+        gone = [gateway for gateway in (one, other) if gateway.intakes["r"].away]
+        assert gone
+        said = len(caplog.records), len(one.changes), len(other.changes)
+        await until(lambda: have_taken_turns(5) and all(each.intakes["r"].away for each in (one, other)), 30)
+        lines = [record.getMessage() for record in caplog.records if record.name == "hitherto.share"]
+        assert sum("gateways take turns in trying" in line for line in lines) == 2, lines
+        assert len(caplog.records) - said[0] <= 3 * (2 - len(gone)), lines[said[0] :]
+        for each in (one, other):
+            assert sum("was lost and cannot be made again" in reason for _, reason in each.changes) <= 1
+        proxy.mend()
+        async with asyncio.timeout(30):
+            while any(each.intakes["r"].away for each in (one, other)):
+                await publisher.publish(event(2, 0, 6))
+                await asyncio.sleep(0.1)
+        lines = [record.getMessage() for record in caplog.records if record.name == "hitherto.share"]
+        assert all(line.startswith("replica r: ") for line in lines if line.startswith("replica")), lines
+
+
 async def test_a_newer_incarnation_that_nobody_has_is_given_up(redis_server, monkeypatch):
     """Somebody wrote it, or the host's clock was set back before the engine was restarted: the one there is is shared
     again."""

@@ -110,6 +110,8 @@ async def test_a_snapshot_that_is_written_anew_while_its_deltas_are_read_is_read
     async with publishing() as publisher, gateways(redis_server.url, 2) as (one, late):
         one.follow("r", publisher)
         await led(one, "r", publisher)
+        # Its answer to the first snapshot is here, too, and is not taken for one to the second.
+        await until(lambda: one.shared.snapshots > 0)
         read_snapshot, read_deltas, read = late.shared.read_snapshot, late.shared.read_deltas, []
 
         async def is_replaced(keys):

@@ -320,7 +320,7 @@ class CacheMap:
         if self._replica(slot).observed != observed:
             self.change(slot, Observe(observed))
 
-    def learn(self, slot: int, hashes: Sequence[int], predicted_blocks: int, reported_blocks: int) -> None:
+    def learn(self, slot: int, predicted_blocks: int, reported_blocks: int) -> None:
         """The engine reported how much of a prompt it had; corrects a modelled replica."""
         replica = self._replica(slot)
         if not replica.observed:

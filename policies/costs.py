@@ -53,7 +53,7 @@ _BOUND = 100.0  # a coefficient stays within a hundredfold of its prior
 _SMOOTH = 0.1  # of the running error sizes
 # A replica that is passed over comes half as near to this share of the others' speed in so many seconds: once it is
 # thought a little quicker than they are it is tried, and known again. One thought twice as slow as they is after 6 s.
-_REST_HALF, _REST_SHARE = 2.0, 0.9
+_DECAY_HALF_LIFE, _DECAY_SHARE = 2.0, 0.9
 _FORGET = 0.99  # of the log speed stays, each turn without a request
 
 # Tokens in slower tiers, in runs of the prompt's order: (tier, tokens).
@@ -226,12 +226,12 @@ class Fetch:
         each = self._seconds
         return sum([tokens * each[tier] for tier, tokens in lower])
 
-    def observe(self, lower: Lower, rest: float, seconds: float) -> None:
-        """A first token came after `seconds` > 0; `rest`: what is predicted for all but the fetch."""
+    def observe(self, lower: Lower, compute: float, seconds: float) -> None:
+        """A first token came after `seconds` > 0; `compute`: what is predicted for all but the fetch."""
         parts = dict.fromkeys((tier for tier, _ in lower), 0.0)
         for tier, tokens in lower:
             parts[tier] += tokens * self._seconds[tier]
-        predicted = rest + sum(parts.values())
+        predicted = compute + sum(parts.values())
         gap = max(-_FETCH_LIMIT, min(_FETCH_LIMIT, log(seconds / predicted)))
         shares = {tier: part / predicted for tier, part in parts.items()}
         weight = 1.0 / (_NOISE + sum(self._variance[tier] * share * share for tier, share in shares.items()))
@@ -247,13 +247,13 @@ class Fetch:
 class Speed:
     """How many times longer one replica takes than its group's model says."""
 
-    __slots__ = ("value", "_bias", "_spread", "_heard", "_rests")
+    __slots__ = ("value", "_bias", "_spread", "_heard", "_decaying")
 
     def __init__(self) -> None:
         self.value = 1.0
         self._bias, self._spread = 0.0, 0.3  # running log error, and its size
         self._heard = False
-        self._rests = False  # it follows the speed of others, until it is heard of
+        self._decaying = False  # it follows the speed of others, until it is heard of
 
     def state(self) -> list[float]:
         return [self.value, self._bias, self._spread]
@@ -270,23 +270,23 @@ class Speed:
         signal = self._bias / max(self._spread, 0.02)
         self.value *= exp(trust * min(0.5, 0.5 * signal * signal) * gap)
         self.value = min(max(self.value, 1 / _BOUND), _BOUND)
-        self._heard, self._rests = True, False
+        self._heard, self._decaying = True, False
 
-    def rest(self, target: float, kept: float) -> bool:
+    def decay(self, target: float, kept: float) -> bool:
         """Keep so much of the distance to a lower `target`, of the logarithms; whether there was any."""
         if self.value <= target:
             return False
-        self._rests = True
-        target *= _REST_SHARE
+        self._decaying = True
+        target *= _DECAY_SHARE
         self.value = target * (self.value / target) ** kept
         self._bias *= kept
         return True
 
     def forget(self) -> None:
         """Called now and then: a replica not heard of since the last call goes back to its group's speed. Not one that
-        `rest` leads elsewhere: where the others are quicker than their group's model says, it would stay behind them
+        `decay` leads elsewhere: where the others are quicker than their group's model says, it would stay behind them
         for ever."""
-        if not (self._heard or self._rests):
+        if not (self._heard or self._decaying):
             self.value **= _FORGET
             self._bias *= _FORGET
         self._heard = False
@@ -335,10 +335,10 @@ class Costs:
         which of the `cached` tokens were fetched. Time spent on those says nothing of computing: where it is much, only
         the fetch is learned from it."""
         if lower and seconds > 0:
-            fetch, rest = self.group.fetch, self.ttft_seconds(before, uncached, cached, at)
+            fetch, compute = self.group.fetch, self.ttft_seconds(before, uncached, cached, at)
             fetched = fetch.seconds(lower)
-            if fetched > _ASIDE * (fetched + rest):
-                fetch.observe(lower, rest, seconds)
+            if fetched > _ASIDE * (fetched + compute):
+                fetch.observe(lower, compute, seconds)
                 return
             seconds -= fetched
         if seconds <= 0:
@@ -431,14 +431,14 @@ class CostGroup:
     def remove(self, replica: str) -> None:
         self._members.pop(replica, None)
 
-    def rest(self, idle: Collection[Costs], used: Collection[Costs], seconds: float) -> None:
+    def decay_idle(self, idle: Collection[Costs], used: Collection[Costs], seconds: float) -> None:
         """Replicas that others were chosen over for `seconds` more: those thought slower go towards the speed of the
         others, so that they are tried again, however few requests there are to go by."""
-        kept = 0.5 ** (seconds / _REST_HALF)
+        kept = 0.5 ** (seconds / _DECAY_HALF_LIFE)
         ttft = exp(sum(log(one.ttft.value) for one in used) / len(used))
         step = exp(sum(log(one.step.value) for one in used) / len(used))
         for one in idle:
-            if one.ttft.rest(ttft, kept) | one.step.rest(step, kept) and self.changes is not None:
+            if one.ttft.decay(ttft, kept) | one.step.decay(step, kept) and self.changes is not None:
                 self.changes.tell(one)
 
     def learn(self, which: str, features: tuple[float, ...], seconds: float) -> None:

@@ -109,8 +109,8 @@ class Reservation:
 
 
 class Ledger:
-    """The load of this gateway's requests, and beside it what is known of other gateways' (`others`); a
-    `Load` has the sum. `moved`, if set, hears of every change of this gateway's own part; `changes` has the names of
+    """The load of this gateway's requests, and beside it what is known of other gateways' (`others`); a `Load` has the
+    sum. `moved`, if set, hears of each replica on which this gateway's own part changes; `changes` has the names of
     replicas whose `Load` changed in any way, once somebody follows them."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Ledger:
         self._others: dict[str, tuple[int, ...]] = {}
         self._leaving: list[tuple[str, Load]] = []  # replicas removed while requests were still on them
         self._weight, self._growth = 1.0, 1.0  # of the latest choice, and how much heavier the next one is
-        self.moved: Callable[..., None] | None = None
+        self.moved: Callable[[str], None] | None = None
         self.changes: Changes[str] | None = None
 
     def follow(self) -> Changes[str]:
@@ -222,7 +222,7 @@ class Ledger:
         if self.changes is not None:
             self.changes.tell(replica)
         if self.moved is not None and not counted:
-            self.moved(replica, (1, 1, uncached, 0, 0, output))
+            self.moved(replica)
         return reservation
 
     def reserve_decode(self, replica: str, tokens: int, output: int = 0) -> Reservation:
@@ -261,7 +261,7 @@ class Ledger:
         if self.changes is not None:
             self.changes.tell(reservation.replica)
         if self.moved is not None:
-            self.moved(reservation.replica, (0, -1, -uncached, 1, tokens, 0))
+            self.moved(reservation.replica)
 
     def release(self, reservation: Reservation) -> None:
         """It has ended, however it ended."""
@@ -278,15 +278,13 @@ class Ledger:
                 min(load.begun, load.prefilling),
                 min(load.begun_tokens, load.prefill_tokens),
             )
-            change = (-1, -1, -reservation.uncached, 0, 0, -reservation.output)
         else:
             load.decoding -= 1
             load.context_tokens -= reservation.tokens
-            change = (-1, 0, 0, -1, -reservation.tokens, -reservation.output)
         if self.changes is not None:
             self.changes.tell(reservation.replica)
         if self.moved is not None:
-            self.moved(reservation.replica, change)
+            self.moved(reservation.replica)
 
     def outstanding(self) -> dict[str, tuple[int, ...]]:
         """What this gateway has on each replica, in the order of `own`, removed replicas included."""

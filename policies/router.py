@@ -77,8 +77,8 @@ class PrefixMap(Protocol):
     def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
         """It was not computed there: what was expected at `now`, beyond the `held` blocks, will not come."""
 
-    def learn(self, slot: int, hashes: Sequence[int], predicted: int, reported: int) -> None:
-        """The engine told how many of its blocks it had found."""
+    def learn(self, slot: int, predicted: int, reported: int) -> None:
+        """The engine told how many blocks of a prompt it had found."""
 
     def clear(self, slot: int) -> None:
         """The replica holds nothing."""
@@ -103,9 +103,6 @@ class Targets:
 
     def __len__(self) -> int:
         return len(self.candidates)
-
-    def without(self, replicas: Collection[str]) -> Targets:
-        return Targets([one for one in self.candidates if one.replica not in replicas])
 
     def only(self, replica: str) -> Targets:
         return Targets([one for one in self.candidates if one.replica == replica])
@@ -204,7 +201,7 @@ class Router:
         self._tiered: list[Candidate] = []  # whose `lower` the last request has set
         # of each replica its count of choices when last looked at, and when it changed
         self._used: dict[str, tuple[float, float]] = {}
-        self._rested_at = 0.0
+        self._decayed_at = 0.0
 
     # --- replicas
 
@@ -247,7 +244,7 @@ class Router:
     def decay_idle_costs(self, now: float) -> None:
         """Move the learned costs of replicas that got no request for PASSED_OVER_SECONDS, while others did, towards
         those of the others, so that they are tried again. Called a few times a second."""
-        elapsed, self._rested_at = max(0.0, min(now - self._rested_at, 1.0)), now
+        elapsed, self._decayed_at = max(0.0, min(now - self._decayed_at, 1.0)), now
         idle: dict[CostGroup, list[Costs]] = {}
         used: dict[CostGroup, list[Costs]] = {}
         for name, candidate in self.candidates.items():
@@ -259,7 +256,7 @@ class Router:
                 candidate.costs
             )
         for group in idle.keys() & used.keys():
-            group.rest(idle[group], used[group], elapsed)
+            group.decay_idle(idle[group], used[group], elapsed)
 
     # --- a request is placed
 
@@ -472,7 +469,7 @@ class Router:
             self.outputs.learn(demand, output)
         if reported is not None and demand.hashes and candidate.slot >= 0:
             size = demand.block_size
-            self.map.learn(candidate.slot, demand.hashes, placement.cached // size, reported // size)
+            self.map.learn(candidate.slot, placement.cached // size, reported // size)
 
     def abandon(self, placement: Placement, computed: bool = True) -> None:
         """It has ended otherwise. Unless it was `computed`, its blocks are not going to be there."""

@@ -93,7 +93,6 @@ class EventIntake:
         self.passed_over = 0  # events that could not be read
         self.complaints: list[str] = []  # why, each cause once, the first few
         self.last_seq: int | None = None
-        self.last_event_at: float | None = None  # by the loop's clock
 
     @property
     def blocks_stored(self) -> int:
@@ -414,7 +413,6 @@ class EventIntake:
             if batch.passed_over:
                 self._note(batch.passed_over)
         self.last_seq, self._last_timestamp = run[-1][0], run[-1][1].timestamp
-        self.last_event_at = _now()
         if self._events.fault:
             self._unobserve(self._events.fault)
         elif self._events.stored > stored:

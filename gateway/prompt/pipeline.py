@@ -112,7 +112,6 @@ class Pipeline:
         self.served_name = served_name
         self._block_size = block_size
         self._seeds: dict[str | None, int] = {}  # of chains without a salt, by adapter
-        self.offload_bytes = OFFLOAD_BYTES
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = max_model_len
         self.prefixes: Prefixes | None = None

@@ -287,7 +287,7 @@ class SharedLedger:
 
     # --- what goes there
 
-    def _moved(self, replica: str, change: Sequence[int] = ()) -> None:
+    def _moved(self, replica: str) -> None:
         """`Ledger.moved`: what this gateway has there now is stated with whatever goes next."""
         self._changed.add(replica)
         if self._due is None and self.joined:

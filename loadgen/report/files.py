@@ -134,7 +134,7 @@ def draw(reports: Reports, records: Records, about: Mapping[str, object], html: 
     if plan:
         figures = plots.of_plan(plan["points"], plan["attainment"], drawn) + figures
     if html:
-        html.write_text(page.page(title, reports, records, drawn, figures, about), encoding="utf-8")
+        html.write_text(page.page(title, reports, drawn, figures, about), encoding="utf-8")
     if png:
         plots.png(png, figures, drawn, title)
 

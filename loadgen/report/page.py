@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 
 from loadgen.report import comparison, plots, show
-from loadgen.report.summary import Records, Report, Reports
+from loadgen.report.summary import Report, Reports
 
 _MOST_REPLICAS = 24  # rows of the table of replicas that are open without being asked for
 _ENVIRONMENT = jinja2.Environment(
@@ -19,7 +19,6 @@ _ENVIRONMENT = jinja2.Environment(
 def page(
     title: str,
     reports: Reports,
-    records: Records,
     drawn: Mapping[str, plots.Line],
     figures: Sequence[plots.Plot],
     about: Mapping[str, object],

@@ -291,11 +291,11 @@ def test_the_model_learns_from_reported_cached_tokens():
         table.expect(slot, chain(number, 7), 0.0)
     assert table.stats()["modelled"] == 1000
     for _ in range(200):
-        table.learn(slot, chain(1), 6, 0)
+        table.learn(slot, 6, 0)
     table.expect(slot, chain(7), 0.0)
     assert table.stats()["modelled"] == 250  # a quarter at least
     for _ in range(200):
-        table.learn(slot, chain(1), 0, 6)
+        table.learn(slot, 0, 6)
     for number in range(100):
         table.expect(slot, chain(number, 7), 0.0)
     assert table.stats()["modelled"] == 1000

@@ -209,11 +209,11 @@ def test_a_slow_replica_that_others_are_chosen_over_is_at_their_speed_again_with
     slow.ttft.value, quick.ttft.value, other.ttft.value = 4.0, 0.25, 0.25  # the group's own scale is arbitrary
     seconds = 0.0
     while slow.ttft.value > quick.ttft.value:
-        group.rest([slow], [quick, other], 0.25)
+        group.decay_idle([slow], [quick, other], 0.25)
         seconds += 0.25
     assert 5 < seconds < 12 and slow.ttft.value > 0.2 and quick.ttft.value == 0.25
     slow.ttft.value = 0.1
-    group.rest([slow], [quick, other], 3.0)
+    group.decay_idle([slow], [quick, other], 3.0)
     assert slow.ttft.value == 0.1, "quicker ones are chosen anyway"
 
 
@@ -225,7 +225,7 @@ def test_a_replica_that_is_passed_over_is_tried_again_however_many_requests_the_
     quick.ttft.value = quick.step.value = 0.5
     quarters = 0
     while slow.ttft.value > quick.ttft.value or slow.step.value > quick.step.value:
-        group.rest([slow], [quick], 0.25)
+        group.decay_idle([slow], [quick], 0.25)
         for _ in range(requests):
             quick.observe_ttft(quick.ttft_seconds(Load(), 700, 100), 700, 100, Load())
             quick.observe_itl(quick.step_seconds(Load(decoding=1, context_tokens=800)), 1, 800)

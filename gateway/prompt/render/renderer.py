@@ -67,7 +67,6 @@ class Renderer:
         self._text_cut = ""
         self._runs = 0
         self.by_plan = 0  # requests rendered by a plan, of all
-        self.by_jinja = 0
 
     def tokens(self, seed: int, chat: Chat, lead: bytes = b"") -> Found:
         """Raises ApiError, Multimodal, TemplateError, TakesLong on the event loop, or whatever the tokenizer raises.
@@ -101,7 +100,6 @@ class Renderer:
         text = self.template.render(talk, tools, variables)
         if not self.compiled.why_not and not variables.get("continue_final_message"):
             self.compiled.learn(shape, talk, slots, tools, variables)
-        self.by_jinja += 1
         pieces = self._pieces(text)
         return self._prefixes.tokens(seed, bare(len(pieces)), pieces, lead)
 

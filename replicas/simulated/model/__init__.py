@@ -15,7 +15,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-SERVED_NAME = "sim"
 MERGES = 32_000
 OWN_FILES = ("chat_template.jinja", "tokenizer_config.json", "config.json")
 

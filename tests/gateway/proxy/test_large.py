@@ -40,7 +40,7 @@ class Gated(Pipeline):
         self.gate, self.begun = threading.Event(), []
 
     def prepare_parsed(self, path, body, *given):
-        if len(body) > self.offload_bytes:
+        if len(body) > OFFLOAD_BYTES:
             self.begun.append(body)
             assert self.gate.wait(20)
         return super().prepare_parsed(path, body, *given)

@@ -12,9 +12,9 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import orjson
 
@@ -22,7 +22,7 @@ from ..api.conversation import PLAIN_ROLES, conversation, is_plain, require_exac
 from ..api.openai import Chat
 from ..api.structure import more_values
 from ..offload import TakesLong, event_loop
-from ..tokens.prefixes import Found, Mismatch, Plan, Prefixes, bare, bytes_of, fits
+from ..tokens.prefixes import Found, Generations, Mismatch, Plan, Prefixes, bare, bytes_of, fits
 from ..tokens.tokenizer import Tokenizer
 from .compiler import Compiler
 from .shape import describe
@@ -30,8 +30,6 @@ from .template import ChatTemplate
 
 log = logging.getLogger(__name__)
 
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 _FIRST_CHECKED = 32
 _CHECK_MASK = 255
@@ -50,7 +48,7 @@ _MAX_WAYS = 6  # plans per shape: ways its texts answered the template's questio
 # Compiling takes as long as 4 to 6 renderings, and most shapes of agents (who called what when)
 # come once or twice: wait until rendering has cost as much.
 _PATIENCE = 5
-_ENTRY_BYTES = 200  # what `Bounded` needs for an entry: its places in the dictionary, its pair and its size
+_ENTRY_BYTES = 200  # an entry's places in the dictionaries, its pair and its size
 _EXPONENT = re.compile(rb"\de\+?\d\d")  # as orjson writes what is rounded: 1.8446744073709552e+19
 
 
@@ -85,7 +83,7 @@ class Renderer:
             chat.roles = known[0]
         roles, slots = known
         shape = (roles, extra)
-        for plan in self.compiled.plans.get(shape) or ():
+        for plan in self.compiled.plans(shape):
             result = self._by_plan(plan, seed, slots, lead)
             if result is not None:
                 runs = self._runs + 1
@@ -166,18 +164,23 @@ class Compiled:
 
     def __init__(self, source: str, special_tokens: dict[str, str], cuts: Iterable[str]) -> None:
         self.why_not = ""  # set once compiling is given up for good
-        # By shape; whether one of its plans applies is for their questions to say.
-        self.plans: Bounded[Any, list[Plan]] = Bounded(PLANS_BYTES)
-        self._seen: Bounded[Any, int] = Bounded(SEEN_BYTES)  # shapes that no plan fitted, how often
+        # By shape, with their bytes; whether one of a shape's plans applies is for their questions to say.
+        self._plans: Generations[Any, tuple[list[Plan], int]] = Generations(PLANS_BYTES, _size)
+        # shapes that no plan fitted, how often
+        self._seen: Generations[Any, tuple[int, int]] = Generations(SEEN_BYTES, _size)
         self._lock = threading.Lock()
         try:
             self._compiler = Compiler(source, special_tokens, cuts)
         except Exception as error:  # whatever is wrong, plain Jinja will do or say so
             self.why_not = f"{type(error).__name__}: {error}"
 
+    def plans(self, shape: Any) -> Sequence[Plan]:
+        found = self._plans.get(shape)
+        return () if found is None else found[0]
+
     def give_up(self, why: str) -> None:
         self.why_not = why
-        self.plans.clear()
+        self._plans.clear()
 
     def learn(
         self,
@@ -188,16 +191,16 @@ class Compiled:
         variables: dict[str, Any],
     ) -> None:
         """Note a request that no plan fitted; compile its shape if that is worth it."""
-        size = bytes_of(shape)
+        size = bytes_of(shape) + _ENTRY_BYTES
         if size > _LARGEST_SHAPE:
             return
         with self._lock:
-            known = self.plans.get(shape) or []
+            known = self.plans(shape)
             if self.why_not or len(known) >= _MAX_WAYS:
                 return
-            seen = (self._seen.get(shape) or 0) + 1
+            seen = (self._seen.get(shape) or (0, 0))[0] + 1
             if seen < _PATIENCE:
-                self._seen.put(shape, seen, size)
+                self._seen.put(shape, (seen, size))
                 return
             self._seen.pop(shape)
             try:
@@ -207,62 +210,18 @@ class Compiled:
             if plan.size > PLANS_BYTES // 32:
                 plan = _NEVER
             plans = [*known, plan]
-            self.plans.put(shape, plans, size + sum(one.size for one in plans))
-
-
-class Bounded(Generic[K, V]):
-    """Entries in two generations: what is used moves to the young one; when that has half of the budget it
-    becomes the old one, and what was in the old one and unused is gone.
-
-    Thread safe: a race between two threads costs an entry or the count of its bytes until the next generation.
-    """
-
-    __slots__ = ("_half", "_young", "_old", "_young_bytes")
-
-    def __init__(self, budget_bytes: int) -> None:
-        self._half = budget_bytes // 2
-        self._young: dict[K, tuple[V, int]] = {}
-        self._old: dict[K, tuple[V, int]] = {}
-        self._young_bytes = 0
-
-    def get(self, key: K) -> V | None:
-        found = self._young.get(key)
-        if found is None:
-            found = self._old.get(key)
-            if found is None:
-                return None
-            self._add(key, found)
-        return found[0]
-
-    def put(self, key: K, value: V, size: int) -> None:
-        """`size`: bytes of key and value. An entry that would take a quarter of the budget is not kept."""
-        self.pop(key)
-        if 2 * size <= self._half:
-            self._add(key, (value, size + _ENTRY_BYTES))
-
-    def _add(self, key: K, entry: tuple[V, int]) -> None:
-        self._young[key] = entry
-        self._young_bytes += entry[1]
-        if self._young_bytes > self._half:
-            self._old, self._young, self._young_bytes = self._young, {}, 0
-
-    def pop(self, key: K) -> None:
-        found = self._young.pop(key, None)
-        if found is not None:
-            self._young_bytes -= found[1]
-        self._old.pop(key, None)
-
-    def clear(self) -> None:
-        self._young, self._old, self._young_bytes = {}, {}, 0
-
-    def __len__(self) -> int:
-        return len(self._young) + len(self._old)  # what was moved counts twice until the old ones are gone
+            self._plans.put(shape, (plans, size + sum(one.size for one in plans)))
 
 
 # Stands for a way that can't be compiled: it fits nothing.
 _NEVER = Plan([], [("bool", ("",), (), True)])
 # What vLLM passes when a chat request says nothing.
 DEFAULTS: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False}
+
+
+def _size(shape: Any, entry: tuple[object, int]) -> int:
+    """Entries have their size with them: it takes long to find."""
+    return entry[1]
 
 
 def _weigh(chat: Chat, texts: Sequence[Any] = ()) -> None:

@@ -8,9 +8,6 @@ it completes. It is found under (parent, SHA-256 of the literals around its text
 SHA-256), all of which the dictionary compares for equality. Every part of the key is content, nothing is a number
 that a template gave out: a known prefix gives exactly what tokenizing it again would, also where several templates,
 or a template compiled anew for another version of the engine, share one memo.
-
-Bounded in bytes by two generations: what is used is in the young one; when that has half of
-the budget it becomes the old one, and what was old and unused is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from operator import itemgetter
 from sys import getsizeof
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from cachemap import hash_blocks
 
@@ -31,6 +28,9 @@ from .tokenizer import Tokenizer
 
 _SEGMENT_BYTES = 120  # a segment without what it refers to
 _NODE_BYTES = 500  # a node, its key, its serial and its place in the dictionary
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 # A text from here on is known by its SHA-256, or the texts of long prompts would take half of the memo and more: as
 # Python keeps them, twice to four times their bytes where one character is outside Latin 1. 420 kB cost 0.3 ms instead
@@ -131,6 +131,76 @@ class Mismatch(Exception):
     """The texts answer a segment's questions otherwise: the plan is not for them."""
 
 
+class Generations(Generic[K, V]):
+    """What is used is in the young generation; when that has half of the budget it becomes the old one, and what was
+    old and unused is gone.
+
+    Thread safe: a race between two threads costs an entry or the count of its bytes until the next generation. Readers
+    that cannot afford a call look at `young` and `old` themselves, in this order, and `keep` what they find in `old`.
+    """
+
+    __slots__ = ("young", "old", "young_bytes", "_gone", "_half", "_size")
+
+    def __init__(self, budget_bytes: int, size: Callable[[K, V], int]) -> None:
+        """`size`: bytes of an entry and of its place."""
+        self._half, self._size = budget_bytes // 2, size
+        self.clear()
+
+    def clear(self) -> None:
+        self.young: dict[K, V] = {}
+        self.old: dict[K, V] = {}
+        self._gone: dict[K, V] = {}  # nobody looks there; see `_free`
+        self.young_bytes = 0
+
+    def bound(self, budget_bytes: int) -> None:
+        """Keep within this many bytes from the next generation on."""
+        self._half = budget_bytes // 2
+
+    def __len__(self) -> int:
+        return len(self.young) + len(self.old)  # what was moved counts twice until the old ones are gone
+
+    def get(self, key: K) -> V | None:
+        found = self.young.get(key)
+        if found is None and (found := self.old.get(key)) is not None:
+            self.keep(key, found)
+        return found
+
+    def put(self, key: K, value: V) -> None:
+        """An entry that would take a quarter of the budget is not kept."""
+        self.pop(key)
+        if 2 * self._size(key, value) <= self._half:
+            self.keep(key, value)
+
+    def pop(self, key: K) -> None:
+        found = self.young.pop(key, None)
+        if found is not None:
+            self.young_bytes -= self._size(key, found)
+        self.old.pop(key, None)
+
+    def keep(self, key: K, value: V) -> None:
+        """Enter what is not in the young generation."""
+        self.young[key] = value
+        self.grow(self._size(key, value))
+
+    def grow(self, size: int) -> None:
+        """The young generation has so many bytes more."""
+        self.young_bytes += size
+        if self._gone:
+            self._free(2 * size)
+        if self.young_bytes > self._half:
+            self._gone, self.old, self.young, self.young_bytes = self.old, self.young, {}, 0
+
+    def _free(self, least: int) -> None:
+        """So many bytes of the generation before the old one. All 150,000 nodes of known prefixes at once would take 40
+        ms, in which nobody is answered; twice what comes in, and they are gone when the next generation goes."""
+        gone = self._gone
+        while gone and least > 0:
+            try:
+                least -= self._size(*gone.popitem())
+            except KeyError:  # another thread took the last one
+                return
+
+
 class Prefixes:
     """Tokens and hashes of prompts in segments. Thread safe: races only cost a segment's reuse."""
 
@@ -138,25 +208,22 @@ class Prefixes:
         self._tokenizer = tokenizer
         self._block_size = block_size
         self._width = 4 * block_size
-        self._half = budget_bytes // 2
-        self._young: dict[Key, Node] = {}
-        self._old: dict[Key, Node] = {}
-        self._gone: dict[Key, Node] = {}  # nobody looks there; see `_grow`
-        self._young_bytes = 0
+        self._nodes: Generations[Key, Node] = Generations(budget_bytes, _size)
         self._serials = itertools.count(1)
         self.hit_chars = 0  # characters of prompts found here, of all that came
         self.all_chars = 0
 
     def bound(self, budget_bytes: int) -> None:
         """Keep within this many bytes from the next generation on."""
-        self._half = budget_bytes // 2
+        self._nodes.bound(budget_bytes)
 
     def tokens(self, seed: int, plan: Plan, texts: Sequence[str], lead: bytes = b"") -> Found:
         """Tokens and hashes of a prompt whose segments have these texts. Raises Mismatch.
 
         `lead`: special tokens (always the same) that stand before the text.
         """
-        young, old = self._young.get, self._old.get
+        nodes = self._nodes
+        young, old = nodes.young.get, nodes.old.get
         # Serials are positive, so that no chain's start is ever taken for a node.
         parent = -1 - seed if not lead else -1 - (1 << 64) - seed
         found, packed = [lead], []
@@ -168,11 +235,11 @@ class Prefixes:
                 node = old(key)
                 if node is None:
                     break
-                self._keep(key, node)
+                nodes.keep(key, node)
             if asks and asks != node[_ASKED]:
                 if not hold(plan.segments[len(packed)].checks, text):
                     raise Mismatch
-                self._young[key] = (*node[:_ASKED], asks)
+                nodes.young[key] = (*node[:_ASKED], asks)
             parent, ids, new, end, tail, chars, _ = node
             found.append(ids)
             packed.append(new)
@@ -201,7 +268,7 @@ class Prefixes:
 
         `key` is the first one's, `seed` the last hash before it.
         """
-        rendered = []
+        rendered, nodes = [], self._nodes
         for segment, text in zip(segments, texts):
             if segment.checks and not hold(segment.checks, text):
                 raise Mismatch
@@ -222,33 +289,11 @@ class Prefixes:
             parent = next(self._serials)
             mine = new[done:full].tobytes()
             # Of now: others may have turned the generations while this thread made tokens.
-            self._young[key] = (parent, ids, mine, end, data[full * width : end - start], chars, segment.asks)
+            nodes.young[key] = (parent, ids, mine, end, data[full * width : end - start], chars, segment.asks)
             size += _NODE_BYTES + getsizeof(key[2])
             done = full
-        self._grow(size + end - begin + _HASH_BYTES * done)
+        nodes.grow(size + end - begin + _HASH_BYTES * done)
         return chars
-
-    def _keep(self, key: Key, node: Node) -> None:
-        self._young[key] = node
-        self._grow(_size(key, node))
-
-    def _grow(self, size: int) -> None:
-        """The young generation has so many bytes more."""
-        self._young_bytes += size
-        if self._gone:
-            self._free(2 * size)
-        if self._young_bytes > self._half:
-            self._gone, self._old, self._young, self._young_bytes = self._old, self._young, {}, 0
-
-    def _free(self, least: int) -> None:
-        """So many bytes of the generation before the old one. All 150,000 nodes at once would take 40 ms, in which
-        nobody is answered; twice what comes in, and they are gone when the next generation goes."""
-        gone = self._gone
-        while gone and least > 0:
-            try:
-                least -= _size(*gone.popitem())
-            except KeyError:  # another thread took the last one
-                return
 
     def resize(self, block_size: int) -> None:
         """Blocks of another size: the hashes of all nodes are void."""
@@ -256,12 +301,12 @@ class Prefixes:
         self.forget()
 
     def forget(self) -> None:
-        self._young, self._old, self._gone, self._young_bytes = {}, {}, {}, 0
+        self._nodes.clear()
 
     def stats(self) -> dict[str, int]:
         return {
-            "segments": len(self._young) + len(self._old),
-            "young_bytes": self._young_bytes,
+            "segments": len(self._nodes),
+            "young_bytes": self._nodes.young_bytes,
             "hit_chars": self.hit_chars,
             "all_chars": self.all_chars,
         }

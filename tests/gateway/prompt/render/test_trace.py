@@ -270,21 +270,21 @@ def test_a_shape_is_compiled_when_it_has_come_five_times_and_kept_while_it_is_us
     messages = talk("x")
     shape, slots = describe(messages)
     for seen in range(5):
-        assert compiled.plans.get(shape) is None, seen
+        assert compiled.plans(shape) == (), seen
         compiled.learn(shape, messages, slots, None, VARIABLES)
 
     def others(kind):
         for i in range(120):
             for _ in range(5):
                 compiled.learn((shape, kind, i), messages, slots, None, VARIABLES)
-            assert len(compiled.plans.get((shape, kind, i))) == 1
+            assert len(compiled.plans((shape, kind, i))) == 1
             yield
 
     for _ in others("while it is used"):
-        assert len(compiled.plans.get(shape)) == 1
+        assert len(compiled.plans(shape)) == 1
     for _ in others("while it is not"):
         pass
-    assert compiled.plans.get(shape) is None
+    assert compiled.plans(shape) == ()
 
 
 def test_what_shapes_leave_behind_is_bounded_in_bytes(monkeypatch):
@@ -304,7 +304,7 @@ def test_what_shapes_leave_behind_is_bounded_in_bytes(monkeypatch):
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert compiled.plans.get((shape, ("399" * 1000,))), "the last one is there"
+    assert compiled.plans((shape, ("399" * 1000,))), "the last one is there"
     assert budget / 4 < after - before < 2 * budget
 
 
@@ -312,7 +312,7 @@ def test_a_shape_too_large_to_keep_is_not_kept():
     compiled = Compiled(looped("{{ m.content }}"), {}, ["<s>"])
     for _ in range(10):
         compiled.learn(("user", "x" * 1_000_000), talk("x"), ["x"], None, VARIABLES)
-    assert compiled.plans.get(("user", "x" * 1_000_000)) is None and len(compiled._seen) == 0
+    assert compiled.plans(("user", "x" * 1_000_000)) == () and len(compiled._seen) == 0
 
 
 def test_a_shape_has_so_many_ways_and_no_more():
@@ -321,8 +321,8 @@ def test_a_shape_has_so_many_ways_and_no_more():
     for length in range(10):
         for _ in range(5):
             compiled.learn(shape, talk("x" * length), ["x" * length], None, VARIABLES)
-    assert len(compiled.plans.get(shape)) == 6
+    assert len(compiled.plans(shape)) == 6
     lost = Compiled(looped("{% for c in m.content %}{{ c }}{% endfor %}"), {}, ["<s>"])
     for _ in range(5):
         lost.learn(shape, talk("x"), ["x"], None, VARIABLES)
-    assert [filled(plan, ["x"]) for plan in lost.plans.get(shape)] == [None]
+    assert [filled(plan, ["x"]) for plan in lost.plans(shape)] == [None]

@@ -135,10 +135,10 @@ def test_what_nobody_used_goes_little_by_little(tokenizer, sizes):
     going, generation = 0, None
     for number, size in enumerate(sizes):
         tokens_of(prefixes, [CUT + f"{number} " + "x " * size])
-        if prefixes._old is not generation:
+        if prefixes._nodes.old is not generation:
             assert not going or generation is None  # all was gone before the next ones went
-            generation = prefixes._old
-        going = len(prefixes._gone)
+            generation = prefixes._nodes.old
+        going = len(prefixes._nodes._gone)
 
 
 def test_questions_are_asked_of_new_texts_and_when_they_change(tokenizer):
@@ -160,7 +160,7 @@ def test_the_garbage_collector_stops_tracking_nodes(tokenizer):
     tokens_of(prefixes, [CUT + "some words " * 20])
     gc.collect()
     gc.collect()
-    ((key, node),) = prefixes._young.items()
+    ((key, node),) = prefixes._nodes.young.items()
     assert not gc.is_tracked(key) and not gc.is_tracked(node)
 
 

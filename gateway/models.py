@@ -44,7 +44,7 @@ class Models:
         first = self._files.new_pipeline(directory)
         format = PromptFormat(self._files.given, first.block_size, VersionQuirks())
         self.spaces = [ModelSpace(next(self._numbers), format, first, costs or CostGroup(), self._judged)]
-        self._said: frozenset[PromptFormat] = frozenset()
+        self._said: dict[str, frozenset[PromptFormat]] = {}  # by model: the variants that were told last
         self.refresh()
 
     @classmethod
@@ -236,12 +236,14 @@ class Models:
                     space.loading.cancel()
 
     def _say(self, space: ModelSpace) -> None:
-        """The variants of a model, when they change."""
+        """The variants of a model, when they change; not while it is still looked for what one was started from."""
         variants = [one for one in self.spaces if one.members and one.names & space.names]
-        formats = frozenset(one.format for one in variants)
-        if len(variants) < 2 or formats == self._said:
+        if any(member.finding is not None for one in variants for member in one.members.values()):
             return
-        self._said = formats
+        formats, before = frozenset(one.format for one in variants), self._said.get(space.name)
+        self._said[space.name] = formats
+        if len(variants) < 2 or formats == before:
+            return
         first, *others = variants
         for other in others:
             log.warning(
@@ -271,6 +273,8 @@ class Models:
             member.source = source
             self.adopt(member.replica)
             self.on_change()
+        if member.space is not None:
+            self._say(member.space)
 
     def _find_again(self, names: set[str]) -> None:
         """Replicas of this model were taken for those that the operator gave the files of."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 from policies import Demand, Evaluation, Router, legs
+from replicas import TAKES_TRAFFIC
 from replicas.roles import BOTH, DECODERS, PREFILL, PREFILLERS, REMEDY, lacks
 
 from ..http.upstream import Upstream, UpstreamError
@@ -66,13 +67,16 @@ class Roles:
         self._said: set[str] = set()
         self._pressed: set[str | None] = set()
 
-    def look(self, backends: Sequence[Backend]) -> None:
+    def look(self, backends: Sequence[Backend], awaited: Set[str] = frozenset()) -> None:
+        """`awaited`: roles of replicas that were never ready, of which nobody knows what they will serve."""
         self.any = any(one.replica.role != BOTH for one in backends)
+        if not any(one.replica.state in TAKES_TRAFFIC for one in backends):
+            return
         wrong = set()
         if self.any:
             models: set[str | None] = {name for one in backends for name in one.replica.models}
             for model in models or {None}:
-                if what := lacks({one.replica.role for one in backends if one.serves(model)}):
+                if what := lacks({one.replica.role for one in backends if one.serves(model)} | awaited):
                     wrong.add(f"model {model}: {what}" if model else what)
         for what in wrong - self._said:
             log.warning("%s. %s", what, REMEDY)

@@ -49,7 +49,7 @@ class Eligibility:
         self._with_room.clear()
         self._sides.clear()
         known = [*self.backends.values()]
-        self.roles.look(known)
+        self.roles.look(known, {one.role for id, one in self._replicas.items() if id not in self.backends})
         self.names = {name: parent for one in _in_best_state(known) for name, parent in one.replica.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
         told = {id: frozenset(backend.replica.models) for id, backend in self.backends.items()}

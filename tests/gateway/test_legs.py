@@ -60,6 +60,18 @@ async def test_two_legs_say_what_one_engine_says(trio, way):
         assert counted(page, "hitherto_reservations") == 0
 
 
+async def test_no_counterpart_is_missed_that_has_not_been_heard_yet_or_has_stopped(trio):
+    prefiller, decoder, _ = trio
+    for _ in range(3):
+        async with running("--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode") as gateway:
+            await gateway.ready(2)
+        assert b"none has role" not in b"".join(gateway.log)
+    async with running("--replica-url", f"{prefiller.url}#role=prefill") as gateway:
+        await gateway.ready(1)
+        await gateway.until(lambda _: any(b"none has role=decode" in line for line in gateway.log))
+    assert b"".join(gateway.log).count(b"none has role=decode") == 1
+
+
 async def test_explain_tells_both_ways_and_reserves_nothing(trio):
     prefiller, decoder, _ = trio
     async with running("--replica-url", f"{prefiller.url}#role=prefill", f"{decoder.url}#role=decode") as gateway:

@@ -88,6 +88,18 @@ async def test_each_model_has_its_own_tokens_blocks_and_context(start_engine, ot
         assert set((await gateway.status())["totals"]["prompts"]) == {"exact"}
 
 
+async def test_variants_are_told_when_they_change_and_engines_that_are_alike_are_none(start_engine, other):
+    flags = ("--model", other, "--served-model-name")
+    alike, small = start_engine(*flags, "b"), start_engine(*flags, "c", "--block-size", "32")
+    twin, large = start_engine(*flags, "b"), start_engine(*flags, "c", "--block-size", "64")
+    urls = [one.wait().url for one in (alike, small, twin, large)]
+    async with running("--replica-url", *urls) as gateway:
+        await compared(gateway, 4)
+        log = b"".join(gateway.log)
+        assert b"no files here" not in log and b"model b" not in log
+        assert log.count(b"are a variant") == log.count(b"prompts are prepared for 2 variants") == 1
+
+
 @pytest.fixture
 async def reranker():
     """An engine that serves one model, which ranks and transcribes, and refuses any other as vLLM does. It has no
@@ -195,6 +207,7 @@ async def test_variants_of_one_model_are_each_predicted_exactly(start_engine, tm
             raise AssertionError(f"what is held is never predicted: {found}")
 
         held = await each(2)
+        assert b"no files here" not in b"".join(gateway.log), "they were only looked for"
         assert sorted(one["block_size"] for one in (await gateway.status())["spaces"]) == [16, 32]
         assert b"blocks of 32 tokens instead of 16" in b"".join(
             gateway.log

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from replicas import tls
+from replicas import tls, yaml_text
 from replicas.kept import KeptReplicas
 from replicas.launch import profile
 from replicas.replica import parse_url
@@ -36,6 +36,7 @@ DEFAULT_FILE = "hitherto.yaml"
 SIZES = ("cache_budget", "max_body_bytes", "request_budget")  # fields that are bytes and read best with a unit
 ALIASES = {"replica_url": ("--worker-urls", "--backend-url")}
 
+MOST_BYTES = 2**50
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -50,7 +51,10 @@ def parse_bytes(value: Any) -> Any:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
     if not found or found[2].lower() not in _UNITS:
         raise ValueError(f"{value!r} is not a size; write a number of bytes, or one with KiB, MiB or GiB, like 512MiB")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    size = float(found[1]) * _UNITS[found[2].lower()]
+    if size > MOST_BYTES:
+        raise ValueError(f"{value[:40]!r} is more than any machine has; write a size like 512MiB")
+    return int(size)
 
 
 def show_bytes(count: int) -> str:
@@ -113,7 +117,7 @@ def _check_redis(url: str) -> str:
     return url
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=MOST_BYTES)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Urls = Annotated[tuple[str, ...], BeforeValidator(_split_urls), AfterValidator(_check_urls)]
@@ -314,24 +318,23 @@ def read_file(path: Path) -> dict[str, tuple[Any, int]]:
         raise ConfigError(
             f"{path}: cannot read the configuration: {reason}. Name a readable YAML file with --config"
         ) from None
-    loader = yaml.SafeLoader(text)
     try:
-        root = loader.get_single_node()
-        if root is None:
-            return {}
-        if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path}:{root.start_mark.line + 1}: expected lines like 'port: 8080', found a {root.id}")
-        return _fields_of(path, root, loader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not YAML: {error.problem}. Check quotes and indentation there") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
-    finally:
-        loader.dispose()
+        with yaml_text.reading(text) as loader:
+            root = loader.get_single_node()
+            if root is None:
+                return {}
+            if not isinstance(root, yaml.MappingNode):
+                raise ConfigError(
+                    f"{path}:{root.start_mark.line + 1}: expected lines like 'port: 8080', found a {root.id}"
+                )
+            return _fields_of(path, root, loader)
+    except yaml_text.NotYaml as error:
+        raise ConfigError(
+            f"{path}:{error.line}: not YAML: {error.reason}. Check quotes and indentation there"
+        ) from None
 
 
-def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml.SafeLoader) -> dict[str, tuple[Any, int]]:
+def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml_text.Loader) -> dict[str, tuple[Any, int]]:
     found: dict[str, tuple[Any, int]] = {}
     for key_node, value_node in root.value:
         line = key_node.start_mark.line + 1
@@ -340,7 +343,13 @@ def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml.SafeLoader) -> d
             raise ConfigError(f"{path}:{line}: unknown setting {name!r}. {suggest(name, Settings.model_fields)}")
         if name in found:
             raise ConfigError(f"{path}:{line}: {name!r} is set twice, first on line {found[name][1]}. Keep one of them")
-        found[name] = (loader.construct_object(value_node, deep=True), line)
+        value = loader.construct_object(value_node, deep=True)
+        if isinstance(value, bool) and Settings.model_fields[name].annotation is not bool:
+            raise ConfigError(
+                f"{path}:{line}: {name}: {value_node.value!r} is yes or no to YAML. {flag(name)} is the "
+                f"{Settings.model_fields[name].description}"
+            )
+        found[name] = (value, line)
     return found
 
 

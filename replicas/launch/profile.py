@@ -8,9 +8,9 @@ import difflib
 from pathlib import Path
 from typing import get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
+from replicas import yaml_text
 from replicas.engines import DEFAULT, DIALECTS, by_id
 from replicas.engines.simulated import SIMULATED
 from replicas.launch.command import LaunchProfile, ProfileError
@@ -28,7 +28,9 @@ def load(name_or_file: str) -> LaunchProfile:
     if "/" in name_or_file or name_or_file.endswith((".yaml", ".yml")):
         path = Path(name_or_file)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ProfileError(f"{path}: it is not UTF-8 text") from None
     except OSError as error:
         known = ", ".join(names())
         raise ProfileError(
@@ -40,9 +42,9 @@ def load(name_or_file: str) -> LaunchProfile:
 def parse(text: str, where: str = "profile") -> LaunchProfile:
     """Raises ProfileError naming each wrong field."""
     try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ProfileError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+        raw = yaml_text.load(text)
+    except yaml_text.NotYaml as error:
+        raise ProfileError(f"{where}: {error}") from None
     if not isinstance(raw, dict):
         raise ProfileError(f"{where}: a profile is a mapping of fields, beginning with `engine: {DEFAULT.id}`")
     if "engine" not in raw and "step" in raw:  # a timing profile, as `hitherto calibrate` writes it

@@ -184,7 +184,7 @@ def load_profile(name_or_path: str | Path, **changes) -> Profile:
     """A bundled profile by name or one from a YAML file; `changes` replace fields (None: keep).
 
     ValueError says what is wrong with the file and where."""
-    import yaml
+    from replicas import yaml_text
 
     path = PROFILES / f"{name_or_path}.yaml"
     if not path.is_file():
@@ -193,9 +193,11 @@ def load_profile(name_or_path: str | Path, **changes) -> Profile:
         known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
         raise ValueError(f"no profile {str(name_or_path)!r}: give the path of a YAML file or one of {known}")
     try:
-        given = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {error}") from None
+        given = yaml_text.load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: it is not UTF-8 text") from None
+    except yaml_text.NotYaml as error:
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(given, dict) or not isinstance(given.get("step"), dict):
         raise ValueError(f"{path}: a profile is a mapping with a mapping `step` in it")
     _refuse_unknown(path, given, Profile)

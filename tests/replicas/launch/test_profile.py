@@ -66,7 +66,9 @@ def test_every_field_reaches_the_command_line(tmp_path):
         ("engine: llama.cpp", "engine is 'llama.cpp', must be one of: sim, vllm"),
         ("speedup: 2", "engine is None"),
         ("- a", "a profile is a mapping"),
-        ("engine: [", "not YAML"),
+        ("engine: [", "line 1 is not YAML"),
+        ("engine: sim\nspeedup: 2020-13-45", "line 2 is not YAML: month must be"),
+        ("engine: " + 3000 * "[", "line 1 is not YAML: it is nested too deeply"),
         ("", "a profile is a mapping"),
     ],
 )
@@ -74,6 +76,12 @@ def test_what_is_wrong_is_refused_with_the_place(text, said):
     with pytest.raises(ProfileError) as caught:
         profile.parse(text, "my.yaml")
     assert str(caught.value).startswith("my.yaml: ") and said in str(caught.value)
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ProfileError, match="x.yaml: it is not UTF-8 text"):
+        profile.load(str(tmp_path / "x.yaml"))
 
 
 def test_an_unknown_profile_names_the_known_ones():

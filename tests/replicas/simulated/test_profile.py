@@ -53,6 +53,7 @@ def test_changes_and_own_files(tmp_path):
         ("speedup: 0\nstep: {}", "speedup"),
         ("max_num_seqs: 300\nmax_num_batched_tokens: 200\nstep: {}", "max_num_seqs"),
         ("step: {}\nrequest: {latencey: 1}", "latencey"),
+        ("step: {}\nspeedup: 2020-13-45", "bad.yaml: line 2 is not YAML: month must be"),
         ("step: {}\nrequest: 5", "request must be a mapping"),
         ("step: {}\nrequest: {work: slow}", "request: .*slow"),
     ],

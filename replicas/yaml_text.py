@@ -1,0 +1,50 @@
+"""YAML that a person wrote: whatever cannot be read in it is a `NotYaml`, which says where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+
+
+class NotYaml(ValueError):
+    """A text is no YAML. `line` counts from 1."""
+
+    def __init__(self, line: int, reason: str):
+        super().__init__(f"line {line} is not YAML: {reason}")
+        self.line, self.reason = line, reason
+
+
+class Loader(yaml.SafeLoader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:  # of int() and date(), for what only looks like a number or a date
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+
+
+@contextmanager
+def reading(text: str) -> Iterator[Loader]:
+    """A loader of this text, to be used within. Raises NotYaml."""
+    loader = None
+    try:
+        loader = Loader(text)
+        yield loader
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise NotYaml(line, error.problem or str(error)) from None
+    except yaml.reader.ReaderError as error:
+        raise NotYaml(text.count("\n", 0, error.position) + 1, f"{error.reason}, here {error.character:#04x}") from None
+    except RecursionError:
+        raise NotYaml(1 if loader is None else loader.line + 1, "it is nested too deeply") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def load(text: str) -> Any:
+    """What the text says. Raises NotYaml."""
+    with reading(text) as loader:
+        return loader.get_single_data()

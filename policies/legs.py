@@ -89,7 +89,7 @@ class Transfers:
                 del known[pair]
 
 
-class Legs(NamedTuple):
+class LegChoice(NamedTuple):
     """The two replicas. `moved`: prompt tokens whose cache the decoder lacks. Seconds are None where the policy does
     not count in them."""
 
@@ -114,7 +114,7 @@ def choose(
     decoders: Sequence[Candidate],
     transfers: Transfers,
     now: float,
-) -> Legs | None:
+) -> LegChoice | None:
     """Return the legs that cost least, if they cost less than the `whole` request by `choice`; None: it stays whole.
 
     All candidates must have been weighed for this demand."""
@@ -139,7 +139,7 @@ def choose(
         return None
     equal = [number for number, (price, _, _) in enumerate(priced) if price <= least * _SLACK[0] + _SLACK[1]]
     price, first, second = priced[pick(equal, demand.draw)]
-    return Legs(first, second, demand.tokens - second.overlap, price, alone)
+    return LegChoice(first, second, demand.tokens - second.overlap, price, alone)
 
 
 def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Candidate:
@@ -166,7 +166,7 @@ def _by_preference(
     decoders: Sequence[Candidate],
     transfers: Transfers,
     now: float,
-) -> Legs | None:
+) -> LegChoice | None:
     second = decoders[policy.choose(demand, decoders).index]
     if demand.tokens - second.overlap <= demand.block_size:
         return None
@@ -174,7 +174,7 @@ def _by_preference(
     if not left:
         return None
     first = left[policy.choose(demand, left).index]
-    return Legs(first, second, demand.tokens - second.overlap, None, None)
+    return LegChoice(first, second, demand.tokens - second.overlap, None, None)
 
 
 def _cheapest(prices: Sequence[float]) -> list[int]:

@@ -309,7 +309,7 @@ class Router:
 
     def choose_legs(
         self, whole: Evaluation, prefillers: Sequence[Candidate], decoders: Sequence[Candidate], now: float
-    ) -> legs.Legs | None:
+    ) -> legs.LegChoice | None:
         """Return who computes its prompt and who writes its answer, if that costs less than the `whole` request where
         it would go; else None. Nothing is done yet."""
         demand, space = whole.demand, whole.demand.space
@@ -323,7 +323,7 @@ class Router:
         self.weighed(demand, Targets([*prefillers, *decoders, best]), now)
         return legs.choose(self.policy, demand, best, whole.choice, prefillers, decoders, self.transfers, now)
 
-    def commit_legs(self, whole: Evaluation, chosen: legs.Legs, now: float) -> tuple[Placement, Placement]:
+    def commit_legs(self, whole: Evaluation, chosen: legs.LegChoice, now: float) -> tuple[Placement, Placement]:
         """Count both legs' load in one step, right after `choose_legs`. The policy is told of one request, as it would
         have gone whole."""
         demand, first, second = whole.demand, chosen.prefiller, chosen.decoder

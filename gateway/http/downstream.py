@@ -43,7 +43,7 @@ FRAMING_PER_BYTE = 16
 PIECE, BODY_PIECE = 4096, 65536
 
 
-class Exchange(Protocol):
+class Responder(Protocol):
     """What answers a request: told when its client leaves or can't keep up."""
 
     def client_gone(self) -> None: ...
@@ -115,7 +115,7 @@ class Downstream(asyncio.Protocol):
         self.parsed = 0  # of them, where the last part of a request ended that the parser told of
         self.bare_chunk = False  # the last chunk had no data yet, so it may be the end of the body
         self.completed = False  # in the read at hand
-        self.exchange: Exchange | None = None
+        self.exchange: Responder | None = None
         self.current: Request | None = None
         self.waiting: deque[Request | Refusal] = deque()
         self.rest, self.rest_at = b"", 0
@@ -477,7 +477,7 @@ class Downstream(asyncio.Protocol):
         except Exception as error:
             self._failed(error)
 
-    def failed(self, exchange: Exchange, error: Exception) -> None:
+    def failed(self, exchange: Responder, error: Exception) -> None:
         """What answers a request could not go on with it."""
         if self.exchange is exchange:
             self._failed(error)

@@ -79,7 +79,7 @@ def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
     }
 
 
-def legs_told(chosen: legs.Legs | None) -> dict[str, Any] | None:
+def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
     """Where the prompt would be computed and the answer written, if not both on the `choice`."""
     if chosen is None:
         return None

@@ -42,7 +42,7 @@ from .quirks import NEWEST, VersionQuirks
 from .render.renderer import Renderer
 from .render.template import ChatTemplate, TemplateError
 from .tokens.agreement import Answer, difference, fixed_texts
-from .tokens.model import ModelFiles, load_model
+from .tokens.model import LoadedModel, load_model
 from .tokens.prefixes import Found, Prefixes
 from .tokens.reading import Reading, Readings
 from .tokens.tokenizer import Tokenizer, TooLong
@@ -125,7 +125,7 @@ class Pipeline:
         self._confirmed = False  # an engine has made the same ids of the fixed texts
         self._differs: dict[str, str] = {}  # served name -> why its engines' tokens are not the gateway's
         self._prefix_bytes = prefix_bytes
-        self._files: ModelFiles | None = None
+        self._files: LoadedModel | None = None
         self._cuts: frozenset[str] = frozenset()
         self._template_given = chat_template is not None
         self._lead: bytes | None = None  # special tokens before a text, if there are none behind it

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from replicas import State as ReplicaState
+from replicas import State
 
 from ..errors import JSON, ApiError, error_event
 from ..http.upstream import Upstream, UpstreamError
@@ -53,7 +53,7 @@ from .retries import (
     of_status,
 )
 from .settling import Settling, cut_short
-from .states import TRANSITIONS, Action, AttemptEvent, AttemptState, Event, Leg, State
+from .states import TRANSITIONS, Action, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
     from ..ops.metrics import Metrics
@@ -62,11 +62,16 @@ if TYPE_CHECKING:
 # Comments that keep a connection alive are held back so long, then passed on: proxies give up after 60 s of silence.
 KEEP_ALIVE_SECONDS = 30.0
 # Seconds that a request without a first byte stays where it was sent once that replica is in this state.
-PATIENCE = {ReplicaState.DEGRADED: 10.0, ReplicaState.FAILED: 0.0}
+PATIENCE = {State.DEGRADED: 10.0, State.FAILED: 0.0}
 LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
 # How a chunk ends whose last event is whole, by how the engine ends its lines.
 LF_CHUNK_END, CRLF_CHUNK_END = b"\n\n\r\n", b"\r\n\r\n\r\n"
-AWAITING, ANSWERING, ANSWERED, FINISHED = AttemptState.AWAITING, AttemptState.ANSWERING, Event.ANSWERED, Event.FINISHED
+AWAITING, ANSWERING, ANSWERED, FINISHED = (
+    AttemptState.AWAITING,
+    AttemptState.ANSWERING,
+    ExchangeEvent.ANSWERED,
+    ExchangeEvent.FINISHED,
+)
 CONNECTED, ATTEMPT_ANSWERED, ATTEMPT_FINISHED = AttemptEvent.CONNECTED, AttemptEvent.ANSWERED, AttemptEvent.FINISHED
 
 # To a request with ids or a leg's parameters in it: it is said again as received, so that the client's own fault is all
@@ -195,7 +200,7 @@ class Conductor:
             self._traces.begin(exchange)
         self.under_way.add(exchange)
 
-    def dispatch(self, exchange: Exchange, event: Event, detail: Any = None) -> None:
+    def dispatch(self, exchange: Exchange, event: ExchangeEvent, detail: Any = None) -> None:
         exchange.state, act = STEPS[exchange.state, event]
         act(self, exchange, detail)
 
@@ -249,14 +254,14 @@ class Conductor:
         failed, legs = Failed(error.kind, stale, attempt.new_connection), attempt.exchange.legs
         if legs is not None and attempt.leg is Leg.DECODE:
             failed = failed._replace(handed_over=True, still_kept=monotonic() < legs.until)
-        self.dispatch(attempt.exchange, Event.FAILED, failed)
+        self.dispatch(attempt.exchange, ExchangeEvent.FAILED, failed)
 
     # --- deadlines
 
     def check(self, exchange: Exchange, now: float) -> None:
-        if exchange.state is State.ENDED:
+        if exchange.state is ExchangeState.ENDED:
             return
-        if exchange.state is State.ANSWERING:
+        if exchange.state is ExchangeState.ANSWERING:
             answering = exchange.attempts[-1]
             if answering.pieces != answering.seen_pieces:
                 answering.seen_pieces, answering.seen_at = answering.pieces, now
@@ -299,21 +304,17 @@ class Conductor:
         patience = PATIENCE.get(attempt.backend.replica.state)
         if patience is None or now - attempt.sent_at < patience or not self.judge.may_retry(exchange, attempt):
             return False
-        return self.judge.others(exchange, attempt)[0].replica.state is ReplicaState.READY
+        return self.judge.others(exchange, attempt)[0].replica.state is State.READY
 
     def _silence(self, backend: Backend) -> float:
         """Seconds without a byte after which a stream is given up. An engine that was asked to stop may have ended its
         core and wait for its connections: for ever, if nobody gives up."""
-        return (
-            min(self._idle_timeout, LOST_SILENCE)
-            if backend.replica.state is ReplicaState.FAILED
-            else self._idle_timeout
-        )
+        return min(self._idle_timeout, LOST_SILENCE) if backend.replica.state is State.FAILED else self._idle_timeout
 
     def _stalled(self, exchange: Exchange, seconds: float) -> None:
         if exchange.client.writing_paused:  # it is the client that does not take what is there
             client = exchange.client
-            self.dispatch(exchange, Event.GONE)
+            self.dispatch(exchange, ExchangeEvent.GONE)
             client.abort()
         else:
             self._time_out(exchange, UpstreamError(STALLED, f"no byte for {seconds:g} s"))
@@ -322,7 +323,7 @@ class Conductor:
         attempt = exchange.attempt
         if attempt is not None and attempt.state is not AttemptState.ENDED:
             attempt.end_as(AttemptEvent.FAILED, error)
-        self.dispatch(exchange, Event.TIMED_OUT, error)
+        self.dispatch(exchange, ExchangeEvent.TIMED_OUT, error)
 
     # --- what the tables ask for
 
@@ -375,10 +376,10 @@ class Conductor:
         exchange.crash_count += is_crash(failed)
         if following is Next.LOST:
             message = f"{exchange.crash_count} replicas went down or hung with this request, so no other is tried; the last: {exchange.last_failure}"
-            self.dispatch(exchange, Event.EXHAUSTED, ApiError(502, message, again=False, code="replicas_lost"))
+            self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(502, message, again=False, code="replicas_lost"))
         elif following is Next.EXHAUSTED:
             message = f"no replica answered after {len(exchange.tried)} attempt(s); the last: {exchange.last_failure}"
-            self.dispatch(exchange, Event.EXHAUSTED, ApiError(502, message))
+            self.dispatch(exchange, ExchangeEvent.EXHAUSTED, ApiError(502, message))
         else:
             self._metrics.retries.inc(kind)
             demand = attempt.placement.demand
@@ -418,7 +419,7 @@ class Conductor:
         """The same replica once more: as text, or on a connection of its own."""
         self._metrics.retries.inc("reconnect" if kind == CLOSED else kind)
         exchange.add_attempt(attempt.repeat(new_connection=kind == CLOSED, without_ids=kind == IDS))
-        self.dispatch(exchange, Event.PLACED)
+        self.dispatch(exchange, ExchangeEvent.PLACED)
 
     def _relay(self, exchange: Exchange, data: bytes) -> None:
         attempt = exchange.attempts[-1]

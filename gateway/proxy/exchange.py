@@ -21,7 +21,7 @@ from ..http.downstream import Downstream
 from ..http.messages import Request
 from ..http.upstream import Head, Upstream, UpstreamError
 from .blame import UnattributedError
-from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, Event, Leg, State
+from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
     from policies import Placement
@@ -176,7 +176,7 @@ class Legs:
         self.parameters, self.until = b"", 0.0
 
 
-PREPARING, PREPARED, PLACED = State.PREPARING, Event.PREPARED, Event.PLACED
+PREPARING, PREPARED, PLACED = ExchangeState.PREPARING, ExchangeEvent.PREPARED, ExchangeEvent.PLACED
 
 
 class ExchangeHandler(AttemptHandler, Protocol):
@@ -186,7 +186,7 @@ class ExchangeHandler(AttemptHandler, Protocol):
     @property
     def first_legs(self) -> AttemptHandler: ...
 
-    def dispatch(self, exchange: Exchange, event: Event, detail: Any = None) -> None: ...
+    def dispatch(self, exchange: Exchange, event: ExchangeEvent, detail: Any = None) -> None: ...
 
 
 class Exchange:
@@ -250,7 +250,7 @@ class Exchange:
     @property
     def needs_replica(self) -> bool:
         """Whether a replica is wanted."""
-        return self.state is State.PLACING
+        return self.state is ExchangeState.PLACING
 
     @property
     def unanswered(self) -> Attempt | None:
@@ -276,8 +276,8 @@ class Exchange:
     # --- what the client's side calls
 
     def client_gone(self) -> None:
-        if self.state is not State.ENDED:
-            self.conductor.dispatch(self, Event.GONE)
+        if self.state is not ExchangeState.ENDED:
+            self.conductor.dispatch(self, ExchangeEvent.GONE)
 
     def pause(self) -> None:
         attempt = self.attempt
@@ -301,7 +301,7 @@ class Exchange:
 
     def refused(self, error: ApiError) -> None:
         if self.state is PREPARING:
-            self.conductor.dispatch(self, Event.REFUSED, error)
+            self.conductor.dispatch(self, ExchangeEvent.REFUSED, error)
 
     def add_attempt(self, attempt: Attempt) -> None:
         """Go on with this attempt: a replica is found, and the request is counted there."""
@@ -320,11 +320,11 @@ class Exchange:
         if self.tried:
             self.conductor.dispatch(
                 self,
-                Event.EXHAUSTED,
+                ExchangeEvent.EXHAUSTED,
                 ApiError(502, f"no replica is left after {len(self.tried)} attempt(s); the last: {self.last_failure}"),
             )
         else:
-            self.conductor.dispatch(self, Event.REFUSED, error)
+            self.conductor.dispatch(self, ExchangeEvent.REFUSED, error)
 
     @property
     def last_failure(self) -> str:

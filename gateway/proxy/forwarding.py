@@ -38,9 +38,9 @@ from .token_ids import (
     CONFIRMATIONS,
     PATHS,
     PAUSE_SECONDS,
+    BodyKind,
     Different,
     Forwarding,
-    Kind,
     Unanswered,
     check_ids,
     poster,
@@ -117,14 +117,14 @@ class TokenIdForwarding:
                 backend, prompt.path, f"its usage says {counted} tokens of a prompt that has {prompt.tokens} here"
             )
 
-    def _may_forward(self, attempt: Attempt, prompt: Prompt, kind: Kind) -> bool:
+    def _may_forward(self, attempt: Attempt, prompt: Prompt, kind: BodyKind) -> bool:
         if kind.left <= 0 or not prompt.token_ids or self._outdated(attempt.backend, prompt):
             return False
         # An engine that makes the ids refuses what is too long for its context; one that gets them cuts the answer.
         limit = attempt.backend.replica.max_model_len
         return limit is not None and prompt.tokens + max(1, prompt.max_tokens or 1) <= limit
 
-    def _wants_check(self, backend: Backend, known: Forwarding, kind: Kind, prompt: Prompt) -> bool:
+    def _wants_check(self, backend: Backend, known: Forwarding, kind: BodyKind, prompt: Prompt) -> bool:
         """Whether this body, sent as received, is to be checked once it is answered."""
         if (
             known.checking is not None

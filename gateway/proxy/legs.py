@@ -32,7 +32,7 @@ from .retries import (
     of_status,
 )
 from .settling import Settling, cut_short
-from .states import AttemptEvent, Event, Leg
+from .states import AttemptEvent, ExchangeEvent, Leg
 
 if TYPE_CHECKING:
     from replicas.engines.dialect import Transfer
@@ -132,7 +132,7 @@ class LegPlacing:
 
     def choose(
         self, prompt: Prompt | None, evaluation: Evaluation, now: float, tried: tuple[Backend, ...] = ()
-    ) -> legs.Legs | None:
+    ) -> legs.LegChoice | None:
         """What `take` would do. Changes nothing."""
         if prompt is None or prompt.several or prompt.copies != 1 or prompt.previous_response is not None:
             return None
@@ -188,7 +188,7 @@ class LegConductor(Protocol):
     def connected(self, attempt: Attempt, upstream: Upstream) -> None: ...
     def failed(self, attempt: Attempt, error: UpstreamError) -> None: ...
     def lost(self, attempt: Attempt, error: UpstreamError) -> None: ...
-    def dispatch(self, exchange: Exchange, event: Event, detail: bytes) -> None: ...
+    def dispatch(self, exchange: Exchange, event: ExchangeEvent, detail: bytes) -> None: ...
 
 
 class FirstLegs:
@@ -246,7 +246,7 @@ class FirstLegs:
         held.usage, held.parameters = read_usage(answer), found
         held.until = attempt.first_at + held.transfer.lease_seconds - MARGIN
         attempt.end_as(AttemptEvent.FINISHED)
-        self._conductor.dispatch(exchange, Event.HANDED_OVER, found)
+        self._conductor.dispatch(exchange, ExchangeEvent.HANDED_OVER, found)
 
     def _read(self, exchange: Exchange, attempt: Attempt, held: Legs, answer: bytes) -> bytes | UpstreamError:
         """What the second leg needs of a complete answer, or why there is none."""

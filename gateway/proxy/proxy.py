@@ -39,7 +39,7 @@ from .responses import PATH as RESPONSES
 from .responses import Responses, referred_to
 from .settling import OnEnd, OnTraffic, Settling
 from .shadow import Shadows
-from .states import State
+from .states import ExchangeState
 
 if TYPE_CHECKING:
     from replicas import Replica
@@ -132,7 +132,9 @@ class Preparation:
         event_loop.holds, event_loop.until = True, perf_counter() + LOOP_SECONDS
         try:
             prepared = [
-                (exchange, self._prepare(exchange)) for exchange in exchanges if exchange.state is not State.ENDED
+                (exchange, self._prepare(exchange))
+                for exchange in exchanges
+                if exchange.state is not ExchangeState.ENDED
             ]
         finally:
             event_loop.holds = False
@@ -160,11 +162,11 @@ class Preparation:
         client leaves is let go; no work is done for it then."""
 
         def ended(thread: asyncio.Future[Any]) -> None:
-            if exchange.state is not State.ENDED:
+            if exchange.state is not ExchangeState.ENDED:
                 exchange.run_isolated(lambda: then(exchange, thread.result()))
 
         thread: asyncio.Future[Any] = self.long.submit(
-            len(exchange.request.body), lambda: None if exchange.state is State.ENDED else work(exchange)
+            len(exchange.request.body), lambda: None if exchange.state is ExchangeState.ENDED else work(exchange)
         )
         thread.add_done_callback(ended)
 

@@ -42,7 +42,7 @@ def of_status(status: int) -> str:
 FULL = of_status(503)  # an engine that is full is not ill
 
 
-class Kind(NamedTuple):
+class FailureKind(NamedTuple):
     """What a failure of some kind says."""
 
     computed: bool  # the replica may have computed the prompt
@@ -52,21 +52,21 @@ class Kind(NamedTuple):
     sent: bool = True  # the replica may have got the request
 
 
-KINDS: dict[str, Kind] = {
-    CONNECT: Kind(computed=False, blamed=True, sent=False),
-    REMOVED: Kind(computed=False, blamed=True, sent=False),
-    REPLACED: Kind(computed=False, blamed=False, counts=False, sent=False),
-    CLOSED: Kind(computed=True, blamed=True, crash=True),
-    PROTOCOL: Kind(computed=True, blamed=True, crash=True),
-    HUNG: Kind(computed=True, blamed=True, crash=True),
-    ABORTED: Kind(computed=True, blamed=True),
-    FOREIGN_ANSWER: Kind(computed=False, blamed=True),
-    ERROR_ANSWER: Kind(computed=False, blamed=False),
-    ELSEWHERE: Kind(computed=False, blamed=False, counts=False),
-    NOT_KEPT: Kind(computed=True, blamed=False, counts=False),
-    LEG_REFUSED: Kind(computed=False, blamed=False, counts=False),
-    **{of_status(status): Kind(computed=False, blamed=False) for status in (401, 403, 404, 429, 503)},
-    **{of_status(status): Kind(computed=True, blamed=False) for status in (500, 502, 504)},
+KINDS: dict[str, FailureKind] = {
+    CONNECT: FailureKind(computed=False, blamed=True, sent=False),
+    REMOVED: FailureKind(computed=False, blamed=True, sent=False),
+    REPLACED: FailureKind(computed=False, blamed=False, counts=False, sent=False),
+    CLOSED: FailureKind(computed=True, blamed=True, crash=True),
+    PROTOCOL: FailureKind(computed=True, blamed=True, crash=True),
+    HUNG: FailureKind(computed=True, blamed=True, crash=True),
+    ABORTED: FailureKind(computed=True, blamed=True),
+    FOREIGN_ANSWER: FailureKind(computed=False, blamed=True),
+    ERROR_ANSWER: FailureKind(computed=False, blamed=False),
+    ELSEWHERE: FailureKind(computed=False, blamed=False, counts=False),
+    NOT_KEPT: FailureKind(computed=True, blamed=False, counts=False),
+    LEG_REFUSED: FailureKind(computed=False, blamed=False, counts=False),
+    **{of_status(status): FailureKind(computed=False, blamed=False) for status in (401, 403, 404, 429, 503)},
+    **{of_status(status): FailureKind(computed=True, blamed=False) for status in (500, 502, 504)},
 }
 
 

@@ -37,7 +37,7 @@ class Leg(Enum):
     __hash__ = object.__hash__
 
 
-class State(Enum):
+class ExchangeState(Enum):
     """Of an exchange."""
 
     PREPARING = "preparing"  # tokens are being made
@@ -49,7 +49,7 @@ class State(Enum):
     __hash__ = object.__hash__  # Enum's own runs in Python: 3 x the time of a lookup in the table
 
 
-class Event(Enum):
+class ExchangeEvent(Enum):
     """In an exchange."""
 
     PREPARED = "prepared"
@@ -83,8 +83,8 @@ class Action(Enum):
     __hash__ = object.__hash__
 
 
-S, E, A = State, Event, Action
-TRANSITIONS: dict[tuple[State, Event], tuple[State, Action]] = {
+S, E, A = ExchangeState, ExchangeEvent, Action
+TRANSITIONS: dict[tuple[ExchangeState, ExchangeEvent], tuple[ExchangeState, Action]] = {
     (S.PREPARING, E.PREPARED): (S.PLACING, A.PLACE),
     (S.PREPARING, E.REFUSED): (S.ENDED, A.TURN_AWAY),
     (S.PREPARING, E.TIMED_OUT): (S.ENDED, A.REPORT),

@@ -125,7 +125,7 @@ def _read(reply: bytes) -> _Reply:
         raise Unanswered(f"the reply is not such as was asked for: {error}") from None
 
 
-class Kind:
+class BodyKind:
     """What is known of one kind of body at one replica."""
 
     __slots__ = ("bodies", "left", "pause")
@@ -146,7 +146,7 @@ class Forwarding:
         self.made_by = 0  # the way of making ids of which the kinds are known
         self.rejected_because: dict[str, str] = {}  # by path
         self.accepts: set[str] = set()  # paths at which it was seen to use ids
-        self.kinds: dict[tuple[str, str], Kind] = {}  # by path and kind of body, the one seen last at the end
+        self.kinds: dict[tuple[str, str], BodyKind] = {}  # by path and kind of body, the one seen last at the end
         self.checking: asyncio.Task[None] | None = None
 
     def says(self) -> str:
@@ -155,10 +155,10 @@ class Forwarding:
         told = dict.fromkeys(confirmed, "yes") | {path: f"no, {why}" for path, why in self.rejected_because.items()}
         return "; ".join(f"{path}: {what}" for path, what in sorted(told.items())) or "not tried yet"
 
-    def seen(self, path: str, name: str) -> Kind | None:
+    def seen(self, path: str, name: str) -> BodyKind | None:
         """A body of this kind goes to the replica: what is known of the kind, None if this is its first."""
         found = self.kinds.pop((path, name), None)
-        self.kinds[path, name] = found or Kind()
+        self.kinds[path, name] = found or BodyKind()
         if len(self.kinds) > MOST_KINDS:
             del self.kinds[next(iter(self.kinds))]
         return found

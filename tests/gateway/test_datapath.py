@@ -7,7 +7,7 @@ import pytest
 from gateway import datapath
 from gateway.config import Settings, load
 from gateway.prompt.pipeline import Pipeline
-from gateway.prompt.tokens.model import ModelFiles
+from gateway.prompt.tokens.model import LoadedModel
 from replicas.simulated.model import sim_model_dir
 
 MIB = 2**20
@@ -37,8 +37,8 @@ def test_nothing_is_taken_for_too_large_of_a_model_that_is_not_known():
 )
 def test_images_may_have_any_size(tmp_path, file, said):
     (tmp_path / file).write_text(json.dumps(said))
-    assert ModelFiles(tmp_path, {}, {}, said).takes_media
-    assert not ModelFiles(tmp_path / "other", {}, {}, {}).takes_media
+    assert LoadedModel(tmp_path, {}, {}, said).takes_media
+    assert not LoadedModel(tmp_path / "other", {}, {}, {}).takes_media
 
 
 def test_a_largest_body_that_nobody_gave_is_no_size():

@@ -77,7 +77,7 @@ def find_model(name_or_dir: str | Path) -> Path:
 
 
 @dataclass(frozen=True)
-class ModelFiles:
+class LoadedModel:
     """What a model directory says about prompts."""
 
     directory: Path
@@ -118,7 +118,7 @@ def contents(directory: Path, chat_template: str | Path | None = None) -> int:
     return digest.intdigest()
 
 
-def load_model(directory: Path, chat_template: str | Path | None = None) -> ModelFiles:
+def load_model(directory: Path, chat_template: str | Path | None = None) -> LoadedModel:
     """Read a model directory; `chat_template` (a file) replaces the model's own. Raises ModelError."""
     config, settings = _json(directory / "tokenizer_config.json"), _json(directory / "config.json")
     templates, no_template = (
@@ -137,7 +137,7 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Mode
             )
         no_tokenizer = f"{directory} has no tokenizer.json, so the engine makes this model's tokens in a way of its own"
         no_template = no_template or no_tokenizer
-    return ModelFiles(directory, {} if no_template else templates, config, settings, no_template, no_tokenizer)
+    return LoadedModel(directory, {} if no_template else templates, config, settings, no_template, no_tokenizer)
 
 
 def _mistral_format(directory: Path) -> str:

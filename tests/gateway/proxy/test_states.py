@@ -1,7 +1,15 @@
 """The tables of an exchange and of its attempts, on their own."""
 
 from gateway.proxy.conductor import ACTIONS
-from gateway.proxy.states import ATTEMPT_TRANSITIONS, TRANSITIONS, Action, AttemptEvent, AttemptState, Event, State
+from gateway.proxy.states import (
+    ATTEMPT_TRANSITIONS,
+    TRANSITIONS,
+    Action,
+    AttemptEvent,
+    AttemptState,
+    ExchangeEvent,
+    ExchangeState,
+)
 
 
 def reached(first, steps):
@@ -16,20 +24,22 @@ def reached(first, steps):
 
 
 def test_every_state_is_reached_and_every_exchange_can_end():
-    assert reached(State.PREPARING, [(before, after) for (before, _), (after, _) in TRANSITIONS.items()]) == set(State)
+    assert reached(
+        ExchangeState.PREPARING, [(before, after) for (before, _), (after, _) in TRANSITIONS.items()]
+    ) == set(ExchangeState)
     assert reached(
         AttemptState.CONNECTING, [(before, after) for (before, _), after in ATTEMPT_TRANSITIONS.items()]
     ) == set(AttemptState)
 
 
 def test_nothing_follows_the_end():
-    assert not [key for key in TRANSITIONS if key[0] is State.ENDED]
+    assert not [key for key in TRANSITIONS if key[0] is ExchangeState.ENDED]
     assert not [key for key in ATTEMPT_TRANSITIONS if key[0] is AttemptState.ENDED]
 
 
 def test_a_client_that_leaves_ends_every_state():
-    for state in set(State) - {State.ENDED}:
-        assert TRANSITIONS[state, Event.GONE] == (State.ENDED, Action.ABANDON)
+    for state in set(ExchangeState) - {ExchangeState.ENDED}:
+        assert TRANSITIONS[state, ExchangeEvent.GONE] == (ExchangeState.ENDED, Action.ABANDON)
     for leg in set(AttemptState) - {AttemptState.ENDED}:
         assert ATTEMPT_TRANSITIONS[leg, AttemptEvent.DROPPED] is AttemptState.ENDED
 
@@ -38,7 +48,7 @@ def test_nothing_is_retried_once_the_client_has_a_byte():
     assert not [
         event
         for (state, event), (_, action) in TRANSITIONS.items()
-        if state is State.ANSWERING and action is Action.RETRY
+        if state is ExchangeState.ANSWERING and action is Action.RETRY
     ]
 
 
@@ -48,6 +58,6 @@ def test_every_action_is_done():
 
 def test_the_answer_to_a_first_leg_is_never_relayed():
     """It leads from waiting to its end, and its exchange goes on trying."""
-    assert TRANSITIONS[State.TRYING, Event.HANDED_OVER] == (State.TRYING, Action.HAND_OVER)
+    assert TRANSITIONS[ExchangeState.TRYING, ExchangeEvent.HANDED_OVER] == (ExchangeState.TRYING, Action.HAND_OVER)
     assert ATTEMPT_TRANSITIONS[AttemptState.AWAITING, AttemptEvent.FINISHED] is AttemptState.ENDED
-    assert [state for state, event in TRANSITIONS if event is Event.HANDED_OVER] == [State.TRYING]
+    assert [state for state, event in TRANSITIONS if event is ExchangeEvent.HANDED_OVER] == [ExchangeState.TRYING]

@@ -122,20 +122,26 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
             yield _models(replicas)
             yield await _clock(ways)
         for group in groups:
-            served, directory, finding = _model(settings, [facts for _, facts in group], len(groups) > 1)
-            yield finding
-            pipeline = None
-            if directory:
-                pipeline, findings = _prompt_room(settings, directory, served, [facts for _, facts in group])
-                for finding in findings:
-                    yield finding
+            prompts: dict[
+                str, tuple[Pipeline | None, str]
+            ] = {}  # by replica: what makes its tokens, and of which model
+            for variant in _by_files(settings, group):
+                served, directory, finding = _model(settings, [facts for _, facts in variant], len(groups) > 1)
+                yield finding
+                pipeline = None
+                if directory:
+                    pipeline, findings = _prompt_room(settings, directory, served, [facts for _, facts in variant])
+                    for finding in findings:
+                        yield finding
+                prompts |= {address.id: (pipeline, served) for address, _ in variant}
             if group:
                 yield _block_size(settings, group)
                 yield _context(group)
                 if (finding := _roles([address.role for address, _ in group])) is not None:
                     yield finding
             for address, facts in group:
-                if pipeline is not None:  # a variant's own
+                pipeline, served = prompts[address.id]
+                if pipeline is not None:
                     pipeline.block_size = settings.block_size or facts.block_size or pipeline.block_size
                     pipeline.follow(facts.dialect.version_quirks(facts.version))
                 for replica in described(address, facts):
@@ -292,6 +298,18 @@ def _by_model(replicas: list[tuple[Address, Facts]]) -> list[list[tuple[Address,
             group[0].update(names)
             group[1].append((address, facts))
     return [members for _, members in groups]
+
+
+def _by_files(settings: Settings, group: list[tuple[Address, Facts]]) -> list[list[tuple[Address, Facts]]]:
+    """Replicas of one model, those together that were started from the same files as far as these are here."""
+    if settings.model or not group:
+        return [group]
+    variants: dict[Path | None, list[tuple[Address, Facts]]] = {}
+    for address, facts in group:
+        variants.setdefault(folder_here(facts.root), []).append((address, facts))
+    strangers = variants.pop(None, [])
+    first, *others = variants.values() or [[]]
+    return [first + strangers, *others]
 
 
 def _model(settings: Settings, facts: list[Facts], one_of_several: bool = False) -> tuple[str, Path | None, Finding]:

@@ -4,6 +4,7 @@ import functools
 import http.server
 import json
 import re
+import shutil
 import socket
 import threading
 import urllib.request
@@ -47,6 +48,11 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("HITHERTO_PORT", str(free_port()))
     monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(free_port()))
     monkeypatch.setenv("HITHERTO_MODEL", "sim")
+
+
+def doctor_lines(capsys, *flags: str) -> tuple[int, str]:
+    code = cli.main(["doctor", *flags])
+    return code, capsys.readouterr().out
 
 
 def examine(capsys, *flags: str) -> tuple[int, dict[str, tuple[str, str]]]:
@@ -132,6 +138,19 @@ def test_block_sizes_that_do_not_fit(capsys, engines, monkeypatch):
     code, found = examine(capsys, "--replica-url", engines[2].url, "--block-size", "16")
     assert code == 1
     assert found["block size"][0] == "fail" and "leave --block-size out" in found["block size"][1]
+
+
+def test_a_variant_with_another_template_is_tried_with_its_own(capsys, engines, start_engine, tmp_path, monkeypatch):
+    """As the gateway treats it: a rolling upgrade is no fault of the engine that is ahead."""
+    monkeypatch.delenv("HITHERTO_MODEL")
+    folder = tmp_path / "upgraded"
+    shutil.copytree(sim_model_dir(), folder)
+    template = folder / "chat_template.jinja"
+    template.write_text("Speak plainly. " + template.read_text())
+    ahead = start_engine("--model", str(folder), "--served-model-name", "sim").wait()
+    code = doctor_lines(capsys, "--replica-url", engines[0].url, ahead.url)
+    assert code[0] == 0, code[1]
+    assert code[1].count("the engine makes the same") == 2 and str(folder) in code[1]
 
 
 def test_another_block_size_that_all_share_is_fine(capsys, engines):

@@ -12,6 +12,7 @@ from .tokens import RequestError, Tokens
 # ignores `best_of`.
 MOST_SEQUENCES, MOST_PROMPTS = 16_384, 1024
 MOST_LOGPROBS = 20  # of --max-logprobs
+TYPED = (("model", str, "a string"), ("chat_template", str, "a string"), ("kv_transfer_params", dict, "an object"))
 
 
 @dataclass(slots=True)
@@ -39,6 +40,9 @@ def parse(raw: bytes) -> dict:
         raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
+    for name, type_, called in TYPED:
+        if not isinstance(body.get(name), type_ | None):
+            raise RequestError(f"`{name}` must be {called}", param=name)
     return body
 
 
@@ -128,7 +132,9 @@ def chat(body: dict, tokens: Tokens) -> Asked:
 
 def completion(body: dict, tokens: Tokens) -> Asked:
     _check_logprobs(body, "logprobs", body.get("logprobs") if body.get("echo") else None, True, tokens)
-    most, given = _whole_number(body, "max_tokens", 1), body.get("prompt")
+    # a prompt alone may be asked for with `echo`: vLLM makes one token then, and does not show it
+    least, given = 0 if body.get("echo") else 1, body.get("prompt")
+    most = _whole_number(body, "max_tokens", least)
     if isinstance(given, list) and len(given) > MOST_PROMPTS and not isinstance(given[0], int):
         raise RequestError(
             f"prompt list length {len(given)} exceeds the maximum allowed count of {MOST_PROMPTS}. To increase "
@@ -137,7 +143,7 @@ def completion(body: dict, tokens: Tokens) -> Asked:
         )
     special = body.get("add_special_tokens")
     prompts = texts(body.get("prompt"), tokens, True if special is None else bool(special))
-    asked = _common(body, prompts, 16 if most is None else most, body.get("stop"))
+    asked = _common(body, prompts, 16 if most is None else max(1, most), body.get("stop"))
     asked.reads_cache = body.get("prompt_logprobs") is None and not (
         body.get("echo") and body.get("logprobs") is not None
     )

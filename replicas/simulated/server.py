@@ -121,7 +121,8 @@ class Server:
         failure = self._failure(asked)
         if failure is not None and not asked.stream:
             raise failure
-        id = prefix + (request.headers.get("x-request-id") or uuid.uuid4().hex)
+        given = request.headers.get("x-request-id", "").encode(errors="surrogateescape").decode("latin-1")
+        id = prefix + (given or uuid.uuid4().hex)
         generations = self._generations(id, asked, adapter, arrived) if failure is None else []
         passed_on = body.get("kv_transfer_params") if self.transfers is not None else None
         if passed_on and passed_on.get("do_remote_prefill"):

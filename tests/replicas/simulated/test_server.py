@@ -323,6 +323,9 @@ async def test_cached_tokens_can_be_left_out(run_stack):
         ("/v1/embeddings", {"input": {}}, 400, "BadRequestError", "input"),
         ("/tokenize", {}, 400, "BadRequestError", "prompt"),
         ("/detokenize", {"tokens": ["a"]}, 400, "BadRequestError", "tokens"),
+        ("/v1/messages/count_tokens", {"model": ["a"], "messages": []}, 400, "BadRequestError", "model"),
+        ("/v1/chat/completions", {**CHAT, "chat_template": ["a"]}, 400, "BadRequestError", "chat_template"),
+        ("/v1/chat/completions", {**CHAT, "kv_transfer_params": 5}, 400, "BadRequestError", "kv_transfer_params"),
         ("/nothing/here", {}, 404, "NotFound", None),
     ],
 )
@@ -342,6 +345,22 @@ async def test_errors_are_openai_objects(stack, path, body, status, type, param)
 )
 async def test_what_is_within_vllms_limits_is_answered(stack, path, body):
     assert (await stack.post(path, **body, max_tokens=2))["usage"]["completion_tokens"] == 2
+
+
+async def test_a_request_id_may_have_any_bytes_that_a_header_may(stack):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rpartition(":")[2]))
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: \xe9\xff\r\nConnection: close\r\n"
+        b'Content-Length: 32\r\n\r\n{"prompt": "x", "max_tokens": 2}'
+    )
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200") and '"id":"cmpl-\xe9\xff"'.encode() in answer
+
+
+async def test_a_prompt_alone_may_be_asked_for(stack):
+    """As evaluations ask for a text's logprobs; vLLM makes a token of it all the same."""
+    assert (await stack.post("/v1/completions", prompt="x", max_tokens=0, echo=True))["choices"]
 
 
 async def test_a_wrong_method_names_the_right_one(stack):

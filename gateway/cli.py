@@ -78,7 +78,7 @@ def build_parser() -> Parser:
         description="A gateway that sends each LLM request to the replica that already holds its prefix.",
     )
     parser.add_argument("--version", action="version", version=f"hitherto {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=Parser)
 
     serve = verbs.add_parser(
         "serve",

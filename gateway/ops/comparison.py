@@ -181,7 +181,7 @@ class TokenizerComparison:
             log.error("replica %s has another tokenizer than the gateway: %s. Prompts of its models are matched as text; "
                       "give the gateway the same --model. `hitherto doctor` compares them", id, verdict.differs)  # fmt: skip
         else:
-            log.info("replica %s makes the gateway's tokens of %d texts (%s)", id, len(answers), verdict.how)
+            log.info("replica %s: same token ids as the gateway for %d texts (%s)", id, len(answers), verdict.how)
         await self._adopt(pipeline, verdict)
         self._judged()
 

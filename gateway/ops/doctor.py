@@ -44,7 +44,7 @@ SKEW_SECONDS = 2.0  # Date headers have whole seconds
 
 
 def line(finding: Finding) -> str:
-    text = f"{finding.level:<5} {finding.subject:<24} {finding.text}"
+    text = f"{finding.level:<5} {finding.subject:<30} {finding.text}"
     return text + (f"\n      -> {finding.remedy}" if finding.remedy else "")
 
 
@@ -115,8 +115,8 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
         if not addresses and not refuses:
             yield _no_replicas(settings)
         groups = _by_model(replicas)
-        # else the gateway knows the model, and we do not
-        if not groups and (settings.model or settings.launch or not (running or refuses)):
+        # Where no replica answers and no setting names a model, there is none to check.
+        if not groups and (settings.model or settings.launch):
             groups = [[]]
         if replicas:
             yield _models(replicas)
@@ -408,7 +408,7 @@ def _kept_out(address: Address, running: dict[str, Any] | None) -> Iterator[Find
     for one in (running or {}).get("replicas", []):
         if one["url"] == address.url and one.get("state") in ("starting", "warming", "failed"):
             yield Finding("fail", f"replica {one['id']}", f"the gateway calls it {one['state']}: {one['reason']}",
-                          "start it, wait until it has loaded, or correct its URL; nothing more was tried of it")  # fmt: skip
+                          "start it, wait for it to load, or correct its URL; its other checks are skipped")  # fmt: skip
 
 
 def _reached(address: Address, facts: Facts) -> Finding:
@@ -417,7 +417,7 @@ def _reached(address: Address, facts: Facts) -> Finding:
             "fail",
             f"replica {address.id}",
             facts.error or "does not serve a model",
-            "start it, wait until it has loaded, or correct its URL",
+            "start it, wait for it to load, or correct its URL",
         )
     cache = f", {facts.num_blocks} blocks of {facts.block_size}" if facts.num_blocks else ""
     bases = [name for name, parent in facts.models.items() if parent is None]

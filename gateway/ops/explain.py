@@ -28,6 +28,7 @@ from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Load, Rou
 
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
 REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
+LEAST_SHOWN = 5e-6  # seconds: a term that would read 0.00 ms for every replica gets no column
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
 
 
@@ -103,6 +104,7 @@ def show(told: dict[str, Any]) -> str:
     if told["note"]:
         head.append(("note", told["note"]))
     names = list(dict.fromkeys(name for replica in told["replicas"] for name in replica["terms"]))
+    shown = [name for name in names if any(one["terms"].get(name, 0.0) >= LEAST_SHOWN for one in told["replicas"])]
     rows = [
         [
             "",
@@ -110,9 +112,7 @@ def show(told: dict[str, Any]) -> str:
             "held",
             "to compute",
             "in flight",
-            *(["first token ms", "last token ms"] if names else []),
-            *(f"{name} ms" for name in names),
-            *(["cost ms"] if names else []),
+            *(["first token", "last token", *shown, "cost ms"] if names else []),
         ]
     ]
     for one in told["replicas"]:
@@ -129,7 +129,7 @@ def show(told: dict[str, Any]) -> str:
         ]
         if names:
             row += [f"{1e3 * one['ttft_seconds']:.1f}", f"{1e3 * one['answer_seconds']:.0f}"]
-        row += [f"{1e3 * one['terms'].get(name, 0.0):.2f}" for name in names]
+        row += [f"{1e3 * one['terms'].get(name, 0.0):.2f}" for name in shown]
         rows.append(row + ([f"{1e3 * one['seconds']:.2f}"] if names else []))
     lines = [f"{name:<8} {text}" for name, text in head]
     lines += ["", *_table(rows), "", f"choice   {told['choice']}: {told['reason']}"]
@@ -143,10 +143,10 @@ def show(told: dict[str, Any]) -> str:
 
 def _prompt_line(told: dict[str, Any]) -> str:
     if told["mode"] == "load":
-        return "not read: this request goes where the load is least"
+        return "not read: this request goes to the least loaded replica"
     chars = f"{told['rendered_chars']} characters rendered, " if told["rendered_chars"] else ""
     tokens = f"{told['tokens']} tokens, {told['blocks']} full blocks of {told['block_size']} ({told['mode']})"
-    return f"{chars}{tokens}; an answer of {told['output_tokens']:.0f} is expected"
+    return f"{chars}{tokens}; expecting {told['output_tokens']:.0f} tokens of output"
 
 
 def _table(rows: list[list[str]]) -> list[str]:

@@ -12,11 +12,11 @@ SAME = 0.05
 
 
 def factor(ratio: float) -> str:
-    return f"{ratio:.0f} ×" if ratio >= 10 else f"{ratio:.1f} ×"
+    return f"{ratio:.0f}×" if ratio >= 10 else f"{ratio:.1f}×"
 
 
 def less_or_more(new: float, old: float, less: str, more: str, same: str = "about the same") -> str:
-    """`less_or_more(50, 100, "sooner", "later")` -> "2.0 × sooner"."""
+    """`less_or_more(50, 100, "faster", "slower")` -> "2.0× faster"."""
     if abs(new - old) <= SAME * old:
         return same
     if min(new, old) <= 0:
@@ -62,7 +62,7 @@ def _ttft(report: Report, base: Report, base_name: str) -> str | None:
         return None
     parts = [
         f"{new[key]:,.0f} ms at {key} ({base_name} {old[key]:,.0f} ms, "
-        f"{less_or_more(new[key], old[key], 'sooner', 'later')})"
+        f"{less_or_more(new[key], old[key], 'faster', 'slower')})"
         for key in ("p50", "p99")
     ]
     return f"The first token came after {' and '.join(parts)}."
@@ -72,7 +72,7 @@ def _spread(report: Report, base: Report, base_name: str) -> str | None:
     new, old = fair_share(report), fair_share(base)
     if new is None or old is None:
         return None
-    return f"The busiest replica got {new:.2f} × an even share of the requests ({base_name} {old:.2f} ×)."
+    return f"The busiest replica got {new:.2f}× an even share of the requests ({base_name} {old:.2f}×)."
 
 
 def _failures(name: str, report: Report, base_name: str, base: Report) -> str | None:

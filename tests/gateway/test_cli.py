@@ -87,7 +87,7 @@ def test_version(capsys):
         (["serve", "--replica-url", "ftp://localhost:8000"], "flag --replica-url: replica_url: "),
         (["serve", "--config", "gone.yaml"], "gone.yaml: cannot read the configuration"),
         (["srve"], "invalid choice: 'srve'"),
-        ([], "required: VERB"),
+        ([], "required: COMMAND"),
         (["explain"], "required: BODY.json"),
     ],
 )

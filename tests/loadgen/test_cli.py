@@ -308,7 +308,7 @@ async def test_a_server_that_lists_no_model(engine, wire):
         (("compare", "--policies", "least_tme"), "there is no policy 'least_tme'"),
         (("compare", "--policies", "random,random"), "name each policy once"),
         (("demo", "--file", "/nonexistent"), "/nonexistent: No such file"),
-        ((), "required: VERB"),
+        ((), "required: COMMAND"),
     ],
 )
 def test_a_wrong_flag_gets_one_line_and_exit_code_2(args, said, capsys):

@@ -65,6 +65,19 @@ async def shared_by(url, count, **replay):
         yield publisher, one, *others
 
 
+async def test_a_gateway_that_joins_reports_no_state_before_it_mirrors(redis_server, caplog):
+    caplog.set_level("INFO")
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        await publisher.publish(CLEARED, event(1, 0, 8))
+        await until(lambda: one.held("r", PROMPT) == 8)
+        other.follow("r", publisher)
+        await mirrored(other)
+        assert not [change for change in other.changes if change[0] == "connecting"]
+        assert "replica r: mirror: another gateway follows its events" in caplog.messages
+
+
 async def test_a_mirror_holds_what_the_writer_holds(redis_server):
     _, hashes = prompt(1, 12)
     async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):

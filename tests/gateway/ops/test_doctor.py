@@ -190,6 +190,17 @@ def test_a_replica_that_is_not_there(capsys):
     assert level == "fail" and "cannot connect" in text and "correct its URL" in text
 
 
+def test_a_model_that_only_replicas_could_name_is_not_blamed_while_none_answers(capsys, monkeypatch):
+    monkeypatch.delenv("HITHERTO_MODEL")
+    for flags in ((), ("--replica-url", f"http://127.0.0.1:{free_port()}")):
+        code, found = examine(capsys, *flags)
+        assert code == 1 and "model" not in found, found
+
+
+def test_columns_stand_apart_from_the_longest_usual_subject():
+    assert "tokenizer 127.0.0.1:29246  " in doctor.line(Finding("ok", "tokenizer 127.0.0.1:29246", "same"))
+
+
 def test_no_replica_at_all_and_no_tokenizer(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HITHERTO_MODEL", str(tmp_path))
     code, found = examine(capsys)

@@ -61,9 +61,19 @@ def test_text_has_every_figure():
     assert lines[-1] == f"choice   b:1: {told['reason']}"
 
 
+def test_terms_that_cost_nothing_on_any_replica_take_no_column():
+    told = decision()
+    for one in told["replicas"]:
+        assert one["terms"]["fetch"] == 0 or one["id"] == "b:1"
+        assert one["terms"]["room"] == 0 and one["terms"]["prefill"] > 0
+    (header,) = [line for line in explain.show(told).splitlines() if " replica " in line]
+    assert "prefill" in header and "fetch" in header and "room" not in header
+    assert header.count(" ms") == 1, "the unit is named once"
+
+
 def test_policies_that_weigh_no_seconds_show_no_seconds():
     text = explain.show(decision("round_robin"))
-    assert " ms" not in text and "choice   " in text
+    assert "ms" not in text and "choice   " in text
 
 
 def test_a_prompt_that_was_not_read_says_so():
@@ -74,7 +84,7 @@ def test_a_prompt_that_was_not_read_says_so():
         Evaluation(demand, candidates, Choice(0, "only one"), 0),
     )
     text = explain.show(told)
-    assert "not read: this request goes where the load is least" in text and "note     unknown path" in text
+    assert "not read: this request goes to the least loaded replica" in text and "note     unknown path" in text
 
 
 @pytest.fixture

@@ -18,26 +18,26 @@ def figures(**changes):
 @pytest.mark.parametrize(
     "new, old, said",
     [
-        (50, 100, "2.0 × sooner"),
-        (100, 50, "2.0 × later"),
+        (50, 100, "2.0× faster"),
+        (100, 50, "2.0× slower"),
         (100, 104, "about the same"),
         (96, 100, "about the same"),
         (100, 100, "about the same"),
-        (1, 40, "40 × sooner"),
+        (1, 40, "40× faster"),
         (0, 0, "about the same"),
-        (0, 5, "sooner (from or to nothing, so no ratio)"),
+        (0, 5, "faster (from or to nothing, so no ratio)"),
     ],
 )
 def test_ratios_in_words(new, old, said):
-    assert less_or_more(new, old, "sooner", "later") == said
+    assert less_or_more(new, old, "faster", "slower") == said
 
 
 @given(st.floats(0.01, 1e6), st.floats(0.01, 1e6))
 def test_worse_is_said_as_readily_as_better(new, old):
-    said = less_or_more(new, old, "sooner", "later")
-    if "sooner" in said:
+    said = less_or_more(new, old, "faster", "slower")
+    if "faster" in said:
         assert new < old
-    elif "later" in said:
+    elif "slower" in said:
         assert new > old
     else:
         assert abs(new - old) <= 0.05 * old
@@ -50,17 +50,17 @@ def test_a_comparison_reads_as_sentences():
         replicas={"a": {"requests": 12}, "b": {"requests": 8}},
     )
     assert comparison("new", better, "old", figures()) == [
-        "new found 90 % of all prompt tokens in a cache, old 40 %: 2.2 × as many.",
-        "Its engines computed 10,000 prompt tokens instead of 60,000: 6.0 × less work.",
-        "The first token came after 50 ms at p50 (old 100 ms, 2.0 × sooner) and 910 ms at p99 (old 900 ms, about the same).",
-        "The busiest replica got 1.20 × an even share of the requests (old 1.00 ×).",
+        "new found 90 % of all prompt tokens in a cache, old 40 %: 2.2× as many.",
+        "Its engines computed 10,000 prompt tokens instead of 60,000: 6.0× less work.",
+        "The first token came after 50 ms at p50 (old 100 ms, 2.0× faster) and 910 ms at p99 (old 900 ms, about the same).",
+        "The busiest replica got 1.20× an even share of the requests (old 1.00×).",
     ]
 
 
 def test_a_comparison_that_came_out_badly_says_so():
     worse = figures(cache={"hit_rate": 0.2, "prefill_tokens": 80_000}, ttft_ms={"p50": 300.0, "p99": 1800.0}, failed=3)
     text = " ".join(comparison("new", worse, "old", figures()))
-    assert "2.0 × fewer" in text and "1.3 × more work" in text and "3.0 × later" in text
+    assert "2.0× fewer" in text and "1.3× more work" in text and "3.0× slower" in text
     assert "Requests failed: 3 with new, 0 with old." in text
 
 

@@ -311,11 +311,12 @@ class SharedIntake:
             self.fault, self._void = None, False
 
     def _tell(self, state: str, reason: str) -> None:
-        """Pass on how the events are. That they cannot be reached is told once, until they come again."""
+        """Pass on how the events are. That they cannot be reached is reported once, until they come again; what is read
+        while joining is history, and no state yet."""
         if state == "live" and self.away:
             self.away = False
             log.info("replica %s: %s: %s", self.replica, self.role, self.role_reason)
-        if not self.away:
+        if not self.away and self.role != "joining":
             self._on_change(state, reason)
         if state == "unobserved" and self.engine.unreachable:
             self.away = True
@@ -409,7 +410,7 @@ class SharedIntake:
         self._mirrored[1] += removed
         if isinstance(change, Observe):
             self._observed = change.observed
-            self._tell(self.state, "told by the gateway that follows its events")
+            self._tell(self.state, "reported by the gateway that follows its events")
         elif isinstance(change, Clear):
             self._tell(self.state, "cleared by the gateway that follows its events")
 

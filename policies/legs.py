@@ -122,8 +122,8 @@ def choose(
     if cost is None:
         return _by_preference(policy, demand, prefillers, decoders, transfers, now)
     asked = replace(demand, output=0.0, residual=0)
-    computed = [sum(terms) for terms in cost.of_all(asked, prefillers, choice.future, choice.lasts)]
-    written = _written(cost, demand, decoders, choice.future, choice.lasts)
+    computed = [sum(terms) for terms in cost.of_all(asked, prefillers, choice.future, choice.after)]
+    written = _written(cost, demand, decoders, choice.future, choice.after)
     priced: list[tuple[float, Candidate, Candidate]] = []
     for d in _cheapest(written):
         for p in _cheapest(computed):
@@ -134,7 +134,7 @@ def choose(
     if not priced:
         return None
     least = min(price for price, _, _ in priced)
-    alone = sum(cost.of_all(demand, (whole,), choice.future, choice.lasts)[0])
+    alone = sum(cost.of_all(demand, (whole,), choice.future, choice.after)[0])
     if least * _SLACK[0] + _SLACK[1] >= alone:
         return None
     equal = [number for number, (price, _, _) in enumerate(priced) if price <= least * _SLACK[0] + _SLACK[1]]
@@ -152,11 +152,11 @@ def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Ca
 
 
 def _written(
-    cost: Cost, demand: Demand, decoders: Sequence[Candidate], future: float = 0.0, lasts: float = 1.0
+    cost: Cost, demand: Demand, decoders: Sequence[Candidate], future: float = 0.0, after: float = 1.0
 ) -> list[float]:
     """What each decoder costs once it holds the prompt, of which it computes the last token."""
     held = max(0, demand.tokens - 1)
-    return [sum(terms) for terms in cost.of_all(demand, decoders, future, lasts, held)]
+    return [sum(terms) for terms in cost.of_all(demand, decoders, future, after, held)]
 
 
 def _by_preference(

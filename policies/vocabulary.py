@@ -53,7 +53,7 @@ class Choice(NamedTuple):
     # whom it is the least of by the policy's `cost`, for whoever knows a later load; None: it stands
     among: Sequence[int] | None = None
     future: float = 0.0  # the `future` of that cost
-    lasts: float = 1.0  # and its `lasts`
+    after: float = 1.0  # and its `after`
 
 
 def pick(equals: Sequence[int], draw: float) -> int:

@@ -199,7 +199,7 @@ class SharedLedger:
             among = [index for index in among if candidates[index].costs.group is group]
         if len(among) <= MOST:
             return among
-        totals = [sum(terms) for terms in self._cost.of_all(demand, candidates, choice.future, choice.lasts)]
+        totals = [sum(terms) for terms in self._cost.of_all(demand, candidates, choice.future, choice.after)]
         return sorted(among, key=totals.__getitem__)[:MOST]
 
     def _held(self, candidates: Sequence[Candidate], overlaps: Sequence[int]) -> bytes:
@@ -380,7 +380,7 @@ class SharedLedger:
             *slack,
             size,
             hittable(demand.tokens, size),
-            *Cost.request(demand, candidates[choice.index].costs.group, choice.future, choice.lasts),
+            *Cost.request(demand, candidates[choice.index].costs.group, choice.future, choice.after),
         )
 
     def _own(self, name: str) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from ..vocabulary import Candidate, Demand, pick
 
 _TTFT = [f"ttft_{index}" for index in range(len(TTFT_PRIOR))]
 _STEP = [f"step_{index}" for index in range(len(STEP_PRIOR))]
-_DEMAND = ["tokens", "output", "residual", "now", "future", "lasts", *_TTFT, *_STEP]
+_DEMAND = ["tokens", "output", "residual", "now", "future", "after", *_TTFT, *_STEP]
 _HELD = ["overlap", "lower", "fetched"]
 _REPLICA = ["load", "speed", "pace"]
 
@@ -39,12 +39,12 @@ _REPLICA = ["load", "speed", "pace"]
 class Cost:
     """A rule's cost of a candidate: the sum of its terms, in a unit of the rule's own.
 
-    `statement(tokens, output, residual, now, future, lasts, ttft, step, overlap, lower, fetched, load, speed, pace)`
+    `statement(tokens, output, residual, now, future, after, ttft, step, overlap, lower, fetched, load, speed, pace)`
     returns a number for each of `names`. `output`, `residual`: tokens that are expected of the answer, and that are to
     come of it at a random moment. `ttft`, `step`: the coefficients of the replica's group; `speed`, `pace`: what it is
     slower by in prefill and in decode steps. `overlap`, `lower`: prompt tokens held in the GPU's cache and in slower
     tiers; `fetched`: the latter, each tier's at its `shares`, or without those the seconds that it takes to fetch them,
-    as the replica's group has learned it. `future`, `lasts`: numbers of the rule's own, the same for all candidates.
+    as the replica's group has learned it. `future`, `after`: numbers of the rule's own, the same for all candidates.
 
     Costs up to least x slack[0] + slack[1] count as equal: one of them is drawn.
     """
@@ -68,7 +68,7 @@ class Cost:
                 known["residual"],
                 known["now"],
                 known["future"],
-                known["lasts"],
+                known["after"],
                 tuple(map(known.get, _TTFT)),
                 tuple(map(known.get, _STEP)),
                 *held,
@@ -80,7 +80,7 @@ class Cost:
 
         zeros = [[getattr(load, name) for name in names] for names in ZERO_TOGETHER]
         self._stated = stated(*[symbol(name, OVERLAP) for name in _HELD])
-        # of_all(demand, candidates, future=0.0, lasts=1.0, held=0): the terms of each candidate, as if all held `held`
+        # of_all(demand, candidates, future=0.0, after=1.0, held=0): the terms of each candidate, as if all held `held`
         # tokens at least. The compiled function itself: a method around it would be one frame more, twice a decision.
         self.of_all = _of_all(self._stated, zeros, self._lower)
         self._arrays = Arrays(
@@ -101,10 +101,10 @@ class Cost:
             worth = sum([tokens * shares.get(tier, 0.0) for tier, tokens in lower])
         return sum([tokens for _, tokens in lower]), worth
 
-    def totals(self, demand: Demand, roster: Roster, future: float = 0.0, lasts: float = 1.0) -> np.ndarray:
+    def totals(self, demand: Demand, roster: Roster, future: float = 0.0, after: float = 1.0) -> np.ndarray:
         """The sum of its terms for each candidate. None may hold tokens in slower tiers."""
         return self._arrays(
-            roster.columns(self._column), self.request(demand, roster.group, future, lasts), (roster.overlaps,)
+            roster.columns(self._column), self.request(demand, roster.group, future, after), (roster.overlaps,)
         )
 
     def streams_and_recent(self, roster: Roster) -> tuple[float, float]:
@@ -127,7 +127,7 @@ class Cost:
         )
 
     @staticmethod
-    def request(demand: Demand, group: CostGroup, future: float, lasts: float) -> tuple[float, ...]:
+    def request(demand: Demand, group: CostGroup, future: float, after: float) -> tuple[float, ...]:
         """What is the same for all candidates of a group, in the order of the parameters."""
         return (
             demand.tokens,
@@ -135,7 +135,7 @@ class Cost:
             demand.residual,
             demand.now,
             future,
-            lasts,
+            after,
             *group.ttft.coefficients,
             *group.step.coefficients,
         )
@@ -158,7 +158,7 @@ def _of_all(
     return compiled(
         "of_all",
         [
-            "def of_all(demand, candidates, future=0.0, lasts=1.0, held=0):",
+            "def of_all(demand, candidates, future=0.0, after=1.0, held=0):",
             "    tokens, output, residual = demand.tokens, demand.output, demand.residual",
             "    now, group, found = demand.now, None, []",
             "    for candidate in candidates:",

@@ -10,10 +10,10 @@ sixth is the wait of other requests for their first tokens, and the others are t
     room          if its blocks do not fit: the shortfall x the time that the streams there still take
     interference  own prefill x (prompts that wait for the next step as this one will + 0.25 x those that may have
                   begun: where a batch is shared, first tokens come that much later)
-    stall         0.2 x own prefill x streams there, each of which stands still meanwhile
-    decode        0.2 x its own decode steps: its tokens x the step of one stream alone, and lasts x shared x what the
-                  streams there add to that
-    crowding      0.2 x lasts x shared x streams x what it adds to each step, and `crowd` x that for prefills to come
+    stall         0.05 x own prefill x streams there, each of which stands still meanwhile
+    decode        0.15 x its own decode steps: its tokens x the step of one stream alone; and after x shared x what the
+                  streams there add to those
+    crowding      after x shared x streams x what it adds to each step, and `crowd` x that for prefills to come
     eviction      own prefill x 0.2 x KV use: some of what it pushes out will be asked for again
 
 A stream adds to each step `per stream + per token x (prompt + half its output)`, and a step without it is what `costs`
@@ -24,15 +24,16 @@ come. TetriInfer's second level (arXiv 2401.11181) keeps heavy and light decodes
 lengths of answers; LMetric (arXiv 2603.15202) takes the product of new prefill tokens and batch size for its score: the
 `stall` here. Prompts that wait count as streams, since they will be.
 
-`lasts`: how many requests a difference between the replicas' batches lasts for. Those that continue this conversation
-meet it again, until one moves; and each that is free to choose goes where fewer are, and so levels it: 1 / (share of
-requests that begin a conversation x (1 + mean streams of a replica) + 0.25 that move). Where all begin one, and many
-decode, nearly nothing is left of it; where nearly all continue one, it is met up to four times. Where a conversation
-begins, its next requests will meet other streams, too: `stall` and `crowding` count also how many go on from one that
-begins (learned) x the streams expected there (all streams x this replica's share of recent choices).
-
-The weight of 0.2 says what a second after the first token is worth to one before it. At 1 the mean time to the last
-token is the least, 1.4 % less than at 0.2 over six cells, and that to the first 8 % more: `docs/policies.md`.
+`after` says what a second after the first token is worth to one before it, times how many requests a difference between
+the replicas' batches lasts for. Where a conversation begins, the first factor is 1: a batch is chosen for all of its
+answers, and nothing is lost by it. Where it goes on, 0.15: in a smaller batch its history would be computed again, and
+at 1 the time to the first token becomes longer by more than the other shorter (`docs/policies.md`).
+As to the second factor: requests that continue this conversation meet the difference again, until one moves; and each
+that is free to choose goes where fewer are, and so levels it: 1 / (share of requests that begin a conversation x (1 +
+mean streams of a replica) + 0.4 that move). Where all begin one, and many decode, nearly nothing is left of it; where
+nearly all continue one, it is met two times and a half. Where a conversation begins, its next requests will meet other
+streams, too: `stall` and `crowding` count also how many go on from one that begins (learned) x the streams expected
+there (all streams x this replica's share of recent choices).
 
 The least sum wins; sums within 0.02 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself:
 once the holder's queue costs more than computing elsewhere, elsewhere wins. It spreads before that by ski-rental
@@ -65,8 +66,10 @@ from ..roster import Roster
 from ..vocabulary import Candidate, Choice, Demand
 from .least_cost import Cost, least, least_of
 
-_AFTER = 0.2  # what a second after the first token is worth, to a second before it
-_MOVES = 0.25  # share of the requests that go on which go elsewhere: so long a placement is good for those that follow
+# What a second after the first token is worth to one before it, where a conversation begins and where it goes on
+_BEGINNING, _GOING_ON = 1.0, 0.15
+_STALL = 0.05  # the same of a pause in the streams that are there
+_MOVES = 0.4  # share of the requests that go on which go elsewhere: so long a placement is good for those that follow
 _NOISE = 0.2  # a pace so near to the group's is as quick: prefills of others make it differ by that
 # chance that a prompt there shares a step with ours, if it may have begun: those that have not begun will
 _BATCHED = 0.25
@@ -90,7 +93,7 @@ def terms(
     residual: float,
     now: float,
     future: float,
-    lasts: float,
+    after: float,
     ttft: Sequence[float],
     step: Sequence[float],
     overlap: float,
@@ -114,7 +117,7 @@ def terms(
     more = pace * (per_stream + per_token * (tokens + 0.5 * output))
     others = pace * (per_stream * streams + per_token * (load.context_tokens + load.prefill_tokens))
     steady = max(pace, 1 + _NOISE) + min(pace, 1 - _NOISE) - 1
-    weight = _AFTER * lasts * output
+    weight = after * output
     shared = weight * load.output_tokens / max(1, streams * output + load.output_tokens)
     later = weight * residual / max(1, output + residual)
     return (
@@ -124,8 +127,8 @@ def terms(
         fetched,
         short * _REPLY * decode_step,
         own * waiting,
-        _AFTER * own * (load.decoding + future * load.recent),
-        _AFTER * output * base * steady + shared * others,
+        _STALL * own * (load.decoding + future * load.recent),
+        _GOING_ON * output * base * steady + shared * others,
         more * (shared * streams + crowd * load.decoding + (2 * later + crowd) * future * load.recent),
         _EVICTION * load.kv_usage * own,
     )
@@ -182,9 +185,10 @@ class Habits:
         p -= p / _LATELY  # with this one
         return p / (1.0 - p + _LEAVE) * streams / recent if recent else 0.0
 
-    def lasts(self, streams: float, replicas: int) -> float:
-        """How many of a conversation's requests a difference between replicas lasts for, see `lasts` above."""
-        return 1.0 / ((1.0 - self.p_continuation) * (1.0 + streams / replicas) + _MOVES)
+    def after(self, continues: bool, streams: float, replicas: int) -> float:
+        """What a second after the first token counts, for as many requests as a difference lasts: see `after` above."""
+        lasts = 1.0 / ((1.0 - self.p_continuation) * (1.0 + streams / replicas) + _MOVES)
+        return (_GOING_ON if continues else _BEGINNING) * lasts
 
     def regret(self, demand: Demand, held: float) -> tuple[int | None, float | None]:
         """Return the prefix that is held, and its regret so far: None unless another request asked for it of late.
@@ -219,8 +223,8 @@ class LeastTime:
         continues = habits.continues(demand, exclusive_overlap(candidates, demand.block_size))
         streams, recent = streams_and_recent(candidates)
         future = 0.0 if continues else habits.future(streams, recent)
-        lasts = habits.lasts(streams, len(candidates))
-        terms = COST.of_all(demand, candidates, future, lasts)
+        after = habits.after(continues, streams, len(candidates))
+        terms = COST.of_all(demand, candidates, future, after)
         totals = [*map(sum, terms)]
         best = least(totals, COST.slack, demand.draw)
         held = candidates[best].overlap
@@ -232,18 +236,18 @@ class LeastTime:
                     other = at
             if other is not None:
                 regret, due = self._with_regret(
-                    demand, regret, terms[best], terms[other], candidates[other], held, future, lasts
+                    demand, regret, terms[best], terms[other], candidates[other], held, future, after
                 )
                 copy = other if due else None
         index = best if copy is None else copy
         lesson = Lesson(continues, prefix, regret or 0.0, copy)
         among = range(len(totals)) if index == best else None
         if not explain:
-            return Choice(index, lesson=lesson, among=among, future=future, lasts=lasts)
+            return Choice(index, lesson=lesson, among=among, future=future, after=after)
         reason = f"{totals[index] * 1e3:.1f} ms, {candidates[index].overlap} of {demand.tokens} tokens held"
         if index != best:
             reason += f"; a copy for those that follow, of what {candidates[best].replica} holds"
-        return Choice(index, reason, [dict(zip(TERMS, one)) for one in terms], lesson, among, future, lasts)
+        return Choice(index, reason, [dict(zip(TERMS, one)) for one in terms], lesson, among, future, after)
 
     def _choose_of_many(self, demand: Demand, roster: Roster) -> Choice:
         overlaps = roster.overlaps
@@ -251,23 +255,23 @@ class LeastTime:
         continues = habits.continues(demand, exclusive_overlap_of(overlaps, demand.block_size))
         streams, recent = COST.streams_and_recent(roster)
         future = 0.0 if continues else habits.future(streams, recent)
-        lasts = habits.lasts(streams, len(roster))
-        totals = COST.totals(demand, roster, future, lasts)
+        after = habits.after(continues, streams, len(roster))
+        totals = COST.totals(demand, roster, future, after)
         best = least_of(totals, COST.slack, demand.draw)
         held = overlaps.item(best)
         prefix, regret = habits.regret(demand, held)
         copy = None
         if regret is not None and len(less := (overlaps < held).nonzero()[0]):
             other = less.item(totals.take(less).argmin())
-            here, there = COST.of_all(demand, (roster[best], roster[other]), future, lasts)
+            here, there = COST.of_all(demand, (roster[best], roster[other]), future, after)
             regret, due = self._with_regret(
-                demand, regret, here, there, roster[other], roster[best].overlap, future, lasts
+                demand, regret, here, there, roster[other], roster[best].overlap, future, after
             )
             copy = other if due else None
         index = best if copy is None else copy
         lesson = Lesson(continues, prefix, regret or 0.0, copy)
         return Choice(
-            index, lesson=lesson, among=range(len(totals)) if index == best else None, future=future, lasts=lasts
+            index, lesson=lesson, among=range(len(totals)) if index == best else None, future=future, after=after
         )
 
     def placed(self, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
@@ -288,7 +292,7 @@ class LeastTime:
         other: Candidate,
         held: int,
         future: float,
-        lasts: float,
+        after: float,
     ) -> tuple[float, bool]:
         """Return a prefix's regret, with what its absence on one candidate costs this request, which goes to another;
         and whether a copy is due, as it is once the regret equals what computing there costs.
@@ -296,7 +300,7 @@ class LeastTime:
         `here`: the terms of the candidate that costs least, which has `held` tokens of the prompt. `there`: those of
         the `other`, which costs least of those that hold less.
         """
-        [copied] = COST.of_all(demand, (other,), future, lasts, held)
+        [copied] = COST.of_all(demand, (other,), future, after, held)
         regret = _KEEP * regret + max(0.0, sum(here[:HELD_UP]) - sum(copied[:HELD_UP]))
         return regret, regret >= sum(there) - sum(copied)
 

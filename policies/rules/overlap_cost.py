@@ -22,7 +22,7 @@ def terms(
     residual: float,
     now: float,
     future: float,
-    lasts: float,
+    after: float,
     ttft: Sequence[float],
     step: Sequence[float],
     overlap: float,

@@ -72,7 +72,7 @@ def test_the_price_is_that_of_the_policys_own_cost():
         stream_on(made, one)
     asked = demand()
     whole, apart = chosen(made, asked, everybody)
-    cost, rest = of_policy(made.policy), (whole.choice.future, whole.choice.lasts)
+    cost, rest = of_policy(made.policy), (whole.choice.future, whole.choice.after)
     computed = sum(cost.of_all(replace(asked, output=0.0, residual=0), [everybody[0]], *rest)[0])
     written = min(sum(one) for one in cost.of_all(asked, everybody[1:], *rest, asked.tokens - 1))
     assert apart.seconds == pytest.approx(computed + LATENCY + asked.tokens * TOKEN + written)

@@ -24,9 +24,9 @@ LOADS = st.builds(
 SPEEDS = st.tuples(st.floats(0.01, 100), st.floats(0.01, 100))
 REPLICAS = st.lists(st.tuples(LOADS, SPEEDS, st.integers(0, 1200), st.integers(0, 300)), min_size=1, max_size=6)
 DEMANDS = st.builds(
-    lambda tokens, output, residual, now, future, lasts: (
+    lambda tokens, output, residual, now, future, after: (
         Demand(1200 + tokens, 16, now=now, output=output, residual=residual),
-        (future, lasts),
+        (future, after),
     ),
     st.integers(301, 60_000),
     st.floats(0, 10_000),

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 LEASE = 60.0  # seconds without a word, unless the caller asks for another time
 LEASES = (1.0, 3600.0)
+GRACE = (
+    0.25  # seconds after a lease's end for words that came in time: after this process stood still they are not read
+)
 # Under way at once: 16,384 of 30,000 tokens each. Bodies that wait to be read count as well
 MOST, MOST_BYTES = 16_384, 256 * 2**20
 MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
@@ -201,7 +204,10 @@ class Decisions:
     def _renew(self, leased: Leased) -> None:
         if leased.timer is not None:
             leased.timer.cancel()
-        leased.timer = asyncio.get_running_loop().call_later(leased.seconds, self._expired, leased)
+        leased.timer = asyncio.get_running_loop().call_later(leased.seconds, self._ran_out, leased)
+
+    def _ran_out(self, leased: Leased) -> None:
+        leased.timer = asyncio.get_running_loop().call_later(GRACE, self._expired, leased)
 
     def _expired(self, leased: Leased) -> None:
         self._close(leased, "expired")

@@ -141,14 +141,38 @@ async def test_what_a_dead_caller_left_is_taken_off(gateway):
 
 
 async def test_words_renew_the_lease(gateway):
-    kept = await decide(gateway, chat("A long answer", stream=True), lease_s=2)
-    left = await decide(gateway, chat("Another one", stream=True), lease_s=2)
-    while (
-        await tell(gateway, kept, "first_byte") == 200
-        and sum(one for one, _, _ in counted(await gateway.status()).values()) == 2
-    ):
-        pass
-    assert [await tell(gateway, one, "done") for one in (left, kept)] == [404, 200]
+    """One that is told something all the time outlives one of which nothing is heard."""
+    expired = await gateway.counted("hitherto_decisions_total", outcome="expired")
+    now = asyncio.get_running_loop().time
+    while True:
+        kept = await decide(gateway, chat("A long answer", stream=True), lease_s=2)
+        left = await decide(gateway, chat("Another one", stream=True), lease_s=2)
+        expired += 1
+        told, pause = now(), 0.0
+        while await tell(gateway, kept, "first_byte") == 200:
+            told, pause = now(), max(pause, now() - told)
+            if await gateway.counted("hitherto_decisions_total", outcome="expired") == expired:
+                break
+        pause = max(pause, now() - told)
+        ended = [await tell(gateway, one, "done") for one in (left, kept)]
+        if pause < 2:
+            break
+        expired = await gateway.counted("hitherto_decisions_total", outcome="expired")
+        # else the machine did not let us say anything for as long as a lease
+    assert ended == [404, 200]
+
+
+@ONE
+async def test_a_word_that_came_in_time_counts_though_the_gateway_stood_still(gateway):
+    decided = await decide(gateway, chat("Frozen", stream=True), lease_s=2)
+    os.kill(gateway.process.pid, signal.SIGSTOP)
+    try:
+        telling = asyncio.create_task(tell(gateway, decided, "first_byte"))
+        await asyncio.sleep(2.5)  # the lease ends meanwhile
+    finally:
+        os.kill(gateway.process.pid, signal.SIGCONT)
+    assert await telling == 200
+    assert await tell(gateway, decided, "done") == 200
 
 
 async def test_an_answer_in_one_piece_counts_as_prefilled_when_it_should_be(gateway):

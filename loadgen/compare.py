@@ -36,15 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="start `hitherto serve` once per policy, engines fresh each time",
     )
-    group.add_argument(
-        "--launch", type=options.whole, default=4, metavar="N", help="with --policies: engines (default %(default)s)"
-    )
-    group.add_argument(
-        "--profile",
-        default="sim",
-        metavar="NAME",
-        help="with --policies: launch profile, name or file (default %(default)s)",
-    )
+    options.flags(
+        group,
+        ("--launch", options.whole, "N", 4, "with --policies: engines (default %(default)s)"),
+        ("--profile", str, "NAME", "sim", "with --policies: launch profile, name or file (default %(default)s)"),
+    )  # fmt: skip
     target.add_asking(group)
     datasets.add_workload(parser)
     files.add_report(parser)

@@ -21,6 +21,16 @@ class BadOption(BadInput):
     """Flags that are wrong, or don't go together; the message names them."""
 
 
+def flags(
+    group: argparse._ActionsContainer, *rows: tuple[str, Callable | tuple[str, ...], str | None, object, str]
+) -> None:
+    """Add flags that have a value: of each its names, what reads the value or which values there are, what stands for
+    it in the help, its default, and the help."""
+    for spelled, reads, placeholder, default, told in rows:
+        read = {"choices": reads} if isinstance(reads, tuple) else {"type": reads}
+        group.add_argument(*spelled.split(), **read, metavar=placeholder, default=default, help=told)
+
+
 def number(text: str, fits: Callable[[float], bool], otherwise: str) -> float:
     """Return the number that `text` is. Raises ArgumentTypeError, saying what it is `otherwise`."""
     try:

@@ -135,20 +135,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "sweep", "from the load's own rate (--request-rate, or a trace's) to the highest that keeps --goodput"
     )
-    group.add_argument(
-        "--attainment",
-        type=options.attainment,
-        default=ATTAINMENT,
-        metavar="SHARE",
-        help="share of the requests that must be within the limits (default %(default)g)",
-    )
-    group.add_argument(
-        "--precision",
-        type=options.positive,
-        default=PRECISION,
-        metavar="P",
-        help="stop where kept and missed rates are this near, as a share (default %(default)g)",
-    )
+    options.flags(
+        group,
+        ("--attainment", options.attainment, "SHARE", ATTAINMENT, "share of the requests that must be within the limits (default %(default)g)"),
+        ("--precision", options.positive, "P", PRECISION, "stop where kept and missed rates are this near, as a share (default %(default)g)"),
+    )  # fmt: skip
     datasets.add_workload(parser)
     files.add_report(parser)
 

@@ -42,23 +42,14 @@ QUESTION = "Which module reads CSV?"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--file", type=Path, metavar="FILE", help="a text to talk about (default: the standard library's documentation)"
-    )
-    parser.add_argument(
-        "--num-prompts",
-        type=options.whole,
-        metavar="N",
-        help=f"requests per policy (default {SIMULATED.requests}, fewer with --vllm)",
-    )
-    parser.add_argument(
-        "--vllm",
-        type=Path,
-        metavar="FOLDER",
-        help="real engines: an environment with vLLM for the CPU (`make demo-vllm` makes one)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same conversations (default %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    options.flags(
+        parser,
+        ("--file", Path, "FILE", None, "a text to talk about (default: the standard library's documentation)"),
+        ("--num-prompts", options.whole, "N", None, f"requests per policy (default {SIMULATED.requests}, fewer with --vllm)"),
+        ("--vllm", Path, "FOLDER", None, "real engines: an environment with vLLM for the CPU (`make demo-vllm` makes one)"),
+        ("--seed", int, None, 0, "same seed, same conversations (default %(default)s)"),
+        ("--json", Path, "FILE", None, "write all figures"),
+    )  # fmt: skip
 
 
 @dataclass(slots=True)

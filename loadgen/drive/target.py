@@ -15,7 +15,7 @@ import orjson
 from loadgen.drive.client import Client
 from loadgen.drive.processes import Processes, Share
 from loadgen.drive.run import CHAT, COMPLETIONS, Asking, Run
-from loadgen.options import BadOption, Failed, positive
+from loadgen.options import BadOption, Failed, flags, positive
 from loadgen.workload import datasets
 from loadgen.workload.conversations import Workload
 
@@ -43,14 +43,14 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def add_asking(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", help="model name (default: the first in /v1/models)")
-    group.add_argument(
-        "--backend",
-        choices=("openai-chat", "openai", "vllm"),
-        help="openai-chat asks chat completions, openai or vllm asks completions (default: completions with token ids "
-        "where the load has no text, else chat)",
-    )
-    group.add_argument("--endpoint", metavar="PATH", help="path to ask (default: the backend's own)")
+    flags(
+        group,
+        ("--model", str, None, None, "model name (default: the first in /v1/models)"),
+        ("--backend", ("openai-chat", "openai", "vllm"), None, None,
+         "openai-chat asks chat completions, openai or vllm asks completions (default: completions with token ids "
+         "where the load has no text, else chat)"),
+        ("--endpoint", str, "PATH", None, "path to ask (default: the backend's own)"),
+    )  # fmt: skip
     group.add_argument(
         "--header",
         action="append",

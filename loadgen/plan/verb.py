@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import policies
-from loadgen.options import ATTAINMENT, BadOption, attainment, positive, whole
+from loadgen.options import ATTAINMENT, BadOption, attainment, flags, positive, whole
 from loadgen.plan import checkpoints
 from loadgen.plan.checkpoints import Checkpoint
 from loadgen.plan.fleet_size import Fleet, Point, Size, by_tokens, search
@@ -50,69 +50,29 @@ def utilization(text: str) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model and GPU")
-    model.add_argument("--model", metavar="NAME", help="folder with config.json, or a name on Hugging Face's hub")
-    model.add_argument("--gpu-memory", type=size, metavar="SIZE", help="memory of one GPU, e.g. 80GiB")
-    model.add_argument(
-        "--gpu-memory-utilization",
-        type=utilization,
-        default=UTILIZATION,
-        metavar="R",
-        help="share of it that the engine takes (default %(default)g, vLLM's)",
-    )
-    model.add_argument(
-        "--weights", type=size, metavar="SIZE", help="of the whole model (default: its safetensors files)"
-    )
-    model.add_argument(
-        "--kv-cache-memory-bytes",
-        type=size,
-        metavar="SIZE",
-        help='for the cache on each GPU, instead of these three: "Available KV cache memory" in vLLM\'s log',
-    )
-    model.add_argument(
-        "--tensor-parallel-size", "-tp", type=whole, default=1, metavar="N", help="GPUs of a replica (default 1)"
-    )
-    model.add_argument(
-        "--decode-context-parallel-size",
-        "-dcp",
-        type=whole,
-        default=1,
-        metavar="N",
-        help="of these, GPUs that share out the context (default 1)",
-    )
-    model.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="auto, fp8, ... (default auto)")
-    model.add_argument("--block-size", type=whole, metavar="N", help=f"tokens (default {BLOCK}, and the profile's)")
-    model.add_argument("--max-model-len", type=whole, metavar="N", help="longest request (default: the model's)")
+    flags(
+        model,
+        ("--model", str, "NAME", None, "folder with config.json, or a name on Hugging Face's hub"),
+        ("--gpu-memory", size, "SIZE", None, "memory of one GPU, e.g. 80GiB"),
+        ("--gpu-memory-utilization", utilization, "R", UTILIZATION, "share of it that the engine takes (default %(default)g, vLLM's)"),
+        ("--weights", size, "SIZE", None, "of the whole model (default: its safetensors files)"),
+        ("--kv-cache-memory-bytes", size, "SIZE", None, 'for the cache on each GPU, instead of these three: "Available KV cache memory" in vLLM\'s log'),
+        ("--tensor-parallel-size -tp", whole, "N", 1, "GPUs of a replica (default 1)"),
+        ("--decode-context-parallel-size -dcp", whole, "N", 1, "of these, GPUs that share out the context (default 1)"),
+        ("--kv-cache-dtype", str, "TYPE", "auto", "auto, fp8, ... (default auto)"),
+        ("--block-size", whole, "N", None, f"tokens (default {BLOCK}, and the profile's)"),
+        ("--max-model-len", whole, "N", None, "longest request (default: the model's)"),
+    )  # fmt: skip
     parser.set_defaults(backend="openai-chat")  # nothing is asked over HTTP: any load will do, and any reply
     fleet = parser.add_argument_group("fleet", "with --slo: the fewest replicas that keep it for the load below")
-    fleet.add_argument(
-        "--attainment",
-        type=attainment,
-        default=ATTAINMENT,
-        metavar="SHARE",
-        help="share of the requests that must be within the limits (default %(default)g)",
-    )
-    fleet.add_argument(
-        "--kv-tokens",
-        type=sizes,
-        metavar="A,B",
-        help="tokens of KV cache in a replica to try (default: half, once and twice the model's, or the profile's)",
-    )
-    fleet.add_argument(
-        "--max-replicas", type=whole, default=64, metavar="N", help="never try more (default %(default)s)"
-    )
-    fleet.add_argument(
-        "--profile",
-        default="gpu-8b",
-        metavar="NAME|FILE",
-        help="how fast an engine is; `hitherto calibrate` measures yours (default %(default)s)",
-    )
-    fleet.add_argument(
-        "--policy",
-        choices=(*policies.NAMES, *field.NAMES),
-        default=policies.DEFAULT,
-        metavar="NAME",
-        help="how requests are routed (default %(default)s)",
-    )
+    flags(
+        fleet,
+        ("--attainment", attainment, "SHARE", ATTAINMENT, "share of the requests that must be within the limits (default %(default)g)"),
+        ("--kv-tokens", sizes, "A,B", None, "tokens of KV cache in a replica to try (default: half, once and twice the model's, or the profile's)"),
+        ("--max-replicas", whole, "N", 64, "never try more (default %(default)s)"),
+        ("--profile", str, "NAME|FILE", "gpu-8b", "how fast an engine is; `hitherto calibrate` measures yours (default %(default)s)"),
+        ("--policy", (*policies.NAMES, *field.NAMES), "NAME", policies.DEFAULT, "how requests are routed (default %(default)s)"),
+    )  # fmt: skip
     datasets.add_workload(parser)
     files.add_report(parser)
 

@@ -18,7 +18,7 @@ import orjson
 from rich.console import Console
 
 from loadgen.drive.records import Record
-from loadgen.options import BadOption
+from loadgen.options import BadOption, flags
 from loadgen.report.summary import Records, Reports, began, parse_slo
 
 COLUMNS = (
@@ -46,14 +46,13 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--slo", "--goodput", nargs="+", metavar="LIMIT", help="e.g. ttft:500ms,tpot:50ms: count what meets it"
     )
-    group.add_argument(
-        "--json", "--result-filename", type=Path, metavar="FILE", help="write all figures (- for stdout)"
-    )
-    group.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with tables and plots (pip install 'hitherto[plots]')"
-    )
-    group.add_argument("--png", type=Path, metavar="FILE", help="write the plots alone")
-    group.add_argument("--csv", type=Path, metavar="FILE", help="write a line per request")
+    flags(
+        group,
+        ("--json --result-filename", Path, "FILE", None, "write all figures (- for stdout)"),
+        ("--html", Path, "FILE", None, "write a page with tables and plots (pip install 'hitherto[plots]')"),
+        ("--png", Path, "FILE", None, "write the plots alone"),
+        ("--csv", Path, "FILE", None, "write a line per request"),
+    )  # fmt: skip
 
 
 def check(args: argparse.Namespace) -> None:

@@ -30,44 +30,17 @@ _WRITTEN = ("--json", "--result-filename", "--html", "--png", "--csv")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(backend="openai-chat")  # nothing is asked over HTTP: any load will do, and any reply
     group = parser.add_argument_group("fleet")
-    group.add_argument(
-        "--policies",
-        type=partial(options.names, known=(*policies.NAMES, *NAMES)),
-        default=[policies.DEFAULT],
-        metavar="A,B",
-        help=f"any of {', '.join(policies.NAMES)}; of the field, {', '.join(NAMES)} (default {policies.DEFAULT})",
-    )
-    group.add_argument(
-        "--replicas", type=options.whole, default=8, metavar="N", help="simulated engines (default %(default)s)"
-    )
-    group.add_argument(
-        "--profile",
-        default="gpu-8b",
-        metavar="NAME|FILE",
-        help="how fast and how large an engine is: gpu-8b, cpu-tiny or a YAML file (default %(default)s)",
-    )
-    group.add_argument(
-        "--num-blocks", type=options.whole, metavar="N", help="KV blocks of an engine (default: the profile's)"
-    )
-    group.add_argument(
-        "--cpu-blocks",
-        type=options.whole,
-        metavar="N",
-        help="KV blocks that an engine keeps in host memory (default: 0)",
-    )
-    group.add_argument(
-        "--disk-blocks",
-        type=options.whole,
-        metavar="N",
-        help="KV blocks that it keeps on a disk behind that (default: 0)",
-    )
-    group.add_argument(
-        "--speeds",
-        type=_speeds,
-        default=[1.0],
-        metavar="X,X",
-        help="engines run so many times as fast as the profile says, in turn: 1,0.5 makes every other one half as fast",
-    )
+    options.flags(
+        group,
+        ("--policies", partial(options.names, known=(*policies.NAMES, *NAMES)), "A,B", [policies.DEFAULT],
+         f"any of {', '.join(policies.NAMES)}; of the field, {', '.join(NAMES)} (default {policies.DEFAULT})"),
+        ("--replicas", options.whole, "N", 8, "simulated engines (default %(default)s)"),
+        ("--profile", str, "NAME|FILE", "gpu-8b", "how fast and how large an engine is: gpu-8b, cpu-tiny or a YAML file (default %(default)s)"),
+        ("--num-blocks", options.whole, "N", None, "KV blocks of an engine (default: the profile's)"),
+        ("--cpu-blocks", options.whole, "N", None, "KV blocks that an engine keeps in host memory (default: 0)"),
+        ("--disk-blocks", options.whole, "N", None, "KV blocks that it keeps on a disk behind that (default: 0)"),
+        ("--speeds", _speeds, "X,X", [1.0], "engines run so many times as fast as the profile says, in turn: 1,0.5 makes every other one half as fast"),
+    )  # fmt: skip
     group.add_argument(
         "--outage",
         type=_outage,

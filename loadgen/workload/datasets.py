@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
 
-from loadgen.options import BadOption, positive, rate, seconds, share, whole
+from loadgen.options import BadOption, flags, positive, rate, seconds, share, whole
 from loadgen.workload import generators, texts, traces
 from loadgen.workload.arrivals import Ramp, conversation_starts
 from loadgen.workload.conversations import Conversation, Workload
@@ -154,36 +154,16 @@ _SHAPE = list(dict.fromkeys(key for takes in _TAKES.values() for key in takes))
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
-    group.add_argument(
-        "--dataset-name",
-        choices=tuple(DATASETS),
-        metavar="NAME",
-        help=f"one of {', '.join(DATASETS)} (default: what the file is, else multi-turn)",
-    )
-    group.add_argument(
-        "--dataset-path",
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="a trace, a file of conversations (.gz too), or a text to talk about "
-        "(default: the standard library's documentation)",
-    )
-    group.add_argument(
-        "--num-prompts",
-        "--requests",
-        type=whole,
-        metavar="N",
-        help=f"requests in all; every turn is one (default {REQUESTS}, or the whole file)",
-    )
-    group.add_argument("--seed", type=int, default=0, help="same seed, same load (default %(default)s)")
-    group.add_argument(
-        "--replies",
-        choices=("file", "engine"),
-        help="whose replies stay in the conversation (default: the file's where it has them)",
-    )
-    group.add_argument(
-        "--bad-lines", choices=("stop", "skip"), help="what to do about lines of a file that are wrong (default stop)"
-    )
+    flags(
+        group,
+        ("--dataset-name", tuple(DATASETS), "NAME", None, f"one of {', '.join(DATASETS)} (default: what the file is, else multi-turn)"),
+        ("--dataset-path --trace", Path, "FILE", None, "a trace, a file of conversations (.gz too), or a text to talk about "
+         "(default: the standard library's documentation)"),
+        ("--num-prompts --requests", whole, "N", None, f"requests in all; every turn is one (default {REQUESTS}, or the whole file)"),
+        ("--seed", int, None, 0, "same seed, same load (default %(default)s)"),
+        ("--replies", ("file", "engine"), None, None, "whose replies stay in the conversation (default: the file's where it has them)"),
+        ("--bad-lines", ("stop", "skip"), None, None, "what to do about lines of a file that are wrong (default stop)"),
+    )  # fmt: skip
     group.add_argument(
         "--disable-shuffle", action="store_const", const=True, help="take a file's conversations in their order"
     )
@@ -198,108 +178,42 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_arrivals(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--request-rate",
-        type=rate,
-        metavar="R",
-        help=f"requests per second; inf sends all at once (default: the trace's own times, else {RATE:g})",
-    )
-    group.add_argument(
-        "--burstiness",
-        type=rate,
-        default=1.0,
-        metavar="B",
-        help="shape of the gamma-distributed gaps: 1 Poisson, less in bursts, inf constant (default %(default)g)",
-    )
-    group.add_argument(
-        "--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate rise or fall over the run"
-    )
-    group.add_argument("--ramp-up-start-rps", type=positive, metavar="R", help="rate of a ramp at its start")
-    group.add_argument("--ramp-up-end-rps", type=positive, metavar="R", help="and at its end")
-    group.add_argument(
-        "--users", type=whole, metavar="N", help="closed loop: N users, each with one conversation at a time"
-    )
-    group.add_argument(
-        "--max-concurrency",
-        type=whole,
-        metavar="N",
-        help="never more requests in flight; the wait shows up as lateness",
-    )
-    group.add_argument(
-        "--processes", type=whole, default=1, metavar="N", help="spread the generator over N processes (default 1)"
-    )
-    group.add_argument(
-        "--trace-start", type=seconds, metavar="S", help="traces: leave out what comes before this second"
-    )
-    group.add_argument("--trace-seconds", type=positive, metavar="S", help="traces: and play so many seconds of it")
-    group.add_argument("--trace-speed", type=positive, metavar="X", help="traces: play it X times as fast (default 1)")
-    group.add_argument(
-        "--trace-jitter", type=seconds, metavar="S", help="traces: move each request by up to S seconds (default 0)"
-    )
+    flags(
+        group,
+        ("--request-rate", rate, "R", None, f"requests per second; inf sends all at once (default: the trace's own times, else {RATE:g})"),
+        ("--burstiness", rate, "B", 1.0, "shape of the gamma-distributed gaps: 1 Poisson, less in bursts, inf constant (default %(default)g)"),
+        ("--ramp-up-strategy", ("linear", "exponential"), None, None, "let the rate rise or fall over the run"),
+        ("--ramp-up-start-rps", positive, "R", None, "rate of a ramp at its start"),
+        ("--ramp-up-end-rps", positive, "R", None, "and at its end"),
+        ("--users", whole, "N", None, "closed loop: N users, each with one conversation at a time"),
+        ("--max-concurrency", whole, "N", None, "never more requests in flight; the wait shows up as lateness"),
+        ("--processes", whole, "N", 1, "spread the generator over N processes (default 1)"),
+        ("--trace-start", seconds, "S", None, "traces: leave out what comes before this second"),
+        ("--trace-seconds", positive, "S", None, "traces: and play so many seconds of it"),
+        ("--trace-speed", positive, "X", None, "traces: play it X times as fast (default 1)"),
+        ("--trace-jitter", seconds, "S", None, "traces: move each request by up to S seconds (default 0)"),
+    )  # fmt: skip
 
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--turns", type=whole, metavar="N", help="mean turns of a conversation, or steps of an agent")
-    group.add_argument("--think-time", type=seconds, metavar="S", help="mean seconds between a reply and the next turn")
-    group.add_argument(
-        "--num-prefixes",
-        "--prefix-repetition-num-prefixes",
-        type=whole,
-        metavar="N",
-        help="different documents or system prompts",
-    )
-    group.add_argument("--prefix-len", "--prefix-repetition-prefix-len", type=whole, metavar="N", help="length of each")
-    group.add_argument(
-        "--suffix-len",
-        "--prefix-repetition-suffix-len",
-        "--random-input-len",
-        type=whole,
-        metavar="N",
-        help="length of each question, task or tool result",
-    )
-    group.add_argument(
-        "--output-len",
-        "--prefix-repetition-output-len",
-        "--random-output-len",
-        "--sharegpt-output-len",
-        "--custom-output-len",
-        type=whole,
-        metavar="N",
-        help="length of a reply (default: as in the file)",
-    )
-    group.add_argument(
-        "--output-sigma",
-        type=seconds,
-        metavar="S",
-        help="rollouts: how long the tail of the replies' lengths is, as the standard deviation of their logarithm",
-    )
-    group.add_argument(
-        "--range-ratio",
-        "--random-range-ratio",
-        type=share,
-        metavar="R",
-        help="lengths vary from 1-R to 1+R times these",
-    )
-    group.add_argument(
-        "--zipf",
-        type=seconds,
-        metavar="S",
-        help="the k-th most popular document or system prompt is asked 1/k^S as often",
-    )
-    group.add_argument("--documents-per-prompt", type=whole, metavar="N", help="rag: passages before each question")
-    group.add_argument("--forks", type=whole, metavar="N", help="agents: sub-agents started at once")
-    group.add_argument(
-        "--best-of", type=whole, metavar="N", help="best-of-n, rollouts: times each prompt or task is asked at once"
-    )
-    group.add_argument(
-        "--timed-trace-chunk-hash-size",
-        type=whole,
-        metavar="N",
-        help="tokens of one hash id in a trace of another kind",
-    )
-    group.add_argument(
-        "--timed-trace-sec-multiplier", type=positive, metavar="X", help="and seconds of one unit of its timestamps"
-    )
+    flags(
+        group,
+        ("--turns", whole, "N", None, "mean turns of a conversation, or steps of an agent"),
+        ("--think-time", seconds, "S", None, "mean seconds between a reply and the next turn"),
+        ("--num-prefixes --prefix-repetition-num-prefixes", whole, "N", None, "different documents or system prompts"),
+        ("--prefix-len --prefix-repetition-prefix-len", whole, "N", None, "length of each"),
+        ("--suffix-len --prefix-repetition-suffix-len --random-input-len", whole, "N", None, "length of each question, task or tool result"),
+        ("--output-len --prefix-repetition-output-len --random-output-len --sharegpt-output-len --custom-output-len", whole, "N", None,
+         "length of a reply (default: as in the file)"),
+        ("--output-sigma", seconds, "S", None, "rollouts: how long the tail of the replies' lengths is, as the standard deviation of their logarithm"),
+        ("--range-ratio --random-range-ratio", share, "R", None, "lengths vary from 1-R to 1+R times these"),
+        ("--zipf", seconds, "S", None, "the k-th most popular document or system prompt is asked 1/k^S as often"),
+        ("--documents-per-prompt", whole, "N", None, "rag: passages before each question"),
+        ("--forks", whole, "N", None, "agents: sub-agents started at once"),
+        ("--best-of", whole, "N", None, "best-of-n, rollouts: times each prompt or task is asked at once"),
+        ("--timed-trace-chunk-hash-size", whole, "N", None, "tokens of one hash id in a trace of another kind"),
+        ("--timed-trace-sec-multiplier", positive, "X", None, "and seconds of one unit of its timestamps"),
+    )  # fmt: skip
 
 
 def dataset(args: argparse.Namespace) -> str:

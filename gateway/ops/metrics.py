@@ -45,16 +45,7 @@ PLAIN = re.compile(r'[^"\\\n]*').fullmatch  # a label value that is written as i
 # The values of labels that several metrics have.
 APIS = (*PROMPT_PATHS.values(), "other")
 STATUSES = ("2xx", "3xx", "4xx", "5xx", "aborted", "cut")
-STATUS_FAULTS = (
-    "status 401",
-    "status 403",
-    "status 404",
-    "status 429",
-    "status 500",
-    "status 502",
-    "status 503",
-    "status 504",
-)
+STATUS_FAULTS = tuple(f"status {code}" for code in (401, 403, 404, 429, 500, 502, 503, 504))
 CONNECTION_FAULTS = ("connect", "closed", "protocol", "hung", "aborted")
 ANSWER_FAULTS = ("error answer", "foreign answer")  # an error behind a status 200; what no engine wrote
 REPLICA: Collection[str] = ()  # known to the process, as they come and go
@@ -113,9 +104,18 @@ class Counter:
 
     __slots__ = ("name", "help", "labels", "known", "values")
 
-    def __init__(self, name: str, help: str, **labels: Collection[str]) -> None:
-        self.name, self.help, self.labels, self.known = name, help, tuple(labels), labels
+    def __init__(self, help: str, **labels: Collection[str]) -> None:
+        self.name, self.help, self.labels, self.known = "", help, tuple(labels), labels
         self.values: defaultdict[tuple[str, ...], float] = defaultdict(int)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def empty(self) -> Counter:
+        """The same metric, of which nothing is counted."""
+        made = Counter(self.help, **self.known)
+        made.name = self.name
+        return made
 
     def inc(self, *labels: str, by: float = 1) -> None:
         self.values[labels] += by
@@ -160,11 +160,18 @@ class Histogram:
 
     __slots__ = ("name", "help", "label", "bounds", "known", "series")
 
-    def __init__(
-        self, name: str, help: str, label: str, bounds: tuple[float, ...], known: Collection[str] = ()
-    ) -> None:
-        self.name, self.help, self.label, self.bounds, self.known = name, help, label, bounds, known
+    def __init__(self, help: str, label: str, bounds: tuple[float, ...], known: Collection[str] = ()) -> None:
+        self.name, self.help, self.label, self.bounds, self.known = "", help, label, bounds, known
         self.series: dict[str, list[float]] = {}  # count per bucket, count above the last, sum
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def empty(self) -> Histogram:
+        """The same metric, of which nothing is counted."""
+        made = Histogram(self.help, self.label, self.bounds, self.known)
+        made.name = self.name
+        return made
 
     def observe(self, value: str, number: float) -> None:
         try:
@@ -219,185 +226,63 @@ class Histogram:
 
 
 class Metrics:
-    """Every series of the gateway; the attributes are the catalogue."""
+    """Every series of the gateway. The class is the catalogue; each object counts for itself."""
+
+    # fmt: off
+    # requests, as clients see them
+    requests = Counter("Requests answered", path=APIS, status=STATUSES)
+    request_seconds = Histogram("From the complete request to the answer's last byte", "path", LATENCY_BUCKETS, APIS)
+    ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", "replica", LATENCY_BUCKETS)
+    client_aborts = Counter("Clients that left before their answer was complete", path=APIS)
+    stage_seconds = Histogram("Time in the gateway's own stages", "stage", STAGE_BUCKETS, ("prepare", "prepare_offloaded", "choose"))
+    # prompts
+    prompts = Counter("Prompts that were sent to a replica, by how their tokens were found", mode=("exact", "engine", "text", "load"))
+    prompt_failures = Counter("Prompts routed by load because a template or tokenizer failed", reason=tuple(PROMPT_PATHS))
+    # the cache: predicted when choosing, reported by the engine in its answer
+    prompt_tokens = Counter("Prompt tokens sent to a replica", replica=REPLICA)
+    predicted_cached_tokens = Counter("Prompt tokens the map said the replica holds, in all tiers", replica=REPLICA)
+    reported_prompt_tokens = Counter("Prompt tokens of the answers that reported cached tokens", replica=REPLICA)
+    reported_cached_tokens = Counter("Prompt tokens the engine reported as cached", replica=REPLICA)
+    prefill_saved_tokens = Counter("Prompt tokens not computed again: as reported, else as predicted", replica=REPLICA)
+    prediction_error_tokens = Counter("Distance of prediction and report", replica=REPLICA, direction=("over", "under"))
+    predictions = Counter("Predictions that a report confirmed or corrected", replica=REPLICA, outcome=("equal", "over", "under"))
+    prompt_mismatches = Counter("Exact prompts of which the replica counted another number of tokens", replica=REPLICA)
+    heals = Counter("Times a replica's part of the map was repaired because it had drifted", replica=REPLICA)
+    # choosing and sending
+    replica_requests = Counter("Requests sent to a replica, by how it answered", replica=REPLICA, status=STATUSES)
+    long_prompts = Counter("Prompts worth tokenizing only once, by what the replica was sent", replica=REPLICA, sent=("ids", "text"))
+    ids_refused = Counter("Times a replica was found not to take token ids, or not ours", replica=REPLICA)
+    token_id_checks = Counter("Long prompts of which a replica was asked for the token ids it makes itself, by how they compare with the gateway's",
+        replica=REPLICA, outcome=("same", "different", "unanswered"))
+    shared_decisions = Counter("With Redis: choices made in the shared ledger, by this gateway's own view because that came too late, or because Redis is away",
+        outcome=("shared", "late", "away"))
+    shared_decision_seconds = Histogram("Time a request waited for the shared ledger's choice", "outcome", STAGE_BUCKETS, ("shared",))
+    decisions = Counter("Decisions for another proxy, by how they ended: it told, or its lease ran out", outcome=("done", "expired"))
+    # shadow mode: by policies that did not act
+    shadow_decisions = Counter("Choices a policy in shadow would have made, by whether the acting one made the same", policy=POLICY, choice=("same", "other"))
+    shadow_prefill_tokens = Counter("Prompt tokens to compute that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
+    shadow_ttft_seconds = Counter("Predicted time to the first token that its other choices would have saved, or cost", policy=POLICY,
+        effect=("saved", "cost"))
+    # retries, legs and failures
+    retries = Counter("Requests sent to another replica before their first byte, or once more to the same one",
+        reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "elsewhere", "ids", "reconnect", "not kept", "leg refused"))
+    leg_choices = Counter("Requests that could have been computed on two replicas, by whether they were", choice=("apart", "whole"))
+    legs = Counter("Legs of requests that were computed on two replicas, by how each ended", leg=("prefill", "decode"),
+        outcome=("complete", "failed", "not kept", "abandoned"))
+    transfer_seconds = Histogram("What a second leg's first token took beyond what its replica takes itself", "replica", LATENCY_BUCKETS)
+    upstream_errors = Counter("Failures of replicas", replica=REPLICA,
+        kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled", "request"))
+    rejections = Counter("Requests refused without asking a replica",
+        reason=("400", "405", "408", "413", "417", "431", "500", "501", "503", "505",
+            "path_not_allowed", "model_not_found", "no_replica_ready", "shutting_down"))
+    # fmt: on
 
     def __init__(self, known: Mapping[str, Collection[str]] = {}) -> None:
         """`known`: label -> values it has at the time of a scrape, for the labels `replica` and `policy`."""
         self._known = known
-        # requests, as clients see them
-        self.requests = Counter("requests", "Requests answered", path=APIS, status=STATUSES)
-        self.request_seconds = Histogram(
-            "request_seconds", "From the complete request to the answer's last byte", "path", LATENCY_BUCKETS, APIS
-        )
-        self.ttft = Histogram(
-            "ttft_seconds",
-            "From the complete request to the first byte of a streamed answer",
-            "replica",
-            LATENCY_BUCKETS,
-        )
-        self.client_aborts = Counter("client_aborts", "Clients that left before their answer was complete", path=APIS)
-        self.stage_seconds = Histogram(
-            "stage_seconds",
-            "Time in the gateway's own stages",
-            "stage",
-            STAGE_BUCKETS,
-            ("prepare", "prepare_offloaded", "choose"),
-        )
-        # prompts
-        self.prompts = Counter(
-            "prompts",
-            "Prompts that were sent to a replica, by how their tokens were found",
-            mode=("exact", "engine", "text", "load"),
-        )
-        self.prompt_failures = Counter(
-            "prompt_failures",
-            "Prompts routed by load because a template or tokenizer failed",
-            reason=tuple(PROMPT_PATHS),
-        )
-        # the cache: predicted when choosing, reported by the engine in its answer
-        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens sent to a replica", replica=REPLICA)
-        self.predicted_cached_tokens = Counter(
-            "predicted_cached_tokens", "Prompt tokens the map said the replica holds, in all tiers", replica=REPLICA
-        )
-        self.reported_prompt_tokens = Counter(
-            "reported_prompt_tokens", "Prompt tokens of the answers that reported cached tokens", replica=REPLICA
-        )
-        self.reported_cached_tokens = Counter(
-            "reported_cached_tokens", "Prompt tokens the engine reported as cached", replica=REPLICA
-        )
-        self.prefill_saved_tokens = Counter(
-            "prefill_saved_tokens", "Prompt tokens not computed again: as reported, else as predicted", replica=REPLICA
-        )
-        self.prediction_error_tokens = Counter(
-            "prediction_error_tokens", "Distance of prediction and report", replica=REPLICA, direction=("over", "under")
-        )
-        self.predictions = Counter(
-            "predictions",
-            "Predictions that a report confirmed or corrected",
-            replica=REPLICA,
-            outcome=("equal", "over", "under"),
-        )
-        self.prompt_mismatches = Counter(
-            "prompt_mismatches", "Exact prompts of which the replica counted another number of tokens", replica=REPLICA
-        )
-        self.heals = Counter(
-            "heals", "Times a replica's part of the map was repaired because it had drifted", replica=REPLICA
-        )
-        # choosing and sending
-        self.replica_requests = Counter(
-            "replica_requests", "Requests sent to a replica, by how it answered", replica=REPLICA, status=STATUSES
-        )
-        self.long_prompts = Counter(
-            "long_prompts",
-            "Prompts worth tokenizing only once, by what the replica was sent",
-            replica=REPLICA,
-            sent=("ids", "text"),
-        )
-        self.ids_refused = Counter(
-            "ids_refused", "Times a replica was found not to take token ids, or not ours", replica=REPLICA
-        )
-        self.token_id_checks = Counter(
-            "token_id_checks",
-            "Long prompts of which a replica was asked for the token ids it makes itself, by how they compare with the gateway's",
-            replica=REPLICA,
-            outcome=("same", "different", "unanswered"),
-        )
-        self.shared_decisions = Counter(
-            "shared_decisions",
-            "With Redis: choices made in the shared ledger, by this gateway's own view because that came too late, or because Redis is away",
-            outcome=("shared", "late", "away"),
-        )
-        self.shared_decision_seconds = Histogram(
-            "shared_decision_seconds",
-            "Time a request waited for the shared ledger's choice",
-            "outcome",
-            STAGE_BUCKETS,
-            ("shared",),
-        )
-        # shadow mode: by policies that did not act
-        self.decisions = Counter(
-            "decisions",
-            "Decisions for another proxy, by how they ended: it told, or its lease ran out",
-            outcome=("done", "expired"),
-        )
-        self.shadow_decisions = Counter(
-            "shadow_decisions",
-            "Choices a policy in shadow would have made, by whether the acting one made the same",
-            policy=POLICY,
-            choice=("same", "other"),
-        )
-        self.shadow_prefill_tokens = Counter(
-            "shadow_prefill_tokens",
-            "Prompt tokens to compute that its other choices would have saved, or cost",
-            policy=POLICY,
-            effect=("saved", "cost"),
-        )
-        self.shadow_ttft_seconds = Counter(
-            "shadow_ttft_seconds",
-            "Predicted time to the first token that its other choices would have saved, or cost",
-            policy=POLICY,
-            effect=("saved", "cost"),
-        )
-        self.retries = Counter(
-            "retries",
-            "Requests sent to another replica before their first byte, or once more to the same one",
-            reason=(
-                *CONNECTION_FAULTS,
-                *STATUS_FAULTS,
-                *ANSWER_FAULTS,
-                "removed",
-                "replaced",
-                "elsewhere",
-                "ids",
-                "reconnect",
-                "not kept",
-                "leg refused",
-            ),
-        )
-        self.leg_choices = Counter(
-            "leg_choices",
-            "Requests that could have been computed on two replicas, by whether they were",
-            choice=("apart", "whole"),
-        )
-        self.legs = Counter(
-            "legs",
-            "Legs of requests that were computed on two replicas, by how each ended",
-            leg=("prefill", "decode"),
-            outcome=("complete", "failed", "not kept", "abandoned"),
-        )
-        self.transfer_seconds = Histogram(
-            "transfer_seconds",
-            "What a second leg's first token took beyond what its replica takes itself",
-            "replica",
-            LATENCY_BUCKETS,
-        )
-        self.upstream_errors = Counter(
-            "upstream_errors",
-            "Failures of replicas",
-            replica=REPLICA,
-            kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled", "request"),
-        )
-        self.rejections = Counter(
-            "rejections",
-            "Requests refused without asking a replica",
-            reason=(
-                "400",
-                "405",
-                "408",
-                "413",
-                "417",
-                "431",
-                "500",
-                "501",
-                "503",
-                "505",
-                "path_not_allowed",
-                "model_not_found",
-                "no_replica_ready",
-                "shutting_down",
-            ),
-        )
-
+        for name, metric in vars(Metrics).items():
+            if isinstance(metric, Counter | Histogram):
+                setattr(self, name, metric.empty())
         self._readers: list[Callable[[], Reading]] = []
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)

@@ -260,7 +260,7 @@ def counted(metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping
             "prefill_saved_tokens": metrics.prefill_saved_tokens.total(),
             "prompts": {mode: count for (mode,), count in metrics.prompts.values.items()},
         },
-        "ttft_seconds": {"p50": metrics.ttft.quantile(0.5), "p99": metrics.ttft.quantile(0.99)},
+        "ttft_seconds": {"p50": metrics.ttft_seconds.quantile(0.5), "p99": metrics.ttft_seconds.quantile(0.99)},
         "shadow": told(metrics, shadows),
     }
 
@@ -280,8 +280,8 @@ def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str,
     return {
         id: {
             **{name: by_replica.get(id, 0) for name, by_replica in sums.items()},
-            "ttft_p50_seconds": metrics.ttft.quantile(0.5, id),
-            "ttft_p99_seconds": metrics.ttft.quantile(0.99, id),
+            "ttft_p50_seconds": metrics.ttft_seconds.quantile(0.5, id),
+            "ttft_p99_seconds": metrics.ttft_seconds.quantile(0.99, id),
         }
         for id in replicas
     }

@@ -213,7 +213,7 @@ class Settling:
             self._transferred(attempt, learns)
         # An error took this long, and no first token; and the first byte of an answer in one piece is its last as well.
         if not attempt.fault and attempt.streams and not backend.gone:
-            self.metrics.ttft.observe(backend.id, at - since)
+            self.metrics.ttft_seconds.observe(backend.id, at - since)
 
     def assume_prefilled(self, attempt: Attempt, now: float) -> None:
         """An answer that does not stream shows no first token: take its prefill for done when it should be."""

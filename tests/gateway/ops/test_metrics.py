@@ -34,7 +34,7 @@ def test_a_counter_shows_up_with_its_labels():
 def test_a_histogram_has_cumulative_buckets_and_a_sum():
     metrics = Metrics()
     for seconds in (0.005, 0.0051, 1000):
-        metrics.ttft.observe("r1", seconds)
+        metrics.ttft_seconds.observe("r1", seconds)
     page = scrape(metrics)
     assert page["hitherto_ttft_seconds_bucket", ("le", "0.005"), ("replica", "r1")] == 1
     assert page["hitherto_ttft_seconds_bucket", ("le", "0.01"), ("replica", "r1")] == 2
@@ -42,14 +42,14 @@ def test_a_histogram_has_cumulative_buckets_and_a_sum():
     assert page["hitherto_ttft_seconds_bucket", ("le", "+Inf"), ("replica", "r1")] == 3
     assert page["hitherto_ttft_seconds_count", ("replica", "r1")] == 3
     assert page["hitherto_ttft_seconds_sum", ("replica", "r1")] == pytest.approx(1000.0101)
-    assert metrics.ttft.mean("r1") == pytest.approx(1000.0101 / 3) and metrics.ttft.mean("r2") is None
+    assert metrics.ttft_seconds.mean("r1") == pytest.approx(1000.0101 / 3) and metrics.ttft_seconds.mean("r2") is None
 
 
 @given(st.lists(st.floats(0, 500), min_size=1, max_size=60))
 def test_histogram_agrees_with_prometheus_client(numbers):
     registry = CollectorRegistry()
-    reference = PromHistogram("x", "x", registry=registry, buckets=LATENCY_BUCKETS)
-    ours = Histogram("x", "x", "replica", LATENCY_BUCKETS)
+    reference = PromHistogram("x", registry=registry, buckets=LATENCY_BUCKETS)
+    ours = Histogram("x", "replica", LATENCY_BUCKETS)
     for number in numbers:
         reference.observe(number)
         ours.observe("r", number)
@@ -60,7 +60,7 @@ def test_histogram_agrees_with_prometheus_client(numbers):
 
 @given(st.lists(st.floats(0, 299), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99]))
 def test_quantile_is_within_the_bucket_of_the_true_one(numbers, share):
-    histogram = Histogram("x", "x", "replica", LATENCY_BUCKETS)
+    histogram = Histogram("x", "replica", LATENCY_BUCKETS)
     for place, number in enumerate(numbers):
         histogram.observe("ab"[place % 2], number)
     rank = max(1, -(-share * len(numbers) // 1))
@@ -71,7 +71,7 @@ def test_quantile_is_within_the_bucket_of_the_true_one(numbers, share):
 
 
 def test_quantile_without_data_is_none_and_beyond_the_last_bucket_is_its_bound():
-    histogram = Histogram("x", "x", "replica", (1.0, 2.0))
+    histogram = Histogram("x", "replica", (1.0, 2.0))
     assert histogram.quantile(0.5) is None and histogram.quantile(0.5, "a") is None
     histogram.observe("a", 9)
     assert histogram.quantile(0.5) == 2.0 and histogram.quantile(0.5, "a") == 2.0
@@ -115,10 +115,10 @@ def test_what_several_processes_count_adds_up():
     for number, one in enumerate(processes):
         one.requests.inc("chat", "2xx", by=number + 1)
         for replica in ("a", "b")[: number + 1]:
-            one.ttft.observe(replica, 0.02 * (number + 1))
+            one.ttft_seconds.observe(replica, 0.02 * (number + 1))
         together.add(orjson.loads(orjson.dumps(one.counts())))
     assert together.requests.values == {("chat", "2xx"): 3}
-    assert (together.ttft.count("a"), together.ttft.count("b")) == (2, 1)
+    assert (together.ttft_seconds.count("a"), together.ttft_seconds.count("b")) == (2, 1)
 
 
 def test_a_removed_replica_leaves_no_series():
@@ -126,7 +126,7 @@ def test_a_removed_replica_leaves_no_series():
     for replica in ("r1", "r2"):
         metrics.prompt_tokens.inc(replica, by=10)
         metrics.upstream_errors.inc(replica, "connect")
-        metrics.ttft.observe(replica, 0.1)
+        metrics.ttft_seconds.observe(replica, 0.1)
     metrics.requests.inc("chat", "2xx")
     metrics.forget("r1")
     page = scrape(metrics)
@@ -156,7 +156,7 @@ async def test_the_event_loop_goes_on_while_a_page_is_made(monkeypatch):
         while True:
             turns += 1
             metrics.requests.inc("chat", "2xx")
-            metrics.ttft.observe(f"10.0.1.{turns}:8000", 0.1)  # replicas come while it is made
+            metrics.ttft_seconds.observe(f"10.0.1.{turns}:8000", 0.1)  # replicas come while it is made
             if turns == 5:
                 metrics.forget("10.0.0.7:8000")
             await asyncio.sleep(0)

@@ -393,7 +393,7 @@ class Pipeline:
         else:
             prompt.token_ids, prompt.hashes = ids, self._hashed(ids, seed)
         if chat is not None and ("truncate_prompt_tokens" in request or "truncation" in request):
-            keep = request.get("truncate_prompt_tokens")
+            keep = request.get("truncate_prompt_tokens") if prompt.path != MESSAGES else None
             if prompt.path == RESPONSES:
                 keep = None if request.get("truncation", "disabled") == "disabled" else -1
             if keep is not None:

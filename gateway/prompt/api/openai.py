@@ -41,6 +41,10 @@ _INTEGERS = frozenset({
     "best_of", "dimensions", "logprobs", "max_logprobs", "max_tool_calls", "min_tokens", "priority", "prompt_logprobs", "seed",
     "stream_interval", "thinking_token_budget", "top_k", "top_logprobs", "truncate_prompt_tokens",
 })  # fmt: skip
+_INTEGERS_OF = {
+    RESPONSES: frozenset({"max_tool_calls", "priority", "seed", "stream_interval", "top_k", "top_logprobs"}),
+    MESSAGES: frozenset({"top_k"}),
+}
 # Fields that most requests have none of.
 _SELDOM = _INTEGERS | {
     "stream_options", "n", "echo", "cache_salt", "session_id", "prompt_cache_key", "user",
@@ -131,8 +135,8 @@ def read_options(
         prompt.previous_response = (
             previous if type(previous) is str and 0 < len(previous) <= LONGEST_RESPONSE_ID else None
         )
-    limit = get("max_completion_tokens")
-    if limit is None:
+    limit = get("max_completion_tokens") if path == CHAT else None
+    if limit is None and path != EMBEDDINGS:
         limit = get("max_output_tokens" if path == RESPONSES else "max_tokens")
     prompt.max_tokens = wanted = count(limit, "max_tokens")
     session = headers.get("x-session-id") if headers else None
@@ -158,14 +162,15 @@ def _is_list(prompts: Any) -> bool:
 def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) -> str | None:
     """Read the fields of `_SELDOM`. Returns the session."""
     get = request.get
-    options = get("stream_options")
-    if options is not None:
-        if type(options) is not dict:
-            raise bad("'stream_options' must be an object", "stream_options")
-        prompt.include_usage |= boolean(options.get("include_usage") or False, "stream_options.include_usage")
-    prompt.n = count(get("n"), "n") or 1
-    _refuse_long_integers(request)
-    prompt.reads_cache = not _wants_prompt_logprobs(request)
+    if prompt.path in (CHAT, COMPLETIONS):  # the other APIs have none of these: vLLM passes them over there
+        options = get("stream_options")
+        if options is not None:
+            if type(options) is not dict:
+                raise bad("'stream_options' must be an object", "stream_options")
+            prompt.include_usage = boolean(options.get("include_usage") or False, "stream_options.include_usage")
+        prompt.n = count(get("n"), "n") or 1
+        prompt.reads_cache = not _wants_prompt_logprobs(request)
+    _refuse_long_integers(request, _INTEGERS_OF.get(prompt.path, _INTEGERS))
     salt = get("cache_salt")
     if salt is not None and type(salt) is not str:
         raise bad("'cache_salt' must be a string", "cache_salt")
@@ -179,12 +184,13 @@ def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) 
 
 def _refuse_beyond_limits(prompt: Prompt, request: dict[str, Any], context: int | None) -> None:
     """Numbers that the engine would refuse, in its words: no replica is to find out what they do to it."""
-    if prompt.n > _MOST_SEQUENCES and prompt.path in (CHAT, COMPLETIONS):
+    if prompt.n > _MOST_SEQUENCES:
         raise ApiError(400, f"n must be at most {_MOST_SEQUENCES}, got {prompt.n}", param="n")
     wanted = prompt.max_tokens
     if context is not None and wanted is not None and wanted > context and prompt.path != EMBEDDINGS:
-        key = "max_completion_tokens" if request.get("max_completion_tokens") is not None else "max_tokens"
-        key = "max_output_tokens" if prompt.path == RESPONSES else key
+        key = "max_output_tokens" if prompt.path == RESPONSES else "max_tokens"
+        if prompt.path == CHAT and request.get("max_completion_tokens") is not None:
+            key = "max_completion_tokens"
         raise ApiError(
             400,
             f"{key}={wanted} cannot be greater than max_model_len={context}. Please request fewer output tokens.",
@@ -230,10 +236,10 @@ def count(value: Any, key: str) -> int | None:
     return number
 
 
-def _refuse_long_integers(request: dict[str, Any]) -> None:
+def _refuse_long_integers(request: dict[str, Any], fields: frozenset[str]) -> None:
     """Raises ApiError for numbers that no engine's integer can hold; whatever else is wrong with them, the engine
     says."""
-    for key in _INTEGERS & request.keys():
+    for key in fields & request.keys():
         value = request[key]
         if isinstance(value, str):
             beyond = len(value) > _LONGEST_NUMBER or (_WHOLE.fullmatch(value) is not None and integer(value) is None)

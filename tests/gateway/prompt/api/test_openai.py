@@ -257,3 +257,29 @@ def test_numbers_of_any_size_are_printed_as_python_prints_them(printing, place, 
         assert read in text and (
             place != "tools" or text.endswith(f"{json.dumps(tools := tool_schemas(said['tools']))}{tools}")
         )
+
+
+OTHERS = {  # fields of other APIs, which vLLM passes over at this path whatever they hold (0.32 asked)
+    "/v1/completions": {"max_completion_tokens"},
+    "/v1/responses": {"max_completion_tokens", "max_tokens", "n", "stream_options", "logprobs", "best_of"},
+    "/v1/messages": {
+        "max_completion_tokens", "max_output_tokens", "n", "stream_options", "truncate_prompt_tokens", "priority", "logprobs", "prompt_logprobs", "echo",
+    },
+    "/v1/embeddings": {"max_tokens", "max_completion_tokens", "n", "stream_options"},
+}  # fmt: skip
+CASES = [(path, field) for path, fields in OTHERS.items() for field in sorted(fields)]
+
+
+@pytest.mark.parametrize(("path", "field"), CASES)
+def test_a_field_that_the_api_does_not_have_changes_nothing(sim, path, field):
+    text = "all the world is a stage " * 20
+    said = {
+        "/v1/completions": {"prompt": text, "max_tokens": 7},
+        "/v1/responses": {"input": text, "max_output_tokens": 7},
+        "/v1/messages": {"messages": [{"role": "user", "content": text}], "max_tokens": 7},
+        "/v1/embeddings": {"input": text},
+    }[path]
+    alone = sim[0].prepare(path, json.dumps(said).encode())
+    for value in (3, 2**40, 10**30, -1, "x", [], {}, True):
+        prompt = sim[0].prepare(path, json.dumps({**said, field: value}).encode())
+        assert prompt == alone, value

@@ -38,15 +38,16 @@ _MOST_SEQUENCES = 16_384
 _LONG_SESSION = 256
 # What engines read as an integer and the gateway only passes on.
 _INTEGERS = frozenset({
-    "best_of", "dimensions", "logprobs", "max_logprobs", "max_tool_calls", "min_tokens", "priority", "prompt_logprobs", "seed",
+    "best_of", "logprobs", "max_logprobs", "max_tool_calls", "min_tokens", "priority", "prompt_logprobs", "seed",
     "stream_interval", "thinking_token_budget", "top_k", "top_logprobs", "truncate_prompt_tokens",
 })  # fmt: skip
 _INTEGERS_OF = {
     RESPONSES: frozenset({"max_tool_calls", "priority", "seed", "stream_interval", "top_k", "top_logprobs"}),
     MESSAGES: frozenset({"top_k"}),
+    EMBEDDINGS: frozenset({"dimensions", "priority", "truncate_prompt_tokens"}),
 }
 # Fields that most requests have none of.
-_SELDOM = _INTEGERS | {
+_SELDOM = _INTEGERS.union(*_INTEGERS_OF.values()) | {
     "stream_options", "n", "echo", "cache_salt", "session_id", "prompt_cache_key", "user",
 }  # fmt: skip
 

@@ -260,12 +260,12 @@ def test_numbers_of_any_size_are_printed_as_python_prints_them(printing, place, 
 
 
 OTHERS = {  # fields of other APIs, which vLLM passes over at this path whatever they hold (0.32 asked)
-    "/v1/completions": {"max_completion_tokens"},
+    "/v1/completions": {"max_completion_tokens", "dimensions"},
     "/v1/responses": {"max_completion_tokens", "max_tokens", "n", "stream_options", "logprobs", "best_of"},
     "/v1/messages": {
         "max_completion_tokens", "max_output_tokens", "n", "stream_options", "truncate_prompt_tokens", "priority", "logprobs", "prompt_logprobs", "echo",
     },
-    "/v1/embeddings": {"max_tokens", "max_completion_tokens", "n", "stream_options"},
+    "/v1/embeddings": {"max_tokens", "max_completion_tokens", "n", "stream_options", "best_of", "top_k"},
 }  # fmt: skip
 CASES = [(path, field) for path, fields in OTHERS.items() for field in sorted(fields)]
 

@@ -4,18 +4,47 @@ Blocks are named by their own hash and by a tag, the fingerprint of the engine's
 tokens, nothing of one process. So a change can be sent to other gateways as it is.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 TIERS = ("gpu", "cpu", "disk", "remote")
+_GROUP = re.compile(r"group (\d{1,5}), last (\d{1,9})")
+
+
+class CacheGroup(NamedTuple):
+    """A further KV cache group of an engine whose layers are not all alike: beside the blocks of full attention, which
+    are those of tier "gpu", it holds others for the same tokens, and drops them one by one.
+
+    `last`: of a hit's blocks so many, the last ones, must be held in this group (all, where the hit has fewer). For
+    layers with a sliding window it is what the window reaches back over, for Mamba layers 1, as the state after the
+    last block says all; EVERY for one more group of full attention. `tier` is how changes name the group.
+    """
+
+    index: int  # type: ignore[assignment]  # of the engine; hides tuple.index, which nobody calls
+    last: int
+
+    @property
+    def tier(self) -> str:
+        return f"group {self.index}, last {self.last}"
+
+    @staticmethod
+    def of(tier: str) -> "CacheGroup | None":
+        """The group that a change is of; None: it is of a tier."""
+        found = _GROUP.fullmatch(tier)
+        return CacheGroup(int(found[1]), int(found[2])) if found else None
+
+
+EVERY = 10**9 - 1  # blocks, more than any prompt has
 
 
 class Store(NamedTuple):
-    """It now has these blocks; `heads` as in CacheMap.store."""
+    """It now has these blocks; `heads` as in CacheMap.store. Of a cache group that has none yet it may be empty: the
+    replica has such a group."""
 
-    tier: str
+    tier: str  # of TIERS, or a CacheGroup's
     hashes: np.ndarray
     tags: np.ndarray
     heads: list[tuple[int, int]]

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from cachemap.changes import Change, Clear, Contents, Observe, Remove, Store
+from cachemap.changes import CacheGroup, Change, Clear, Contents, Observe, Remove, Store
 from cachemap.table.block_table import BlockTable
 from cachemap.table.blocks import NO_BLOCKS, u64
 from cachemap.table.capacity import Budget
 from cachemap.table.chains import BYTES_PER_BLOCK, EngineModel
+from cachemap.table.groups import GroupTables
 from cachemap.table.routed import Routed
 
 PREDICTED_SECONDS = 5.0  # longer than a queue and a prefill take, shorter than a cache turns over
@@ -31,7 +32,8 @@ class Match:
     """What each replica holds of one prompt.
 
     `held` and `confirmed` are indexed by slot and count blocks from the prompt's start:
-    confirmed by events, and held for any reason (confirmed, predicted or modelled).
+    confirmed by events, and held for any reason (confirmed, predicted or modelled). Of a replica with several
+    cache groups (see `CacheGroup`) both are what all of its groups make a hit of.
     `lower` has, for the few slots that need it, the blocks that follow the held ones in
     slower tiers, as runs in the prompt's order.
     """
@@ -79,11 +81,12 @@ class CacheMap:
     def __init__(self, budget_bytes: int, predicted_seconds: float = PREDICTED_SECONDS):
         if budget_bytes < LEAST_BUDGET:
             raise ValueError(f"budget_bytes is {budget_bytes}, the least is {LEAST_BUDGET} (1 MiB)")
-        self._routed = Routed(predicted_seconds)
         self._chain_budget = budget_bytes // 4  # predicted and modelled blocks
         self._budget = Budget(budget_bytes - self._chain_budget)
         self._gpu = BlockTable(self._budget)
         self._lower: dict[str, BlockTable] = {}
+        self._groups = GroupTables(self._budget)
+        self._routed = Routed(predicted_seconds, self._groups.of)
         self._replicas: list[_Replica | None] = []
         self._live: list[tuple[int, _Replica]] = []
         self._modelled: list[tuple[int, EngineModel]] = []
@@ -114,6 +117,7 @@ class CacheMap:
         self._replica(slot)
         for table in (self._gpu, *self._lower.values()):
             table.capacity.detach(slot)
+        self._groups.keep(slot, ())
         self._routed.clear(slot)
         self._replicas[slot] = None
         self._recount()
@@ -128,25 +132,37 @@ class CacheMap:
         for _, replica in self._live:
             replica.model.most = most
 
-    def match(self, hashes: Sequence[int], now: float) -> Match:
-        """How much of the prompt with these block hashes each replica holds."""
+    def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
+        """How much of the prompt with these block hashes each replica holds. `most`: blocks that can be hits, as the
+        engine always computes the last token; None: all. Only where a replica has several cache groups does it matter
+        which they are."""
         if self._observed:
             gpu = self._gpu.blocks
             found = gpu.prefix(hashes)
-            confirmed = gpu.reach(found, len(self._replicas))
+            full = confirmed = gpu.reach(found, len(self._replicas))
+            if self._groups.of:
+                confirmed = self._in_all_groups(hashes, full, most)
             held = confirmed.copy()
             if self._routed:
-                for slot, reach in self._routed.reach(hashes, now, confirmed).items():
-                    while reach < found.count and gpu.holds(slot, found.number(reach)):
-                        reach += 1  # confirmed again after what is predicted
+                for slot, reach in self._routed.reach(hashes, now, full).items():
+                    if slot not in self._groups.of:
+                        while reach < found.count and gpu.holds(slot, found.number(reach)):
+                            reach += 1  # confirmed again after what is predicted
                     held[slot] = reach
         else:  # no replica reports its blocks, so the table has none
-            confirmed = [0] * len(self._replicas)
+            full = confirmed = [0] * len(self._replicas)
             held = confirmed.copy()
         for slot, model in self._modelled:
             held[slot] = model.reach(hashes)
-        self._last = (hashes, confirmed)
+        self._last = (hashes, full)
         return Match(held, confirmed, self._further(hashes, held) if self._lower else {})
+
+    def _in_all_groups(self, hashes: Sequence[int], full: list[int], most: int | None) -> list[int]:
+        """What is a hit in all cache groups, of what full attention holds."""
+        held = full.copy()
+        for slot, reach in self._groups.reach(hashes, full, len(hashes) if most is None else most).items():
+            held[slot] = reach
+        return held
 
     def _further(self, hashes: Sequence[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
         """For each slot the runs of blocks after the held ones that lie in lower tiers."""
@@ -154,6 +170,8 @@ class CacheMap:
         holders = {tier: table.blocks.holders_of(wanted) for tier, table in self._lower.items()}
         lower = {}
         for slot, start in enumerate(held):
+            if slot in self._groups.of:
+                continue  # which of its groups a slower tier holds is not known
             runs: list[tuple[str, int]] = []
             for i in range(start, len(hashes)):
                 tier = next((t for t in LOWER_TIERS if t in holders and holders[t][i] >> slot & 1), None)
@@ -200,19 +218,30 @@ class CacheMap:
         chains begin: (index of the first block, hash of the block before it or 0), in order.
         A key known for the same block already means one more copy of it, if it comes in a call of its own.
         """
-        table, heads = self._table(tier), heads or [(0, 0)]
+        heads = heads or [(0, 0)]
         for start in range(0, len(hashes), PIECE):
             end = start + PIECE
             part = [(at - start, parent) for at, parent in heads if start <= at < end]
             if not part or part[0][0]:
                 part.insert(0, (0, hashes[start - 1]))
-            tags = table.tags(engine_keys[start:end])
+            tags = self._gpu.tags(engine_keys[start:end])
             self.change(slot, Store(tier, u64(hashes[start:end]), tags, part))
+
+    def add_group(self, slot: int, group: CacheGroup) -> None:
+        """The replica has this cache group beside that of full attention. Its blocks are stored and removed as those of
+        tier `group.tier`, and it is forgotten when all is."""
+        if group.tier not in self.groups(slot):
+            self.change(slot, Store(group.tier, NO_BLOCKS, NO_BLOCKS, []))
+
+    def groups(self, slot: int) -> dict[str, CacheGroup]:
+        """The replica's cache groups beside that of full attention."""
+        self._replica(slot)
+        return self._groups.of.get(slot, {})
 
     def remove(self, slot: int, engine_keys: Sequence[int | bytes], tier: str = "gpu") -> int:
         """The replica reports that it dropped these; gives how many of them were known and are gone."""
         self._replica(slot)
-        if not engine_keys or (tier != "gpu" and tier not in self._lower):
+        if not engine_keys or (tier != "gpu" and tier not in self._lower and tier not in self.groups(slot)):
             return 0
         return self.change(slot, Remove(tier, self._gpu.tags(engine_keys)))
 
@@ -229,7 +258,8 @@ class CacheMap:
             replica.journal(change)
         if isinstance(change, Store):
             tier, hashes, tags, heads = change
-            for again in self._table(tier).store(slot, hashes, tags, heads):
+            table = self._table(tier, slot)
+            for again in table.store(slot, hashes, tags, heads) if len(hashes) else ():
                 replica.copies[tier, int(tags[again])] += 1
         elif isinstance(change, Remove):
             return self._remove(slot, replica, change)
@@ -245,14 +275,15 @@ class CacheMap:
         tier, tags = change
         if replica.copies:
             tags = u64(tag for tag in tags.tolist() if not replica.fewer(tier, tag))
-        hashes = self._table(tier).remove(slot, tags)
-        if tier == "gpu" and self._routed:
+        hashes = self._table(tier, slot).remove(slot, tags)
+        if self._routed and tier not in self._lower:
             self._routed.discard(slot, array("Q", hashes.tobytes()))
         return len(hashes)
 
     def _clear(self, slot: int, replica: _Replica) -> None:
         for table in (self._gpu, *self._lower.values()):
             table.capacity.clear(slot)
+        self._groups.keep(slot, ())
         replica.copies.clear()
         self._routed.clear(slot)
         replica.model.clear()
@@ -268,14 +299,16 @@ class CacheMap:
         return self._gpu.tag_bits
 
     def held(self, slot: int) -> int:
-        """Blocks that events told of this replica, in all tiers."""
-        return sum(table.aliases[slot].count for table in (self._gpu, *self._lower.values()))
+        """Blocks that events told of this replica, in all tiers and cache groups."""
+        tiers = sum(table.aliases[slot].count for table in (self._gpu, *self._lower.values()))
+        return tiers + self._groups.held(slot)
 
     def contents(self, slot: int) -> Contents:
         """All that events told of this replica."""
         replica = self._replica(slot)
         tiers = {"gpu": self._gpu, **self._lower}
         held = {tier: table.contents(slot) for tier, table in tiers.items() if table.aliases[slot].count}
+        held |= {name: self._groups.tables[name].contents(slot) for name in self.groups(slot)}
         return Contents(replica.observed, held, dict(replica.copies))
 
     def become(self, slot: int, contents: Contents) -> Iterator[None]:
@@ -287,8 +320,9 @@ class CacheMap:
             replica.observed = contents.observed
             self._recount()
         replica.copies = Counter(contents.copies)
+        self._groups.keep(slot, contents.held)
         for tier in {"gpu", *self._lower, *contents.held}:
-            table = self._table(tier)
+            table = self._table(tier, slot)
             hashes, tags = contents.held.get(tier, (NO_BLOCKS, NO_BLOCKS))
             missing, besides = table.differing(slot, hashes, tags)
             if len(besides):
@@ -328,7 +362,7 @@ class CacheMap:
 
     def stats(self) -> dict[str, Any]:
         """Sizes: `bytes` counts tables and the estimate for predicted and modelled blocks."""
-        tables = (self._gpu, *self._lower.values())
+        tables = (self._gpu, *self._lower.values(), *self._groups.tables.values())
         blocks = sum(table.blocks.index.count for table in tables)
         chained = len(self._routed) + sum(len(replica.model) for _, replica in self._live)
         return {
@@ -350,11 +384,13 @@ class CacheMap:
             raise KeyError(f"no replica is attached to slot {slot}")
         return replica
 
-    def _table(self, tier: str) -> BlockTable:
+    def _table(self, tier: str, slot: int) -> BlockTable:
         if tier == "gpu":
             return self._gpu
         table = self._lower.get(tier)
         if table is None:
+            if (group := CacheGroup.of(tier)) is not None:
+                return self._groups.table(slot, group)
             if tier not in LOWER_TIERS:
                 raise ValueError(f"tier {tier!r} is none of gpu, {', '.join(LOWER_TIERS)}")
             table = self._lower[tier] = BlockTable(self._budget)

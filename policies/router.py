@@ -69,7 +69,8 @@ class Match(Protocol):
 class PrefixMap(Protocol):
     """Who holds which prefix. A replica is a slot here, a prompt the hashes of its blocks."""
 
-    def match(self, hashes: Sequence[int], now: float) -> Match: ...
+    def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
+        """`most`: of these blocks, how many can be hits (None: all)."""
 
     def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
         """The prompt was just sent there, after `match` of the same."""
@@ -383,8 +384,8 @@ class Router:
     def weighed(self, demand: Demand, targets: Targets, now: float) -> Sequence[Candidate]:
         """The candidates with what each holds of the prompt, until the next request is weighed."""
         candidates, roster, size, hashes = targets.candidates, targets.roster, demand.block_size, demand.hashes
-        match = self.map.match(hashes, now) if hashes and demand.reads_cache else None
         most = hittable(demand.tokens, size)
+        match = self.map.match(hashes, now, most) if hashes and demand.reads_cache else None
         if roster is not None:
             roster.overlaps = (
                 np.minimum(np.array(array("d", match.held))[targets.slots], most) * size if match else targets.nothing
@@ -420,8 +421,9 @@ class Router:
         spaces: dict[int, Held] = {}
         for one in (demand, demand.also):
             if one is not None:
+                most = hittable(one.tokens, one.block_size)
                 spaces[one.space] = Held(
-                    one, self.map.match(one.hashes, now) if one.hashes and one.reads_cache else None
+                    one, self.map.match(one.hashes, now, most) if one.hashes and one.reads_cache else None
                 )
         self._forget_lower()
         for candidate in targets.candidates:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from cachemap.changes import TIERS, Change, Clear, Contents, Observe, Remove, Store
+from cachemap.changes import TIERS, CacheGroup, Change, Clear, Contents, Observe, Remove, Store
 from cachemap.cluster.keys import SCHEMA
 
 TAG_BYTES = 5
@@ -25,6 +25,7 @@ FIRST, RELOAD = 1, 2  # a writer's first delta; one that only says: load the sna
 
 _HEAD = struct.Struct("<dIBqd")  # when the server took it (it writes that itself), term, flags, sequence, its time
 _OPERATION = struct.Struct("<BBHI")  # kind, tier, heads, blocks
+_GROUP = struct.Struct("<HI")  # after an operation whose tier is none of TIERS: a cache group's index and `last`
 _PARENT = np.dtype([("at", "<u4"), ("hash", "<u8")])
 _COPIES = np.dtype([("tag", "<u8"), ("count", "<u4")])
 _STORE, _REMOVE, _CLEAR, _OBSERVED, _UNOBSERVED = range(5)
@@ -56,12 +57,19 @@ class Delta(NamedTuple):
 def encode_change(change: Change) -> bytes:
     if isinstance(change, Store):
         heads = np.array(change.heads, _PARENT)
-        head = _OPERATION.pack(_STORE, TIERS.index(change.tier), len(heads), len(change.hashes))
+        head = _operation(_STORE, change.tier, len(heads), len(change.hashes))
         return b"".join((head, heads.tobytes(), change.hashes.tobytes(), _pack(change.tags)))
     if isinstance(change, Remove):
-        return _OPERATION.pack(_REMOVE, TIERS.index(change.tier), 0, len(change.tags)) + _pack(change.tags)
+        return _operation(_REMOVE, change.tier, 0, len(change.tags)) + _pack(change.tags)
     kind = _CLEAR if isinstance(change, Clear) else _OBSERVED if change.observed else _UNOBSERVED
     return _OPERATION.pack(kind, 0, 0, 0)
+
+
+def _operation(kind: int, tier: str, heads: int, blocks: int) -> bytes:
+    group = CacheGroup.of(tier)
+    if group is None:
+        return _OPERATION.pack(kind, TIERS.index(tier), heads, blocks)
+    return _OPERATION.pack(kind, len(TIERS), heads, blocks) + _GROUP.pack(*group)
 
 
 def encode_delta(term: int, flags: int, position: Position, changes: list[bytes]) -> bytes:
@@ -89,8 +97,13 @@ def decode_entry(id: bytes, fields: dict[bytes, bytes]) -> tuple[int, Delta]:
 def _changes(data: bytes, at: int) -> list[Change]:
     changes: list[Change] = []
     while at < len(data):
-        kind, tier, heads, count = _OPERATION.unpack_from(data, at)
+        kind, number, heads, count = _OPERATION.unpack_from(data, at)
         at += _OPERATION.size
+        if number == len(TIERS):
+            tier = CacheGroup(*_GROUP.unpack_from(data, at)).tier
+            at += _GROUP.size
+        else:
+            tier = TIERS[number]
         if kind == _STORE:
             parents = np.frombuffer(data, _PARENT, heads, at).tolist()
             at += heads * _PARENT.itemsize
@@ -98,9 +111,9 @@ def _changes(data: bytes, at: int) -> list[Change]:
             at += 8 * count
             if not hashes.all() or any(index >= count for index, _ in parents):
                 raise ValueError("it names blocks that cannot be")
-            changes.append(Store(TIERS[tier], hashes, _unpack(data, at, count), parents))
+            changes.append(Store(tier, hashes, _unpack(data, at, count), parents))
         elif kind == _REMOVE:
-            changes.append(Remove(TIERS[tier], _unpack(data, at, count)))
+            changes.append(Remove(tier, _unpack(data, at, count)))
         elif kind == _CLEAR:
             changes.append(Clear())
         elif kind in (_OBSERVED, _UNOBSERVED):
@@ -189,7 +202,7 @@ def _counts(*numbers: object) -> bool:
 
 def _by_tier(counts: dict[str, int]) -> list[tuple[str, int]]:
     found = list(counts.items())
-    if not all(tier in TIERS and _counts(count) for tier, count in found):
+    if not all((tier in TIERS or CacheGroup.of(tier)) and _counts(count) for tier, count in found):
         raise Damaged(f"it speaks of {counts}")
     return found
 

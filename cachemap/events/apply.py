@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import xxhash
 
-from cachemap.events.records import Cleared, Removed, Stored
+from cachemap.events.groups import GroupEvents
+from cachemap.events.records import FULL_ATTENTION, Cleared, Removed, Stored
 from cachemap.hashing import chain_seed, hash_blocks
 from cachemap.map import CacheMap
 
@@ -20,10 +21,12 @@ MOST_PENDING = 2048  # blocks gathered before they go to the map
 class EventApplier:
     """Applies events in order. `flush` must follow before the map is read.
 
-    Counts, in blocks: `stored`, `removed`; `orphans`, of which no tokens or no parent are known, so neither
-    are they; `ignored`, of other cache groups or attention kinds than the full one, and chunks of another
-    size in slower tiers. `fault`
-    says why nothing of this replica can be used, None while all is well.
+    Where an engine has several cache groups, the first one of full attention is what prompts are found in, and
+    `GroupEvents` has the others.
+
+    Counts, in blocks: `stored`, of the group that prompts are found in; `removed`; `orphans`, of which no tokens or no
+    parent are known, so neither are they; `ignored`, which slower tiers keep in chunks of another size or for further
+    cache groups. `fault` says why nothing of this replica can be used, None while all is well.
     """
 
     def __init__(self, cache_map: CacheMap, slot: int, model: str, block_size: int):
@@ -38,11 +41,21 @@ class EventApplier:
         self._removing: Sequence[int | bytes] = []
         self._twice: list[tuple[int | bytes, int, int]] = []  # key, hash and parent of pending blocks told again
         self._tier = "gpu"
+        self._main: int | None = None  # the group that prompts are found in; None: the first that events speak of
+        self._groups = GroupEvents(cache_map, slot, block_size, self._hash_of)
         self.stored = 0
-        self.removed = 0
-        self.orphans = 0
+        self._removed = 0
+        self._orphans = 0
         self.ignored = 0
         self.fault: str | None = None
+
+    @property
+    def removed(self) -> int:
+        return self._removed + self._groups.removed
+
+    @property
+    def orphans(self) -> int:
+        return self._orphans + self._groups.orphans
 
     def apply(self, events: list[Stored | Removed | Cleared]) -> None:
         """Apply events in order; the more at a time, the cheaper each."""
@@ -57,6 +70,13 @@ class EventApplier:
 
     def flush(self) -> None:
         """Hand over what is pending."""
+        if self._groups.waiting and self._main is None and not self._map.held(self._slot):
+            self.fault = "none of the engine's layers has full attention"  # whose blocks tell what a key stands for
+        self._groups.follow()
+        self._flush()
+        self._groups.flush()
+
+    def _flush(self) -> None:
         if self._own:
             hashes, keys = list(self._own.values()), list(self._own)
             self._map.store(self._slot, hashes, keys, self._tier, self._heads)
@@ -67,14 +87,15 @@ class EventApplier:
                 self._twice = []
             self._own, self._heads, self._tail = {}, [], 0
         if self._removing:
-            self.removed += self._map.remove(self._slot, self._removing, self._tier)
+            self._removed += self._map.remove(self._slot, self._removing, self._tier)
             self._removing = []
 
     def forget(self) -> None:
         """The replica holds nothing, and nothing pending counts."""
         self._own, self._above, self._removing = {}, {}, []
         self._twice, self._heads, self._tail = [], [], 0
-        self.fault = None
+        self.fault = self._main = None
+        self._groups.forget()
         self._map.clear(self._slot)
 
     def _look_up_parents(self, events: list[Stored | Removed | Cleared]) -> None:
@@ -82,14 +103,14 @@ class EventApplier:
         parents = [
             event.parent
             for event in events
-            if isinstance(event, Stored) and event.parent is not None and event.parent not in self._own
+            if isinstance(event, Stored) and event.tokens and event.parent is not None and event.parent not in self._own
         ]
         found = self._map.resolve(self._slot, parents) if parents else ()
         self._above = dict(zip(parents, found))
 
     def _store(self, event: Stored) -> None:
-        if event.group or event.kind != "full_attention":
-            self.ignored += len(event.keys)
+        if event.group != self._main and not self._is_main(event):
+            self._store_in_group(event)
             return
         if event.tokens and event.block_size != self._block_size:
             if event.tier != "gpu":  # a store below the engine may keep chunks of a size of its own
@@ -101,7 +122,7 @@ class EventApplier:
             )
             return
         if self._removing or event.tier != self._tier or len(self._own) > MOST_PENDING:
-            self.flush()
+            self._flush()
             self._tier = event.tier
         # What comes to a slower tier is a copy of what is known, as a rule, and what its blocks cover besides tokens
         # may be told of the first copy alone.
@@ -109,11 +130,28 @@ class EventApplier:
             self._store_chain(event)
         else:
             self._store_known(event)
+        self._groups.follow()
+
+    def _is_main(self, event: Stored) -> bool:
+        """Whether it is of the group that prompts are found in, where that is not known yet."""
+        if self._main is not None or event.kind != FULL_ATTENTION or self._groups.knows(event.group):
+            return False
+        if event.tier == "gpu":  # stores below the engine may not tell the group
+            self._main = event.group
+        return True
+
+    def _store_in_group(self, event: Stored) -> None:
+        if event.tier != "gpu":
+            self.ignored += len(event.keys)
+        elif trouble := self._groups.trouble(event):
+            self.fault = trouble
+        else:
+            self._groups.store(event)
 
     def _store_chain(self, event: Stored) -> None:
         parent = 0 if event.parent is None else self._hash_of(event.parent)
         if event.parent is not None and not parent:
-            self.orphans += len(event.keys)
+            self._orphans += len(event.keys)
             return
         hashes = self._hashes(event, parent)
         self.stored += len(hashes)
@@ -134,7 +172,7 @@ class EventApplier:
         for key in event.keys:
             block = self._hash_of(key)
             if not block:
-                self.orphans += 1
+                self._orphans += 1
             elif key not in self._own:
                 self._begin(self._tail)
                 self._own[key] = self._tail = block
@@ -146,11 +184,14 @@ class EventApplier:
             self._heads.append((len(self._own), parent))
 
     def _remove(self, event: Removed) -> None:
-        if event.group:
-            self.ignored += len(event.keys)
+        if event.group != self._main and self._groups.knows(event.group):
+            if event.tier == "gpu":
+                self._groups.remove(event)
+            else:
+                self.ignored += len(event.keys)
             return
         if self._own or event.tier != self._tier:
-            self.flush()
+            self._flush()
             self._tier = event.tier
         self._removing = [*self._removing, *event.keys] if self._removing else event.keys
 

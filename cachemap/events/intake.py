@@ -109,7 +109,7 @@ class EventIntake:
 
     @property
     def ignored(self) -> int:
-        """Blocks left out because they are of another cache group or kind of attention."""
+        """Blocks left out because slower tiers keep them in chunks of another size, or for another cache group."""
         return self._events.ignored
 
     @property

@@ -8,23 +8,27 @@ batches must stay gapless, and a block that was not stored here is at worst a mi
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+FULL_ATTENTION, SLIDING_WINDOW, MAMBA = "full_attention", "sliding_window", "mamba"
+
 
 class EventError(ValueError):
     """A payload that is not a batch of events."""
 
 
 class Stored(NamedTuple):
-    """Full blocks the engine now has, in order, each the parent of the next."""
+    """Full blocks the engine now has, in order, each the parent of the next. In a cache group of another kind than full
+    attention there may be gaps between them, and none of them at all."""
 
     keys: Sequence[int | bytes]
     parent: int | bytes | None  # None: the first block starts a prompt
-    tokens: bytes  # of all blocks together, uint32; empty when only moved between tiers
+    tokens: bytes  # of all blocks together, uint32; empty when only moved between tiers, and in such a group
     block_size: int
     tier: str
     adapter: str | None
     extra: list[list[object] | None] | None  # per block, what besides tokens its key covers
-    group: int
-    kind: str
+    group: int  # of the engine's cache groups: layers of one kind, with blocks of their own for the same tokens
+    kind: str  # of these layers, one of the constants above, or another that is not understood
+    window: int | None = None  # tokens that each of SLIDING_WINDOW's attends to, itself included
 
 
 class Removed(NamedTuple):

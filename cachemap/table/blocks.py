@@ -153,6 +153,10 @@ class Blocks:
         masks = {number: self.holders.mask(number) for number in set(sets)}
         return [masks[number] for number in sets]
 
+    def holder_words(self, hashes: np.ndarray, word: int) -> np.ndarray:
+        """For each block which of 64 replicas hold it, those of slots 64 * `word` and after, as bits of a word."""
+        return self.holders.words(self.sets.take(self.index.numbers(hashes)), word)
+
     # ---- use ----
 
     def _mark_used(self, found: Found) -> None:

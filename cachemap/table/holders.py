@@ -58,6 +58,13 @@ class HolderSets:
         words = self._rows[:, slot >> 6].take(numbers)
         return (words >> U64(slot & 63) & U64(1)).view(np.int64).astype(bool)
 
+    def words(self, numbers: np.ndarray, word: int) -> np.ndarray:
+        """Of each of these sets the members of slots 64 * `word` and after, as bits."""
+        if word >= self.width:
+            return np.zeros(len(numbers), U64)
+        found: np.ndarray = self._rows[:, word].take(numbers)
+        return found
+
     def empty(self, numbers: np.ndarray) -> np.ndarray:
         """Whether each of these sets has nobody: set 0, or one whose last member left by `forget`."""
         masks = self._masks

@@ -6,7 +6,7 @@ of the instructions.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from cachemap.table.chains import Segment, Tree
 
@@ -86,16 +86,21 @@ class _Generation(Tree):
 
 
 class Routed:
-    """Replicas are slots. Hashes may be lists or arrays. What `most` blocks take in memory is held twice at most."""
+    """Replicas are slots. Hashes may be lists or arrays. What `most` blocks take in memory is held twice at most.
 
-    __slots__ = ("_new", "_number", "_old", "_seconds", "_turn", "most")
+    `whole` has the replicas that will have a hit at a prompt's end, or where another one branched off from it, but not
+    for certain in between: those with several cache groups.
+    """
 
-    def __init__(self, seconds: float):
+    __slots__ = ("_new", "_number", "_old", "_seconds", "_turn", "_whole", "most")
+
+    def __init__(self, seconds: float, whole: Container[int] = ()):
         self._seconds = seconds
         self._new, self._old = _Generation(), _Generation()
         self._turn = 0.0
         self._number = 0
         self.most = 1 << 30
+        self._whole = whole
 
     def __len__(self) -> int:
         return len(self._new) + len(self._old)
@@ -122,7 +127,10 @@ class Routed:
             if generation:
                 for slot, end, segment in generation.beyond(hashes, now, confirmed):
                     known = found.get(slot, confirmed[slot])
-                    if end > known and (reach := self._undropped(slot, hashes, confirmed[slot], end, segment)) > known:
+                    if end <= known or (slot in self._whole and end < segment.start + len(segment.blocks)):
+                        continue
+                    reach = self._undropped(slot, hashes, confirmed[slot], end, segment)
+                    if reach > known and (reach == end or slot not in self._whole):
                         found[slot] = reach
         return found
 

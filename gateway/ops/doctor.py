@@ -250,7 +250,8 @@ def _gateway(settings: Settings, running: dict[str, Any] | None) -> Iterator[Fin
                       "hitherto_prompt_failures_total and the log say why; hitherto explain shows one request")  # fmt: skip
     for one in running["replicas"]:
         if one["events"] in ("unobserved", "gap"):
-            yield Finding("fail", f"events {one['id']}", f"the gateway calls its KV events {one['events']}: its cache is guessed from traffic",
+            yield Finding("fail", f"events {one['id']}", f"the gateway calls its KV events {one['events']}: its cache is guessed from traffic"
+                          f" ({one['events_reason']})",
                           "see the trial of this replica below, and the gateway's log")  # fmt: skip
 
 

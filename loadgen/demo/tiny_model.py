@@ -30,9 +30,11 @@ COPIED = (
 )
 
 
-def tiny_model(folder: Path, tokenizer: Path | None = None, seed: int = 0) -> Path:
+def tiny_model(folder: Path, tokenizer: Path | None = None, seed: int = 0, windows: tuple[int, ...] = ()) -> Path:
     """A llama of 2 layers in `folder`, which is made. `tokenizer`: the folder of a real one, which the vocabulary then
-    follows; None trains a small one with a ChatML template (1 s)."""
+    follows; None trains a small one with a ChatML template (1 s). `windows`: for each layer the sliding window of its
+    attention, 0 for full attention; as many layers as there are windows, which must be equal where they are not 0."""
+    layers = len(windows) or LAYERS
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
         _train_tokenizer(folder)
@@ -46,18 +48,21 @@ def tiny_model(folder: Path, tokenizer: Path | None = None, seed: int = 0) -> Pa
     first, last = (_special_id(loaded, said.get(name)) for name in ("bos_token", "eos_token"))
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
-        "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": layers, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "vocab_size": vocabulary, "max_position_embeddings": MAX_POSITION,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False,
         "bos_token_id": first, "eos_token_id": last,
     }  # fmt: skip
+    if any(windows):
+        config["sliding_window"] = max(windows)
+        config["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": first, "eos_token_id": last}))
-    save(folder / "model.safetensors", _weights(vocabulary, np.random.default_rng(seed)))
+    save(folder / "model.safetensors", _weights(vocabulary, layers, np.random.default_rng(seed)))
     return folder
 
 
-def _weights(vocabulary: int, random: np.random.Generator) -> dict[str, np.ndarray]:
+def _weights(vocabulary: int, layers: int, random: np.random.Generator) -> dict[str, np.ndarray]:
     def normal(*shape: int) -> np.ndarray:
         return random.standard_normal(shape, np.float32) * np.float32(0.15)
 
@@ -67,7 +72,7 @@ def _weights(vocabulary: int, random: np.random.Generator) -> dict[str, np.ndarr
         "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN), "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
         "mlp.gate_proj": (2 * HIDDEN, HIDDEN), "mlp.up_proj": (2 * HIDDEN, HIDDEN), "mlp.down_proj": (HIDDEN, 2 * HIDDEN),
     }  # fmt: skip
-    for layer in range(LAYERS):
+    for layer in range(layers):
         for name, shape in shapes.items():
             weights[f"model.layers.{layer}.{name}.weight"] = normal(*shape)
         for name in ("input_layernorm", "post_attention_layernorm"):

@@ -30,7 +30,7 @@ class Holders:
         self._none = [0] * len(capacities)
         self._last: tuple[list[int], list[int]] = ([], self._none)
 
-    def match(self, hashes: list[int], now: float) -> Match:
+    def match(self, hashes: list[int], now: float, most: int | None = None) -> Match:
         """How many leading blocks each replica holds: for any reason, and by its events alone."""
         if self._models:
             return Match([model.reach(hashes) for model in self._models], self._none, {})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cachemap import CacheMap
-from cachemap.changes import Clear, Observe, Remove, Store, merged
+from cachemap.changes import CacheGroup, Clear, Observe, Remove, Store, merged
 
 TOP = 1 << 35  # set in every tag
 
@@ -16,10 +16,10 @@ def u64(numbers):
 
 
 def some_changes(rng, count=60, names=40):
-    """Of blocks that have one or two tags, some on a slower tier, some stored or dropped more than once."""
+    """Of blocks that have one or two tags, some on a slower tier or in another group, some stored or dropped twice."""
     changes = []
     for _ in range(count):
-        tier = "cpu" if rng.random() < 0.1 else "gpu"
+        tier = rng.choice(("cpu", CacheGroup(0, 2).tier)) if rng.random() < 0.2 else "gpu"
         some = rng.sample(range(1, names), rng.randint(1, 6))
         tags = u64([TOP | one + names * rng.randrange(2) for one in some])
         kind = rng.random()

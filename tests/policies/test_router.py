@@ -19,7 +19,7 @@ class Prefixes:
     def __init__(self, *held, lower=None):
         self.held, self.lower, self.told = list(held), lower or {}, []
 
-    def match(self, hashes, now):
+    def match(self, hashes, now, most=None):
         return SimpleNamespace(held=[min(blocks, len(hashes)) for blocks in self.held], lower=self.lower)
 
     def expect(self, slot, hashes, now):

@@ -1,7 +1,8 @@
 """Reads an engine's events beside the gateway, and says what the engine held at each moment.
 
 Nothing of `cachemap` is used: chains are interned tuples, copies are counted, batches are kept in the order and with
-the time that the engine gave them.
+the time that the engine gave them. Of an engine with several cache groups chains are those of full attention; a block
+of another group is a name of its own.
 """
 
 import threading
@@ -13,6 +14,7 @@ import msgspec
 import zmq
 
 END = b"\xff" * 8
+FULL = "full_attention"
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Witness:
         self.batches: list[bytes] = []  # payloads as they came
         self.events: list[dict] = []
         self._of_key: dict[int | bytes, int] = {}
+        self._groups: set[int] = set()  # those of another kind than full attention
         self._live = zmq.Context.instance().socket(zmq.SUB)
         self._live.setsockopt(zmq.RCVHWM, 0)
         self._live.setsockopt(zmq.SUBSCRIBE, b"")
@@ -100,10 +103,22 @@ class Witness:
             return  # had from the record already
         assert number == len(self.batches), f"batch {number} follows {len(self.batches) - 1}"
         at, events, *_ = msgspec.msgpack.decode(frames[-1])
+        self._groups |= {event["group_idx"] for event in events if event.get("kv_cache_spec_kind", FULL) != FULL}
+        # Groups tell of the same blocks one after the other, and full attention alone tells what is in them.
         for event in events:
             self.events.append(event)
+            if self._further(event):
+                continue
             self.steps.append(self._step(at, event))
+        self.steps += [self._in_group(at, event) for event in events if self._further(event)]
         self.batches.append(frames[-1])
+
+    def _further(self, event: dict) -> bool:
+        return event.get("group_idx") in self._groups
+
+    def _in_group(self, at: float, event: dict) -> Step:
+        blocks = [self.chains.name("group", event["group_idx"], self._of_key[key]) for key in event["block_hashes"]]
+        return Step(at, stored=blocks) if event["type"] == "BlockStored" else Step(at, removed=blocks)
 
     def _step(self, at: float, event: dict) -> Step:
         if event["type"] == "AllBlocksCleared":

@@ -21,9 +21,14 @@ TIERS = {
 # the order of fields in the array form; later versions only append
 STORED_FIELDS = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-    "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind",
+    "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
 )  # fmt: skip
 REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+# `kv_cache_spec_kind`: what vLLM calls apart, but finds hits in by the same rule. Others stay as they are.
+FULL_ATTENTION = "full_attention"
+GROUP_KINDS = {
+    "mla_attention": FULL_ATTENTION, "sink_full_attention": FULL_ATTENTION, "sliding_window_mla": "sliding_window",
+}  # fmt: skip
 KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
@@ -61,6 +66,12 @@ class Decoder:
     def _stored(self, fields: dict[str, Any]) -> Any:
         keys, tokens, size = _keys(fields), fields["token_ids"] or [], fields["block_size"]
         extra = fields.get("extra_keys")
+        kind = fields.get("kv_cache_spec_kind") or FULL_ATTENTION
+        kind = GROUP_KINDS.get(kind, kind)
+        if kind != FULL_ATTENTION:
+            # The tokens are those of all blocks of a step, the keys those of the blocks that are kept. The same keys in
+            # the group of full attention tell which they are.
+            tokens, extra = [], None
         if tokens and len(tokens) != len(keys) * size:
             raise ValueError(f"{len(tokens)} tokens for {len(keys)} blocks of {size}")
         if extra and len(extra) != len(keys):
@@ -74,7 +85,8 @@ class Decoder:
             _adapter(fields),
             extra,
             fields.get("group_idx") or 0,
-            fields.get("kv_cache_spec_kind") or "full_attention",
+            kind,
+            fields.get("kv_cache_spec_sliding_window"),
         )
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachemap import CacheMap
-from cachemap.changes import Clear, Contents, Observe
+from cachemap.changes import EVERY, CacheGroup, Clear, Contents, Observe
 from cachemap.cluster.codec import (
     Identity,
     Position,
@@ -21,10 +21,12 @@ from cachemap.cluster.journal import KEEP, LEAST_TAIL, TAIL, Journal
 MIB = 1 << 20
 IDENTITY = Identity("m", 16, 36)
 BLOCKS = st.integers(1, 40)
+TIERS = st.sampled_from(["gpu", "gpu", "cpu", CacheGroup(0, 4).tier, CacheGroup(300, EVERY).tier])
 HAPPENINGS = st.lists(
     st.one_of(
-        st.tuples(st.just("store"), st.lists(BLOCKS, min_size=1, max_size=12), st.sampled_from(["gpu", "gpu", "cpu"])),
-        st.tuples(st.just("remove"), st.lists(BLOCKS, min_size=1, max_size=12), st.sampled_from(["gpu", "gpu", "cpu"])),
+        st.tuples(st.just("store"), st.lists(BLOCKS, min_size=1, max_size=12), TIERS),
+        st.tuples(st.just("remove"), st.lists(BLOCKS, min_size=1, max_size=12), TIERS),
+        st.tuples(st.just("group"), st.integers(0, 2)),
         st.tuples(st.just("clear")),
         st.tuples(st.just("observed"), st.booleans()),
         st.tuples(st.just("send")),
@@ -47,7 +49,7 @@ def contents(table, slot=0):
         for tier, (hashes, tags) in told.held.items()
         for tag, h in zip(tags.tolist(), hashes.tolist(), strict=True)
     }
-    return told.observed, held, told.copies
+    return told.observed, held, told.copies, set(told.held) - {"gpu", "cpu"}, table.groups(slot)
 
 
 def happen(table, what, *details):
@@ -62,6 +64,8 @@ def happen(table, what, *details):
         )
     elif what == "remove":
         table.remove(0, [n + 7 for n in details[0]], details[1])
+    elif what == "group":
+        table.add_group(0, CacheGroup(details[0], 4))
     elif what == "clear":
         table.clear(0)
     else:

@@ -180,13 +180,6 @@ def test_clearing_forgets_copies_too(setting):
     assert held(setting, hashes()) == 0
 
 
-def test_other_cache_groups_and_kinds_are_counted_not_used(setting):
-    apply(setting, stored([1], TOKENS[:4], group_idx=1))
-    apply(setting, stored([1], TOKENS[:4], kv_cache_spec_kind="sliding_window"))
-    apply(setting, stored([1], TOKENS[:4]), removed(1, group_idx=1))
-    assert held(setting, hashes()) == 1 and setting[1].ignored == 3
-
-
 def test_a_copy_in_a_lower_tier_needs_no_tokens(setting):
     table, _ = setting
     apply(setting, stored([1, 2, 3], TOKENS[:12]))

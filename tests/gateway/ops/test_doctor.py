@@ -407,8 +407,11 @@ def test_what_a_running_gateway_says_of_itself():
     (finding,) = told(status(ready=False, why_not="no replica is ready: a:1 is failed (exit code 1)"))
     assert finding.level == "fail" and "exit code 1" in finding.text
     assert [f.subject for f in told(status(totals={"prompts": {"exact": 50, "load": 50}}))] == ["gateway", "prompts"]
-    unobserved = told(status(replicas=[{"id": "a:1", "url": "http://a:1", "events": "unobserved"}]))
+    why = "none of the engine's layers has full attention"
+    page = {"id": "a:1", "url": "http://a:1", "events": "unobserved", "events_reason": why}
+    unobserved = told(status(replicas=[page]))
     assert [(f.level, f.subject) for f in unobserved] == [("ok", "gateway"), ("fail", "events a:1")]
+    assert why in unobserved[1].text
 
 
 def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():

@@ -1,0 +1,199 @@
+"""Engines with several KV cache groups: which of their blocks are hits is what all groups make of them.
+
+The events are of the forms that vLLM 0.28 and 0.32 were seen to publish for layers with sliding windows beside layers
+of full attention: group by group, that of full attention last; in 0.32 the groups with windows keep only what a later
+prompt can resume at, and tell the tokens of all blocks with the keys of those that are kept.
+"""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachemap import CacheMap
+from cachemap.changes import EVERY, CacheGroup
+from cachemap.events.apply import EventApplier
+
+from ..publisher import BLOCK, CLEARED, removed, stored
+from .test_events import TOKENS, apply, held, setting
+
+__all__ = ["setting"]
+
+WINDOW = 2 * BLOCK  # the 7 tokens before the next one lie in 2 blocks
+CHAIN = 4
+
+
+def windowed(keys, blocks=CHAIN, group=0, parent=None, **fields):
+    """A BlockStored of a group with a sliding window: `keys` of some of the first `blocks` blocks."""
+    told = stored(keys, TOKENS[: blocks * BLOCK], parent, group_idx=group, **fields)
+    return told | {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": WINDOW} | fields
+
+
+def mamba(keys, blocks=CHAIN, group=0):
+    return stored(keys, TOKENS[: blocks * BLOCK], group_idx=group, kv_cache_spec_kind="mamba")
+
+
+def full(keys, group=1, **fields):
+    return stored(keys, TOKENS[: len(keys) * BLOCK], group_idx=group, **fields)
+
+
+def chain():
+    from .test_events import hashes
+
+    return hashes()
+
+
+def hits(setting, most=None):
+    return setting[0].match(chain(), 0.0, most).confirmed[0]
+
+
+def test_a_window_needs_its_last_blocks_only(setting):
+    apply(setting, windowed([3, 4]), full([1, 2, 3, 4]))
+    assert hits(setting) == 4
+    apply(setting, removed(3, group_idx=0))
+    assert hits(setting) == 0  # nothing before it can be resumed at
+    apply(setting, windowed([1, 2], 2), full([1, 2]))
+    assert hits(setting) == 2
+
+
+def test_the_first_blocks_are_a_hit_in_a_window_that_reaches_further_back(setting):
+    apply(setting, windowed([1]), full([1, 2, 3, 4]))
+    assert hits(setting) == 1
+
+
+def test_full_attention_needs_every_block(setting):
+    apply(setting, windowed([3, 4]), full([1, 2, 3, 4]), removed(1, group_idx=1))
+    assert hits(setting) == 0
+    apply(setting, full([1]))
+    assert hits(setting) == 4
+
+
+def test_what_was_not_to_be_a_hit_is_none_though_a_window_ends_there(setting):
+    """Of a prompt that ends with a block the last token is computed, so the hit ends a block earlier."""
+    apply(setting, windowed([3, 4]), full([1, 2, 3, 4]))
+    assert hits(setting, most=3) == 0
+    apply(setting, windowed([2, 3], 3), full([1, 2, 3]))
+    assert hits(setting, most=3) == 3 and hits(setting) == 4
+
+
+def test_mamba_needs_the_state_after_the_last_block(setting):
+    apply(setting, mamba([2, 4]), full([1, 2, 3, 4]))
+    assert [hits(setting, most) for most in (1, 2, 3, 4)] == [0, 2, 2, 4]
+
+
+def test_every_group_has_to_hold_its_part(setting):
+    apply(setting, windowed([1, 2, 3, 4]), windowed([1, 2, 3, 4], group=1), full([1, 2, 3, 4], group=2))
+    apply(setting, removed(4, group_idx=1), removed(2, group_idx=0))
+    assert hits(setting) == 1
+    apply(setting, windowed([3], 3, group=1), removed(3, group_idx=1))
+    assert hits(setting) == 1  # a second copy went
+    apply(setting, removed(3, group_idx=1), removed(1, group_idx=1))
+    assert hits(setting) == 0
+
+
+def test_windows_and_states_agree_on_one_length(setting):
+    apply(setting, mamba([1, 3]), windowed([1, 2, 4], group=1), full([1, 2, 3, 4], group=2))
+    assert hits(setting) == 1  # 3 has no window, 2 no state
+    apply(setting, windowed([3], group=1), full([1, 2, 3], group=2))
+    assert hits(setting) == 3
+
+
+def test_a_second_group_of_full_attention_counts_like_the_first(setting):
+    apply(setting, full([1, 2, 3], 0), full([1, 2, 3], 1), removed(2, group_idx=1))
+    assert hits(setting) == 1
+    assert list(setting[0].groups(0).values()) == [CacheGroup(1, EVERY)]
+
+
+def test_a_group_is_known_before_it_holds_anything(setting):
+    """As of a prompt of one block, which no later prompt can resume behind."""
+    apply(setting, windowed([], 1), full([1]))
+    assert hits(setting) == 0 and setting[1].fault is None
+
+
+def test_mla_is_full_attention(setting):
+    apply(setting, stored([1], TOKENS[:4], kv_cache_spec_kind="mla_attention"))
+    assert hits(setting) == 1
+
+
+def test_a_cleared_cache_has_no_groups(setting):
+    apply(setting, windowed([3, 4]), full([1, 2, 3, 4]), CLEARED)
+    assert hits(setting) == 0 and not setting[0].groups(0)
+    apply(setting, full([1, 2], 0))
+    assert hits(setting) == 2
+
+
+def test_another_applier_goes_on_with_the_groups_that_the_map_has(setting):
+    """The gateway that follows the engine's events may be another one than before."""
+    table, _ = setting
+    apply(setting, windowed([3, 4]), full([1, 2, 3, 4]))
+    other = table, EventApplier(table, 0, "m", BLOCK)
+    apply(other, removed(3, group_idx=0))
+    assert hits(setting) == 0
+    apply(other, windowed([3], 3), full([1, 2, 3]), removed(1, group_idx=1))
+    assert hits(setting) == 4  # there were two copies
+
+
+@pytest.mark.parametrize(
+    "event, why",
+    [
+        (windowed([1], 1, kv_cache_spec_kind="chunked_local_attention"), "not understood: chunked_local_attention"),
+        (windowed([1], 1, kv_cache_spec_sliding_window=None), "not understood: sliding_window"),
+        (windowed([1], 1, block_size=2), "blocks of one of the engine's cache groups have 2 tokens"),
+    ],
+)
+def test_what_cannot_be_known_is_said(setting, event, why):
+    apply(setting, event, full([1]))
+    assert why in setting[1].fault
+
+
+def test_an_engine_without_full_attention_is_not_followed(setting):
+    """The keys of a group with windows alone do not say which blocks they stand for."""
+    apply(setting, windowed([3, 4]))
+    assert setting[1].fault == "none of the engine's layers has full attention"
+
+
+def test_copies_of_further_groups_in_slower_tiers_are_ignored(setting):
+    apply(setting, windowed([3, 4]), full([1, 2, 3, 4]), windowed([3, 4], medium="CPU"))
+    apply(setting, removed(3, group_idx=0, medium="CPU"))
+    assert hits(setting) == 4 and setting[1].ignored == 3 and held(setting, chain()) == 4
+
+
+LENGTH, SLOTS = 12, 3
+block = st.tuples(st.integers(0, SLOTS - 1), st.integers(0, 3), st.integers(0, LENGTH - 1), st.booleans())
+
+
+@given(changes=st.lists(block, max_size=150), most=st.integers(0, LENGTH), lasts=st.tuples(*[st.integers(1, 5)] * 3))
+def test_the_hit_is_the_longest_that_every_group_would_grant(changes, most, lasts):
+    """Against vLLM's rule as it is stated: ask each group in turn for its longest hit within what is left, until all
+    leave it as it is."""
+    table = CacheMap(1 << 20)
+    hashes = list(range(1, LENGTH + 1))
+    tiers = ["gpu", *[CacheGroup(index, last).tier for index, last in enumerate(lasts)]]
+    holding = [[[0] * LENGTH for _ in tiers] for _ in range(SLOTS)]
+    for slot in range(SLOTS):
+        table.attach(f"r{slot}", None, True)
+        for index, last in enumerate(lasts[:slot]):  # the first replica has no further groups, the second has one
+            table.add_group(slot, CacheGroup(index, last))
+    for slot, group, at, gone in changes:
+        if group > slot:
+            continue
+        if gone:
+            holding[slot][group][at] = max(0, holding[slot][group][at] - 1)
+            table.remove(slot, [1000 + at], tiers[group])
+        else:
+            holding[slot][group][at] += 1
+            table.store(slot, [hashes[at]], [1000 + at], tiers[group], [(0, 0)])
+    found = table.match(hashes, 0.0, most).held
+    for slot in range(SLOTS):
+        granted = grant(holding[slot][: slot + 1], [LENGTH, *lasts], LENGTH if not slot else most)
+        assert found[slot] == granted
+    assert sum(map(table.held, range(SLOTS))) == sum(count > 0 for slot in holding for group in slot for count in group)
+
+
+def grant(groups, lasts, length):
+    while True:
+        before = length
+        for blocks, last in zip(groups, lasts):
+            while not all(blocks[max(0, length - last) : length]):
+                length -= 1
+        if length == before:
+            return length

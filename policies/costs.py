@@ -323,10 +323,14 @@ class Costs:
 
     def answer_seconds(self, load: Load, uncached: int, context: int, output: float, now: float = UNTIMED) -> float:
         """Time to the last of `output` tokens, with the streams that are there now."""
+        return self.ttft_seconds(load, uncached, context, now) + self.decode_seconds(load, uncached + context, output)
+
+    def decode_seconds(self, load: Load, tokens: int, output: float) -> float:
+        """From the first of `output` tokens after a prompt of `tokens` to the last, with the streams there now."""
         base, per_stream, per_token = self.group.step.coefficients
-        streams, held = load.decoding + 1, load.context_tokens + uncached + context + 0.5 * output
+        streams, held = load.decoding + 1, load.context_tokens + tokens + 0.5 * output
         step = self.step.value * (base + per_stream * streams + per_token * held)
-        return self.ttft_seconds(load, uncached, context, now) + max(0.0, output - 1) * step
+        return max(0.0, output - 1) * step
 
     def observe_ttft(
         self, seconds: float, uncached: int, cached: int, before: Load, at: float = UNTIMED, lower: Lower = ()

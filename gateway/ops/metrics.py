@@ -263,6 +263,8 @@ class Metrics:
     shadow_prefill_tokens = Counter("Prompt tokens to compute that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
     shadow_ttft_seconds = Counter("Predicted time to the first token that its other choices would have saved, or cost", policy=POLICY,
         effect=("saved", "cost"))
+    shadow_answer_seconds = Counter("Predicted time to the last token that its other choices would have saved, or cost", policy=POLICY,
+        effect=("saved", "cost"))
     # retries, legs and failures
     retries = Counter("Requests sent to another replica before their first byte, or once more to the same one",
         reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "elsewhere", "ids", "reconnect", "not kept", "leg refused"))

@@ -1,11 +1,11 @@
 """Shadow mode: what other policies would have done with the requests that come, without doing it.
 
 After each choice the shadows are asked about the same candidates, and what the request would have met where they say
-is compared with what it meets where it went: prompt tokens to compute, and seconds to its first token as `least_time`
-predicts them (its terms `prefill` to `room`, with the learned costs). A shadow has its own turns and memory, but the
-caches and the load are those that the acting policy made. So each figure is about one request that goes another way
-while all others stay, which is not what the fleet would come to if they all did: a policy that would pile requests up
-never meets its own pile.
+is compared with what it meets where it went: prompt tokens to compute, and seconds to its first and to its last token,
+by the learned costs (`least_time`'s terms `prefill` to `room`, then the steps of the answer's expected length). A shadow
+has its own turns and memory, but the caches and the load are those that the acting policy made. So each figure is about
+one request that goes another way while all others stay, which is not what the fleet would come to if they all did: a
+policy that would pile requests up never meets its own pile.
 
 Before the choice is sent, a copy of the candidates is made (1 us each); the rest waits for the next turn of the event
 loop, when the request's bytes have left.
@@ -47,7 +47,7 @@ class Shadows:
 
     def judge(self, seen: Seen, index: int) -> None:
         demand, candidates = seen
-        tokens, seconds = _price(demand, candidates[index])
+        tokens, first, last = _price(demand, candidates[index])
         for name, policy in self._policies.items():
             choice = policy.choose(demand, candidates)
             if hasattr(policy, "placed"):
@@ -55,15 +55,18 @@ class Shadows:
             other = choice.index
             self._metrics.shadow_decisions.inc(name, "same" if other == index else "other")
             if other != index:
-                its_tokens, its_seconds = _price(demand, candidates[other])
+                its_tokens, its_first, its_last = _price(demand, candidates[other])
                 _add(self._metrics.shadow_prefill_tokens, name, tokens - its_tokens)
-                _add(self._metrics.shadow_ttft_seconds, name, seconds - its_seconds)
+                _add(self._metrics.shadow_ttft_seconds, name, first - its_first)
+                _add(self._metrics.shadow_answer_seconds, name, last - its_last)
 
 
-def _price(demand: Demand, candidate: Candidate) -> tuple[int, float]:
-    """Prompt tokens it would compute, and predicted seconds to the first token."""
+def _price(demand: Demand, candidate: Candidate) -> tuple[int, float, float]:
+    """Prompt tokens it would compute, and predicted seconds to the first token and to the last."""
     lower = sum(tokens for _, tokens in candidate.lower)
-    return demand.tokens - candidate.overlap - lower, sum(COST.of_all(demand, (candidate,))[0][:WAITS])
+    first = sum(COST.of_all(demand, (candidate,))[0][:WAITS])
+    last = first + candidate.costs.decode_seconds(candidate.load, demand.tokens, demand.output)
+    return demand.tokens - candidate.overlap - lower, first, last
 
 
 def _add(counter: Counter, name: str, less: float) -> None:
@@ -84,6 +87,7 @@ def told(metrics: Metrics, names: Sequence[str]) -> list[dict[str, Any]]:
             "same": metrics.shadow_decisions.total(policy=name, choice="same"),
             "saved_prefill_tokens": net(metrics.shadow_prefill_tokens, name),
             "saved_ttft_seconds": net(metrics.shadow_ttft_seconds, name),
+            "saved_answer_seconds": net(metrics.shadow_answer_seconds, name),
         }
         for name in names
     ]

@@ -254,7 +254,9 @@ ROWS: tuple[Row, ...] = (
     ("TTFT p99", _of("ttft_ms", "p99"), milliseconds, min),
     ("TPOT p50", _of("tpot_ms", "p50"), milliseconds, min),
     ("TPOT p99", _of("tpot_ms", "p99"), milliseconds, min),
+    ("E2E mean", _of("e2el_ms", "mean"), milliseconds, min),
     ("E2E p50", _of("e2el_ms", "p50"), milliseconds, min),
+    ("E2E p99", _of("e2el_ms", "p99"), milliseconds, min),
     ("within the SLO", _of("goodput", "share"), percent, max),
     ("busiest replica, even share is 1", fair_share, lambda value: f"{value:.2f}", min),
     ("requests answered", _of("completed"), count, None),
@@ -267,4 +269,6 @@ DEMO_ROWS = (
     ("prefill tokens computed", _of("cache", "prefill_tokens"), count, min),
     ("TTFT p50", _of("ttft_ms", "p50"), milliseconds, min),
     ("TTFT p99", _of("ttft_ms", "p99"), milliseconds, min),
+    ("E2E p50", _of("e2el_ms", "p50"), milliseconds, min),
+    ("E2E p99", _of("e2el_ms", "p99"), milliseconds, min),
 )

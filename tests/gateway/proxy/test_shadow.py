@@ -52,14 +52,18 @@ def two(held: int, busy: int) -> tuple[Demand, list[Candidate]]:
 
 def test_what_another_choice_would_have_saved_and_cost():
     demand, candidates = two(held=800, busy=5000)
-    metrics = Metrics()
+    demand.output, candidates[0].load.decoding, metrics = 100.0, 4, Metrics()
     Shadows(["least_load"], metrics).judge(shadow.Seen(demand, candidates), 0)
     here, there = (one.costs.ttft_seconds(one.load, 1600 - one.overlap, one.overlap) for one in candidates)
-    assert here > there
+    last_here, last_there = (
+        one.costs.answer_seconds(one.load, 1600 - one.overlap, one.overlap, 100.0) for one in candidates
+    )
+    assert last_here - last_there > here - there > 0, "a queue, and a batch that slows each step"
     assert counts(metrics) == {
         "shadow_decisions": {("least_load", "other"): 1},
         "shadow_prefill_tokens": {("least_load", "cost"): 800},
         "shadow_ttft_seconds": {("least_load", "saved"): pytest.approx(here - there)},
+        "shadow_answer_seconds": {("least_load", "saved"): pytest.approx(last_here - last_there)},
     }
     assert told(metrics, ["least_load"]) == [
         {
@@ -68,6 +72,7 @@ def test_what_another_choice_would_have_saved_and_cost():
             "same": 0,
             "saved_prefill_tokens": -800,
             "saved_ttft_seconds": pytest.approx(here - there),
+            "saved_answer_seconds": pytest.approx(last_here - last_there),
         }
     ]
 
@@ -86,6 +91,7 @@ def test_the_same_policy_in_shadow_agrees(made, name):
         "shadow_decisions": {(name, "same"): len(made)},
         "shadow_prefill_tokens": {},
         "shadow_ttft_seconds": {},
+        "shadow_answer_seconds": {},
     }
 
 

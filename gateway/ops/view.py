@@ -261,7 +261,10 @@ def counted(metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping
             "prompts": {mode: count for (mode,), count in metrics.prompts.values.items()},
         },
         "ttft_seconds": {"p50": metrics.ttft_seconds.quantile(0.5), "p99": metrics.ttft_seconds.quantile(0.99)},
-        "request_seconds": {"p50": metrics.request_seconds.quantile(0.5), "p99": metrics.request_seconds.quantile(0.99)},
+        "request_seconds": {
+            "p50": metrics.request_seconds.quantile(0.5),
+            "p99": metrics.request_seconds.quantile(0.99),
+        },
         "shadow": told(metrics, shadows),
     }
 

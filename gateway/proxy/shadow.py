@@ -2,10 +2,10 @@
 
 After each choice the shadows are asked about the same candidates, and what the request would have met where they say
 is compared with what it meets where it went: prompt tokens to compute, and seconds to its first and to its last token,
-by the learned costs (`least_time`'s terms `prefill` to `room`, then the steps of the answer's expected length). A shadow
-has its own turns and memory, but the caches and the load are those that the acting policy made. So each figure is about
-one request that goes another way while all others stay, which is not what the fleet would come to if they all did: a
-policy that would pile requests up never meets its own pile.
+by the learned costs (`least_time`'s terms `prefill` to `room`, then the steps of the answer's expected length). A
+shadow has its own turns and memory, but the caches and the load are those that the acting policy made. So each figure
+is about one request that goes another way while all others stay, which is not what the fleet would come to if they all
+did: a policy that would pile requests up never meets its own pile.
 
 Before the choice is sent, a copy of the candidates is made (1 us each); the rest waits for the next turn of the event
 loop, when the request's bytes have left.

@@ -48,7 +48,7 @@ def test_a_histogram_has_cumulative_buckets_and_a_sum():
 @given(st.lists(st.floats(0, 500), min_size=1, max_size=60))
 def test_histogram_agrees_with_prometheus_client(numbers):
     registry = CollectorRegistry()
-    reference = PromHistogram("x", registry=registry, buckets=LATENCY_BUCKETS)
+    reference = PromHistogram("x", "x", registry=registry, buckets=LATENCY_BUCKETS)
     ours = Histogram("x", "replica", LATENCY_BUCKETS)
     for number in numbers:
         reference.observe(number)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:
         print(
-            "hitherto calibrate: interrupted; nothing is written, the engine has nothing of ours left to do",
+            "hitherto calibrate: interrupted; nothing was written, and no request of ours is left in the engine",
             file=sys.stderr,
         )
         return 130
@@ -74,7 +74,7 @@ async def calibrate(args: argparse.Namespace) -> str:
             print(f"  {name:24} {getattr(limits, name):8,}  {source}")
         work = plan.make(limits, found, args.seconds, text=True)
         print(f"will send {work.requests:,} requests with {work.prompt_tokens:,} prompt tokens and {work.output_tokens:,} of output in "
-              f"{work.rounds} rounds, about {work.rounds * work.round_seconds:.0f} s; fewer if the times are sure before", flush=True)  # fmt: skip
+              f"{work.rounds} rounds, about {work.rounds * work.round_seconds:.0f} s; it ends earlier once the times no longer change", flush=True)  # fmt: skip
         began, before, sent = monotonic(), await looked_up(client), client.prompt_tokens
         seen = await meter.run(
             work, args.seconds, lambda done, found: print(_progress(done, found), flush=True), args.busy
@@ -91,10 +91,10 @@ async def calibrate(args: argparse.Namespace) -> str:
 async def _refuse_if_busy(client: Client, busy: bool) -> None:
     count = await at_work(client)
     if count is None:
-        print("the engine does not tell how many requests it has (/metrics): make sure that nobody else uses it")
+        print("the engine does not report how many requests it has (/metrics): make sure that nobody else uses it")
     elif count and not busy:
-        raise CalibrationError(f"the engine is at work for others ({count} requests): their requests would be measured with ours. Take it "
-                               "out of traffic, or measure all the same with --busy")  # fmt: skip
+        raise CalibrationError(f"the engine is serving others ({count} requests), which would be measured with ours. Take it "
+                               "out of traffic, or measure anyway with --busy")  # fmt: skip
 
 
 async def _limits(meter: Meter, found: Fit, seconds: float) -> plan.Limits:
@@ -123,9 +123,9 @@ def _progress(done: int, found: Fit) -> str:
 
 
 def _show(result: Fit) -> None:
-    print(f"\n{'':36}{'samples':>8}{'bias':>8}{'typical':>9}{'90 %':>8}")
+    print(f"\n{'':38}{'samples':>8}{'bias':>8}{'typical':>9}{'90 %':>8}")
     for region, one in result.residuals.items():
-        print(f"{region:36}{one.count:8}{one.bias:+8.1%}{one.typical:9.1%}{one.worst_tenth:8.1%}")
+        print(f"{region:38}{one.count:8}{one.bias:+8.1%}{one.typical:9.1%}{one.worst_tenth:8.1%}")
 
 
 def save(path: Path, text: str) -> None:

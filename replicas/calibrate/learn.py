@@ -56,7 +56,7 @@ async def learn(client: Client, model: str | None) -> Known:
     told = {"max_model_len": facts.max_model_len, "block_size": facts.block_size, "num_blocks": facts.num_blocks,
             **{name: scheduler.get(name) for name in ("max_num_seqs", "max_num_batched_tokens")}}  # fmt: skip
     told = {name: value for name, value in told.items() if type(value) is int and value > 0}
-    sources = {name: "told by the engine" if name in told else "assumed" for name in ASSUMED}
+    sources = {name: "reported by the engine" if name in told else "assumed" for name in ASSUMED}
     limits = Limits(**{**ASSUMED, **told}, told=sources)
     return Known(
         client.model,

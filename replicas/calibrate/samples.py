@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 # The regions in which residuals are stated.
 NEW, CACHED, TEXT, AMID, BURST, DECODE, BESIDE = (
-    "new prompt", "prompt behind a cached prefix", "cached prompt as text", "the same beside a decoding request", "burst of cached prompts",
+    "new prompt", "prompt behind a cached prefix", "cached prompt as text", "cached text beside a decoding request", "burst of cached prompts",
     "decode step", "new prompt beside a decoding request",
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ _STEP = {
     "attention": "for each pair of a new token and one before it",
     "decode_sequence": "for each decoding request",
     "decode_context_token": "for each token of their contexts",
-    "spread": "no time but a share: a step's standard deviation",
+    "spread": "a share, not a time: a step's standard deviation",
 }
 
 
@@ -31,10 +31,10 @@ def profile(known: Known, limits: Limits, fit: Fit, facts: Mapping[str, str]) ->
         f"# {known.engine} {known.version} with {known.model} on {known.machine}, measured by `hitherto calibrate`."
     ]
     lines += [f"# {name}: {value}" for name, value in facts.items()]
-    lines += ["#", "# Fit against what was measured, by kind of question: how many; bias (median of fit / seen - 1), typical",
-              "# error (median), and what nine in ten are below:"]  # fmt: skip
+    lines += ["#", "# Fit against what was measured, by kind of request: samples; bias (median of fit / measured - 1), typical",
+              "# error (median), and the error that nine in ten stay below:"]  # fmt: skip
     for region, one in fit.residuals.items():
-        lines.append(f"#   {region:34} {one.count:4}  {one.bias:+6.1%}  {one.typical:6.1%}  {one.worst_tenth:6.1%}")
+        lines.append(f"#   {region:38} {one.count:4}  {one.bias:+6.1%}  {one.typical:6.1%}  {one.worst_tenth:6.1%}")
     for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
         lines.append(f"{name}: {getattr(limits, name)}  # {limits.told[name]}")
     values = fit.ms | {"spread": fit.spread}
@@ -42,7 +42,7 @@ def profile(known: Known, limits: Limits, fit: Fit, facts: Mapping[str, str]) ->
         lines.append(f"{title}:")
         for name, meaning in meanings.items():
             lines.append(
-                f"  {name}: {_number(values[name])}  # {meaning}{'' if values[name] else '; too small to be seen'}"
+                f"  {name}: {_number(values[name])}  # {meaning}{'' if values[name] else '; too small to measure'}"
             )
     return "\n".join(lines) + "\n"
 

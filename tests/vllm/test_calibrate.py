@@ -26,7 +26,7 @@ async def test_what_vllm_tells_of_itself(engine):
     assert known.model == "tiny" and known.version.startswith(".".join(map(str, version())))
     limits = known.limits
     assert (limits.num_blocks, limits.block_size, limits.max_num_seqs) == (1024, block_size(), 24)
-    assert set(limits.told.values()) == {"told by the engine"}
+    assert set(limits.told.values()) == {"reported by the engine"}
     assert known.machine and "unknown" not in known.machine
 
 

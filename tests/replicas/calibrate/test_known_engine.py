@@ -31,7 +31,7 @@ KNOWN = {
 }  # fmt: skip
 TOLERANCE = 0.05  # of any time that the profile gives
 TOLD = dict.fromkeys(
-    ("max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"), "told by the engine"
+    ("max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"), "reported by the engine"
 )
 
 

@@ -14,7 +14,7 @@ MS = dict.fromkeys(NAMES, 0.0) | {
     "decode_sequence": 0.1,
 }
 TOLD = dict.fromkeys(
-    ("max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"), "told by the engine"
+    ("max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"), "reported by the engine"
 )
 
 

@@ -64,7 +64,7 @@ async def test_a_profile_is_written_that_an_engine_takes(engine, tmp_path):
         assert getattr(found, name) == getattr(known, name), name
     assert found.step.seconds(0, 0.0, 1, 64, 0.0) > 0.001 and found.request.latency + found.request.work > 0
     text = out.read_text()
-    assert "told by the engine" in text and "seen: of 64 requests 8 ran at once" in text
+    assert "reported by the engine" in text and "seen: of 64 requests 8 ran at once" in text
     assert "0.33.0+simulated" in text and "# date: 20" in text and "new prompt  " in text
 
 
@@ -75,7 +75,7 @@ async def test_interrupted_it_writes_nothing_and_leaves_nothing_behind(engine, t
             assert process.returncode is None
     process.send_signal(signal.SIGINT)
     _, err = await asyncio.wait_for(process.communicate(), 20)
-    assert process.returncode == 130 and b"nothing is written" in err
+    assert process.returncode == 130 and b"nothing was written" in err
     assert [path.name for path in tmp_path.iterdir()] == ["known.yaml"]
     async with aiohttp.ClientSession() as session, asyncio.timeout(10):
         while "num_requests_running{" not in (

@@ -29,20 +29,10 @@ class Address(NamedTuple):
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 # What the ranks of one engine have in common.
-SHARED = (
-    "dialect",
-    "address",
-    "proof",
-    "models",
-    "adapter_roots",
-    "root",
-    "block_size",
-    "num_blocks",
-    "max_model_len",
-    "version",
-    "pid",
-    "restarts",
-    "problems",
+SHARED = tuple(
+    """
+    dialect address proof models adapter_roots root block_size num_blocks max_model_len version pid restarts problems
+    """.split()
 )
 
 

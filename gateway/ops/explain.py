@@ -18,13 +18,17 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gateway.config import Config, ConfigError, Settings, admin_headers, admin_url, known_urls
 from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
 from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Load, Router, Targets, legs, make
+
+if TYPE_CHECKING:
+    from gateway.prompt.pipeline import Pipeline
+    from replicas import Replica
 
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
 REPLAY_SECONDS = 3.0  # how long to read a replica's events before choosing without the rest
@@ -105,32 +109,13 @@ def show(told: dict[str, Any]) -> str:
         head.append(("note", told["note"]))
     names = list(dict.fromkeys(name for replica in told["replicas"] for name in replica["terms"]))
     shown = [name for name in names if any(one["terms"].get(name, 0.0) >= LEAST_SHOWN for one in told["replicas"])]
-    rows = [
-        [
-            "",
-            "replica",
-            "held",
-            "to compute",
-            "in flight",
-            *(["first token", "last token", *shown, "cost ms"] if names else []),
-        ]
-    ]
+    title = ["", "replica", "held", "to compute", "in flight"]
+    rows = [title + (["first token", "last token", *shown, "cost ms"] if names else [])]
     for one in told["replicas"]:
-        cached = one["overlap_tokens"] + sum(run["tokens"] for run in one["lower_tiers"])
-        held = f"{cached} ({cached / max(1, told['tokens']):.0%})"
-        if one["lower_tiers"]:
-            held += f", {', '.join(str(run['tokens']) + ' ' + run['tier'] for run in one['lower_tiers'])}"
-        row = [
-            "->" if one["chosen"] else "",
-            one["id"],
-            held,
-            str(one["uncached_tokens"]),
-            str(one["load"]["requests"]),
-        ]
+        rows.append(_row(one, told["tokens"]))
         if names:
-            row += [f"{1e3 * one['ttft_seconds']:.1f}", f"{1e3 * one['answer_seconds']:.0f}"]
-        row += [f"{1e3 * one['terms'].get(name, 0.0):.2f}" for name in shown]
-        rows.append(row + ([f"{1e3 * one['seconds']:.2f}"] if names else []))
+            rows[-1] += [f"{1e3 * one['ttft_seconds']:.1f}", f"{1e3 * one['answer_seconds']:.0f}"]
+            rows[-1] += [f"{1e3 * one['terms'].get(name, 0.0):.2f}" for name in shown] + [f"{1e3 * one['seconds']:.2f}"]
     lines = [f"{name:<8} {text}" for name, text in head]
     lines += ["", *_table(rows), "", f"choice   {told['choice']}: {told['reason']}"]
     if apart := told.get("legs"):
@@ -139,6 +124,15 @@ def show(told: dict[str, Any]) -> str:
         )
         lines.append(f"legs     prompt on {apart['prefill']}, answer on {apart['decode']}{price}")
     return "\n".join(lines)
+
+
+def _row(one: dict[str, Any], tokens: int) -> list[str]:
+    """A replica, what it holds of a prompt of so many tokens, and what it has to do."""
+    cached = one["overlap_tokens"] + sum(run["tokens"] for run in one["lower_tiers"])
+    held = f"{cached} ({cached / max(1, tokens):.0%})"
+    if one["lower_tiers"]:
+        held += f", {', '.join(str(run['tokens']) + ' ' + run['tier'] for run in one['lower_tiers'])}"
+    return ["->" if one["chosen"] else "", one["id"], held, str(one["uncached_tokens"]), str(one["load"]["requests"])]
 
 
 def _prompt_line(told: dict[str, Any]) -> str:
@@ -233,11 +227,17 @@ def _refusal(refused: urllib.error.HTTPError, admin: str) -> Exception:
 
 async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     """Work out the decision without a gateway. Raises ConfigError and ApiError."""
-    from cachemap import CacheMap
-    from gateway.prompt.api.named import named_model
-    from gateway.prompt.pipeline import Pipeline
-    from gateway.prompt.prompt import PROMPT_PATHS, unread
     from gateway.proxy.placing import demand_of
+
+    up = await _serving(settings)
+    prompt, up, pipeline = _prepared(settings, path, body, up)
+    router = await _router(settings, up, pipeline)
+    targets = Targets([*router.candidates.values()])
+    return describe(settings.policy, prompt, router.evaluate(demand_of(prompt), targets, 0.0, explain=True))
+
+
+async def _serving(settings: Settings) -> list[Replica]:
+    """The replicas that answer. Raises ConfigError where there are none."""
     from replicas.access import Access
     from replicas.adopt import described
     from replicas.replica import parse_url
@@ -259,14 +259,19 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     ]
     if not up:
         raise ConfigError("no replica answers, so there is nothing to choose from. Start one, or correct --replica-url")
+    return up
+
+
+def _prepared(settings: Settings, path: str, body: bytes, up: list[Replica]) -> tuple[Prompt, list[Replica], Pipeline]:
+    """The request, the replicas that serve its model, and what made its tokens."""
+    from gateway.prompt.api.named import named_model
+    from gateway.prompt.pipeline import Pipeline
+    from gateway.prompt.prompt import PROMPT_PATHS, unread
 
     # Of several models, only the one that is asked for.
     asked, several = named_model("application/json", body), len({frozenset(one.models) for one in up}) > 1
     if any(asked in one.models for one in up):
-        for one in up:
-            if not one.serves(asked):
-                print(f"left out: {one.id}: serves {', '.join(one.models)}, not {asked}", file=sys.stderr)
-        up = [one for one in up if one.serves(asked)]
+        up = _that_serve(asked, up)
     served = settings.served_model_name or next(
         (name for one in up for name, parent in one.models.items() if parent is None), None
     )
@@ -279,25 +284,34 @@ async def alone(settings: Settings, path: str, body: bytes) -> dict[str, Any]:
     prompt = (
         pipeline.prepare(path, body, {}, adapters) if path in PROMPT_PATHS else unread(path, asked if several else None)
     )
-    for one in up:
-        if not one.serves(prompt.model):
-            print(f"left out: {one.id}: serves {', '.join(one.models)}, not {prompt.model}", file=sys.stderr)
-    up = [one for one in up if one.serves(prompt.model)]
+    up = _that_serve(prompt.model, up)
     if not up:
         raise ApiError(404, f"the model {prompt.model!r} does not exist", param="model", code="model_not_found")
+    return prompt, up, pipeline
+
+
+def _that_serve(model: str | None, up: list[Replica]) -> list[Replica]:
+    for one in up:
+        if not one.serves(model):
+            print(f"left out: {one.id}: serves {', '.join(one.models)}, not {model}", file=sys.stderr)
+    return [one for one in up if one.serves(model)]
+
+
+async def _router(settings: Settings, up: list[Replica], pipeline: Pipeline) -> Router:
+    """One that knows what the replicas hold, as far as their events can be had, and how busy they are."""
+    from cachemap import CacheMap
 
     cachemap = CacheMap(settings.cache_budget)
     slots = [cachemap.attach(one.id, one.num_blocks, one.events is not None) for one in up]
     await asyncio.gather(*(
-        _replay(cachemap, slot, one, served or "model", size)
+        _replay(cachemap, slot, one, pipeline.served_name, pipeline.block_size)
         for slot, one in zip(slots, up, strict=True)
         if one.events and one.events.replay
     ))  # fmt: skip
     router = Router(make(settings.policy), cachemap, Ledger(), CostGroup())
-    candidates = [router.add(one.id, slot) for slot, one in zip(slots, up, strict=True)]
-    for candidate, one in zip(candidates, up, strict=True):
-        candidate.load = _load(one)
-    return describe(settings.policy, prompt, router.evaluate(demand_of(prompt), Targets(candidates), 0.0, explain=True))
+    for slot, one in zip(slots, up, strict=True):
+        router.add(one.id, slot).load = _load(one)
+    return router
 
 
 def _load(replica: Any) -> Load:

@@ -21,17 +21,9 @@ PAUSE_SECONDS = 30.0  # before a check that was not answered is made again, of t
 ANSWER_SECONDS = 60.0
 # How long an answer gets and what it is made of; one token is asked for in their place.
 _OUTPUT = frozenset(
-    {
-        "max_tokens",
-        "max_completion_tokens",
-        "min_tokens",
-        "n",
-        "best_of",
-        "stream",
-        "stream_options",
-        "request_id",
-        "priority",
-    }
+    """
+    max_tokens max_completion_tokens min_tokens n best_of stream stream_options request_id priority
+    """.split()
 )
 _COMPLETIONS = "/v1/completions"
 PATHS = ("/v1/chat/completions", _COMPLETIONS)

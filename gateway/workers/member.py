@@ -23,18 +23,9 @@ from ..config import ConfigError
 
 # What belongs to one connection, or is made anew for the next.
 OWN_HEADERS = frozenset(
-    (
-        "connection",
-        "keep-alive",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "expect",
-        "content-length",
-        "date",
-        "server",
-    )
+    """
+    connection keep-alive te trailer transfer-encoding upgrade expect content-length date server
+    """.split()
 )
 GONE = (aiohttp.ClientError, OSError, TimeoutError)  # how a question to a worker fails that has ended or is stuck
 PACKAGES = Path(__file__).parents[2]  # the folder that has the package `gateway`

@@ -21,23 +21,11 @@ from loadgen.drive.records import Record
 from loadgen.options import BadOption, flags
 from loadgen.report.summary import Records, Reports, began, parse_slo
 
-COLUMNS = (
-    "target",
-    "conversation",
-    "turn",
-    "due_s",
-    "sent_s",
-    "lateness_ms",
-    "ttft_ms",
-    "tpot_ms",
-    "e2el_ms",
-    "prompt_tokens",
-    "output_tokens",
-    "cached_tokens",
-    "predicted_tokens",
-    "replica",
-    "status",
-    "error",
+COLUMNS = tuple(
+    """
+    target conversation turn due_s sent_s lateness_ms ttft_ms tpot_ms e2el_ms prompt_tokens output_tokens cached_tokens
+    predicted_tokens replica status error
+    """.split()
 )
 
 

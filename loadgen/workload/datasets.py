@@ -312,18 +312,11 @@ def _ramp(args: argparse.Namespace) -> Ramp | None:
 def describe(args: argparse.Namespace, load: Workload) -> dict[str, object]:
     """What made the load, defaults included, for the record."""
     name = dataset(args)
-    names = (
-        "num_prompts",
-        "request_rate",
-        "burstiness",
-        "ramp_up_strategy",
-        "ramp_up_start_rps",
-        "ramp_up_end_rps",
-        "users",
-        "max_concurrency",
-        "processes",
-        "seed",
-        "replies",
+    names = tuple(
+        """
+        num_prompts request_rate burstiness ramp_up_strategy ramp_up_start_rps ramp_up_end_rps users max_concurrency
+        processes seed replies
+        """.split()
     )
     return {
         "dataset_name": name,

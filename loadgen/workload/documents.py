@@ -15,57 +15,14 @@ from pathlib import Path
 from loadgen.workload.conversations import BadWorkload
 
 # Modules with 10,000 characters of docstrings or more come first, then shorter ones people know.
-MODULES = (
-    "typing",
-    "logging/__init__",
-    "difflib",
-    "inspect",
-    "ipaddress",
-    "unittest/mock",
-    "xml/etree/ElementTree",
-    "statistics",
-    "tarfile",
-    "threading",
-    "http/cookiejar",
-    "unittest/case",
-    "email/message",
-    "mailbox",
-    "configparser",
-    "smtplib",
-    "codecs",
-    "_pydecimal",
-    "pdb",
-    "urllib/request",
-    "http/server",
-    "shutil",
-    "imaplib",
-    "collections/__init__",
-    "doctest",
-    "ssl",
-    "datetime",
-    "subprocess",
-    "urllib/parse",
-    "socketserver",
-    "traceback",
-    "zipfile",
-    "enum",
-    "pathlib",
-    "http/client",
-    "argparse",
-    "json/__init__",
-    "ftplib",
-    "socket",
-    "asyncio/tasks",
-    "random",
-    "uuid",
-    "fractions",
-    "functools",
-    "contextlib",
-    "textwrap",
-    "tempfile",
-    "calendar",
-    "queue",
-    "heapq",
+MODULES = tuple(
+    """
+    typing logging/__init__ difflib inspect ipaddress unittest/mock xml/etree/ElementTree statistics tarfile threading
+    http/cookiejar unittest/case email/message mailbox configparser smtplib codecs _pydecimal pdb urllib/request
+    http/server shutil imaplib collections/__init__ doctest ssl datetime subprocess urllib/parse socketserver traceback
+    zipfile enum pathlib http/client argparse json/__init__ ftplib socket asyncio/tasks random uuid fractions functools
+    contextlib textwrap tempfile calendar queue heapq
+    """.split()
 )
 
 

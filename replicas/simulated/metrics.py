@@ -3,37 +3,16 @@
 import os
 import time
 from bisect import bisect_left
+from collections.abc import Iterator
 
 from .engine import Engine, Step
 
-_FIRST = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
-)
+_FIRST = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip
 _BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = tuple(n * 10**power for power in range(6) for n in (1, 2, 5))
 _STEP = tuple(2**power for power in range(15))
+Series = tuple[str, str, str, str, float]  # kind, name, what it is, further labels, value
 
 
 class _Histogram:
@@ -92,66 +71,13 @@ class Metrics:
                 self._each.observe((now - generation.begun) / (len(generation.ids) - 1))
 
     def text(self) -> str:
-        engine, counters, profile = self._engine, self._engine.counters, self._engine.profile
-        labels, lines, told = self._labels, [], set()
-        cached = counters.prefix_hits + counters.external_hits
-
-        def one(kind: str, name: str, about: str, value: float, more: str = "") -> None:
+        """The page of GET /metrics."""
+        lines, told = [], set()
+        for kind, name, about, more, value in (*self._gauges(), *self._counters()):
             if name not in told:
                 told.add(name)
-                lines.extend((f"# HELP {name} {about}", f"# TYPE {name} {kind}"))
-            lines.append(f"{name}{{{labels}{more}}} {float(value)}")
-
-        one("gauge", "vllm:num_requests_running", "Requests in the running batch.", engine.running)
-        one("gauge", "vllm:num_requests_waiting", "Requests waiting to be scheduled.", engine.waiting)
-        one(
-            "gauge",
-            "vllm:num_requests_waiting_by_reason",
-            "Requests waiting, by reason.",
-            engine.waiting,
-            ',reason="capacity"',
-        )
-        one("gauge", "vllm:num_requests_waiting_by_reason", "Requests waiting, by reason.", 0, ',reason="deferred"')
-        one("gauge", "vllm:engine_sleep_state", "1 for the state the engine is in.", 1, ',sleep_state="awake"')
-        one("gauge", "vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", engine.kv_usage)
-        for name, about, value in (
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", counters.prefix_queries),
-            ("prefix_cache_hits", "Tokens found in the prefix cache.", counters.prefix_hits),
-            ("external_prefix_cache_queries", "Tokens looked up in a connector.", counters.external_queries),
-            ("external_prefix_cache_hits", "Tokens found in a connector.", counters.external_hits),
-            ("num_preemptions", "Times a request gave up its blocks.", counters.preemptions),
-            ("prompt_tokens", "Prompt tokens admitted.", counters.prompt_tokens),
-            ("prompt_tokens_cached", "Prompt tokens not computed.", cached),
-            ("generation_tokens", "Tokens generated.", counters.generated_tokens),
-        ):
-            one("counter", f"vllm:{name}_total", about, value)
-        for source, value in (
-            ("local_compute", counters.prompt_tokens - cached),
-            ("local_cache_hit", counters.prefix_hits),
-            ("external_kv_transfer", counters.external_hits),
-        ):
-            one(
-                "counter",
-                "vllm:prompt_tokens_by_source_total",
-                "Prompt tokens by where they came from.",
-                value,
-                f',source="{source}"',
-            )
-        for reason, count in self._ended.items():
-            one(
-                "counter",
-                "vllm:request_success_total",
-                "Requests by how they ended.",
-                count,
-                f',finished_reason="{reason}"',
-            )
-        config = (
-            f',block_size="{profile.block_size}",cache_dtype="auto",enable_prefix_caching="True",'
-            f'kv_cache_size_tokens="{profile.num_blocks * profile.block_size}",'
-            f'num_gpu_blocks="{profile.num_blocks}",num_gpu_blocks_override="None",'
-            f'prefix_caching_hash_algo="xxhash"'
-        )
-        one("gauge", "vllm:cache_config_info", "The cache's configuration.", 1, config)
+                lines += (f"# HELP vllm:{name} {about}", f"# TYPE vllm:{name} {kind}")
+            lines.append(f"vllm:{name}{{{self._labels}{more}}} {float(value)}")
         for histogram in (
             self._first,
             self._between,
@@ -162,7 +88,7 @@ class Metrics:
             self._output,
             self._step,
         ):
-            lines += histogram.lines(labels)
+            lines += histogram.lines(self._labels)
         cpu = os.times()
         lines += [
             "# TYPE process_start_time_seconds gauge",
@@ -171,3 +97,46 @@ class Metrics:
             f"process_cpu_seconds_total {cpu.user + cpu.system}",
         ]
         return "\n".join(lines) + "\n"
+
+    def _gauges(self) -> Iterator[Series]:
+        engine, profile, by_reason = self._engine, self._engine.profile, "num_requests_waiting_by_reason"
+        yield "gauge", "num_requests_running", "Requests in the running batch.", "", engine.running
+        yield "gauge", "num_requests_waiting", "Requests waiting to be scheduled.", "", engine.waiting
+        yield "gauge", by_reason, "Requests waiting, by reason.", ',reason="capacity"', engine.waiting
+        yield "gauge", by_reason, "Requests waiting, by reason.", ',reason="deferred"', 0
+        yield "gauge", "engine_sleep_state", "1 for the state the engine is in.", ',sleep_state="awake"', 1
+        yield "gauge", "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", "", engine.kv_usage
+        config = (
+            f',block_size="{profile.block_size}",cache_dtype="auto",enable_prefix_caching="True",'
+            f'kv_cache_size_tokens="{profile.num_blocks * profile.block_size}",'
+            f'num_gpu_blocks="{profile.num_blocks}",num_gpu_blocks_override="None",'
+            f'prefix_caching_hash_algo="xxhash"'
+        )
+        yield "gauge", "cache_config_info", "The cache's configuration.", config, 1
+
+    def _counters(self) -> Iterator[Series]:
+        counters = self._engine.counters
+        cached = counters.prefix_hits + counters.external_hits
+        for name, about, more, value in (
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", "", counters.prefix_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", "", counters.prefix_hits),
+            ("external_prefix_cache_queries", "Tokens looked up in a connector.", "", counters.external_queries),
+            ("external_prefix_cache_hits", "Tokens found in a connector.", "", counters.external_hits),
+            ("num_preemptions", "Times a request gave up its blocks.", "", counters.preemptions),
+            ("prompt_tokens", "Prompt tokens admitted.", "", counters.prompt_tokens),
+            ("prompt_tokens_cached", "Prompt tokens not computed.", "", cached),
+            ("generation_tokens", "Tokens generated.", "", counters.generated_tokens),
+            *[
+                ("prompt_tokens_by_source", "Prompt tokens by where they came from.", f',source="{source}"', value)
+                for source, value in (
+                    ("local_compute", counters.prompt_tokens - cached),
+                    ("local_cache_hit", counters.prefix_hits),
+                    ("external_kv_transfer", counters.external_hits),
+                )
+            ],
+            *[
+                ("request_success", "Requests by how they ended.", f',finished_reason="{reason}"', count)
+                for reason, count in self._ended.items()
+            ],
+        ):
+            yield "counter", f"{name}_total", about, more, value

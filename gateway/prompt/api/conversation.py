@@ -23,18 +23,9 @@ _SAFE_LEVELS = 500  # of nested JSON, that Python reads in any case
 _BILLING_HEADER = "x-anthropic-billing-header"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _MEDIA_KEYS = frozenset(
-    {
-        "image_url",
-        "image_pil",
-        "image_embeds",
-        "input_image",
-        "audio_url",
-        "audio_embeds",
-        "input_audio",
-        "video_url",
-        "video_embeds",
-        "prompt_embeds",
-    }
+    """
+    image_url image_pil image_embeds input_image audio_url audio_embeds input_audio video_url video_embeds prompt_embeds
+    """.split()
 )
 # Keys of a part that mean something to vLLM; any other reaches a template that takes parts.
 _PART_KEYS = (_MEDIA_KEYS - {"input_image", "prompt_embeds"}) | {

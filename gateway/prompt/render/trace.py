@@ -195,64 +195,18 @@ _OWN: dict[str, Callable[..., Any]] = {
 }
 
 # Methods a template may call on a text; the result is a text, a question, or a list of texts.
-_FOLLOWED = (
-    "strip",
-    "lstrip",
-    "rstrip",
-    "upper",
-    "lower",
-    "title",
-    "capitalize",
-    "casefold",
-    "swapcase",
-    "replace",
-    "removeprefix",
-    "removesuffix",
-    "startswith",
-    "endswith",
-    "find",
-    "rfind",
-    "index",
-    "rindex",
-    "count",
-    "isdigit",
-    "isalpha",
-    "isalnum",
-    "isspace",
-    "isupper",
-    "islower",
-    "istitle",
-    "isnumeric",
-    "isdecimal",
-    "isascii",
-    "isidentifier",
-    "isprintable",
-    "split",
-    "rsplit",
-    "splitlines",
-    "partition",
-    "rpartition",
-    "zfill",
-    "ljust",
-    "rjust",
-    "center",
-    "expandtabs",
+_FOLLOWED = tuple(
+    """
+    strip lstrip rstrip upper lower title capitalize casefold swapcase replace removeprefix removesuffix startswith
+    endswith find rfind index rindex count isdigit isalpha isalnum isspace isupper islower istitle isnumeric isdecimal
+    isascii isidentifier isprintable split rsplit splitlines partition rpartition zfill ljust rjust center expandtabs
+    """.split()
 )
-_LOST = (
-    "join",
-    "format",
-    "format_map",
-    "encode",
-    "translate",
-    "maketrans",
-    "__mod__",
-    "__rmod__",
-    "__mul__",
-    "__rmul__",
-    "__hash__",
-    "__iter__",
-    "__format__",
-    "__reversed__",
+_LOST = tuple(
+    """
+    join format format_map encode translate maketrans __mod__ __rmod__ __mul__ __rmul__ __hash__ __iter__ __format__
+    __reversed__
+    """.split()
 )
 
 

@@ -22,54 +22,18 @@ _BARE = "\ufdd2"  # frames the marker of an object in dumped JSON: its quotes ha
 
 # Filters and tests that reach a stand-in only through what it follows, so they may see one.
 _FILTERS = frozenset(
-    {
-        "trim",
-        "string",
-        "length",
-        "count",
-        "default",
-        "d",
-        "upper",
-        "lower",
-        "capitalize",
-        "join",
-        "list",
-        "first",
-        "last",
-        "items",
-        "map",
-        "select",
-        "reject",
-        "selectattr",
-        "rejectattr",
-        "attr",
-        "reverse",
-    }
+    """
+    trim string length count default d upper lower capitalize join list first last items map select reject selectattr
+    rejectattr attr reverse
+    """.split()
 )
 # Those of them that work on the text of whatever they get, so also on a list of parts as Python prints it.
 _OF_TEXT = frozenset({"trim", "string", "upper", "lower", "capitalize"})
 _TESTS = frozenset(
-    {
-        "defined",
-        "undefined",
-        "none",
-        "string",
-        "mapping",
-        "number",
-        "integer",
-        "float",
-        "boolean",
-        "true",
-        "false",
-        "callable",
-        "eq",
-        "equalto",
-        "==",
-        "ne",
-        "!=",
-        "iterable",
-        "sequence",
-    }
+    """
+    defined undefined none string mapping number integer float boolean true false callable eq equalto == ne != iterable
+    sequence
+    """.split()
 )
 _SURROUNDINGS = ("_loop_vars", "_block_vars")
 _NEVER = frozenset({"random", "urlize", "pprint", "xmlattr"})  # not the same answer every time, or the buffer

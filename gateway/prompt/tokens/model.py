@@ -11,32 +11,18 @@ from typing import Any
 
 from xxhash import xxh3_64
 
-_FILES = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",
-    "params.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "additional_chat_templates/*.jinja",
-]
+_FILES = """
+    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
+    chat_template.json config.json params.json processor_config.json preprocessor_config.json
+    additional_chat_templates/*.jinja
+""".split()
 # Architectures whose conversations vLLM writes by a program of its own, whatever template the model has.
 _WRITTEN_BY_PROGRAM = frozenset(
-    {
-        "GptOssForCausalLM",
-        "DeepseekV32ForCausalLM",
-        "DeepseekV4ForCausalLM",
-        "DeepseekV4ForConditionalGeneration",
-        "DeepseekV41ForCausalLM",
-        "KimiK3ForConditionalGeneration",
-        "MoonshotKimiaForCausalLM",
-        "InklingForCausalLM",
-        "InklingForConditionalGeneration",
-    }
+    """
+    GptOssForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration
+    DeepseekV41ForCausalLM KimiK3ForConditionalGeneration MoonshotKimiaForCausalLM InklingForCausalLM
+    InklingForConditionalGeneration
+    """.split()
 )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -25,6 +26,14 @@ KEEPS_NOTHING = json.dumps(CHOICES | {"usage": USED, "kv_transfer_params": None}
 ABORTED = HANDED.replace(b'"length"', b'"abort"')
 # What a completion's text is, and what a client that talks to one replica would get.
 STREAM = [chunk(EVENT), chunk(EVENT)]
+
+
+@asynccontextmanager
+async def disaggregated(*scripts, roles=("prefill", "decode"), **options):
+    """A stack whose replicas have these roles."""
+    async with stack(*scripts, **options) as s:
+        give_roles(s, *roles)
+        yield s
 
 
 def give_roles(s, *roles):
@@ -51,8 +60,7 @@ async def asks(s, body=LONG, **more):
 
 async def test_the_prompt_goes_to_the_prefiller_and_the_answer_comes_from_the_decoder():
     first, second = [], []
-    async with stack(answers(HANDED, seen=first), answers(seen=second), cached_tokens_header=True) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(answers(HANDED, seen=first), answers(seen=second), cached_tokens_header=True) as s:
         prefiller, decoder = s.proxy.backends.values()
         status, headers, body = await asks(s, LONG.replace(b"{", b'{"stream_options": {}, "max_tokens": 40, ', 1))
         assert (status, body, headers["x-hitherto-replica"]) == (200, ANSWER, decoder.id)
@@ -74,8 +82,7 @@ async def test_the_prompt_goes_to_the_prefiller_and_the_answer_comes_from_the_de
 
 
 async def test_the_clients_stream_is_the_second_legs():
-    async with stack(answers(HANDED), streams(*STREAM)) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(answers(HANDED), streams(*STREAM)) as s:
         status, _, body = await asks(s, LONG.replace(b"{", b'{"stream": true, ', 1))
         assert status == 200 and body == EVENT + EVENT + b"data: [DONE]\n\n"
         await eventually(s.idle)
@@ -85,8 +92,7 @@ async def test_the_clients_stream_is_the_second_legs():
 async def test_what_the_decoder_says_was_cached_is_compared_with_nothing():
     """It came from elsewhere: predicted was what the prefiller holds."""
     fetched = json.dumps(CHOICES | {"usage": USED | {"prompt_tokens_details": {"cached_tokens": 80}}}).encode()
-    async with stack(answers(HANDED), answers(fetched)) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(answers(HANDED), answers(fetched)) as s:
         prefiller, decoder = s.proxy.backends
         assert (await asks(s))[0] == 200
         await eventually(s.idle)
@@ -114,16 +120,14 @@ async def test_without_roles_nothing_has_two_legs():
 )
 async def test_what_can_have_no_legs_stays_whole(body):
     first, second = [], []
-    async with stack(answers(HANDED, seen=first), answers(seen=second)) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(answers(HANDED, seen=first), answers(seen=second)) as s:
         assert (await asks(s, body))[0::2] == (200, ANSWER)
         assert not first and second[0][1] == body
 
 
 async def test_a_prefiller_gets_whole_requests_only_if_nobody_else_is_there(caplog):
     seen = []
-    async with stack(answers(seen=seen), answers()) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(answers(seen=seen), answers()) as s:
         for _ in range(4):
             await asks(s, BODY)
         assert not seen
@@ -137,8 +141,7 @@ async def test_a_prefiller_gets_whole_requests_only_if_nobody_else_is_there(capl
 
 
 async def test_a_role_without_a_counterpart_is_complained_of_once(caplog):
-    async with stack(answers(), answers()) as s:
-        give_roles(s, "prefill", "prefill")
+    async with disaggregated(answers(), answers(), roles=("prefill", "prefill")) as s:
         s.proxy.changed()
         assert caplog.text.count("none has role=decode") == 1 and "#role=decode" in caplog.text
         give_roles(s, "decode", "decode")
@@ -175,8 +178,9 @@ async def test_a_first_leg_that_fails(fault, monkeypatch):
     monkeypatch.setattr(legs, "MOST_KEPT", 5000)
     script, others, answering = FIRST_FAULTS[fault]
     prefilled, answered = [], []
-    async with stack(script, answers(HANDED, seen=prefilled), answers(seen=answered)) as s:
-        give_roles(s, "prefill", "prefill", "decode")
+    async with disaggregated(
+        script, answers(HANDED, seen=prefilled), answers(seen=answered), roles=("prefill", "prefill", "decode")
+    ) as s:
         assert (await asks(s))[0::2] == (200, ANSWER)
         assert (legs_of(prefilled), legs_of(answered)) == (others, answering)
         await eventually(s.idle)
@@ -187,8 +191,7 @@ async def test_a_first_leg_that_fails(fault, monkeypatch):
 async def test_a_first_leg_that_fails_where_nobody_else_computes_prompts(fault, monkeypatch):
     monkeypatch.setattr(legs, "MOST_KEPT", 5000)
     answered = []
-    async with stack(FIRST_FAULTS[fault][0], answers(seen=answered)) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(FIRST_FAULTS[fault][0], answers(seen=answered)) as s:
         assert (await asks(s))[0::2] == (200, ANSWER)
         assert legs_of(answered) == ["whole"]
         await eventually(s.idle)
@@ -196,8 +199,7 @@ async def test_a_first_leg_that_fails_where_nobody_else_computes_prompts(fault, 
 
 async def test_a_prefiller_that_nobody_reaches():
     answered = []
-    async with stack(answers(seen=answered), ports=[free_port()]) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(answers(seen=answered), ports=[free_port()]) as s:
         assert (await asks(s))[0::2] == (200, ANSWER)
         assert legs_of(answered) == ["whole"] and s.faults == ["connect"]
         await eventually(s.idle)
@@ -205,8 +207,7 @@ async def test_a_prefiller_that_nobody_reaches():
 
 async def test_one_that_keeps_nothing_is_asked_once_and_said_once(caplog):
     prefilled, answered = [], []
-    async with stack(answers(KEEPS_NOTHING, seen=prefilled), answers(seen=answered)) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(answers(KEEPS_NOTHING, seen=prefilled), answers(seen=answered)) as s:
         prefiller, _ = s.proxy.backends.values()
         for number in range(3):
             await asks(s, LONG.replace(b"hi", b"%d" % number))
@@ -222,8 +223,7 @@ async def test_a_first_legs_answer_in_chunks():
     body = b"".join(chunk(HANDED[at : at + 50]) for at in range(0, len(HANDED), 50)) + b"0\r\n\r\n"
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     answered = []
-    async with stack(says(head + body), answers(seen=answered)) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(says(head + body), answers(seen=answered)) as s:
         assert (await asks(s))[0] == 200
         assert json.loads(answered[0][1])["kv_transfer_params"] == PARAMETERS
 
@@ -248,8 +248,9 @@ SECOND_FAULTS = {
 async def test_a_second_leg_that_fails_before_its_first_byte(fault):
     script, prefills, others = SECOND_FAULTS[fault]
     prefilled, answered = [], []
-    async with stack(answers(HANDED, seen=prefilled), script, answers(seen=answered)) as s:
-        give_roles(s, "prefill", "decode", "decode")
+    async with disaggregated(
+        answers(HANDED, seen=prefilled), script, answers(seen=answered), roles=("prefill", "decode", "decode")
+    ) as s:
         assert (await asks(s))[0::2] == (200, ANSWER)
         assert (legs_of(prefilled), legs_of(answered)) == (prefills, others)
         await eventually(s.idle)
@@ -264,8 +265,7 @@ async def test_a_second_leg_that_is_refused_is_said_whole():
             leg = leg_of(json.loads(seen[-1][1]))
             writer.write(reply() if leg == "whole" else reply(REFUSED, b"400 Bad Request"))
 
-    async with stack(answers(HANDED), picky) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(answers(HANDED), picky) as s:
         assert (await asks(s))[0::2] == (200, ANSWER)
         assert legs_of(seen) == ["decode", "whole"]
         await eventually(s.idle)
@@ -277,8 +277,12 @@ async def test_a_decoder_that_nobody_reaches_is_replaced_by_another(kept, monkey
     if not kept:
         monkeypatch.setattr(legs, "MARGIN", 60.0)
     prefilled, answered = [], []
-    async with stack(answers(HANDED, seen=prefilled), answers(seen=answered), ports=[free_port()]) as s:
-        give_roles(s, "decode", "prefill", "decode")
+    async with disaggregated(
+        answers(HANDED, seen=prefilled),
+        answers(seen=answered),
+        ports=[free_port()],
+        roles=("decode", "prefill", "decode"),
+    ) as s:
         s.proxy.router.policy._turn = 0  # the first decoder's turn
         assert (await asks(s))[0::2] == (200, ANSWER)
         assert legs_of(answered) == ["decode"] and len(prefilled) == (1 if kept else 2)
@@ -295,8 +299,7 @@ async def test_a_decoder_that_is_removed_during_the_first_leg():
         writer.write(reply(HANDED))
         await reader.read()
 
-    async with stack(slow, answers(), answers(seen=answered)) as s:
-        give_roles(s, "prefill", "decode", "decode")
+    async with disaggregated(slow, answers(), answers(seen=answered), roles=("prefill", "decode", "decode")) as s:
         talk = await s.talk()
         await talk.say(post(LONG))
         await eventually(lambda: any(one.attempts and one.attempts[-1].sent_at for one in s.proxy.exchanges))
@@ -308,8 +311,7 @@ async def test_a_decoder_that_is_removed_during_the_first_leg():
 
 
 async def test_an_answer_that_breaks_off_is_cut_as_any():
-    async with stack(answers(HANDED), streams(*STREAM, end=None)) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(answers(HANDED), streams(*STREAM, end=None)) as s:
         _, _, body = await asks(s, LONG.replace(b"{", b'{"stream": true, ', 1))
         assert b"the answer broke off" in body and s.metrics.retries.total() == 0
         await eventually(s.idle)
@@ -343,8 +345,7 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_a_client_that_leaves(moment):
     first, second, reached = MOMENTS[moment]
-    async with stack(first, second) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(first, second) as s:
         if "connected" in moment:
             _, decoder = s.proxy.backends.values()
             decoder.pool.connect = lambda *asked: None
@@ -363,16 +364,14 @@ async def test_a_client_that_leaves(moment):
 
 
 async def test_a_request_that_takes_too_long_in_its_first_leg():
-    async with stack(silent, answers(), request_timeout=0.3) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(silent, answers(), request_timeout=0.3) as s:
         assert (await asks(s))[0] == 504
         await eventually(s.idle)
 
 
 async def test_a_prefiller_that_hangs_is_left():
     answered = []
-    async with stack(silent, answers(seen=answered), request_timeout=60.0) as s:
-        give_roles(s, "prefill", "decode")
+    async with disaggregated(silent, answers(seen=answered), request_timeout=60.0) as s:
         talk = await s.talk()
         await talk.say(post(LONG))
         await eventually(lambda: sent(s, legs.Leg.PREFILL))
@@ -417,8 +416,7 @@ async def test_whatever_happens_nothing_stays_reserved(seed):
         else:
             await talk.rest() if dice.random() < 0.1 else await talk.until(b"\r\n\r\n")
 
-    async with stack(*[whatever] * 5) as s:
-        give_roles(s, "prefill", "prefill", "decode", "decode", "both")
+    async with disaggregated(*[whatever] * 5, roles=("prefill", "prefill", "decode", "decode", "both")) as s:
         for backend in s.proxy.backends.values():
             backend.keeps_nothing = Forgetful()
         s.proxy.conductor._idle_timeout = 1.0

@@ -5,8 +5,8 @@ import asyncio
 from replicas import State
 
 from ..http.talk import Talker, eventually
+from .replies import ANSWER, answers, post
 from .stack import stack
-from .test_answers import ANSWER, answers, post
 
 
 class Broken(asyncio.Transport):

@@ -1,0 +1,413 @@
+"""Answers that are errors behind a status 200, or no engine's: what they teach, whom they count against, what a client
+gets."""
+
+import asyncio
+import json
+from time import monotonic
+
+import pytest
+
+from replicas import State
+
+from ..http.talk import eventually, free_port, read_request
+from .engine_events import DIED, DONE, ERRORS, NAMES, PINGS, ROLE, TOKEN
+from .replies import ANSWER, LONG, answers, chunk, post, reply, streams
+from .stack import stack
+
+
+class Intake:
+    """Of what is followed by events: how many requests must have shown some."""
+
+    finished = 0
+
+    def request_finished(self, blocks):
+        self.finished += 1
+
+
+def body_for(path):
+    given = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi " * 100}]},
+        "/v1/completions": {"prompt": "hi " * 100},
+    }
+    given |= {"/v1/messages": given["/v1/chat/completions"], "/v1/responses": {"input": "hi " * 100}}
+    return json.dumps({"model": "m", "stream": True, "max_tokens": 5, **given[path.decode()]}).encode()
+
+
+async def ask(s, path, talk=None):
+    talk = talk or await s.talk()
+    await talk.say(post(body_for(path), path))
+    answer = await talk.response()
+    await eventually(s.idle)
+    await eventually(lambda: s.metrics.requests.total() > 0)
+    return answer
+
+
+@pytest.mark.parametrize(("path", "event", "status"), ERRORS, ids=NAMES)
+async def test_a_stream_that_is_an_error_teaches_nothing_and_counts_as_what_it_is(path, event, status):
+    async with stack(streams(chunk(event))) as s:
+        (backend,) = s.proxy.backends.values()
+        backend.intake = Intake()
+        got, _, body = await ask(s, path)
+        assert (got, body) == (200, event + DONE)  # the last replica's word stands
+        assert (
+            backend.candidate.costs.count == 0
+            and s.metrics.ttft_seconds.count(backend.id) == 0
+            and s.metrics.predictions.total() == 0
+        )
+        assert backend.intake.finished == 0, "nothing was computed, so no event must come"
+        prompt = s.proxy.models.pipelines[0].prepare(path.decode(), body_for(path))
+        assert s.proxy.router.map.match(prompt.hashes, 0.0).held[backend.slot] == 0
+        kind = f"{status // 100}xx"
+        assert (
+            s.metrics.requests.total(status=kind) == 1
+            and s.metrics.replica_requests.total(replica=backend.id, status=kind) == 1
+        )
+        assert s.faults == [] and s.unconfirmed == s.metrics.upstream_errors.total(kind="error answer") * [
+            backend.id
+        ] == (status >= 500) * [backend.id]
+
+
+@pytest.mark.parametrize(("path", "event", "status"), ERRORS, ids=NAMES)
+async def test_a_stream_that_fails_after_its_first_token_counts_as_failed_too(path, event, status):
+    seen = asyncio.Event()
+    async with stack(streams(chunk(TOKEN), chunk(event), pause=seen.wait)) as s:
+        (backend,) = s.proxy.backends.values()
+        backend.intake = Intake()
+        talk = await s.talk()
+        await talk.say(post(body_for(path), path))
+        await talk.until(TOKEN)
+        seen.set()
+        assert event in await talk.until(b"\r\n0\r\n\r\n")
+        await eventually(lambda: s.metrics.requests.total() > 0)
+        assert backend.candidate.costs.count == 1, "the first token came, and took what it took"
+        assert backend.intake.finished == 0 and s.metrics.requests.total(status=f"{status // 100}xx") == 1
+        assert s.faults == (["error answer"] if status >= 500 else [])
+
+
+@pytest.mark.parametrize(("path", "event", "status"), ERRORS, ids=NAMES)
+async def test_the_engines_own_error_is_tried_elsewhere_the_clients_is_told(path, event, status):
+    async with stack(streams(chunk(event)), streams(chunk(TOKEN))) as s:
+        talk = await s.talk()
+        bodies = [(await ask(s, path, talk))[2] for _ in range(2)]
+        if status >= 500:
+            assert bodies == [TOKEN + DONE] * 2 and set(s.metrics.retries.values) == {("error answer",)}
+        else:
+            assert sorted(bodies) == sorted([event + DONE, TOKEN + DONE]) and s.metrics.retries.total() == 0
+
+
+async def test_an_error_object_with_status_200_is_treated_alike():
+    for code, faults in ((400, set()), (500, {"error answer"})):
+        error = json.dumps({"error": {"message": "x", "code": code}}).encode()
+        async with stack(answers(error), answers()) as s:
+            talk = await s.talk()
+            for _ in range(2):
+                await talk.say(post())
+                assert (await talk.response())[0] == 200
+            await eventually(lambda: s.metrics.requests.total() == 2)
+            assert set(s.faults) == faults and len(s.faults) == s.metrics.retries.total()
+            assert s.metrics.requests.total(status="4xx") == (code == 400)
+
+
+HTML = b"<html><body>It works!</body></html>"
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [(b"200 OK\r\nContent-Type: text/html", HTML), (b"200 OK", HTML), (b"200 OK\r\nContent-Type: application/json", b'"ok"'), (b"200 OK", b""),
+     (b"200 OK\r\nContent-Type: application/json", b'{"status":"ok"}'), (b"200 OK\r\nContent-Type: application/json", b"{}"),
+     (b"200 OK\r\nContent-Type: application/json", b'{"ok":true}'), (b"200 OK\r\nContent-Type: text/event-stream", b"error: no such page\n\n"),
+     (b"200 OK\r\nContent-Type: application/json", b'{"object":"list","data":[{"id":"m","object":"model","created":1}]}'),
+     (b"404 Not Found\r\nContent-Type: text/html", HTML), (b"405 Not Allowed\r\nContent-Type: text/html", HTML),
+     (b"302 Found\r\nContent-Type: text/html", b"")],
+)  # fmt: skip
+async def test_what_no_engine_wrote_reaches_no_client_and_counts_as_a_failure(head, body):
+    async def other(reader, writer):
+        while True:
+            await read_request(reader)
+            writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
+
+    async with stack(other, answers()) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, ANSWER)
+        assert set(s.faults) == {"foreign answer"} and s.metrics.upstream_errors.total() == len(s.faults)
+        await eventually(s.idle)
+    async with stack(other) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, _, got = await talk.response()
+        assert status == 502 and b"no answer of an inference engine" in got
+        await eventually(s.idle)
+
+
+async def test_what_a_client_asks_of_other_paths_may_have_any_shape():
+    async with stack(answers(b"<html>", b"200 OK", b"X-Kind: any\r\n")) as s:
+        talk = await s.talk()
+        await talk.say(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await talk.response())[0::2] == (200, b"<html>") and s.faults == []
+
+
+CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_1"}}\n\n'
+
+
+async def test_an_announced_response_is_no_first_token_and_can_still_go_elsewhere():
+    path, delta = b"/v1/responses", b'event: response.output_text.delta\ndata: {"delta":"x"}\n\n'
+    dies, lives = streams(chunk(CREATED), end=None), streams(chunk(CREATED), chunk(delta))
+    async with stack(dies, lives) as s:
+        talk = await s.talk()
+        for _ in range(2):
+            assert (await ask(s, path, talk))[2] == CREATED + delta + DONE
+        assert set(s.faults) == {"closed"} and s.proxy.placing.responses.maker("resp_1") in s.proxy.backends
+    async with stack(streams(chunk(CREATED), end=b"0\r\n\r\n")) as s:
+        assert (await ask(s, path))[2] == CREATED  # whatever it means, it is all there is
+
+
+async def test_after_two_replicas_went_down_under_a_request_no_third_is_tried():
+    async def dies(reader, writer):
+        await read_request(reader)
+        asked.append(1)
+
+    asked = []
+    async with stack(dies, dies, dies, dies, retries=5) as s:
+        talk = await s.talk()
+        await talk.say(post())
+        status, headers, body = await talk.response()
+        error = json.loads(body)["error"]
+        assert (status, error["code"], len(asked)) == (502, "replicas_lost", 2)
+        assert headers["x-should-retry"] == "false", "clients of OpenAI and Anthropic retry a 502 by themselves"
+        await eventually(s.idle)
+
+
+async def test_a_replica_that_dies_with_a_kept_connection_and_is_gone_then_counts_as_lost():
+    """The request that killed it came over a kept connection, so it is tried there once more, and refused."""
+
+    async def once(reader, writer):
+        await read_request(reader)
+        writer.write(reply())
+        await read_request(reader)
+        (killed,) = (b for b in s.proxy.backends.values() if b.pool.port == writer.get_extra_info("sockname")[1])
+        killed.pool.port = free_port()
+
+    async with stack(once, once, once, retries=5) as s:
+        talk = await s.talk()
+        for _ in range(3):
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+        await talk.say(post())
+        status, _, body = await talk.response()
+        assert (status, json.loads(body)["error"]["code"]) == (502, "replicas_lost")
+        assert s.faults == ["connect"] * 2 and s.metrics.retries.values == {("reconnect",): 2, ("connect",): 1}
+        await eventually(s.idle)
+
+
+async def test_a_degraded_replica_is_tried_before_a_502():
+    async with stack(answers(), ports=[free_port()]) as s:
+        gone, ill = s.proxy.backends.values()
+        ill.replica.state = State.DEGRADED
+        s.proxy.changed()
+        talk = await s.talk()
+        for _ in range(2):
+            await talk.say(post())
+            assert (await talk.response())[0::2] == (200, ANSWER)
+        assert s.metrics.retries.total() == 2 and s.metrics.replica_requests.total(replica=ill.id) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [("/v1/chat/completions", {"n": 16_385}, "n must be at most 16384, got 16385"), ("/v1/completions", {"n": 10**15}, "n must be at most 16384"),
+     ("/v1/chat/completions", {"max_tokens": 101}, "max_tokens=101 cannot be greater than max_model_len=100"),
+     ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 10**15}, "max_completion_tokens=1000"),
+     ("/v1/completions", {"max_tokens": 101}, "max_tokens=101"), ("/v1/responses", {"max_output_tokens": 101}, "max_output_tokens=101"),
+     ("/v1/messages", {"max_tokens": 101}, "max_tokens=101")],
+)  # fmt: skip
+async def test_numbers_beyond_the_engines_limits_are_refused_in_its_words(path, fields, words):
+    async with stack(answers()) as s:
+        s.proxy.models.pipelines[0].max_model_len = 100
+        given = {**json.loads(body_for(path.encode())), "stream": False}
+        talk = await s.talk()
+        await talk.say(post(json.dumps(given).encode(), path.encode()))
+        assert (await talk.response())[0] == 200
+        await talk.say(post(json.dumps({**given, **fields}).encode(), path.encode()))
+        status, _, body = await talk.response()
+        said = json.loads(body)
+        assert (
+            status == 400
+            and said["error"]["message"].startswith(words)
+            and (said.get("type") == "error") == path.endswith("messages")
+        )
+        assert s.metrics.replica_requests.total() == 1
+
+
+async def test_an_error_event_for_ids_of_ours_is_no_word_to_the_client():
+    """A request that was sent with token ids is said again as received, also where the refusal comes as an event."""
+    refusing = streams(chunk(ERRORS[0][1]))
+    async with stack(refusing) as s:
+        (backend,) = s.proxy.backends.values()
+        sent, prepare = [], s.proxy.models.routes.prepare
+
+        def prepare_long(*request):
+            prompt = prepare(*request)
+            prompt.kind = "chat"
+            return prompt
+
+        def body(attempt, prompt, body, first):
+            sent.append(first)
+            attempt.sent_ids = first
+            return body
+
+        s.proxy.models.routes.prepare = prepare_long
+        s.proxy.forwarding.body = body
+        talk = await s.talk()
+        await talk.say(post(LONG))
+        await talk.response()
+        assert sent == [True, False] and s.metrics.retries.values == {("ids",): 1}
+
+
+async def test_a_replica_found_slow_is_tried_again_within_seconds_while_others_are_used():
+    async with stack(streams(chunk(TOKEN)), streams(chunk(TOKEN)), policy="least_time") as s:
+        slow, quick = s.proxy.backends.values()
+        slow.candidate.costs.ttft.value, now = 5.0, monotonic() + 1000
+        talk, chosen = await s.talk(), []
+        for number in range(100):  # four a second, that share nothing
+            await talk.say(
+                post(
+                    json.dumps({"model": "m", "prompt": f"{number} " * 20, "stream": True}).encode(), b"/v1/completions"
+                )
+            )
+            chosen.append((await talk.response())[1]["x-hitherto-replica"])
+            await eventually(s.idle)
+            now += 0.25
+            s.proxy.sweep(now)
+            if chosen[-1] == slow.id:
+                break
+        assert chosen[0] == quick.id and chosen[-1] == slow.id and len(chosen) > 8
+
+
+@pytest.mark.parametrize(("name", "pieces"), [
+    ("an error event in two chunks", (chunk(DIED[:10]), chunk(DIED[10:]))),
+    ("a chunk's size in a packet of its own", (b"%x\r\n" % len(DIED), DIED + b"\r\n")),
+    ("an error that is not the first member", (chunk(b'data: {"id":"1","error":{"message":"died","code":500}}\n\n'),)),
+    ("a failed response by its type alone", (chunk(b'data: {"sequence_number":3,"type":"response.failed","response":{"error":{"code":"server_error"}}}\n\n'),)),
+    ("only the end", ()),
+])  # fmt: skip
+async def test_a_stream_that_fails_in_any_shape_is_tried_elsewhere(name, pieces):
+    begun = asyncio.Event()
+
+    async def next_read():
+        await eventually(
+            lambda: (
+                begun.is_set()
+                or any(x.attempt is not None and x.attempt.withheld for x in s.proxy.exchanges)
+                or not s.proxy.exchanges
+            )
+        )
+        begun.set()
+
+    async with stack(streams(*pieces, pause=next_read if len(pieces) > 1 else None), streams(chunk(TOKEN))) as s:
+        talk = await s.talk()
+        bodies = [(await ask(s, b"/v1/chat/completions", talk))[2] for _ in range(2)]
+        assert bodies == [TOKEN + DONE] * 2 and len(set(s.faults)) == 1
+
+
+@pytest.mark.parametrize(("path", "first"), [
+    (b"/v1/chat/completions", PINGS[0]), (b"/v1/chat/completions", ROLE), (b"/v1/completions", PINGS[1]),
+    (b"/v1/messages", b'event: message_start\ndata: {"type":"message_start"}\n\n' + PINGS[2]),
+])  # fmt: skip
+async def test_an_error_behind_what_only_announces_an_answer_is_tried_elsewhere(path, first):
+    """Each in a read of its own: the first is held back, so the client has nothing yet."""
+
+    async def until_it_is_held_back():
+        await eventually(
+            lambda: (
+                any(x.attempt is not None and x.attempt.withheld for x in s.proxy.exchanges) or not s.proxy.exchanges
+            )
+        )
+
+    async with stack(
+        streams(chunk(first), chunk(DIED), pause=until_it_is_held_back), streams(chunk(first), chunk(TOKEN))
+    ) as s:
+        talk = await s.talk()
+        bodies = [(await ask(s, path, talk))[2] for _ in range(2)]
+        assert bodies == [first + TOKEN + DONE] * 2 and len(set(s.faults)) == 1
+
+
+async def test_pings_reach_a_client_that_waits_for_long_and_are_no_first_token():
+    go_on = asyncio.Event()
+    async with stack(streams(chunk(PINGS[0]), chunk(TOKEN), pause=go_on.wait), request_timeout=600.0) as s:
+        (backend,) = s.proxy.backends.values()
+        talk = await s.talk()
+        await talk.say(post(body_for(b"/v1/chat/completions")))
+        await eventually(lambda: any(x.attempt is not None and x.attempt.withheld for x in s.proxy.exchanges))
+        (exchange,) = s.proxy.exchanges
+        s.proxy.sweep(exchange.attempt.sent_at + 29)
+        assert exchange.unanswered
+        s.proxy.sweep(exchange.attempt.sent_at + 31)
+        assert PINGS[0] in await talk.until(PINGS[0])
+        go_on.set()
+        assert TOKEN in await talk.until(b"\r\n0\r\n\r\n")
+        await eventually(lambda: s.metrics.requests.total(status="2xx") == 1)
+        assert s.faults == [] and backend.candidate.costs.count == 0 and s.metrics.ttft_seconds.count(backend.id) == 0
+        await eventually(s.idle)
+
+
+async def test_an_endless_stream_of_junk_teaches_nothing():
+    junk = chunk(b'data: {"tick":1}\n\n' * 20_000)
+    async with stack(streams(junk)) as s:
+        (backend,) = s.proxy.backends.values()
+        await ask(s, b"/v1/chat/completions")
+        assert (
+            s.faults == ["foreign answer"]
+            and backend.candidate.costs.count == 0
+            and s.metrics.ttft_seconds.count(backend.id) == 0
+        )
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_an_answer_that_the_engine_gave_up_is_no_complete_one(streamed):
+    """vLLM that stops ends what it has begun with this."""
+    last = b'{"choices":[{"index":0,"text":"","delta":{},"finish_reason":"abort"}],"usage":{"prompt_tokens":9,"completion_tokens":1}}'
+    seen = asyncio.Event()
+    script = streams(chunk(TOKEN), chunk(b"data: " + last + b"\n\n"), pause=seen.wait) if streamed else answers(last)
+    async with stack(script) as s:
+        talk = await s.talk()
+        await talk.say(post(body_for(b"/v1/completions"), b"/v1/completions"))
+        seen.set()
+        assert last in (await talk.response())[2]
+        await eventually(lambda: s.metrics.requests.total() == 1)
+        assert (
+            s.metrics.requests.total(status="5xx") == 1
+            and s.faults == ["aborted"]
+            and s.metrics.predictions.total() == 0
+        )
+
+
+async def test_an_empty_stream_is_no_answer():
+    async with stack(streams(end=b"0\r\n\r\n"), streams(chunk(TOKEN))) as s:
+        talk = await s.talk()
+        assert [(await ask(s, b"/v1/chat/completions", talk))[2] for _ in range(2)] == [TOKEN + DONE] * 2
+        assert set(s.faults) == {"foreign answer"}
+
+
+@pytest.mark.parametrize("junk", [b": ping\n\n", b'data: {"status":"ok"}\n\n'])
+async def test_a_stream_without_an_event_of_the_api_counts_as_no_engines(junk):
+    async with stack(streams(chunk(junk))) as s:
+        await ask(s, b"/v1/chat/completions")
+        assert (
+            s.faults == ["foreign answer"]
+            and s.metrics.predictions.total() == 0
+            and s.metrics.requests.total(status="5xx") == 1
+        )
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/responses", b"/v1/messages"])
+async def test_an_error_that_is_split_after_the_first_token_counts(path):
+    seen = asyncio.Event()
+    async with stack(streams(chunk(TOKEN), chunk(DIED[:10]), chunk(DIED[10:]), pause=seen.wait)) as s:
+        talk = await s.talk()
+        await talk.say(post(body_for(path), path))
+        await talk.until(TOKEN)
+        seen.set()
+        await talk.until(b"\r\n0\r\n\r\n")
+        await eventually(lambda: s.metrics.requests.total() > 0)
+        assert s.faults == ["error answer"]

@@ -90,7 +90,7 @@ async def test_an_engine_that_works_for_others_is_left_alone(engine, tmp_path):
         async with session.post(engine + "/v1/completions", json=body) as response:
             await response.content.readany()
             code, _, err = await calibrate(engine, "--out", str(tmp_path / "found.yaml"))
-    assert code == 1 and "at work for others (1 requests)" in err and "--busy" in err
+    assert code == 1 and "serving others (1 requests)" in err and "--busy" in err
 
 
 async def test_an_unknown_model(engine):
@@ -120,7 +120,7 @@ async def test_what_is_no_engine_or_wants_a_key(serve, paths, says):
     code, said, err = await calibrate(await serve(handler))
     assert code == 1 and says in err, err
     if "/v1/completions" in says:
-        assert "does not tell how many requests" in said
+        assert "does not report how many requests" in said
 
 
 async def test_the_key_is_sent(serve, monkeypatch):

@@ -140,12 +140,13 @@ class CacheMap:
             gpu = self._gpu.blocks
             found = gpu.prefix(hashes)
             full = confirmed = gpu.reach(found, len(self._replicas))
-            if self._groups.of:
+            grouped = self._groups.of
+            if grouped:
                 confirmed = self._in_all_groups(hashes, full, most)
             held = confirmed.copy()
             if self._routed:
                 for slot, reach in self._routed.reach(hashes, now, full).items():
-                    if slot not in self._groups.of:
+                    if not grouped or slot not in grouped:
                         while reach < found.count and gpu.holds(slot, found.number(reach)):
                             reach += 1  # confirmed again after what is predicted
                     held[slot] = reach

@@ -6,7 +6,7 @@ of the instructions.
 """
 
 from array import array
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from cachemap.table.chains import Segment, Tree
 
@@ -94,7 +94,7 @@ class Routed:
 
     __slots__ = ("_new", "_number", "_old", "_seconds", "_turn", "_whole", "most")
 
-    def __init__(self, seconds: float, whole: Container[int] = ()):
+    def __init__(self, seconds: float, whole: Collection[int] = ()):
         self._seconds = seconds
         self._new, self._old = _Generation(), _Generation()
         self._turn = 0.0
@@ -123,14 +123,14 @@ class Routed:
     def reach(self, hashes: Sequence[int], now: float, confirmed: Sequence[int]) -> dict[int, int]:
         """By slot, how far the chain is predicted to be held, where that is further than confirmed."""
         found: dict[int, int] = {}
+        whole = self._whole
         for generation in (self._new, self._old):
             if generation:
                 for slot, end, segment in generation.beyond(hashes, now, confirmed):
                     known = found.get(slot, confirmed[slot])
-                    if end <= known or (slot in self._whole and end < segment.start + len(segment.blocks)):
-                        continue
-                    reach = self._undropped(slot, hashes, confirmed[slot], end, segment)
-                    if reach > known and (reach == end or slot not in self._whole):
+                    if end > known and (reach := self._undropped(slot, hashes, confirmed[slot], end, segment)) > known:
+                        if whole and slot in whole and not reach == end == segment.start + len(segment.blocks):
+                            continue
                         found[slot] = reach
         return found
 

@@ -44,6 +44,10 @@ class BlockPool:
         # up to the first None; a loop would take twice as long, and a fleet simulated looks up 200 keys a request
         return list(iter(map(self._cached.get, keys[:limit]).__next__, None))
 
+    def block(self, key: Key) -> int | None:
+        """The block that is a hit for this key."""
+        return self._cached.get(key)
+
     def idle(self, blocks: list[int]) -> int:
         """How many of `blocks` stand in the free queue (using them takes room there)."""
         uses = self._uses

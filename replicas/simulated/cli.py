@@ -41,6 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="tell of copies in slower tiers by key alone, which is vLLM's default",
     )
+    group = parser.add_argument_group("further cache groups, as of models whose layers are not all alike")
+    group.add_argument(
+        "--windows",
+        type=int,
+        nargs="+",
+        metavar="TOKENS",
+        help="the sliding window of each group beside that of full attention, 0 for Mamba layers",
+    )
+    group.add_argument(
+        "--retention",
+        choices=("replay", "all"),
+        help="which of their blocks can be hits: those that a later prompt can resume at (vLLM 0.32), or all (0.28)",
+    )
     parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="serve an adapter; may be repeated")
     parser.add_argument(
         "--events-port",
@@ -81,6 +94,8 @@ def _profile(args: argparse.Namespace):
         cpu_blocks=args.cpu_blocks,
         disk_blocks=args.disk_blocks,
         chunk_blocks=args.chunk_blocks,
+        windows=tuple(args.windows) if args.windows is not None else None,
+        retention=args.retention,
     )
 
 
@@ -138,6 +153,7 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
                 args.event_encoding,
                 not args.no_self_describing_events,
                 profile.chunk_blocks,
+                profile.windows,
             )
         tokens, replies = await loading
         engine = Engine(profile, every_token=True)

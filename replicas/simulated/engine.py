@@ -15,6 +15,8 @@ server sleeps that long; a simulation adds it to its virtual clock. Followed her
 - No block left for a running request: the last one admitted gives up its blocks, returns to the head
   of the waiting queue, and nothing else is admitted in that step.
 - The key/value of a request's last output token is never computed.
+- With further cache groups (`groups`) each block of tokens takes one in every group, a hit is one in all of them, and
+  what a window has passed is given back before new blocks are taken.
 - With slower tiers (`offload`), what a waiting request finds there behind its cached prefix is fetched while others go
   on; it counts as cached from then on. One that is fetched to the end of its prompt computes the last token only.
 
@@ -33,6 +35,7 @@ from collections.abc import Hashable
 
 from .batch import Batch, Sequence
 from .blocks import BlockPool, Key
+from .groups import Groups
 from .offload import Offload, Run
 from .profile import Profile, StepDurations
 from .steps import Cleared, Counters, EngineRequest, Output, Removed, Step, Stored
@@ -51,6 +54,8 @@ class Engine:
         self._size = profile.block_size
         self._pool = BlockPool(profile.num_blocks)
         self._offload = Offload(profile) if profile.cpu_blocks else None
+        self._groups = Groups(profile, self._pool) if profile.windows else None
+        self._width = 1 + len(profile.windows)  # blocks that a block of tokens takes
         self._fetching: list[Sequence] = []
         self._elapsed = 0.0  # seconds of the steps that were taken one by one: what a fetch is timed by
         self._all: dict[Hashable, Sequence] = {}
@@ -76,7 +81,8 @@ class Engine:
 
     def cached(self, request_blocks: list[Key], prompt_tokens: int) -> int:
         """How many blocks of such a prompt would be hits now."""
-        return len(self._pool.find(request_blocks, (prompt_tokens - 1) // self._size))
+        hits = len(self._pool.find(request_blocks, (prompt_tokens - 1) // self._size))
+        return self._groups.longest(request_blocks, hits) if self._groups else hits
 
     def outlook(self) -> tuple[int, int, int, int]:
         """What a new request finds: prompt tokens to compute before its own, blocks they will take beyond those that
@@ -147,7 +153,7 @@ class Engine:
             self._offload.loaded(sequence.keys, sequence.run)
         else:
             self._waiting.remove(sequence)
-        self._pool.release(sequence.held)
+        self._release(sequence)
         return True
 
     def reset_prefix_cache(self) -> bool:
@@ -218,6 +224,8 @@ class Engine:
             if sequence.due != now:  # given up for one before it, or listed twice
                 continue
             position = sequence.tokens + now - sequence.base - 2  # of the token whose key/value is computed now
+            if position % self._size == 0 and self._groups:
+                self._groups.pass_by(sequence, position)
             if position % self._size == 0 and not self._room_for_one(sequence, step):
                 continue
             if (position + 1) % self._size == 0:
@@ -228,12 +236,12 @@ class Engine:
 
     def _room_for_one(self, sequence: Sequence, step: Step) -> bool:
         """One more block, from the last admitted if need be; False if that is the request itself."""
-        while not self._pool.free:
+        while self._pool.free < self._width:
             victim = self._partial or next(reversed(self._batch.sequences.values()))
             self._preempt(victim, step)
             if victim is sequence:
                 return False
-        sequence.held += self._take(1, step)
+        self._extend(sequence, 1, step)
         return True
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
@@ -242,7 +250,7 @@ class Engine:
             self._partial = None
         else:
             self._batch.leave(sequence, self._batch.now - 1)
-        self._pool.release(sequence.held)
+        self._release(sequence)
         sequence.held, sequence.computed = [], 0
         sequence.run, sequence.stored, sequence.offered = None, 0, 0
         self._waiting.appendleft(sequence)
@@ -257,7 +265,9 @@ class Engine:
         sequence = self._partial
         if sequence is not None and budget > 0:
             new = min(sequence.tokens - sequence.computed, budget)
-            if self._blocks(sequence.computed + new) - len(sequence.held) > self._pool.free:
+            if self._groups:
+                self._groups.pass_by(sequence, sequence.computed)
+            if (self._blocks(sequence.computed + new) - len(sequence.held)) * self._width > self._pool.free:
                 self._preempt(sequence, step)  # it was admitted last, so it is the one to give way
             else:
                 self._partial = None
@@ -272,7 +282,9 @@ class Engine:
             sequence = waiting[0]
             hits = sequence.held or self._hits(sequence)
             taken = self._promised(sequence) if sequence.held else self._pool.idle(hits) + self._promised()
-            if self._blocks(sequence.tokens) - len(hits) + taken > self._pool.free:
+            if self._groups:
+                taken += self._groups.idle(sequence.keys, len(hits))
+            if (self._blocks(sequence.tokens) - len(hits)) * self._width + taken > self._pool.free:
                 break
             waiting.popleft()
             if self._offload is not None and not sequence.held and sequence.request.reads_cache:
@@ -324,9 +336,14 @@ class Engine:
         self._waiting.extendleft(reversed(there))
 
     def _hits(self, sequence: Sequence) -> list[int]:
-        return (
-            self._pool.find(sequence.keys, (sequence.tokens - 1) // self._size) if sequence.request.reads_cache else []
-        )
+        if not sequence.request.reads_cache:
+            return []
+        hits = self._pool.find(sequence.keys, (sequence.tokens - 1) // self._size)
+        if self._groups:
+            longest = self._groups.longest(sequence.keys, len(hits))
+            sequence.junction = len(hits) if len(hits) > longest else 0
+            del hits[longest:]
+        return hits
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._size)
@@ -335,6 +352,8 @@ class Engine:
         """`computed`: tokens that need not be; `found`: those in all tiers, if some are in slower ones."""
         self._pool.use(hits)
         sequence.held = hits
+        if self._groups:
+            self._groups.admit(sequence)
         sequence.computed = computed
         self._admitted += 1
         sequence.order = self._admitted
@@ -353,7 +372,7 @@ class Engine:
         """What another engine computed, but for the last token, which is always computed here."""
         before, after = sequence.computed, min(received, sequence.request.prompt_tokens - 1)
         if after > before:
-            sequence.held += self._take(self._blocks(after) - len(sequence.held), step)
+            self._extend(sequence, self._blocks(after) - len(sequence.held), step)
             sequence.computed = after
             self._fill(sequence, before // self._size, after, step)
 
@@ -363,7 +382,7 @@ class Engine:
         sequence.computed = after = before + new
         need = self._blocks(after) - len(sequence.held)
         if need > 0:
-            sequence.held += self._take(need, step)
+            self._extend(sequence, need, step)
         self._fill(sequence, max(before // self._size, sequence.stored), after, step)
         step.prefill_tokens += new
         if after == sequence.tokens:
@@ -373,6 +392,20 @@ class Engine:
         return new * (before + new / 2)
 
     # ---- both
+
+    def _extend(self, sequence: Sequence, count: int, step: Step) -> None:
+        """So many more blocks of tokens for a request."""
+        if self._groups:
+            removed: list[Key] = []
+            self._groups.take(sequence, count, removed)
+            if removed:
+                step.events.append(Removed(removed))
+        sequence.held += self._take(count, step)
+
+    def _release(self, sequence: Sequence) -> None:
+        if self._groups:
+            self._groups.release(sequence)
+        self._pool.release(sequence.held)
 
     def _take(self, count: int, step: Step) -> list[int]:
         removed: list[Key] = []
@@ -391,6 +424,8 @@ class Engine:
                 keys.append(output_blocks(len(keys)))
         if start < end:
             new = keys[start:end]
+            if self._groups:
+                step.events += self._groups.fill(sequence, start, end)
             self._pool.store(sequence.held[start:end], new)
             step.events.append(Stored(sequence.request, start, new, keys[start - 1] if start else None))
         if self._offload is not None:
@@ -428,7 +463,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, step: Step) -> None:
         self._settled = self._settled and not self._waiting  # what it leaves may be what someone waits for
-        self._pool.release(sequence.held)
+        self._release(sequence)
         del self._all[sequence.request.id]
         step.outputs.append(
             Output(

@@ -135,6 +135,10 @@ class Profile:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8_192
     max_model_len: int = 131_072
+    # Further cache groups beside that of full attention: the sliding window of each in tokens, 0 for a group of Mamba
+    # layers. Of their blocks "replay" keeps those that a later prompt can resume at, as vLLM 0.32, "all" all (0.28).
+    windows: tuple[int, ...] = ()
+    retention: str = "replay"
     # Slower tiers: blocks of room in host memory and on a disk (0: there is no such tier), blocks that are moved at a
     # time, and what a fetch takes: 128 KiB a token (Llama 3 8B in 16 bits) over PCIe 4.0 x16, and from NVMe.
     cpu_blocks: int = 0
@@ -157,6 +161,12 @@ class Profile:
                 raise ValueError(
                     f"profile {self.name}: {name} must be a whole number from {least:d}, not {getattr(self, name)!r}"
                 )
+        if not all(type(window) is int and window >= 0 for window in self.windows):
+            raise ValueError(f"profile {self.name}: windows must be numbers of tokens, not {self.windows!r}")
+        if self.retention not in ("replay", "all"):
+            raise ValueError(f"profile {self.name}: retention must be replay or all, not {self.retention!r}")
+        if self.windows and self.cpu_blocks:
+            raise ValueError(f"profile {self.name}: windows cannot be had with slower tiers")
         if self.disk_blocks and not self.cpu_blocks:
             raise ValueError(f"profile {self.name}: disk_blocks needs cpu_blocks: what comes from a disk passes there")
         for name in ("speedup", "kv_bytes_per_token", "cpu_gb_per_s", "disk_gb_per_s"):
@@ -177,7 +187,7 @@ class Profile:
     @property
     def context_length(self) -> int:
         """Longest prompt plus output, in tokens: max_model_len, or what the cache can hold if that is less."""
-        return min(self.max_model_len, (self.num_blocks - 1) * self.block_size)
+        return min(self.max_model_len, (self.num_blocks - 1) // (1 + len(self.windows)) * self.block_size)
 
 
 def load_profile(name_or_path: str | Path, **changes) -> Profile:
@@ -204,6 +214,8 @@ def load_profile(name_or_path: str | Path, **changes) -> Profile:
     times = {
         name: _times(path, name, given.get(name), kind) for name, kind in (("step", StepTime), ("request", RequestTime))
     }
+    if isinstance(given.get("windows"), list):
+        given["windows"] = tuple(given["windows"])
     profile = Profile(**{"name": path.stem, **given, **times})
     return replace(profile, **{name: value for name, value in changes.items() if value is not None})
 

@@ -18,6 +18,7 @@ import zmq.asyncio
 
 from .engine import Cleared, Removed, Stored
 from .keys import extra_keys
+from .steps import GroupKey, GroupStored
 
 KEPT = 10_000
 MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 class Publisher:
     """`host` is where to listen; port 0 takes a free one. `drop`, `swap` and `mute` are injected faults. `chunk`:
-    blocks that slower tiers move at a time."""
+    blocks that slower tiers move at a time. `windows`: the profile's; full attention is the last cache group."""
 
     def __init__(
         self,
@@ -39,7 +40,9 @@ class Publisher:
         encoding: str = "map",
         self_describing: bool = True,
         chunk: int = 1,
+        windows: tuple[int, ...] = (),
     ):
+        self._windows = windows
         self._self_describing, self._chunk = self_describing, chunk
         self.topic, self.block_size, self.encoding = topic, block_size, encoding
         self.sequence = 0
@@ -81,14 +84,16 @@ class Publisher:
             "topic": self.topic,
         }
 
-    def publish(self, events: list[Stored | Removed | Cleared], tokens_of) -> None:
+    def publish(self, events: list[Stored | GroupStored | Removed | Cleared], tokens_of) -> None:
         """One batch. `tokens_of(owner of the request)` gives (ids, adapter's name, adapter's number, cache salt)."""
         if self.mute:
             return
         encode = self._as_map if self.encoding == "map" else self._as_array
         batch: list = []
         for event in events:
-            if type(event) is not Cleared and event.tier != "gpu":
+            if type(event) is GroupStored:
+                batch.append(self._in_group(event, *tokens_of(event.request.owner)))
+            elif type(event) is not Cleared and event.tier != "gpu":
                 batch += self._of_lower_tier(event, encode, tokens_of)
             elif type(event) is Stored:
                 batch.append(encode(event, *tokens_of(event.request.owner)))
@@ -134,7 +139,10 @@ class Publisher:
         if type(event) is Cleared:
             return {"type": "AllBlocksCleared"}
         if type(event) is Removed:
-            return {"type": "BlockRemoved", "block_hashes": event.keys, "medium": MEDIA[event.tier], "group_idx": 0}
+            group, keys = len(self._windows), event.keys
+            if type(keys[0]) is GroupKey:
+                group, keys = keys[0].group, [keys[0].key]
+            return {"type": "BlockRemoved", "block_hashes": keys, "medium": MEDIA[event.tier], "group_idx": group}
         told = {
             "type": "BlockStored",
             "block_hashes": event.keys,
@@ -145,9 +153,18 @@ class Publisher:
             "medium": MEDIA[event.tier],
             "lora_name": adapter,
             "extra_keys": self._extra_keys(event, adapter, salt),
-            "group_idx": 0,
+            "group_idx": len(self._windows),
         }
         return told | {"kv_cache_spec_kind": "full_attention"} if ids is not None else told
+
+    def _in_group(self, event: GroupStored, ids, adapter=None, adapter_id=None, salt=None) -> dict:
+        """The tokens of all blocks that were filled, with the keys of those that the group keeps."""
+        every = Stored(event.request, event.start, event.keys, event.parent)
+        tokens = ids[event.start * self.block_size : event.end * self.block_size].tolist()
+        told = self._as_map(every, ids, adapter, adapter_id, salt) | {"token_ids": tokens, "group_idx": event.group}
+        if window := self._windows[event.group]:
+            return told | {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": window}
+        return told | {"kv_cache_spec_kind": "mamba"}
 
     def _as_array(self, event, ids=None, adapter=None, adapter_id=None, salt=None) -> list:
         if type(event) is Cleared:

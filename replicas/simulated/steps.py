@@ -49,8 +49,27 @@ class Stored(NamedTuple):
     tier: str = "gpu"
 
 
-class Removed(NamedTuple):
+class GroupKey(NamedTuple):
+    """What the pool knows a block of a further cache group by."""
+
+    group: int
+    key: Key
+
+
+class GroupStored(NamedTuple):
+    """Of blocks `start` to `end` of a request's sequence, which were filled, a further group keeps those with `keys`;
+    `parent` is the key before all of them."""
+
+    request: EngineRequest
+    start: int
+    end: int
+    group: int
     keys: list[Key]
+    parent: Key | None
+
+
+class Removed(NamedTuple):
+    keys: list[Key]  # of further groups as GroupKey
     tier: str = "gpu"
 
 
@@ -64,7 +83,7 @@ class Step:
 
     seconds: float
     outputs: list[Output] = field(default_factory=list)
-    events: list[Stored | Removed | Cleared] = field(default_factory=list)
+    events: list[Stored | GroupStored | Removed | Cleared] = field(default_factory=list)
     prefill_tokens: int = 0
     decode_tokens: int = 0
     preempted: int = 0

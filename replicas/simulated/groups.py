@@ -1,0 +1,101 @@
+"""The further cache groups of a model whose layers are not all alike, by the rules of vLLM's coordinator and managers.
+
+Besides full attention a model may have layers with a sliding window, or Mamba layers, whose state is as a window of two
+tokens here: the last one and the next. Each such group has blocks of its own for the same tokens, from the same pool. A
+running request gives those back that its window has passed, and what they hold can be a hit until they are taken.
+
+A hit is one in every group: of a group with a window, where the blocks that the next token's window reaches back over
+are all there. With `retention` "all" (vLLM 0.28) all blocks may be hits; with "replay" (0.32) those that a later prompt
+can resume at: where this one ends, but for its last token, and where full attention knew more of it than the other
+groups, so that others are likely to share as much.
+"""
+
+from .batch import Sequence
+from .blocks import BlockPool, Key
+from .profile import Profile
+from .steps import GroupKey, GroupStored
+
+STATE = 2  # the window that a Mamba layer's state is like
+
+
+class Groups:
+    """Follows all requests of an engine. The blocks of each lie in `Sequence.beside`, by group: as long as `held`, with
+    None where a block was given back or never taken."""
+
+    def __init__(self, profile: Profile, pool: BlockPool):
+        self._pool, self._size, self._retains_all = pool, profile.block_size, profile.retention == "all"
+        self._windows = [window or STATE for window in profile.windows]
+        self._states = [not window for window in profile.windows]
+        self.width = 1 + len(self._windows)  # blocks that one block of tokens takes
+
+    def longest(self, keys: list[Key], most: int) -> int:
+        """Blocks of the longest hit of at most `most`, which full attention has."""
+        while True:
+            before = most
+            for group, window in enumerate(self._windows):
+                most = self._longest_in(group, window, keys, most)
+            if most == before:
+                return most
+
+    def _longest_in(self, group: int, window: int, keys: list[Key], most: int) -> int:
+        for end in range(most, 0, -1):
+            needed = keys[self._passed(window, end * self._size) : end]
+            if all(self._pool.block(GroupKey(group, key)) is not None for key in needed):
+                return end
+        return 0
+
+    def idle(self, keys: list[Key], hits: int) -> int:
+        """Blocks that nobody uses and that a request with so many hits will."""
+        return sum(self._pool.idle(self._hit_blocks(group, keys, hits)) for group in range(len(self._windows)))
+
+    def admit(self, sequence: Sequence) -> None:
+        """It begins with its hits."""
+        hits = len(sequence.held)
+        sequence.beside = []
+        for group in range(len(self._windows)):
+            blocks = self._hit_blocks(group, sequence.keys, hits)
+            self._pool.use(blocks)
+            sequence.beside.append([None] * (hits - len(blocks)) + blocks)
+
+    def _hit_blocks(self, group: int, keys: list[Key], hits: int) -> list[int]:
+        needed = keys[self._passed(self._windows[group], hits * self._size) : hits]
+        return [self._pool.block(GroupKey(group, key)) for key in needed]
+
+    def _passed(self, window: int, computed: int) -> int:
+        """Blocks that the next token's window does not reach any more."""
+        return max(0, computed - (window - 1)) // self._size
+
+    def pass_by(self, sequence: Sequence, computed: int) -> None:
+        """Give back what its windows have passed."""
+        for window, blocks in zip(self._windows, sequence.beside):
+            end = min(self._passed(window, computed), len(blocks))
+            start = end
+            while start and blocks[start - 1] is not None:
+                start -= 1
+            self._pool.release(blocks[start:end])
+            blocks[start:end] = [None] * (end - start)
+
+    def take(self, sequence: Sequence, count: int, removed: list[Key]) -> None:
+        for blocks in sequence.beside:
+            blocks += self._pool.take(count, removed)
+
+    def fill(self, sequence: Sequence, start: int, end: int) -> list[GroupStored]:
+        """Blocks `start` to `end` of its sequence are full: those that are kept become hits."""
+        request, keys, told = sequence.request, sequence.keys, []
+        parent = keys[start - 1] if start else None
+        for group, blocks in enumerate(sequence.beside):
+            kept = [at for at in range(start, end) if blocks[at] is not None and self._keeps(group, sequence, at, end)]
+            self._pool.store([blocks[at] for at in kept], [GroupKey(group, keys[at]) for at in kept])
+            told.append(GroupStored(request, start, end, group, [keys[at] for at in kept], parent))
+        return told
+
+    def _keeps(self, group: int, sequence: Sequence, at: int, end: int) -> bool:
+        if self._retains_all:
+            return at == end - 1 or not self._states[group]  # a step leaves one state
+        ends = ((sequence.request.prompt_tokens - 1) // self._size, sequence.junction)
+        return any(self._passed(self._windows[group], end * self._size) <= at < end for end in ends)
+
+    def release(self, sequence: Sequence) -> None:
+        for blocks in sequence.beside:
+            self._pool.release([block for block in blocks if block is not None])
+        sequence.beside = []

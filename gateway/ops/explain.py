@@ -99,18 +99,18 @@ def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
 
 def show(told: dict[str, Any]) -> str:
     """`describe`'s answer for a terminal."""
+    names = list(dict.fromkeys(name for replica in told["replicas"] for name in replica["terms"]))
     head = [
         ("request", f"POST {told['path']}" + (f", model {told['model']}" if told["model"] else "")
                     + (f", adapter {told['adapter']}" if told["adapter"] else "")),
         ("prompt", _prompt_line(told)),
-        ("policy", told["policy"]),
+        ("policy", told["policy"] + ("; times in ms" if names else "")),
     ]  # fmt: skip
     if told["note"]:
         head.append(("note", told["note"]))
-    names = list(dict.fromkeys(name for replica in told["replicas"] for name in replica["terms"]))
     shown = [name for name in names if any(one["terms"].get(name, 0.0) >= LEAST_SHOWN for one in told["replicas"])]
     title = ["", "replica", "held", "to compute", "in flight"]
-    rows = [title + (["first token", "last token", *shown, "cost ms"] if names else [])]
+    rows = [title + (["first token", "last token", *shown, "cost"] if names else [])]
     for one in told["replicas"]:
         rows.append(_row(one, told["tokens"]))
         if names:

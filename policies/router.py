@@ -131,7 +131,8 @@ class Evaluation(NamedTuple):
 class Decision(NamedTuple):
     """What a ledger that several gateways share has chosen and counted: `index` into the candidates, prompt tokens held
     there in the first tier, what other gateways have on it, whether the reservation is in the sums that count now, and
-    prompt tokens held in slower tiers. Tokens are those of the evaluation's demand; what is not held is counted."""
+    prompt tokens held in slower tiers. Tokens are those of the evaluation's demand; what is not held is counted. `note`
+    is the ledger's own, of what it told other gateways."""
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     replica: str
@@ -139,6 +140,7 @@ class Decision(NamedTuple):
     others: tuple[int, ...]
     counted: bool
     lower: Lower = ()
+    note: bytes = b""
 
 
 @dataclass(slots=True, eq=False)

@@ -287,6 +287,28 @@ local function store_sent(current, changed)
   end
 end
 
+-- token, a replica, hashes of prefixes: a prompt with these did not go there after all. That another one with the same
+-- beginning did is forgotten with it: by now engines have told of that.
+function operations.unsent()
+  local replica, hashes, fields = ARGV[3], ARGV[4], {}
+  for i = 1, #hashes / 8 do fields[i] = string.sub(hashes, 8 * i - 7, 8 * i) end
+  local generation = math.floor(now / GENERATION)
+  for _, key in ipairs({SENT .. generation, SENT .. (generation - 1)}) do
+    for i, known in ipairs(ask('HMGET', key, unpack(fields))) do
+      local left = {}
+      for _, name in ipairs(known and names(known) or {}) do
+        if name ~= replica then left[#left + 1] = name end
+      end
+      if #left > 0 then
+        call('HSET', key, fields[i], table.concat(left, '\n'))
+      elseif known then
+        call('HDEL', key, fields[i])
+      end
+    end
+  end
+  return 1
+end
+
 -- A request: its five arguments from ARGV[at], see `turn`. All its prefixes are added to `fields`, once.
 local function request_at(at, fields, seen)
   local header, hashes = ARGV[at], ARGV[at + 4]

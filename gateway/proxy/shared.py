@@ -56,6 +56,7 @@ BEAT = 0.25  # seconds between heartbeats: how old the view of other gateways' l
 PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
 MOST = 64  # candidates that are handed over: those cheapest by the local view
 MOST_TOGETHER = 32  # requests in one call of the script: it takes 2 ms at most, and others wait meanwhile
+MOST_UNSENT = 16_000  # bytes of prefixes that a replica did not get, in one call
 _HEADER = struct.Struct("<20d")
 _LOAD = struct.Struct("<6d")
 _STANDING = struct.Struct("<6d")
@@ -137,6 +138,7 @@ class SharedLedger:
         self._watch: asyncio.TimerHandle | None = None  # when the first of them is late
         self._changed: set[str] = set()  # replicas on which this gateway has something else than it last stated
         self._replicas: dict[str, list[str]] = {}  # by the names that all gateways have for them
+        self._unsent: dict[str, bytes] = {}  # by replica's name: prefixes of prompts that did not go there after all
         self._targets: tuple[Sequence[Candidate], list[str]] = (), []  # the latest, and their names
         self._due: asyncio.TimerHandle | None = None  # when changes go by themselves
         self._pump: asyncio.Task[None] | None = None
@@ -267,7 +269,8 @@ class SharedLedger:
             if pending.answer is not None:
                 self._answer(pending, "away" if decision is None else "shared", decision)
             elif decision is not None:
-                self.undo(decision)
+                went_there = decision.index == pending.evaluation.choice.index  # though it did not wait for this
+                self.undo(decision._replace(note=b"") if went_there else decision)
         self.end_answers()
 
     def _answer(self, pending: _Pending, outcome: str, decision: Decision | None) -> None:
@@ -281,7 +284,11 @@ class SharedLedger:
             self._background.failed(DECISIONS, error)
 
     def undo(self, decision: Decision) -> None:
-        """Take back what was reserved: the request went elsewhere, or away."""
+        """Take back what was reserved, and what other gateways were told that the replica is going to hold: the request
+        went elsewhere, or away. The latter goes with whatever goes next."""
+        name = self._name(decision.replica)
+        if decision.note and len(self._unsent.get(name, b"")) < MOST_UNSENT:
+            self._unsent[name] = self._unsent.get(name, b"") + decision.note
         if decision.counted:
             self._moved(decision.replica)
 
@@ -334,7 +341,8 @@ class SharedLedger:
         have once this is counted."""
         begin = ("EVALSHA", self.script.sha, 1, self._key)
         changed, self._changed = self._changed, set()
-        commands: list[tuple[Any, ...]] = []
+        unsent, self._unsent = self._unsent, {}
+        commands: list[tuple[Any, ...]] = [(*begin, "unsent", token, *one) for one in unsent.items()]
         if heartbeat is not None or not batch:
             commands.append((*begin, "turn", token, *self._turn(changed, ())))
             changed = set()
@@ -347,7 +355,7 @@ class SharedLedger:
                 (*begin, "turn", token, *self._turn(changed if at == 0 else (), batch[at : at + MOST_TOGETHER]))
             )
         async with asyncio.timeout(PATIENCE):
-            replies = await self._line.ask(commands)
+            replies = (await self._line.ask(commands))[len(unsent) :]
         beaten = replies[1] if heartbeat is not None else None
         answers = b"".join([reply for reply in replies if isinstance(reply, bytes)])
         return 0 not in replies, beaten, list(_ANSWER.iter_unpack(answers))
@@ -512,6 +520,7 @@ def _decision(pending: _Pending, reply: Sequence[float], counted: bool) -> Decis
         tuple(others),
         counted,
         behind(pending.lowers[at], overlap - known),
+        pending.packed[2],
     )
 
 

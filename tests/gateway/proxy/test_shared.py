@@ -502,3 +502,37 @@ async def test_of_replicas_of_several_kinds_those_are_asked_about_that_are_like_
             assert index in (2, 3)
             gateway.end_all()
         assert gateway.outcomes["shared"] >= 6
+
+
+@pytest.mark.parametrize("went_there", [False, True], ids=["gone", "kept"])
+async def test_what_a_replica_did_not_get_it_is_not_taken_to_hold(redis_server, went_there):
+    """The client left, or the request went elsewhere since Redis answered too late."""
+    async with gateways(redis_server, 2) as (one, other):
+        hashes = prompt(7)
+        demand = Demand(TOKENS, SIZE, hashes[0], hashes=hashes, draw=0.5)
+        choice = one.policy.choose(demand, one.candidates)
+        decided = asyncio.get_running_loop().create_future()
+        one.shared.decide(Evaluation(demand, one.candidates, choice, 0), decided.set_result)
+        decision = await decided
+        if not went_there:
+            one.shared.undo(decision)
+        await one.route(prompt(8))
+        _, overlap = await other.route(hashes)
+        assert overlap == (TOKENS // SIZE * SIZE if went_there else 0)
+
+
+async def test_a_prompt_is_expected_where_it_went_whatever_a_late_answer_says(redis_server):
+    async with gateways(redis_server, 2) as (one, other):
+        one.shared._deadline = 0.0
+        for number in range(30):
+            hashes = prompt(100 + number)
+            for _ in range(4):  # of which the first gateway does not know yet
+                await other.route([])
+            index, _ = await one.route(hashes)
+            await one.shared._pump
+            await until(lambda: not one.shared._unsent)
+            one.end_all()
+            found, overlap = await other.route(hashes)
+            assert found == index or overlap == 0
+            other.end_all()
+        assert one.outcomes["late"]

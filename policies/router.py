@@ -332,7 +332,7 @@ class Router:
         demand, first, second = whole.demand, chosen.prefiller, chosen.decoder
         reservation = self.ledger.reserve(
             first.replica,
-            demand.tokens - first.overlap - sum([tokens for _, tokens in first.lower]),
+            demand.tokens - first.cached,
             demand.tokens,
             now=demand.now if demand.now != UNTIMED else None,
         )

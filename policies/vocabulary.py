@@ -44,6 +44,11 @@ class Candidate:
     rank_paths: Collection[str] | None = None
     space: int = 0  # in which tokens and blocks its cache is known
 
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that it need not compute, in all tiers."""
+        return self.overlap + sum([tokens for _, tokens in self.lower])
+
 
 class Choice(NamedTuple):
     index: int  # type: ignore[assignment]  # into the candidates; hides tuple.index, which nobody calls

@@ -129,25 +129,12 @@ class Admin(Side):
     async def status_page(self, request: web.Request) -> web.Response:
         return web.Response(text=self.page, content_type="text/html", headers=PAGE_HEADERS)
 
-    async def livez(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def readyz(self, request: web.Request) -> web.Response:
-        status = self.gateway.status()
-        why_not = status["why_not"]
-        if why_not and not self.guard.knows_token(request):
-            why_not = "ask with the admin token to be told"
-        return answer({"ready": status["ready"], "why_not": why_not}, 200 if status["ready"] else 503)
-
     async def metrics(self, request: web.Request) -> web.Response:
         page, content_type = await self.gateway.metrics.exposition()
         return web.Response(body=page, headers={"Content-Type": content_type})
 
-    async def status(self, request: web.Request) -> web.Response:
-        return answer(self.gateway.status())
-
-    async def list(self, request: web.Request) -> web.Response:
-        return answer({"replicas": self.gateway.status()["replicas"]})
+    async def _status(self) -> dict[str, Any]:
+        return self.gateway.status()
 
     async def add(self, request: web.Request) -> web.Response:
         try:

@@ -60,7 +60,7 @@ def describe(policy: str, prompt: Prompt, evaluation: Evaluation) -> dict[str, A
             {
                 "id": candidate.replica,
                 "overlap_tokens": candidate.overlap,
-                "uncached_tokens": demand.tokens - candidate.overlap - sum(tokens for _, tokens in candidate.lower),
+                "uncached_tokens": demand.tokens - candidate.cached,
                 "lower_tiers": [{"tier": tier, "tokens": tokens} for tier, tokens in candidate.lower],
                 "load": {name: getattr(candidate.load, name) for name in LOAD_FIELDS},
                 **_predicted(demand, candidate),
@@ -75,7 +75,7 @@ def describe(policy: str, prompt: Prompt, evaluation: Evaluation) -> dict[str, A
 
 def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
     """When the first and the last token of the answer would come from there."""
-    costs, cached = candidate.costs, candidate.overlap + sum(tokens for _, tokens in candidate.lower)
+    costs, cached = candidate.costs, candidate.cached
     fetch = costs.group.fetch.seconds(candidate.lower)
     uncached, load, now = demand.tokens - cached, candidate.load, demand.now
     return {

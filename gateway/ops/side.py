@@ -60,11 +60,15 @@ async def answered(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 class Side:
-    """What an admin side answers, of one gateway or of several workers: whoever is one has a handler for each route, by
-    its name. `start` or `start_at` opens it, `stop` closes it."""
+    """What an admin side answers, of one gateway or of several workers: whoever is one has a handler for each other
+    route, by its name, and tells its `_status`. `start` or `start_at` opens it, `stop` closes it."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
+
+    async def _status(self) -> dict[str, Any]:
+        """As `ops.view.View.status`."""
+        raise NotImplementedError
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -88,6 +92,22 @@ class Side:
         app = web.Application(middlewares=[self.guarded], client_max_size=64 * 2**20)
         app.add_routes(self.routes())
         return app
+
+    async def livez(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(self, request: web.Request) -> web.Response:
+        status = await self._status()
+        why_not = status["why_not"]
+        if why_not and not self.guard.knows_token(request):
+            why_not = "ask with the admin token to be told"
+        return answer({"ready": status["ready"], "why_not": why_not}, 200 if status["ready"] else 503)
+
+    async def status(self, request: web.Request) -> web.Response:
+        return answer(await self._status())
+
+    async def list(self, request: web.Request) -> web.Response:
+        return answer({"replicas": (await self._status())["replicas"]})
 
     @web.middleware
     async def guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -63,10 +63,9 @@ class Shadows:
 
 def _price(demand: Demand, candidate: Candidate) -> tuple[int, float, float]:
     """Prompt tokens it would compute, and predicted seconds to the first token and to the last."""
-    lower = sum(tokens for _, tokens in candidate.lower)
     first = sum(COST.of_all(demand, (candidate,))[0][:WAITS])
     last = first + candidate.costs.decode_seconds(candidate.load, demand.tokens, demand.output)
-    return demand.tokens - candidate.overlap - lower, first, last
+    return demand.tokens - candidate.cached, first, last
 
 
 def _add(counter: Counter, name: str, less: float) -> None:

@@ -31,7 +31,7 @@ from replicas.replica import parse_url
 
 from ..ops.admin import keep
 from ..ops.guard import PASSED_ON, Guard, Refusal
-from ..ops.side import Side, answer
+from ..ops.side import Side
 from .combine import pages
 from .member import GONE, OWN_HEADERS, Answer, Member
 
@@ -107,22 +107,6 @@ class WorkersAdmin(Side):
         # By engine: all workers hear of its changes in one order. An entry lasts as long as a change holds its lock or
         # waits for it.
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    async def livez(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def readyz(self, request: web.Request) -> web.Response:
-        status = await self._status()
-        why_not = status["why_not"]
-        if why_not and not self.guard.knows_token(request):
-            why_not = "ask with the admin token to be told"
-        return answer({"ready": status["ready"], "why_not": why_not}, 200 if status["ready"] else 503)
-
-    async def status(self, request: web.Request) -> web.Response:
-        return answer(await self._status())
-
-    async def list(self, request: web.Request) -> web.Response:
-        return answer({"replicas": (await self._status())["replicas"]})
 
     async def metrics(self, request: web.Request) -> web.Response:
         found = await self._query("/metrics")

@@ -22,19 +22,26 @@ from .least_load import busy, fewest_requests
 _BOUND = 1.25
 
 
+def key_of(demand: Demand) -> int | None:
+    """What a request is hashed by; None: it has neither a session nor a full block."""
+    return demand.root or None if demand.session is None else xxh3_64_intdigest(demand.session.encode())
+
+
+def weights_of(candidates: Sequence[Candidate], key: int) -> list[int]:
+    """Each candidate's hash with the key, of which the highest is the key's home."""
+    return [xxh3_64_intdigest(candidate.replica.encode(), seed=key) for candidate in candidates]
+
+
 class ConsistentHash:
     name = "consistent_hash"
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
-        if demand.session is not None:
-            key = xxh3_64_intdigest(demand.session.encode())
-        elif demand.root:
-            key = demand.root
-        else:
+        key = key_of(demand)
+        if key is None:
             return Choice(fewest_requests(demand, candidates), "no session and no full block: the fewest requests")
         loads = [busy(candidate.load) for candidate in candidates]
         bound = ceil(_BOUND * (sum(loads) + 1) / len(loads))
-        weights = [xxh3_64_intdigest(candidate.replica.encode(), seed=key) for candidate in candidates]
+        weights = weights_of(candidates, key)
         home = max(range(len(weights)), key=weights.__getitem__)
         if loads[home] < bound:
             return Choice(home, "home of the session" if demand.session is not None else "home of the first block")

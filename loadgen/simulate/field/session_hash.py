@@ -12,9 +12,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from xxhash import xxh3_64_intdigest
-
 from policies import Candidate, Choice, Demand
+from policies.rules.consistent_hash import key_of, weights_of
 
 
 class SessionHash:
@@ -25,11 +24,8 @@ class SessionHash:
         self._random = random.Random(seed).random
 
     def choose(self, asked: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
-        if asked.session is not None:
-            key = xxh3_64_intdigest(asked.session.encode())
-        elif asked.root:
-            key = asked.root
-        else:
+        key = key_of(asked)
+        if key is None:
             return Choice(int(self._random() * len(candidates)), "no session, at random")
-        weights = [xxh3_64_intdigest(candidate.replica.encode(), seed=key) for candidate in candidates]
+        weights = weights_of(candidates, key)
         return Choice(max(range(len(weights)), key=weights.__getitem__), "home of the session")

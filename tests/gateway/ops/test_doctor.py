@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from gateway import cli
-from gateway.ops import doctor, trial
+from gateway.ops import checks, doctor, trial
 from gateway.ops.trial import Finding
 from gateway.prompt.pipeline import Pipeline
 from replicas.simulated.model import sim_model_dir
@@ -44,7 +44,7 @@ once_read = functools.cache(Pipeline)
 @pytest.fixture(autouse=True)
 def settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "Pipeline", once_read)
+    monkeypatch.setattr(checks, "Pipeline", once_read)
     monkeypatch.setenv("HITHERTO_PORT", str(free_port()))
     monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(free_port()))
     monkeypatch.setenv("HITHERTO_MODEL", "sim")
@@ -341,10 +341,10 @@ def test_a_model_by_any_name_is_looked_for_where_the_engine_has_it_from(capsys, 
 
 def test_what_only_traffic_shows_comes_from_the_running_gateway():
     running = {"replicas": [{"id": "a:1", "problems": ["12 KV events were passed over (unknown type 'X')"]}]}
-    (finding,) = doctor._seen_by_gateway(running, [])
+    (finding,) = checks.check_seen_by_gateway(running, [])
     assert finding.level == "warn" and "passed over" in finding.text and finding.subject == "traffic a:1"
-    assert not list(doctor._seen_by_gateway({"replicas": [{"id": "a:1"}]}, [])) and not list(
-        doctor._seen_by_gateway(None, [])
+    assert not list(checks.check_seen_by_gateway({"replicas": [{"id": "a:1"}]}, [])) and not list(
+        checks.check_seen_by_gateway(None, [])
     )
 
 
@@ -362,7 +362,7 @@ def test_events_that_only_the_running_gateway_knows_of(capsys, fake, engines, mo
     async def running(*_) -> dict:
         return status(replicas=[replica])
 
-    monkeypatch.setattr(doctor, "_running_gateway", running)
+    monkeypatch.setattr(doctor, "running_gateway", running)
     monkeypatch.setattr(trial, "EVENT_SECONDS", 0.1)
     _, found = examine(capsys)
     assert source["endpoint"] in found["events"][1], found  # listened to; this fake publishes nothing there
@@ -399,7 +399,7 @@ def status(**changes) -> dict:
 
 
 def told(running) -> list[Finding]:
-    return list(doctor._gateway(cli.load_config(cli._parse(["doctor"])).settings, running))
+    return list(checks.check_gateway(cli.load_config(cli._parse(["doctor"])).settings, running))
 
 
 def test_what_a_running_gateway_says_of_itself():
@@ -473,7 +473,7 @@ def test_without_its_token_nothing_is_said_of_what_only_the_gateway_knows(capsys
     async def refused(*_):
         raise doctor.Refused("the admin side asks for its token")
 
-    monkeypatch.setattr(doctor, "_running_gateway", refused)
+    monkeypatch.setattr(doctor, "running_gateway", refused)
     code, found = examine(capsys)
     assert code == 1 and found["gateway"][0] == "fail" and "--admin-token" in found["gateway"][1]
     assert set(found) == {"config", "gateway"}
@@ -494,8 +494,8 @@ async def test_clocks_that_differ(monkeypatch):
     moment = 1767225600.0  # the same in seconds since 1970
     try:
         for offset, level in ((0.5, "ok"), (-1.5, "ok"), (60.0, "warn"), (-60.0, "warn")):
-            monkeypatch.setattr(doctor.time, "time", lambda offset=offset: moment + offset)
-            finding = await doctor._clock({"a": way})
+            monkeypatch.setattr(checks.time, "time", lambda offset=offset: moment + offset)
+            finding = await checks.check_clock({"a": way})
             assert finding.level == level, offset
     finally:
         await way.close()

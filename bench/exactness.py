@@ -10,6 +10,8 @@ tau-bench and MT-Bench-101 conversations turn by turn, eight conversations at a 
                      prefixes, fastokens) and Hugging Face `tokenizers` on the template as Jinja renders it
   tiers_equal_share  as equal_share, with engines that keep a few thousand blocks and fetch what was evicted from host
                      memory; tiers_fetched_share of all prompt tokens came from there
+  groups_equal_share as equal_share, with engines that have three cache groups with windows of 1,024 tokens beside that
+                     of full attention, as for Gemma 3, and keep what a later prompt can resume at, as vLLM 0.32
 
 As baseline the same share is printed for a guess that always says "nothing is cached".
 """
@@ -40,6 +42,7 @@ from replicas.simulated.model import sim_model_dir
 CONCURRENT = 8
 PROFILE = "engine: sim\nspeedup: 20\nnum_blocks: 200000\n"
 TIERS = "engine: sim\nspeedup: 20\nnum_blocks: 900\nextra_args: [--cpu-blocks, '200000']\n"
+GROUPS = "engine: sim\nspeedup: 20\nnum_blocks: 200000\nextra_args: [--windows, '1024', '1024', '1024']\n"
 
 
 def select(count: int, rng: random.Random) -> list[list[list[dict]]]:
@@ -136,6 +139,7 @@ async def measure(count: int, seed: int) -> dict:
     chosen = select(count, random.Random(seed))
     seen, _ = await play(chosen, PROFILE)
     tiers, external = await play(chosen, TIERS)
+    groups, _ = await play(chosen, GROUPS)
     share = lambda right: round(sum(right) / len(seen), 5)  # noqa: E731
     return {
         "requests": len(seen),
@@ -147,6 +151,7 @@ async def measure(count: int, seed: int) -> dict:
         # vLLM counts the last block of a prompt that ends with it, if it fetches that; a prediction ends before it
         "tiers_equal_share": share([p in (r, r - (r == n) * 16) for p, r, n in tiers]),
         "tiers_fetched_share": round(external / sum(one[2] for one in tiers), 5),
+        "groups_equal_share": share([predicted == reported for predicted, reported, _ in groups]),
         "seed": seed,
     }
 

@@ -184,14 +184,17 @@ class CacheMap:
                 lower[slot] = runs
         return lower
 
-    def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
-        """A prompt with these blocks was just routed to this replica.
+    def expect(self, slot: int, hashes: Sequence[int], now: float, most: int | None = None) -> None:
+        """A prompt with these blocks was just routed to this replica. `most`: as for `match`.
 
         Called right after `match` of the same list, it leaves out one that is confirmed as a whole.
         """
         replica, (last, confirmed) = self._replica(slot), self._last
         if not replica.observed or last is not hashes or slot >= len(confirmed) or confirmed[slot] < len(hashes):
-            if replica.observed:
+            if replica.observed and slot in self._groups.of:
+                full = confirmed[slot] if last is hashes and slot < len(confirmed) else 0
+                self._routed.add_in_groups(slot, hashes, now, len(hashes) if most is None else most, full)
+            elif replica.observed:
                 self._routed.add(slot, hashes, now)
             else:
                 replica.model.add(hashes)

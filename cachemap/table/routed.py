@@ -6,7 +6,7 @@ of the instructions.
 """
 
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from cachemap.table.chains import Segment, Tree
 
@@ -18,13 +18,14 @@ Stamp = tuple[float, int]  # predicted until then; the number of the prompt that
 class _Generation(Tree):
     """What was sent within some seconds: it goes as a whole, not one by one."""
 
-    __slots__ = ("_dropped", "_told", "_told_blocks")
+    __slots__ = ("_dropped", "_told", "_told_blocks", "ends")
 
     def __init__(self) -> None:
         super().__init__()
         self._told: list[tuple[int, int, Sequence[int]]] = []
         self._told_blocks = 0
         self._dropped: dict[tuple[int, int], int] = {}
+        self.ends: dict[int, set[int]] = {}  # by slot with several cache groups: the last blocks of hits to come
 
     @property
     def size(self) -> int:
@@ -53,6 +54,13 @@ class _Generation(Tree):
                 if end > confirmed[slot] and until > now:
                     yield slot, end, segment
             end, segment = segment.start, segment.parent
+
+    def sent(self, slot: int, hashes: Sequence[int], now: float) -> int:
+        """How much of this chain was sent to the replica."""
+        segment, end = self._longest(hashes)
+        while segment is not self._root and segment.stamps.get(slot, (now, 0))[0] <= now:
+            end, segment = segment.start, segment.parent
+        return end
 
     def drop(self, slot: int, number: int, hashes: Sequence[int]) -> None:
         """The replica dropped these after the prompt of this number. Most are never asked for: they are only put
@@ -83,24 +91,25 @@ class _Generation(Tree):
     def clear(self, slot: int) -> None:
         for segment in self._heads.values():
             segment.stamps.pop(slot, None)
+        self.ends.pop(slot, None)
 
 
 class Routed:
     """Replicas are slots. Hashes may be lists or arrays. What `most` blocks take in memory is held twice at most.
 
-    `whole` has the replicas that will have a hit at a prompt's end, or where another one branched off from it, but not
-    for certain in between: those with several cache groups.
+    `grouped` has the replicas with several cache groups: what is sent there makes hits only up to where `add_in_groups`
+    says.
     """
 
-    __slots__ = ("_new", "_number", "_old", "_seconds", "_turn", "_whole", "most")
+    __slots__ = ("_new", "_number", "_old", "_seconds", "_turn", "_grouped", "most")
 
-    def __init__(self, seconds: float, whole: Collection[int] = ()):
+    def __init__(self, seconds: float, grouped: Container[int] = ()):
         self._seconds = seconds
         self._new, self._old = _Generation(), _Generation()
         self._turn = 0.0
         self._number = 0
         self.most = 1 << 30
-        self._whole = whole
+        self._grouped = grouped
 
     def __len__(self) -> int:
         return len(self._new) + len(self._old)
@@ -114,6 +123,14 @@ class Routed:
         self._number += 1
         self._new.add(slot, hashes, (now + self._seconds, self._number))
 
+    def add_in_groups(self, slot: int, hashes: Sequence[int], now: float, most: int, full: int) -> None:
+        """As `add`, to a replica with several cache groups, of which full attention holds `full` blocks for certain. A
+        later prompt finds a hit up to the last block that could be one for this prompt, and up to where this one leaves
+        what full attention has by then: there vLLM keeps what the other groups lacked."""
+        branch = max(full, *[one.sent(slot, hashes, now) for one in (self._new, self._old)])
+        self.add(slot, hashes, now)
+        self._new.ends.setdefault(slot, set()).update([hashes[end - 1] for end in (most, min(branch, most)) if end])
+
     def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
         """What was added at `now` is not going to be there, but for the blocks that were `held` before; what others
         added since stays."""
@@ -123,16 +140,23 @@ class Routed:
     def reach(self, hashes: Sequence[int], now: float, confirmed: Sequence[int]) -> dict[int, int]:
         """By slot, how far the chain is predicted to be held, where that is further than confirmed."""
         found: dict[int, int] = {}
-        whole = self._whole
+        grouped = self._grouped
         for generation in (self._new, self._old):
             if generation:
                 for slot, end, segment in generation.beyond(hashes, now, confirmed):
                     known = found.get(slot, confirmed[slot])
                     if end > known and (reach := self._undropped(slot, hashes, confirmed[slot], end, segment)) > known:
-                        if whole and slot in whole and not reach == end == segment.start + len(segment.blocks):
-                            continue
+                        if slot in grouped:
+                            reach = self._resumed(slot, hashes, known, reach)
                         found[slot] = reach
         return found
+
+    def _resumed(self, slot: int, hashes: Sequence[int], least: int, reach: int) -> int:
+        """Of what full attention will hold, how much will be a hit in all cache groups; `least` if it is no more."""
+        ends = [generation.ends.get(slot, ()) for generation in (self._new, self._old)]
+        while reach > least and not any(hashes[reach - 1] in one for one in ends):
+            reach -= 1
+        return reach
 
     def _undropped(self, slot: int, hashes: Sequence[int], start: int, end: int, segment: Segment) -> int:
         """How far from `start` on nothing was dropped since it was sent there."""

@@ -161,8 +161,8 @@ class Profile:
                 raise ValueError(
                     f"profile {self.name}: {name} must be a whole number from {least:d}, not {getattr(self, name)!r}"
                 )
-        if not all(type(window) is int and window >= 0 for window in self.windows):
-            raise ValueError(f"profile {self.name}: windows must be numbers of tokens, not {self.windows!r}")
+        if not all(type(window) is int and (window > 1 or window == 0) for window in self.windows):
+            raise ValueError(f"profile {self.name}: windows must be of 2 tokens or more, or 0, not {self.windows!r}")
         if self.retention not in ("replay", "all"):
             raise ValueError(f"profile {self.name}: retention must be replay or all, not {self.retention!r}")
         if self.windows and self.cpu_blocks:

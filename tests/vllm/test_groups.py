@@ -1,8 +1,11 @@
-"""A model whose layers have sliding windows but for one: cached tokens as predicted, and as the engine reports.
+"""Models whose layers are not all alike: cached tokens as predicted, and as the engine reports.
 
-vLLM keeps a cache group for each layer here, three with a window and one of full attention, and drops their blocks one
-by one. From 0.32 on the groups with a window keep only what a later prompt can resume at.
+vLLM keeps a cache group for each layer here, three of another kind and one of full attention, and drops their blocks
+one by one. In 0.32 the others keep only what a later prompt can resume at, in 0.28 states do.
 """
+
+import json
+from pathlib import Path
 
 import pytest
 
@@ -16,11 +19,38 @@ TOKENS = 5120  # that the cache has blocks for, over all groups
 LONGEST = 700  # tokens of a talk, before its last turn
 
 
+@pytest.fixture(scope="module", params=["sliding_window", "mamba"])
+def kind(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def engine(start_engine, tmp_path_factory):
-    model = tiny_model(tmp_path_factory.mktemp("models") / "windows", windows=WINDOWS)
-    flags = ("--max-model-len", "1024", "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", "64M")
-    return start_engine(*flags, model=model, blocks=TOKENS // block_size()).wait()
+def engine(kind, start_engine, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / kind
+    flags = ["--max-model-len", "1024", "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", "64M"]
+    if kind == "mamba":
+        model = convolutional(tiny_model(folder))
+        flags += ["--load-format", "dummy", "--enable-prefix-caching"]
+    else:
+        model = tiny_model(folder, windows=WINDOWS)
+    started = start_engine(*flags, model=model, blocks=TOKENS // block_size())
+    yield started.wait()
+    started.stop()
+
+
+def convolutional(model: Path) -> Path:
+    """The same as an LFM2 without weights: short convolutions, whose states vLLM keeps as those of Mamba layers."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "model.safetensors").unlink()
+    (model / "config.json").write_text(json.dumps({
+        **{name: config[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "torch_dtype")},
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 128, "block_dim": 128, "conv_dim": 128,
+        "conv_dim_out": 128, "intermediate_size": 256, "block_ff_dim": 256, "block_multiple_of": 32, "conv_bias": False,
+        "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 16384, "norm_eps": 1e-5, "rope_theta": 10000.0,
+        "conv_L_cache": 3, "layer_types": ["conv", "conv", "full_attention", "conv"], "tie_word_embeddings": True,
+    }))  # fmt: skip
+    return model
 
 
 @pytest.fixture
@@ -43,16 +73,16 @@ def report(outcomes) -> str:
 
 
 @pytest.mark.exact
-async def test_every_prediction_is_exact_once_events_have_come(engine, witness):
+async def test_every_prediction_is_exact_once_events_have_come(kind, engine, witness):
     before = len(witness.steps)
     async with gateway(engine) as process:
         outcomes = await drive(process, REQUESTS, shorter, between=lambda _: caught_up(process, witness))
-    print(report(outcomes))
+    print(kind, report(outcomes))
     assert share_equal(outcomes) == 1, wrong(outcomes)
     steps = witness.steps[before:]
     assert sum(len(step.removed) for step in steps) > engine.blocks, "hardly anything was evicted"
     kinds = {event["kv_cache_spec_kind"] for event in witness.events if event["type"] == "BlockStored"}
-    assert kinds == {"sliding_window", "full_attention"}
+    assert kinds == {kind, "full_attention"}
     shares = [one.cached / one.prompt for one in outcomes if one.cached]
     assert len(shares) > REQUESTS / 3
     # where full attention alone decided, the map would have promised more

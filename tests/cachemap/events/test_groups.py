@@ -157,6 +157,27 @@ def test_copies_of_further_groups_in_slower_tiers_are_ignored(setting):
     assert hits(setting) == 4 and setting[1].ignored == 3 and held(setting, chain()) == 4
 
 
+def test_a_prompt_on_its_way_promises_hits_at_its_end_and_where_others_branched_off():
+    table = CacheMap(1 << 20)
+    table.attach("r", None, True)
+    table.add_group(0, CacheGroup(0, 2))
+    first, second, third = (list(range(1, 6)) + list(range(at, at + 5)) for at in (100, 200, 300))
+
+    def predicted(hashes):
+        return table.match(hashes, 1.0).held[0]
+
+    assert predicted(first) == 0
+    table.expect(0, first, 1.0, 10)
+    assert predicted([*first, 7, 8]) == 10 and predicted(second) == 0  # nobody keeps what ends in between ...
+    table.expect(0, second, 1.0, 9)  # whose prompt ends with a block, so that its last one is no hit
+    assert predicted(third) == 5  # ... until somebody had use for it
+    assert predicted([*second, 7]) == 9
+    table.store(0, [*second, 7], [*second, 7], "gpu")
+    assert predicted([*second, 7]) == 0  # events have come, and the other group keeps nothing of it
+    table.store(0, second[3:5], second[3:5], CacheGroup(0, 2).tier)
+    assert predicted([*second, 7]) == 5
+
+
 LENGTH, SLOTS = 12, 3
 block = st.tuples(st.integers(0, SLOTS - 1), st.integers(0, 3), st.integers(0, LENGTH - 1), st.booleans())
 

@@ -16,6 +16,8 @@ from cachemap.table.blocks import u64
 from cachemap.table.buckets import U64
 from cachemap.table.capacity import Budget
 
+PIECE = 256  # blocks of a prompt looked at together: of 2,048, in five groups, .4 ms; all at once took 1.4
+
 
 class GroupTables:
     """By group a block table. Replicas are slots; `of` has the groups of those that have any."""
@@ -51,32 +53,40 @@ class GroupTables:
     def reach(self, hashes: Sequence[int], full: list[int], most: int) -> dict[int, int]:
         """For each replica with groups the blocks of the longest hit, at most `most`. `full`: for each slot those that
         full attention holds."""
-        end = min(max(full[slot] for slot in self.of), most, len(hashes))
-        wanted = u64(hashes[:end])
-        found: dict[int, int] = {}
-        good: dict[tuple[int, tuple[str, ...]], np.ndarray] = {}
-        for slot, groups in self.of.items():
-            reach, alike = min(full[slot], end), (slot >> 6, tuple(groups))
-            if reach:
+        end = min(most, len(hashes))
+        reach = {slot: min(full[slot], end) for slot in self.of}
+        left = {slot: blocks for slot, blocks in reach.items() if blocks}
+        while left:  # from the right, as hits mostly end near where full attention's do
+            stop = max(left.values())
+            start = max(0, stop - PIECE)
+            good: dict[tuple[int, tuple[str, ...]], np.ndarray] = {}
+            for slot in [slot for slot, blocks in left.items() if blocks > start]:
+                alike = slot >> 6, tuple(self.of[slot])
                 if alike not in good:
-                    good[alike] = self._good(wanted, groups, slot >> 6)
-                here = (good[alike][:reach] >> U64(slot & 63) & U64(1)).nonzero()[0]
-                reach = int(here[-1]) + 1 if len(here) else 0
-            found[slot] = reach
-        return found
+                    good[alike] = self._good(hashes, start, stop, self.of[slot], slot >> 6)
+                here = (good[alike][: left[slot] - start] >> U64(slot & 63) & U64(1)).nonzero()[0]
+                reach[slot] = left[slot] = start + int(here[-1]) + 1 if len(here) else start
+                if len(here) or not start:
+                    del left[slot]
+        return reach
 
-    def _good(self, wanted: np.ndarray, groups: dict[str, CacheGroup], word: int) -> np.ndarray:
-        """By block, for 64 replicas as bits of a word: whether a hit may end after it as far as these groups go."""
-        good = np.full(len(wanted), ~U64(0))
+    def _good(
+        self, hashes: Sequence[int], start: int, stop: int, groups: dict[str, CacheGroup], word: int
+    ) -> np.ndarray:
+        """By block from `start` to `stop`, for 64 replicas as bits of a word: whether a hit may end after it as far as
+        these groups go."""
+        good = np.full(stop - start, ~U64(0))
         for name, group in groups.items():
-            good &= _last(self.tables[name].blocks.holder_words(wanted, word), min(group.last, len(wanted)))
+            first = max(0, start + 1 - group.last)
+            held = self.tables[name].blocks.holder_words(u64(hashes[first:stop]), word)
+            good &= _last(held, group.last)[start - first :]
         return good
 
 
 def _last(held: np.ndarray, count: int) -> np.ndarray:
     """By block, for 64 replicas as bits of a word: whether they hold the last `count` blocks up to it, or all."""
     runs, length = held.copy(), 1
-    while length < count:  # runs of twice the length are made of two of these, which may overlap
+    while length < min(count, len(runs)):  # runs of twice the length are made of two of these, which may overlap
         step = min(length, count - length)
         runs[step:] &= runs[:-step].copy()
         length += step

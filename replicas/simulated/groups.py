@@ -91,7 +91,8 @@ class Groups:
 
     def _keeps(self, group: int, sequence: Sequence, at: int, end: int) -> bool:
         if self._retains_all:
-            return at == end - 1 or not self._states[group]  # a step leaves one state
+            # A step leaves the state it ends with, and ends where full attention knew more, too.
+            return not self._states[group] or at + 1 in (end, sequence.junction)
         ends = ((sequence.request.prompt_tokens - 1) // self._size, sequence.junction)
         return any(self._passed(self._windows[group], end * self._size) <= at < end for end in ends)
 

@@ -5,6 +5,8 @@ of full attention: group by group, that of full attention last; in 0.32 the grou
 prompt can resume at, and tell the tokens of all blocks with the keys of those that are kept.
 """
 
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,8 +184,9 @@ LENGTH, SLOTS = 12, 3
 block = st.tuples(st.integers(0, SLOTS - 1), st.integers(0, 3), st.integers(0, LENGTH - 1), st.booleans())
 
 
+@pytest.mark.parametrize("piece", [256, 3])
 @given(changes=st.lists(block, max_size=150), most=st.integers(0, LENGTH), lasts=st.tuples(*[st.integers(1, 5)] * 3))
-def test_the_hit_is_the_longest_that_every_group_would_grant(changes, most, lasts):
+def test_the_hit_is_the_longest_that_every_group_would_grant(piece, changes, most, lasts):
     """Against vLLM's rule as it is stated: ask each group in turn for its longest hit within what is left, until all
     leave it as it is."""
     table = CacheMap(1 << 20)
@@ -203,7 +206,8 @@ def test_the_hit_is_the_longest_that_every_group_would_grant(changes, most, last
         else:
             holding[slot][group][at] += 1
             table.store(slot, [hashes[at]], [1000 + at], tiers[group], [(0, 0)])
-    found = table.match(hashes, 0.0, most).held
+    with patch("cachemap.table.groups.PIECE", piece):
+        found = table.match(hashes, 0.0, most).held
     for slot in range(SLOTS):
         granted = grant(holding[slot][: slot + 1], [LENGTH, *lasts], LENGTH if not slot else most)
         assert found[slot] == granted

@@ -458,6 +458,20 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
 
 def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
     """What no field can judge alone."""
+    _check_admin(settings, sources)
+    if settings.workers > 1 and sys.platform != "linux":
+        raise ConfigError(
+            f"{sources['workers']}: workers: several share a port as only Linux spreads connections over processes (SO_REUSEPORT). Leave it at 1"
+        )
+    if settings.policy in settings.shadow:
+        place = sources["shadow"] if sources["shadow"] != "default" else sources["policy"]
+        raise ConfigError(
+            f"{place}: shadow: {settings.policy} is the policy that acts, and has nothing to be compared with. Name others with --shadow, or another --policy"
+        )
+    _check_files(settings, sources)
+
+
+def _check_admin(settings: Settings, sources: Mapping[str, str]) -> None:
     if settings.port == settings.admin_port != 0:
         winner = "admin_port" if sources["admin_port"] != "default" else "port"
         raise ConfigError(
@@ -475,15 +489,10 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
             "machines, and whoever reaches the admin side can add a replica and so receive prompts. Give --admin-token "
             f"@FILE or HITHERTO_ADMIN_TOKEN, or leave --admin-host at 127.0.0.1. {MAKE_TOKEN}"
         )
-    if settings.workers > 1 and sys.platform != "linux":
-        raise ConfigError(
-            f"{sources['workers']}: workers: several share a port as only Linux spreads connections over processes (SO_REUSEPORT). Leave it at 1"
-        )
-    if settings.policy in settings.shadow:
-        place = sources["shadow"] if sources["shadow"] != "default" else sources["policy"]
-        raise ConfigError(
-            f"{place}: shadow: {settings.policy} is the policy that acts, and has nothing to be compared with. Name others with --shadow, or another --policy"
-        )
+
+
+def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:
+    """What settings name can be read."""
     if settings.launch:
         try:
             profile.load(settings.profile)

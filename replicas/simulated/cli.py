@@ -131,56 +131,13 @@ def _load(model_dir: Path, seed: int) -> tuple:
 
 
 async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
-    loading = asyncio.get_running_loop().run_in_executor(None, _load, model_dir, args.seed)
-    from aiohttp import web
-
-    from .engine import Engine
-    from .metrics import Metrics
-    from .publisher import Publisher
-    from .runner import Runner
-    from .server import KEEP_ALIVE, Server
-    from .transfers import Transfers
-
     publisher = None
     try:
-        if not args.no_events:
-            publisher = Publisher(
-                args.host,
-                args.events_port,
-                args.replay_port,
-                profile.block_size,
-                args.events_topic,
-                args.event_encoding,
-                not args.no_self_describing_events,
-                profile.chunk_blocks,
-                profile.windows,
-            )
-        tokens, replies = await loading
-        engine = Engine(profile, every_token=True)
-        metrics = Metrics(engine, args.served_model_name)
-        runner = Runner(engine, metrics, publisher, args.seed)
-        server = Server(
-            runner,
-            tokens,
-            replies,
-            metrics,
-            publisher,
-            args.served_model_name,
-            str(model_dir),
-            args.lora,
-            not args.no_cached_tokens,
-            Transfers() if args.kv_connector else None,
-        )
-        http = web.AppRunner(
-            server.app(), handler_cancellation=True, keepalive_timeout=KEEP_ALIVE, access_log=None, shutdown_timeout=1.0
-        )
-        await http.setup()
-        site = web.TCPSite(http, args.host, args.port, backlog=1024, reuse_address=True)
-        await site.start()
+        publisher = _publisher(args, profile)
+        runner, http, port = await _listen(args, profile, model_dir, publisher)
     except (OSError, ValueError) as error:
         print(f"hitherto replica: {error}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 2
-    port = site._server.sockets[0].getsockname()[1]
     logging.info(
         "simulated engine %s (%s, %d blocks of %d) on http://%s:%d, events %s",
         args.served_model_name,
@@ -192,6 +149,61 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
         f"on {publisher.port}, replay on {publisher.replay_port}" if publisher else "off",
     )
     return await _until_told(runner, publisher, http)
+
+
+def _publisher(args: argparse.Namespace, profile):
+    """Of its KV events, if it has any."""
+    from .publisher import Publisher
+
+    if args.no_events:
+        return None
+    return Publisher(
+        args.host,
+        args.events_port,
+        args.replay_port,
+        profile.block_size,
+        args.events_topic,
+        args.event_encoding,
+        not args.no_self_describing_events,
+        profile.chunk_blocks,
+        profile.windows,
+    )
+
+
+async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher):
+    """The engine, its server, and the port that it listens on. Raises OSError and ValueError."""
+    loading = asyncio.get_running_loop().run_in_executor(None, _load, model_dir, args.seed)
+    from aiohttp import web
+
+    from .engine import Engine
+    from .metrics import Metrics
+    from .runner import Runner
+    from .server import KEEP_ALIVE, Server
+    from .transfers import Transfers
+
+    tokens, replies = await loading
+    engine = Engine(profile, every_token=True)
+    metrics = Metrics(engine, args.served_model_name)
+    runner = Runner(engine, metrics, publisher, args.seed)
+    server = Server(
+        runner,
+        tokens,
+        replies,
+        metrics,
+        publisher,
+        args.served_model_name,
+        str(model_dir),
+        args.lora,
+        not args.no_cached_tokens,
+        Transfers() if args.kv_connector else None,
+    )
+    http = web.AppRunner(
+        server.app(), handler_cancellation=True, keepalive_timeout=KEEP_ALIVE, access_log=None, shutdown_timeout=1.0
+    )
+    await http.setup()
+    site = web.TCPSite(http, args.host, args.port, backlog=1024, reuse_address=True)
+    await site.start()
+    return runner, http, site._server.sockets[0].getsockname()[1]
 
 
 async def _until_told(runner, publisher, http) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from replicas import Replica
+from replicas.served import base_names
 
 from .config import ConfigError, Settings
 from .model import folder_here, model_dir
@@ -120,7 +121,7 @@ class ModelFiles:
         first. Where engines are launched, it is theirs."""
         if not replica.models:
             return True
-        names = base_names(replica)
+        names = set(base_names(replica.models))
         called = {self._settings.model, self._settings.served_model_name, self._name, self._directory.name}
         certain = (
             bool(names & called) or _same_folder(replica.root, self._directory) or replica.root == self._settings.model
@@ -137,13 +138,8 @@ class ModelFiles:
         return False
 
 
-def base_names(replica: Replica) -> set[str]:
-    """Under which it serves its model, without those of adapters."""
-    return {name for name, parent in replica.models.items() if parent is None}
-
-
 def _asked(replica: Replica) -> tuple[str | None, str]:
-    return replica.root, min(base_names(replica), default="")
+    return replica.root, min(base_names(replica.models), default="")
 
 
 def _same_folder(root: str | None, directory: Path) -> bool:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from policies import CostGroup
 from replicas import Replica
+from replicas.served import base_names
 
 from .config import Settings
-from .model_files import DEFAULT_BLOCK_SIZE, ModelFiles, Source, base_names
+from .model_files import DEFAULT_BLOCK_SIZE, ModelFiles, Source
 from .prompt.pipeline import PREFIX_BYTES, Pipeline
 from .prompt.quirks import VersionQuirks
 from .routes import MOST_VARIANTS, Routes
@@ -107,7 +108,7 @@ class Models:
             self._find_files(member)
         member.context = replica.max_model_len or member.context
         member.served = frozenset(replica.models) or member.served
-        format, names = self._format_of(member), base_names(replica)
+        format, names = self._format_of(member), set(base_names(replica.models))
         space = member.space
         if space is None or space.format != format or (space.names and names and not space.names & names):
             space = self._space_for(member, format, names)
@@ -278,7 +279,7 @@ class Models:
 
     def _find_again(self, names: set[str]) -> None:
         """Replicas of this model were taken for those that the operator gave the files of."""
-        for member in [one for one in self.members.values() if base_names(one.replica) & names]:
+        for member in [one for one in self.members.values() if names.intersection(base_names(one.replica.models))]:
             member.source = None
             self._find_files(member)
             self.adopt(member.replica)
@@ -289,7 +290,7 @@ class Models:
         """What the gateway has no tokenizer for yet, as long as it has none for any model."""
         busy = [one.name for one in self.spaces if one.loading is not None]
         busy += [
-            min(base_names(one.replica), default="the model")
+            min(base_names(one.replica.models), default="the model")
             for one in self.members.values()
             if one.finding is not None and one.source is None
         ]

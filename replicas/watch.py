@@ -22,6 +22,7 @@ from replicas.lifecycle import TAKES_TRAFFIC, Event, State
 from replicas.metrics import Scrape, parse
 from replicas.progress import ILL, Progress, asked, computes
 from replicas.replica import EventSource, Replica
+from replicas.served import base_names
 
 log = logging.getLogger("replicas")
 
@@ -358,8 +359,8 @@ class Watch:
     def _is_another(self, facts: Facts) -> bool:
         """By what tells processes apart where they do not tell when they began: version and models."""
         before = self._known
-        known = {name for name, parent in before.models.items() if parent is None}
-        now = {name for name, parent in facts.models.items() if parent is None}
+        known = set(base_names(before.models))
+        now = set(base_names(facts.models))
         versions = (before.version, facts.version) if "version" not in facts.silent else (None, None)
         roots = before.root, facts.root
         return bool(known and now and not known & now) or any(

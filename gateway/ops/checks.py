@@ -24,6 +24,7 @@ from replicas.adopt import Facts, problems_of
 from replicas.problems import Problem
 from replicas.replica import Address, EventSource, parse_url
 from replicas.roles import BOTH, REMEDY, lacks
+from replicas.served import base_names
 
 SKEW_SECONDS = 2.0  # Date headers have whole seconds
 PROBE_SECONDS = 2.0  # for a name to be resolved, and for each answer
@@ -167,7 +168,7 @@ def by_model(replicas: list[tuple[Address, Facts]]) -> list[list[tuple[Address, 
     """Replicas that serve the same base model, in groups."""
     groups: list[tuple[set[str], list[tuple[Address, Facts]]]] = []
     for address, facts in replicas:
-        names = {name for name, parent in facts.models.items() if parent is None}
+        names = set(base_names(facts.models))
         group = next((one for one in groups if one[0] & names or one[0] == names), None)
         if group is None:
             groups.append((set(names), [(address, facts)]))
@@ -196,7 +197,7 @@ def check_model(
     if one_of_several and settings.model and (here := next((one.root for one in facts if folder_here(one.root)), None)):
         # as the gateway does with models that --model is not for
         settings = settings.model_copy(update={"model": here})
-    names = [name for one in facts for name, parent in one.models.items() if parent is None]
+    names = [name for one in facts for name in base_names(one.models)]
     simulated = settings.launch and settings.profile == "sim"
     wanted = settings.model or (names[0] if names else "sim" if simulated else None)
     served = settings.served_model_name or (names[0] if names else wanted and Path(wanted).name) or "model"
@@ -299,7 +300,7 @@ def check_reached(address: Address, facts: Facts) -> Finding:
             "start it, wait for it to load, or correct its URL",
         )
     cache = f", {facts.num_blocks} blocks of {facts.block_size}" if facts.num_blocks else ""
-    bases = [name for name, parent in facts.models.items() if parent is None]
+    bases = base_names(facts.models)
     adapters = [name for name, parent in facts.models.items() if parent]
     more = f", adapters {', '.join(adapters)}" if adapters else ""
     length = f", context {facts.max_model_len}" if facts.max_model_len else ""
@@ -336,10 +337,7 @@ def check_seen_by_gateway(
 
 
 def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
-    bases = {
-        address.id: sorted(name for name, parent in facts.models.items() if parent is None)
-        for address, facts in replicas
-    }
+    bases = {address.id: sorted(base_names(facts.models)) for address, facts in replicas}
     if len(set(map(tuple, bases.values()))) == 1:
         return Finding(
             "ok",
@@ -391,10 +389,7 @@ def check_block_size(settings: Settings, replicas: list[tuple[Address, Facts]]) 
 
 def check_context(replicas: list[tuple[Address, Facts]]) -> Finding:
     lengths = {address.id: facts.max_model_len for address, facts in replicas if facts.max_model_len}
-    names = (
-        ", ".join(sorted({name for _, facts in replicas for name, parent in facts.models.items() if parent is None}))
-        or "the model"
-    )
+    names = ", ".join(sorted({name for _, facts in replicas for name in base_names(facts.models)})) or "the model"
     if not lengths:
         return Finding("ok", "context", f"no replica of {names} tells its length; prompts are not checked for it")
     if len(set(lengths.values())) > 1:

@@ -18,6 +18,7 @@ import aiohttp
 
 from replicas import Replica
 from replicas.access import session_to
+from replicas.served import base_names
 
 from ..prompt.pipeline import Pipeline, Verdict
 from ..prompt.tokens.agreement import Answer
@@ -186,7 +187,7 @@ class TokenizerComparison:
         self._judged()
 
     async def _answers(self, replica: Replica, texts: list[str]) -> list[Answer]:
-        model = next((name for name, parent in replica.models.items() if parent is None), None)
+        model = next(iter(base_names(replica.models)), None)
         async with session_to(replica.address, replica.tls) as session:
             for pause in PAUSES:
                 try:

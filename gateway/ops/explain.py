@@ -25,6 +25,7 @@ from gateway.errors import ApiError
 from gateway.model import model_dir
 from gateway.prompt import Prompt
 from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Load, Router, Targets, legs, make
+from replicas.served import base_names
 
 if TYPE_CHECKING:
     from gateway.prompt.pipeline import Pipeline
@@ -272,9 +273,7 @@ def _prepared(settings: Settings, path: str, body: bytes, up: list[Replica]) -> 
     asked, several = named_model("application/json", body), len({frozenset(one.models) for one in up}) > 1
     if any(asked in one.models for one in up):
         up = _that_serve(asked, up)
-    served = settings.served_model_name or next(
-        (name for one in up for name, parent in one.models.items() if parent is None), None
-    )
+    served = settings.served_model_name or next((name for one in up for name in base_names(one.models)), None)
     size = settings.block_size or next((one.block_size for one in up if one.block_size), 16)
     adapters = {name for one in up for name, parent in one.models.items() if parent}
     known_as = (settings.model,) if settings.model else (*(one.root for one in up), served)

@@ -23,6 +23,7 @@ from gateway.ops.comparison import Unanswered, engine_answers
 from gateway.prompt.pipeline import Pipeline
 from replicas.problems import NO_CACHED_TOKENS, NO_REPLAY, Problem
 from replicas.replica import EventSource, Replica
+from replicas.served import base_names
 
 # Where an engine computes a prompt, and the field that holds it: one that generates, one that embeds, one that scores.
 ASKED_AT = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/classify": "input", "/pooling": "input"}
@@ -73,7 +74,7 @@ class Trial:
 
     @property
     def model(self) -> str:
-        own = [name for name, parent in self.replica.models.items() if parent is None]
+        own = base_names(self.replica.models)
         return self.served if self.served in own or not own else own[0]
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:

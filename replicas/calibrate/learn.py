@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from replicas.adopt import probe
 from replicas.ask import get
 from replicas.metrics import parse
+from replicas.served import base_names
 
 from .client import CalibrationError, Client
 from .plan import Limits
@@ -43,7 +44,7 @@ async def learn(client: Client, model: str | None) -> Known:
         raise CalibrationError(f"no engine answers at {client.url}: {facts.error}")
     if not facts.serving:
         raise CalibrationError(f"{client.url} is not ready: {facts.error}")
-    served = [name for name, parent in facts.models.items() if parent is None]
+    served = base_names(facts.models)
     if model is None and not served:
         raise CalibrationError(
             "the engine does not list its models (an API key? set OPENAI_API_KEY): give --model NAME"

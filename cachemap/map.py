@@ -91,7 +91,7 @@ class CacheMap:
         self._live: list[tuple[int, _Replica]] = []
         self._modelled: list[tuple[int, EngineModel]] = []
         self._observed = False
-        self._last: tuple[Sequence[int], list[int]] = ([], [])
+        self._last: tuple[Sequence[int], list[int], int | None] = ([], [], None)  # what `match` was asked and found
 
     def attach(self, name: str, capacity_blocks: int | None, observed: bool) -> int:
         """A replica joins; `capacity_blocks` is its cache's size in blocks, None if unknown.
@@ -155,7 +155,7 @@ class CacheMap:
             held = confirmed.copy()
         for slot, model in self._modelled:
             held[slot] = model.reach(hashes)
-        self._last = (hashes, full)
+        self._last = (hashes, full, most)
         return Match(held, confirmed, self._further(hashes, held) if self._lower else {})
 
     def _in_all_groups(self, hashes: Sequence[int], full: list[int], most: int | None) -> list[int]:
@@ -184,16 +184,17 @@ class CacheMap:
                 lower[slot] = runs
         return lower
 
-    def expect(self, slot: int, hashes: Sequence[int], now: float, most: int | None = None) -> None:
-        """A prompt with these blocks was just routed to this replica. `most`: as for `match`.
+    def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
+        """A prompt with these blocks was just routed to this replica.
 
         Called right after `match` of the same list, it leaves out one that is confirmed as a whole.
         """
-        replica, (last, confirmed) = self._replica(slot), self._last
+        replica, (last, confirmed, most) = self._replica(slot), self._last
         if not replica.observed or last is not hashes or slot >= len(confirmed) or confirmed[slot] < len(hashes):
             if replica.observed and slot in self._groups.of:
-                full = confirmed[slot] if last is hashes and slot < len(confirmed) else 0
-                self._routed.add_in_groups(slot, hashes, now, len(hashes) if most is None else most, full)
+                asked = last is hashes and slot < len(confirmed)
+                full, end = confirmed[slot] if asked else 0, most if asked and most is not None else len(hashes)
+                self._routed.add_in_groups(slot, hashes, now, end, full)
             elif replica.observed:
                 self._routed.add(slot, hashes, now)
             else:
@@ -291,7 +292,7 @@ class CacheMap:
         replica.copies.clear()
         self._routed.clear(slot)
         replica.model.clear()
-        self._last = ([], [])
+        self._last = ([], [], None)
 
     def record(self, slot: int, journal: Callable[[Change], None] | None) -> None:
         """Tell `journal` of every change to this replica from now on, before it is made."""

@@ -72,7 +72,7 @@ class PrefixMap(Protocol):
     def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
         """`most`: of these blocks, how many can be hits (None: all)."""
 
-    def expect(self, slot: int, hashes: Sequence[int], now: float, most: int | None = None) -> None:
+    def expect(self, slot: int, hashes: Sequence[int], now: float) -> None:
         """The prompt was just sent there, after `match` of the same."""
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, now: float) -> None:
@@ -371,7 +371,7 @@ class Router:
         candidate, demand = placement.candidate, placement.demand
         if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
             placement.expects = True  # its blocks will be on this replica for certain
-            self.map.expect(candidate.slot, demand.hashes, placement.at, hittable(demand.tokens, demand.block_size))
+            self.map.expect(candidate.slot, demand.hashes, placement.at)
 
     def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
         """Up to `most` replicas, in the order in which they would be tried."""

@@ -76,7 +76,7 @@ class Holders:
                 reach += 1
         return reach
 
-    def expect(self, replica: int, hashes: list[int], now: float, most: int | None = None) -> None:
+    def expect(self, replica: int, hashes: list[int], now: float) -> None:
         """A prompt was just sent there, after `match` of the same."""
         last, confirmed = self._last
         if self._models:

@@ -22,7 +22,7 @@ class Prefixes:
     def match(self, hashes, now, most=None):
         return SimpleNamespace(held=[min(blocks, len(hashes)) for blocks in self.held], lower=self.lower)
 
-    def expect(self, slot, hashes, now, most=None):
+    def expect(self, slot, hashes, now):
         self.told.append(("expect", slot, len(hashes), now))
 
     def take_back(self, slot, hashes, held, now):

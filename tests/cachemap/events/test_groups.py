@@ -169,9 +169,10 @@ def test_a_prompt_on_its_way_promises_hits_at_its_end_and_where_others_branched_
         return table.match(hashes, 1.0).held[0]
 
     assert predicted(first) == 0
-    table.expect(0, first, 1.0, 10)
+    table.expect(0, first, 1.0)
     assert predicted([*first, 7, 8]) == 10 and predicted(second) == 0  # nobody keeps what ends in between ...
-    table.expect(0, second, 1.0, 9)  # whose prompt ends with a block, so that its last one is no hit
+    table.match(second, 1.0, 9)
+    table.expect(0, second, 1.0)  # whose prompt ends with a block, so that its last one is no hit
     assert predicted(third) == 5  # ... until somebody had use for it
     assert predicted([*second, 7]) == 9
     table.store(0, [*second, 7], [*second, 7], "gpu")

@@ -111,6 +111,10 @@ def profiles(args: argparse.Namespace) -> list[Profile]:
         )
     except ValueError as error:
         raise options.BadOption(f"--profile {error}") from None
+    if profile.windows:
+        raise options.BadOption(
+            f"--profile {args.profile}: engines with windows are not simulated, drive a real gateway"
+        )
     kinds = [replace(profile, speedup=profile.speedup * speed) for speed in args.speeds]
     return [kinds[index % len(kinds)] for index in range(args.replicas)]
 

@@ -177,6 +177,13 @@ def test_what_is_wrong_is_said_in_one_line(args, complaint, capsys):
     assert code == 2 and complaint in said and said.count("\n") == 1
 
 
+def test_engines_with_several_cache_groups_are_refused(tmp_path, capsys):
+    profile = tmp_path / "gemma.yaml"
+    profile.write_text("step: {base: 1.0}\nwindows: [1024, 0]\n")
+    assert main(["simulate", "--profile", str(profile)]) == 2
+    assert "engines with windows are not simulated" in capsys.readouterr().err
+
+
 def test_where_results_are_written_is_no_part_of_the_command():
     assert asked(["simulate", "--json", "a", "--seed", "1", "--html=b", "--csv", "c", "--png", "d"]) == [
         "simulate",

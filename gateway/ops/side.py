@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from aiohttp import web
+from aiohttp import http, web
 
 from gateway.config import ConfigError
 from gateway.errors import ApiError
@@ -17,6 +17,15 @@ from gateway.errors import ApiError
 from .guard import CHALLENGE, PASSED_ON, Guard, Refusal
 
 log = logging.getLogger("hitherto.admin")
+_server_log = logging.getLogger("hitherto.admin.http")  # what the server itself has to say
+
+
+def _of_ours(record: logging.LogRecord) -> bool:
+    """Not that somebody sent what is no HTTP: they were told (400), and whoever scans the port fills no log."""
+    return not (record.exc_info and isinstance(record.exc_info[1], http.HttpProcessingError))
+
+
+_server_log.addFilter(_of_ours)
 
 
 def answer(value: Any, status: int = 200) -> web.Response:
@@ -137,7 +146,7 @@ class Side:
         await web.UnixSite(self.runner, path).start()
 
     async def _set_up(self) -> None:
-        self.runner = web.AppRunner(self.app(), access_log=None, shutdown_timeout=1.0)
+        self.runner = web.AppRunner(self.app(), access_log=None, logger=_server_log, shutdown_timeout=1.0)
         await self.runner.setup()
 
     async def stop(self) -> None:

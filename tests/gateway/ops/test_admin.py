@@ -22,6 +22,8 @@ from replicas.lifecycle import State
 from replicas.metrics import Scrape
 from replicas.replica import Replica, parse_url
 
+from ..http.talk import Talker
+
 JSON = {"Content-Type": "application/json"}
 
 
@@ -339,3 +341,25 @@ async def test_a_caller_that_leaves_in_the_middle_of_a_body_is_no_fault_of_the_a
         async with http.get("/livez") as alive:
             assert alive.status == 200
     assert "the admin side failed" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "data",
+    (
+        b"GET / HTTP/1.1\r\nHost: a\r\nno header\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nA: " + 20_000 * b"a" + b"\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GARBAGE\x00\xff\r\n\r\n",
+    ),
+    ids=("head", "size", "TLS", "bytes"),
+)
+async def test_who_sends_what_is_no_http_is_told_and_fills_no_log(gateway, caplog, data):
+    admin = Admin(gateway, Guard())
+    port = await admin.start("127.0.0.1", 0)
+    talker = await Talker.to(port)
+    await talker.say(data)
+    status, _, body = await talker.response()
+    await talker.close()
+    await admin.stop()
+    assert status == 400 and body
+    assert not caplog.records

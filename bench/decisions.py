@@ -17,7 +17,6 @@ import os
 import platform
 import random
 import time
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.backend import Backend
 from gateway.proxy.proxy import Proxy
 from policies import NAMES, CostGroup, Ledger, Router, make
-from replicas import State
+from replicas import Replica, State
 
 REPLICAS = (2, 8, 16, 24, 32, 64, 256, 1024)
 BLOCKS = 256
@@ -67,18 +66,7 @@ class Backends:
         )  # fmt: skip
         for number in range(count):
             name = f"10.0.{number // 250}.{number % 250}:8000"
-            replica = SimpleNamespace(
-                id=name,
-                host="10.0.0.1",
-                address="",
-                port=8000,
-                tls=None,
-                url="http://10.0.0.1:8000",
-                rank=None,
-                state=State.READY,
-                models={"m": None},
-                serves=lambda model: True,
-            )
+            replica = Replica(name, "http://10.0.0.1:8000", "10.0.0.1", 8000, state=State.READY, models={"m": None})
             backend = Backend(replica, self.proxy.router.add(name, self.map.attach(name, 4096, True)))
             backend.candidate.costs.ttft.value, backend.candidate.costs.step.value = (
                 self.rng.uniform(0.8, 1.2),

@@ -4,6 +4,7 @@ OpenAI's."""
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -68,16 +69,16 @@ async def answered(request: web.Request, handler: Handler) -> web.StreamResponse
         return error(500, "the admin side failed on this request; the gateway's log says why", None, "internal_error")
 
 
-class Side:
+class Side(ABC):
     """What an admin side answers, of one gateway or of several workers: whoever is one has a handler for each other
     route, by its name, and tells its `_status`. `start` or `start_at` opens it, `stop` closes it."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
 
+    @abstractmethod
     async def _status(self) -> dict[str, Any]:
         """As `ops.view.View.status`."""
-        raise NotImplementedError
 
     def routes(self) -> list[web.RouteDef]:
         return [

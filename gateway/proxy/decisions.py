@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 LEASE = 60.0  # seconds without a word, unless the caller asks for another time
 LEASES = (1.0, 3600.0)
-GRACE = (
-    0.25  # seconds after a lease's end for words that came in time: after this process stood still they are not read
-)
+# seconds after a lease's end for words that came in time: when this process stood still they have not been read
+GRACE = 0.25
 # Under way at once: 16,384 of 30,000 tokens each. Bodies that wait to be read count as well
 MOST, MOST_BYTES = 16_384, 256 * 2**20
 MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice

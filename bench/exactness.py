@@ -3,17 +3,20 @@
     python -m bench.exactness [--quick] [--json FILE]
 
 Two simulated engines with caches large enough for everything, a real gateway process before them, and the shared
-tau-bench and MT-Bench-101 conversations turn by turn, eight conversations at a time. Two figures:
+tau-bench and MT-Bench-101 conversations turn by turn, eight conversations at a time. The figures:
 
   equal_share        of all requests, those whose predicted cached tokens equal what the engine reported
   token_mismatches   requests whose token ids differ between the gateway's pipeline (compiled template, known
                      prefixes, fastokens) and Hugging Face `tokenizers` on the template as Jinja renders it
-  tiers_equal_share  as equal_share, with engines that keep a few thousand blocks and fetch what was evicted from host
+  tiers_equal_share  as equal_share, with one engine that keeps a thousand blocks and fetches what was evicted from host
                      memory; tiers_fetched_share of all prompt tokens came from there
   groups_equal_share as equal_share, with engines that have three cache groups with windows of 1,024 tokens beside that
                      of full attention, as for Gemma 3, and keep what a later prompt can resume at, as vLLM 0.32
 
 As baseline the same share is printed for a guess that always says "nothing is cached".
+
+`families` is the table of truth, of these engines' caches and of what real engines made of bodies for each family of
+models (`bench.families`): how many requests were equal, declined (routed without exact tokens, and why) and wrong.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import httpx
 import jinja2.sandbox
 import tokenizers
 
+from bench import families
 from bench.conversations import MTBENCH, TAU, conversations, missing, turns
 from gateway.prompt.pipeline import Pipeline
 from loadgen.drive.engines import replicas
@@ -41,7 +45,7 @@ from replicas.simulated.model import sim_model_dir
 
 CONCURRENT = 8
 PROFILE = "engine: sim\nspeedup: 20\nnum_blocks: 200000\n"
-TIERS = "engine: sim\nspeedup: 20\nnum_blocks: 900\nextra_args: [--cpu-blocks, '200000']\n"
+TIERS = "engine: sim\nspeedup: 20\nnum_blocks: 1000\nextra_args: [--cpu-blocks, '200000']\n"
 GROUPS = "engine: sim\nspeedup: 20\nnum_blocks: 200000\nextra_args: [--windows, '1024', '1024', '1024']\n"
 
 
@@ -116,14 +120,29 @@ async def ask_all(url: str, chosen: list[list[list[dict]]]) -> list[tuple[int, i
     return seen
 
 
-async def play(chosen: list[list[list[dict]]], engines: str) -> tuple[list[tuple[int, int, int]], float]:
+async def play(
+    chosen: list[list[list[dict]]], engines: str, count: int = 2
+) -> tuple[list[tuple[int, int, int]], float]:
     """What was predicted and reported of each request, and the tokens that engines fetched from slower tiers."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as profile:
         profile.write(engines)
         profile.flush()
-        async with Stack("least_time", 2, profile.name, isolated=True) as stack:
+        async with Stack("least_time", count, profile.name, isolated=True) as stack:
+            await first_events(stack)
             seen = await ask_all(stack.base_url, chosen)
             return seen, await fetched(stack)
+
+
+async def first_events(stack: Stack) -> None:
+    """Have each engine compute a prompt, and wait until the gateway has heard of it: which cache groups an engine has
+    is known from its first events."""
+    async with httpx.AsyncClient(timeout=60) as client:
+        for replica in await replicas(stack.admin):
+            prompt = {"model": "sim", "prompt": f"{replica['id']} " * 100, "max_tokens": 1}
+            (await client.post(f"{replica['url']}/v1/completions", json=prompt)).raise_for_status()
+    async with asyncio.timeout(30):
+        while not all(one["map_blocks"] for one in await replicas(stack.admin)):
+            await asyncio.sleep(0.05)
 
 
 async def fetched(stack: Stack) -> float:
@@ -138,21 +157,27 @@ async def fetched(stack: Stack) -> float:
 async def measure(count: int, seed: int) -> dict:
     chosen = select(count, random.Random(seed))
     seen, _ = await play(chosen, PROFILE)
-    tiers, external = await play(chosen, TIERS)
+    tiers, external = await play(chosen, TIERS, 1)
     groups, _ = await play(chosen, GROUPS)
     share = lambda right: round(sum(right) / len(seen), 5)  # noqa: E731
+    right = {
+        "full attention": [p == r for p, r, _ in seen],
+        # vLLM counts the last block of a prompt that ends with it, if it fetches that; a prediction ends before it
+        "tiers: GPU and host memory": [p in (r, r - (r == n) * 16) for p, r, n in tiers],
+        "hybrid caches: full attention and windows": [p == r for p, r, _ in groups],
+    }
     return {
         "requests": len(seen),
-        "equal_share": share([predicted == reported for predicted, reported, _ in seen]),
+        "equal_share": share(right["full attention"]),
         "equal_share_baseline": share([reported == 0 for _, reported, _ in seen]),
         "predicted_hit_rate": round(sum(one[0] for one in seen) / sum(one[2] for one in seen), 5),
         "reported_hit_rate": round(sum(one[1] for one in seen) / sum(one[2] for one in seen), 5),
         "token_mismatches": token_mismatches(chosen),
-        # vLLM counts the last block of a prompt that ends with it, if it fetches that; a prediction ends before it
-        "tiers_equal_share": share([p in (r, r - (r == n) * 16) for p, r, n in tiers]),
+        "tiers_equal_share": share(right["tiers: GPU and host memory"]),
         "tiers_fetched_share": round(external / sum(one[2] for one in tiers), 5),
-        "groups_equal_share": share([predicted == reported for predicted, reported, _ in groups]),
+        "groups_equal_share": share(right["hybrid caches: full attention and windows"]),
         "seed": seed,
+        "families": [*(families.of_cache(name, equal) for name, equal in right.items()), *families.recorded()],
     }
 
 
@@ -167,7 +192,9 @@ def main() -> int:
         return 3
     out = asyncio.run(measure(400 if args.quick else 2000, args.seed))
     for name, figure in out.items():
-        print(f"{name:22} {figure}")
+        if name != "families":
+            print(f"{name:22} {figure}")
+    print(families.table(out["families"]))
     if args.json:
         Path(args.json).write_text(json.dumps(out, indent=1) + "\n")
     return 0

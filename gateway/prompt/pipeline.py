@@ -39,6 +39,7 @@ from .forward import LEAST_TOKENS, kind_of
 from .offload import TakesLong
 from .prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, NO_PREFILL, RESPONSES, Prompt
 from .quirks import NEWEST, VersionQuirks
+from .render.program import ProgramTemplate
 from .render.renderer import Renderer
 from .render.template import ChatTemplate, TemplateError
 from .tokens.agreement import Answer, difference, fixed_texts
@@ -226,18 +227,21 @@ class Pipeline:
         )
 
     def _make_renderers(self) -> None:
-        renderers = {}
-        self.template_error = self._files.no_template
-        for name, source in self._files.templates.items():
+        files = self._files
+        self.template_error = files.no_template
+        templates: dict[str, ChatTemplate | ProgramTemplate] = {}
+        if files.program is not None:
+            templates["default"] = ProgramTemplate(files.program, self._quirks)
+        for name, source in files.templates.items() if files.program is None else ():
             try:
-                template = ChatTemplate(source, self.reading.special_tokens, self._quirks)
+                templates[name] = ChatTemplate(source, self.reading.special_tokens, self._quirks)
             except TemplateError as error:
                 self.template_error = str(error)
-                continue
-            renderers[name] = Renderer(template, self.tokenizer, self.prefixes, self._cuts)
-        default = renderers.get("default")
-        with_tools = [self._files.templates["tool_use"]] if "tool_use" in self._files.templates else []
-        self._habits = habits(default.template if default else None, with_tools, self._template_given)
+        renderers = {
+            name: Renderer(template, self.tokenizer, self.prefixes, self._cuts) for name, template in templates.items()
+        }
+        others = [source for name, source in files.templates.items() if name == "tool_use" or files.program is not None]
+        self._habits = habits(templates.get("default"), others, self._template_given)
         self.renderers = renderers
         self.made_by = next(_ways_so_far)  # last: what a thread began before has an older number
 

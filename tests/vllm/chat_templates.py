@@ -101,7 +101,7 @@ def model_folder(folder: Path, templates: dict[str, str]) -> Path:
     base = sim_model_dir()
     folder.mkdir(parents=True)
     names = sorted({match[0] for source in templates.values() for match in _SPECIAL.finditer(source)})
-    (folder / "tokenizer.json").write_text(_tokenizer(base / "tokenizer.json", tuple(names)))
+    (folder / "tokenizer.json").write_text(small_tokenizer(base / "tokenizer.json", tuple(names)))
     shutil.copyfile(base / "tokenizer_config.json", folder / "tokenizer_config.json")
     (folder / "chat_template.jinja").write_text(templates["default"])
     if "tool_use" in templates:
@@ -127,7 +127,8 @@ def _fewer_merges(path: Path) -> dict:
     return whole
 
 
-def _tokenizer(path: Path, special: tuple[str, ...]) -> str:
+def small_tokenizer(path: Path, special: tuple[str, ...]) -> str:
+    """A tokenizer.json with a part of the merges of that one, and more special tokens."""
     whole = dict(_fewer_merges(path))
     vocab, size = whole["model"]["vocab"], len(whole["model"]["vocab"])
     known = {token["content"] for token in whole["added_tokens"]}

@@ -18,7 +18,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.models.serving import BaseModelPath, OpenAIModelRegistry
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
@@ -26,6 +28,8 @@ from vllm.tokenizers.registry import cached_get_tokenizer
 
 NAME = "tiny"
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 
 
 class Serving:
@@ -57,15 +61,24 @@ class Serving:
     async def render(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         body = {"model": NAME, **body}
         try:
-            if path == CHAT:
-                request = ChatCompletionRequest.model_validate(body)
-            else:
-                request = await self._as_chat(AnthropicMessagesRequest.model_validate(body))
-            made = await self._render.render_chat_request(request)
+            made = await self._rendered(path, body)
         except Exception as error:
             return {"refused": f"{type(error).__name__}: {error}"[:300]}
+        if isinstance(made, list):
+            made = max(made, key=lambda one: len(one.token_ids))
         ids = getattr(made, "token_ids", None)
         return {"refused": str(made)[:300]} if ids is None else {"ids": list(ids)}
+
+    async def _rendered(self, path: str, body: dict[str, Any]) -> Any:
+        if path == COMPLETIONS:
+            return await self._render.render_completion_request(CompletionRequest.model_validate(body))
+        if path == RESPONSES:  # since 0.30 or so there is a way to render them; before, only an engine does
+            return await self._render.render_responses_request(ResponsesRequest.model_validate(body))
+        if path == CHAT:
+            request = ChatCompletionRequest.model_validate(body)
+        else:
+            request = await self._as_chat(AnthropicMessagesRequest.model_validate(body))
+        return await self._render.render_chat_request(request)
 
     async def _as_chat(self, request: AnthropicMessagesRequest) -> ChatCompletionRequest:
         """As `create_messages` does it."""

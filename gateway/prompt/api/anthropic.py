@@ -12,6 +12,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 from ...errors import bad
+from ..render.program import ProgramTemplate
 from ..render.template import ChatTemplate, TemplateError
 from .conversation import Multimodal, Unroutable, is_plain, require_exact, tool_schemas
 from .openai import Chat, template_variables
@@ -30,13 +31,17 @@ class Habits:
     disabled_effort: str | None  # reasoning_effort for thinking "disabled"; None: `thinking` is not read
 
 
-def habits(template: ChatTemplate | None, others: Sequence[str] = (), replaces_own: bool = False) -> Habits:
+def habits(
+    template: ChatTemplate | ProgramTemplate | None, others: Sequence[str] = (), replaces_own: bool = False
+) -> Habits:
     """Ask the templates the questions that vLLM asks them at start: `template`, the one for requests without tools, and
     `others`, the sources of those that other requests get. `replaces_own`: it is not the model's, but one given with
-    --chat-template, the only one that older versions ask."""
+    --chat-template, the only one that older versions ask. Beside rules in place of a template, that one is asked, too,
+    and where there is none, system messages come first."""
     if template is None or (not template.quirks.asks_template and not replaces_own):
         return Habits(True, None)
-    system_first = any(map(_wants_system_first, (template.source, *others)))
+    sources = others if isinstance(template, ProgramTemplate) else (template.source, *others)
+    system_first = not sources or any(map(_wants_system_first, sources))
     if not template.quirks.asks_template:
         return Habits(system_first, None)
 

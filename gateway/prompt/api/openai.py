@@ -337,11 +337,6 @@ def template_variables(
     request: dict[str, Any], add_prompt: bool, go_on: bool, effort: Any, documents: Any = None
 ) -> dict[str, Any]:
     """Template variables: the request's own, then what its fields say; None and "auto" are unset."""
-    if add_prompt and go_on:
-        raise bad(
-            "'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them to false",
-            "continue_final_message",
-        )
     own = request.get("chat_template_kwargs")
     if own is not None and not isinstance(own, dict):
         raise bad("'chat_template_kwargs' must be an object", "chat_template_kwargs")

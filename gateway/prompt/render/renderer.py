@@ -25,6 +25,7 @@ from ..offload import TakesLong, event_loop
 from ..tokens.prefixes import Found, Generations, Mismatch, Plan, Prefixes, bare, bytes_of, fits
 from ..tokens.tokenizer import Tokenizer
 from .compiler import Compiler
+from .program import ProgramTemplate
 from .shape import describe
 from .template import ChatTemplate
 
@@ -55,9 +56,11 @@ _EXPONENT = re.compile(rb"\de\+?\d\d")  # as orjson writes what is rounded: 1.84
 class Renderer:
     """One chat template with its plans. Thread safe."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, prefixes: Prefixes, cuts: frozenset[str]) -> None:
+    def __init__(
+        self, template: ChatTemplate | ProgramTemplate, tokenizer: Tokenizer, prefixes: Prefixes, cuts: frozenset[str]
+    ) -> None:
         self.template = template
-        self.compiled = Compiled(template.source, template.special_tokens, cuts)
+        self.compiled = Compiled(template.source, template.special_tokens, cuts, template.not_compiled)
         self._tokenizer = tokenizer
         self._prefixes = prefixes
         printed = template.source + " ".join(template.special_tokens.values())
@@ -162,13 +165,15 @@ class Renderer:
 class Compiled:
     """The plans of one template. Thread safe."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str], cuts: Iterable[str]) -> None:
-        self.why_not = ""  # set once compiling is given up for good
+    def __init__(self, source: str, special_tokens: dict[str, str], cuts: Iterable[str], why_not: str = "") -> None:
+        self.why_not = why_not  # set once compiling is given up for good
         # By shape, with their bytes; whether one of a shape's plans applies is for their questions to say.
         self._plans: Generations[Any, tuple[list[Plan], int]] = Generations(PLANS_BYTES, _size)
         # shapes that no plan fitted, how often
         self._seen: Generations[Any, tuple[int, int]] = Generations(SEEN_BYTES, _size)
         self._lock = threading.Lock()
+        if why_not:
+            return
         try:
             self._compiler = Compiler(source, special_tokens, cuts)
         except Exception as error:  # whatever is wrong, plain Jinja will do or say so

@@ -20,6 +20,7 @@ import jinja2.nodes
 import jinja2.runtime
 import jinja2.sandbox
 
+from ...errors import bad
 from ..quirks import NEWEST, VersionQuirks
 from .content_format import takes_parts
 
@@ -98,6 +99,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 class ChatTemplate:
     """One Jinja chat template with the special tokens of its tokenizer."""
 
+    not_compiled = ""  # why it cannot be, see `render.compiler`
+
     def __init__(self, source: str, special_tokens: Mapping[str, str], quirks: VersionQuirks = NEWEST) -> None:
         """Raises TemplateError when `source` is not Jinja."""
         self.source = source
@@ -116,7 +119,7 @@ class ChatTemplate:
     def render(
         self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]
     ) -> str:
-        """Conversation -> text. Raises TemplateError.
+        """Conversation -> text. Raises TemplateError, and ApiError for variables that exclude each other.
 
         `variables` holds `add_generation_prompt`, `continue_final_message`, `documents` and
         whatever the request's `chat_template_kwargs` bring; they win over the special tokens.
@@ -124,6 +127,11 @@ class ChatTemplate:
         values = {**self.special_tokens, "documents": None, "add_generation_prompt": False, **variables}
         last = None
         if values.pop("continue_final_message", False):
+            if values["add_generation_prompt"]:
+                raise bad(
+                    "'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them to false",
+                    "continue_final_message",
+                )
             conversation, last = tag_final_message(conversation, self.source)
         values["messages"] = conversation
         values["tools"] = tools

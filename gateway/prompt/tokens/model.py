@@ -11,15 +11,19 @@ from typing import Any
 
 from xxhash import xxh3_64
 
+from ..render.program import Program
+from ..render.programs import program_for
+
 _FILES = """
     tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
     chat_template.json config.json params.json processor_config.json preprocessor_config.json
     additional_chat_templates/*.jinja
 """.split()
-# Architectures whose conversations vLLM writes by a program of its own, whatever template the model has.
+# Architectures whose conversations vLLM writes by rules of its own, whatever template the model has, and of which the
+# rules are not known here (`render.programs` has the others).
 _WRITTEN_BY_PROGRAM = frozenset(
     """
-    GptOssForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration
+    GptOssForCausalLM DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration
     DeepseekV41ForCausalLM KimiK3ForConditionalGeneration MoonshotKimiaForCausalLM InklingForCausalLM
     InklingForConditionalGeneration
     """.split()
@@ -67,11 +71,12 @@ class LoadedModel:
     """What a model directory says about prompts."""
 
     directory: Path
-    templates: dict[str, str]  # "default", "tool_use", ...
+    templates: dict[str, str]  # "default", "tool_use", ...; with a program only the one that replaces the model's own
     config: dict[str, Any]  # tokenizer_config.json
     settings: dict[str, Any]  # config.json
     no_template: str = ""  # why there is no template to use, though the folder may have one
     no_tokenizer: str = ""  # why tokenizer.json is not used, or is not there
+    program: Program | None = None  # what writes its conversations in place of a template
 
     @functools.cached_property
     def takes_media(self) -> bool:
@@ -113,7 +118,9 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Load
     no_tokenizer = _mistral_format(directory)
     if no_tokenizer:
         no_template = no_tokenizer
-    elif any(name in _WRITTEN_BY_PROGRAM for name in settings.get("architectures") or ()):
+    architectures = [one for one in settings.get("architectures") or () if isinstance(one, str)]
+    program = program_for(architectures) if not no_tokenizer else None
+    if program is None and not no_tokenizer and not _WRITTEN_BY_PROGRAM.isdisjoint(architectures):
         no_template = "the engine writes this model's conversations without its chat template"
     if not (directory / "tokenizer.json").is_file() and not no_tokenizer:
         if not config and not settings:
@@ -123,7 +130,9 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Load
             )
         no_tokenizer = f"{directory} has no tokenizer.json, so the engine makes this model's tokens in a way of its own"
         no_template = no_template or no_tokenizer
-    return LoadedModel(directory, {} if no_template else templates, config, settings, no_template, no_tokenizer)
+    if no_template or (program is not None and chat_template is None):
+        templates = {}
+    return LoadedModel(directory, templates, config, settings, no_template, no_tokenizer, program)
 
 
 def _mistral_format(directory: Path) -> str:

@@ -232,7 +232,9 @@ _MISTRAL_TYPES = frozenset(
     "ministral ministral3 mistral mistral3 mistral_large4 mixtral pixtral voxtral voxtral_realtime".split()
 )
 # Model types for which vLLM itself takes the class that uses tokenizer.json as it is.
-_TAKEN_AS_THEY_ARE = frozenset({"internlm2", "step3_vl", "step3p7", "unlimited-ocr", "unlimited_ocr"})
+_TAKEN_AS_THEY_ARE = frozenset(
+    {"deepseek_v32", "deepseek_v4", "internlm2", "step3_vl", "step3p7", "unlimited-ocr", "unlimited_ocr"}
+)
 _CLASS_OF_TYPE = {
     **dict.fromkeys(
         """

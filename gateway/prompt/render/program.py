@@ -1,0 +1,56 @@
+"""Conversations that an engine writes by rules of its own, where other models have a Jinja template.
+
+A `Program` is such a set of rules, one file in `programs/` for each family of models. `ProgramTemplate` gives it the
+face of a `ChatTemplate`, so that everything behind a template (known prefixes, checks, forwarded ids) is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..quirks import NEWEST, Transformers, VersionQuirks
+from .template import TemplateError
+
+Message = dict[str, Any]
+# What transformers does to a conversation before it fills a template is not done to these.
+_UNTOUCHED = Transformers(below=(5, 20))
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The rules of one family.
+
+    `write` turns a conversation, its tools and the template variables into text, as an engine with these quirks does;
+    it raises whatever it likes where the engine refuses. `prints` holds all special tokens that it may print.
+    `takes_parts`: texts come to it as lists of parts.
+    """
+
+    family: str
+    prints: str
+    takes_parts: bool
+    write: Callable[[list[Message], list[Message] | None, Mapping[str, Any], VersionQuirks], str]
+
+
+class ProgramTemplate:
+    """A program in the place of a `ChatTemplate`."""
+
+    knows_developer = True
+    reads_thinking = False
+
+    def __init__(self, program: Program, quirks: VersionQuirks = NEWEST) -> None:
+        self.program = program
+        self.source, self.takes_parts = program.prints, program.takes_parts
+        self.special_tokens: dict[str, str] = {}
+        self.quirks = replace(quirks, transformers=_UNTOUCHED)
+        self.not_compiled = f"the engine writes {program.family}'s conversations by rules of its own"
+
+    def render(self, conversation: list[Message], tools: list[Message] | None, variables: Mapping[str, Any]) -> str:
+        """Conversation -> text. Raises TemplateError."""
+        if "tokenize" in variables:
+            raise TemplateError("the request says how its text is to be tokenized")
+        try:
+            return self.program.write(conversation, tools, variables, self.quirks)
+        except Exception as error:  # the engine would refuse it, too
+            raise TemplateError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,16 @@
+"""Families of models whose conversations engines write by rules, a file for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..program import Program
+from . import deepseek_v32
+
+# By the architecture that a model's config.json names.
+_PROGRAMS = {"DeepseekV32ForCausalLM": deepseek_v32.PROGRAM}
+
+
+def program_for(architectures: Iterable[str]) -> Program | None:
+    """The rules for a model of one of these architectures, None where it has a template or its rules are not known."""
+    return next((_PROGRAMS[one] for one in architectures if one in _PROGRAMS), None)

@@ -1,0 +1,143 @@
+"""Families of models that engines read in a way of their own, and what a real vLLM made of request bodies for each.
+
+A family's folder has the files that its models have, with a small vocabulary: no real one can be had here. Its bodies
+are the named ones of `tests.vllm.bodies` and random mixtures of them. `families.jsonl` has digests of the ids of
+vLLM's own renderers; `python -m tests.vllm.record_families` writes it, `tests/vllm/test_families.py` asks the installed
+vLLM again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from xxhash import xxh3_64_hexdigest
+
+from gateway.errors import ApiError
+from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.render.programs import deepseek
+from replicas.engines.vllm.versions import version_quirks
+from replicas.simulated.model import sim_model_dir
+
+from ...vllm.bodies import CORPUS, Body
+from ...vllm.chat_templates import small_tokenizer
+from ...vllm.mixed_bodies import random_bodies
+
+RECORDED = Path(__file__).with_name("families.jsonl")
+CONTEXT = 131_072
+RANDOM = 250
+_CONFIG = {"torch_dtype": "bfloat16", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+           "num_attention_heads": 4, "vocab_size": 40_000, "max_position_embeddings": CONTEXT}  # fmt: skip
+_DEEPSEEK = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+             "n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+             "index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}  # fmt: skip
+
+
+def bodies() -> dict[str, tuple[str, Body]]:
+    """What is asked of each family, by name."""
+    mixed = {f"random {i}": case for i, case in enumerate(random_bodies(7, RANDOM))}
+    return {**CORPUS, **mixed}
+
+
+def _folder(folder: Path, config: dict, special: tuple[str, ...]) -> Path:
+    base = sim_model_dir()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**_CONFIG, **config}))
+    (folder / "tokenizer.json").write_text(small_tokenizer(base / "tokenizer.json", special))
+    (folder / "tokenizer_config.json").write_text((base / "tokenizer_config.json").read_text())
+    return folder
+
+
+def _deepseek_v32(folder: Path) -> Path:
+    special = (
+        deepseek.BEGIN,
+        deepseek.END,
+        deepseek.USER,
+        deepseek.ASSISTANT,
+        deepseek.THINK,
+        deepseek.NO_THINK,
+        deepseek.DSML,
+    )
+    config = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **_DEEPSEEK}
+    return _folder(folder, config, special)
+
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {"DeepSeek-V3.2": _deepseek_v32}
+
+
+def digest(ids: Iterable[int]) -> str:
+    packed = b"".join(one.to_bytes(4, "little") for one in ids)
+    return f"{len(packed) // 4}:{xxh3_64_hexdigest(packed)}"
+
+
+def digest_of_body(path: str, body: Body) -> str:
+    return xxh3_64_hexdigest(json.dumps([path, body], sort_keys=True).encode())
+
+
+@dataclass
+class Compared:
+    """What became of one family's bodies. Those that the engine refuses are in none of these."""
+
+    equal: list[str] = field(default_factory=list)
+    declined: dict[str, str] = field(default_factory=dict)  # body -> why
+    wrong: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> int:
+        return len(self.equal) + len(self.declined) + len(self.wrong)
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why bodies were declined, and how many."""
+        return dict(Counter(self.declined.values()).most_common())
+
+
+def compare(folder: Path, version: str, theirs: dict[str, str | None]) -> Compared:
+    """`theirs`: of each body's name the digest of the engine's ids, None where it refuses."""
+    pipeline = Pipeline(folder, "tiny", 16, max_model_len=CONTEXT)
+    pipeline.follow(version_quirks(version))
+    found, asked = Compared(), bodies()
+    for name, ids in theirs.items():
+        if ids is None:
+            continue
+        path, body = asked[name]
+        for turn in range(2):  # the second time its prefixes are known
+            try:
+                prompt = pipeline.prepare(path, json.dumps(body).encode())
+            except ApiError as error:
+                found.wrong[name] = f"refused: {error}"
+                break
+            if prompt.mode != "exact":
+                found.declined[name] = prompt.note
+                break
+            if digest(memoryview(prompt.token_ids).cast("I").tolist()) != ids:
+                found.wrong[name] = f"other ids in round {turn}"
+                break
+        else:
+            found.equal.append(name)
+    return found
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one engine made of a family's bodies."""
+
+    family: str
+    version: str
+    answers: dict[str, str | None]
+
+
+def recordings() -> list[Recording]:
+    """All that was recorded. Raises ValueError where bodies have changed since."""
+    asked = {name: digest_of_body(*case) for name, case in bodies().items()}
+    found = []
+    for line in RECORDED.read_text().splitlines():
+        told = json.loads(line)
+        if {name: body for name, (body, _) in told["answers"].items()} != asked:
+            raise ValueError(f"{told['family']}: the bodies have changed: run python -m tests.vllm.record_families")
+        answers = {name: ids for name, (_, ids) in told["answers"].items()}
+        found.append(Recording(told["family"], told["vllm"], answers))
+    return found
